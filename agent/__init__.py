@@ -1,0 +1,1 @@
+"""The long-running agent: takes images in, decides, runs experts, keeps verdicts."""

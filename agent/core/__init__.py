@@ -1,0 +1,1 @@
+"""Decides. Pure: no torch, thread, clock, file or log. One state machine: Engine.handle(event, now) -> effects."""

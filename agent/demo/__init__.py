@@ -1,0 +1,1 @@
+"""The demo line: boards rendered, small experts trained, the closing report."""

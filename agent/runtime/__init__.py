@@ -1,0 +1,1 @@
+"""Does: carries out the Engine's effects with threads, transfers and devices, and answers with events."""

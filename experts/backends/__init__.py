@@ -1,0 +1,47 @@
+"""The registry: which backend runs an architecture. Heavy runtimes are imported inside the factory only."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from experts.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from experts.backends.base import Backend
+
+DETECTOR_PREFIXES = ("yolo", "rtdetr")
+
+
+def family(architecture: str) -> str:
+    """Which backend an architecture's name belongs to: "fake", "onnx", "detector" or "classifier"."""
+    if architecture in {"fake", "onnx"}:
+        return architecture
+    return "detector" if architecture.startswith(DETECTOR_PREFIXES) else "classifier"
+
+
+@cache
+def backend_for(architecture: str) -> Backend:
+    """The one backend of this architecture. Raises BackendUnavailable, naming what could not be imported."""
+    try:
+        return _build(family(architecture))
+    except ImportError as error:
+        raise BackendUnavailable(architecture, f"its runtime cannot be imported: {error}") from error
+
+
+def _build(name: str) -> Backend:
+    if name == "fake":
+        from experts.backends.fake import FakeBackend
+
+        return FakeBackend()
+    if name == "onnx":
+        from experts.backends.onnx import OnnxBackend
+
+        return OnnxBackend()
+    if name == "detector":
+        from experts.backends.detector import DetectorBackend
+
+        return DetectorBackend()
+    from experts.backends.classifier import ClassifierBackend
+
+    return ClassifierBackend()

@@ -1,0 +1,75 @@
+"""The contract of a backend: how one family of architectures is packed, bound to memory and run.
+
+A backend is stateless; a skeleton is one module without memory of its own. ``bind`` makes its parameters views of
+bytes that somebody else owns; after that, overwriting those bytes is a complete switch of expert: nothing is
+constructed, converted or allocated. Numbers (thresholds, means) belong to the siblings, not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from torch import Tensor
+
+    from experts.expert import Expert, Precision, Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Packable:
+    """An expert's weights ready to be laid down: execution dtype, memory format in the strides.
+
+    ``program`` is what a skeleton needs beside the tensors (ONNX: the graph without its weights); experts with equal
+    programs and equal tensor tables share skeletons.
+    """
+
+    tensors: Mapping[str, Tensor]
+    program: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One image as its expert wants it: float32 (3, height, width) on the CPU, normalised.
+
+    ``scale``, ``pad_left``, ``pad_top`` lead from the expert's pixels back to the image's: x = (x' - pad_left) / scale.
+    """
+
+    tensor: Tensor
+    image_height: int
+    image_width: int
+    scale: float = 1.0
+    pad_left: float = 0.0
+    pad_top: float = 0.0
+
+
+class Skeleton(Protocol):
+    """One module, bound to memory that it does not own. Safe to run from several threads once bound."""
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the parameters these views. All names of the packed expert, on the skeleton's device."""
+
+    def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        """One prediction per prepared image, in order. An empty batch is the caller's error: ValueError."""
+
+
+class Backend(Protocol):
+    """One family of architectures (torchvision classifiers, YOLO detectors, ONNX graphs, the fake)."""
+
+    def pack(self, expert: Expert, precision: Precision) -> Packable:
+        """Read the expert's own weights file and convert it, offline.
+
+        Raises WeightsMissing, WeightsCorrupt, WeightsRefused, or WeightsMismatch with the names that do not fit.
+        """
+
+    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
+        """A new unbound skeleton; called rarely, then kept. ``device`` is a torch device string."""
+
+    def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
+        """Scale and normalise one image: uint8 RGB (height, width, 3), of any size. Thread-safe."""
+
+    def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
+        """An estimate, from shapes alone, of the memory one batch needs beside the weights; a profile overrides it."""

@@ -1,0 +1,144 @@
+"""Every exception of the project. Each carries the object it is about, and its text says what to do.
+
+CoServeError
++- ConfigError              a line file, a key or a value: exit code 78, before anything starts
++- ExpertError              one expert; the agent lives on
+|  +- ExpertNotFound        no expert of that id on this line
+|  +- WeightsError          its weights: retrying is pointless, the expert is quarantined
+|  |  +- WeightsMissing     the file is not there
+|  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
+|  |  +- WeightsMismatch    of another architecture, or with another number of labels
+|  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
+|  `- LoadFailed            reading or copying failed this time; may be retried
++- MemoryExceeded           a pool has no room for the bytes asked for
++- ImageError               one image; its verdict is UNKNOWN, everything else goes on
+|  +- ImageUnreadable       broken, truncated, not an image, not permitted
+|  `- ImageTooLarge         more pixels than the limit
++- BackendUnavailable       a configured runtime or device is not there
++- IllegalMove              a residency step that the table does not hold; nothing was changed
+`- AlreadyRunning           another agent holds this line's state directory
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class CoServeError(Exception):
+    """The root: whatever CoServe raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a file something stands; line and column count from 1."""
+
+    file: Path
+    line: int
+    column: int
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}: {self.key}"
+
+
+class ConfigError(CoServeError):
+    """A configuration that must not start. ``place`` names file, line and key where one is known."""
+
+    def __init__(self, message: str, place: Place | None = None) -> None:
+        super().__init__(f"{place}: {message}" if place else message)
+        self.message = message
+        self.place = place
+
+
+class ExpertError(CoServeError):
+    """Something about one expert, whose id it holds."""
+
+    def __init__(self, expert: str, message: str) -> None:
+        super().__init__(f"expert {expert}: {message}")
+        self.expert = expert
+        self.message = message
+
+
+class ExpertNotFound(ExpertError):
+    """The line has no expert of that id."""
+
+
+class WeightsError(ExpertError):
+    """The weights cannot be served and retrying will not help."""
+
+
+class WeightsMissing(WeightsError):
+    """The weights file, or one of its packed segments, is not there."""
+
+
+class WeightsCorrupt(WeightsError):
+    """Truncated, or the bytes do not have the recorded sha256."""
+
+
+class WeightsMismatch(WeightsError):
+    """The tensors do not fit the architecture, or the number of labels."""
+
+
+class WeightsRefused(WeightsError):
+    """A format that is never read at serve time, or a pickle that holds more than tensors."""
+
+
+class LoadFailed(ExpertError):
+    """Reading or copying the weights failed this time."""
+
+
+class MemoryExceeded(CoServeError):
+    """A pool cannot hold what was asked of it. Sizes in bytes."""
+
+    def __init__(self, pool: str, wanted_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"memory {pool}: {wanted_bytes} bytes wanted, {free_bytes} free")
+        self.pool = pool
+        self.wanted_bytes = wanted_bytes
+        self.free_bytes = free_bytes
+
+
+class ImageError(CoServeError):
+    """Something about one image, whose name it holds."""
+
+    def __init__(self, image: str, message: str) -> None:
+        super().__init__(f"{image}: {message}")
+        self.image = image
+        self.message = message
+
+
+class ImageUnreadable(ImageError):
+    """Broken, truncated, not an image, or not permitted."""
+
+
+class ImageTooLarge(ImageError):
+    """More pixels than the configured limit."""
+
+
+class BackendUnavailable(CoServeError):
+    """A configured runtime or device is not there. ``what`` names it."""
+
+    def __init__(self, what: str, message: str) -> None:
+        super().__init__(f"{what}: {message}")
+        self.what = what
+
+
+class IllegalMove(CoServeError):
+    """An expert's residency has no such step from where it is."""
+
+    def __init__(self, copy: str, state: str, move: str) -> None:
+        super().__init__(f"{copy}: no move {move!r} from state {state!r}")
+        self.copy = copy
+        self.state = state
+        self.move = move
+
+
+class AlreadyRunning(CoServeError):
+    """Another agent holds the lock of this state directory."""
+
+    def __init__(self, lock: Path) -> None:
+        super().__init__(f"{lock} is held by another agent: stop it first, or give this line its own state")
+        self.lock = lock

@@ -1,0 +1,74 @@
+"""The nouns of an expert: frozen records, no behaviour beyond reading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NOTHING_FOUND = "nothing-found"  # label of a detector that saw no object; never in a route's `pass`
+
+
+class Verdict(StrEnum):
+    """What the operator reads. What cannot be judged is UNKNOWN, never OK."""
+
+    OK = "OK"
+    NG = "NG"
+    UNKNOWN = "UNKNOWN"
+
+
+class Precision(StrEnum):
+    """The number format an expert's packed weights are stored and executed in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What an expert wants to see: pixels, and how they are normalised.
+
+    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is.
+    """
+
+    height: int
+    width: int
+    normalize: str = "imagenet"
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """One expert model of a line. ``weights`` is the file that its owner gave, not the packed one."""
+
+    id: str
+    architecture: str
+    weights: Path
+    labels: tuple[str, ...]
+    input: InputSpec
+    pin: bool = False
+    stem: str | None = None  # classifiers: "3x3" = first convolution 3x3, stride 1, for crops of about 64 px
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One detected object; corners in pixels of the image as it came."""
+
+    label: str
+    score: float
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What an expert says of one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box."""
+
+    label: str
+    score: float
+    boxes: tuple[Box, ...] = ()

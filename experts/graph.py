@@ -1,0 +1,97 @@
+"""Routes: component -> preliminary expert -> subsequent experts; who depends on whom.
+
+Guarantees: the graph of dependencies has no cycle; every step names an expert of the line (the catalog checks both
+before one is built, and the constructor refuses a cycle again). Immutable, and answers in O(1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+from experts.expert import NOTHING_FOUND, Prediction, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStep:
+    """One expert's turn. A label outside ``passing``, or a score below ``min_score``, ends the route: NG."""
+
+    expert: str
+    passing: frozenset[str]
+    min_score: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a step's prediction leads to: the next expert, or a verdict; exactly one of the two is set."""
+
+    label: str
+    score: float
+    next_expert: str | None
+    verdict: Verdict | None
+
+
+class ExpertGraph:
+    """The routes of one line. ``routes`` maps a component type to its steps, in order, at least one."""
+
+    def __init__(self, experts: Iterable[str], routes: Mapping[str, tuple[RouteStep, ...]]) -> None:
+        self.experts = frozenset(experts)
+        self.routes = dict(routes)
+        preliminaries: dict[str, set[str]] = {expert: set() for expert in self.experts}
+        subsequents: dict[str, set[str]] = {expert: set() for expert in self.experts}
+        for component, steps in self.routes.items():
+            if not steps:
+                raise ValueError(f"route {component} has no step")
+            for step, following in zip(steps, steps[1:], strict=False):
+                preliminaries[following.expert].add(step.expert)
+                subsequents[step.expert].add(following.expert)
+        cycle = find_cycle(preliminaries)
+        if cycle:
+            raise ValueError(f"experts depend on one another in a circle: {' -> '.join(cycle)}")
+        self._preliminaries = {expert: frozenset(names) for expert, names in preliminaries.items()}
+        self._subsequents = {expert: tuple(sorted(names)) for expert, names in subsequents.items()}
+
+    def first_expert(self, component: str) -> str | None:
+        """The preliminary expert of a component's route; None for a component without a route."""
+        steps = self.routes.get(component)
+        return steps[0].expert if steps else None
+
+    def preliminaries(self, expert: str) -> frozenset[str]:
+        """The experts that run right before this one on some route; empty for one that comes first on all of its routes."""
+        return self._preliminaries[expert]
+
+    def subsequents(self, expert: str) -> tuple[str, ...]:
+        """The experts that run right after this one on some route, sorted."""
+        return self._subsequents[expert]
+
+    def judge(self, component: str, step: int, prediction: Prediction) -> Judgement:
+        """Where a route goes after step number ``step`` (from 0) predicted this."""
+        steps = self.routes[component]
+        label, score = deciding_label(prediction, steps[step].passing)
+        if label not in steps[step].passing or score < steps[step].min_score:
+            return Judgement(label, score, next_expert=None, verdict=Verdict.NG)
+        if step + 1 < len(steps):
+            return Judgement(label, score, next_expert=steps[step + 1].expert, verdict=None)
+        return Judgement(label, score, next_expert=None, verdict=Verdict.OK)
+
+
+def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
+    """The label that decides, with its score: a box that does not pass outweighs any number of boxes that do."""
+    failing = [box for box in prediction.boxes if box.label not in passing]
+    if failing:
+        worst = max(failing, key=lambda box: box.score)
+        return worst.label, worst.score
+    return prediction.label or NOTHING_FOUND, prediction.score
+
+
+def find_cycle(preliminaries: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
+    """The experts of one circle of dependencies, first named again at the end; empty if there is none."""
+    try:
+        TopologicalSorter(preliminaries).prepare()
+    except CycleError as error:
+        return tuple(reversed(error.args[1]))
+    return ()

@@ -1,0 +1,1 @@
+"""The offline phase: measures the box and plans the line."""
