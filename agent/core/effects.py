@@ -1,0 +1,103 @@
+"""What the Engine tells the shell: imperatives, in the order to carry them out, and its decisions for the record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent.core.request import Batch, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoad:
+    """Bring a copy into ``pool`` from ``source``: the SSD, or the pool that caches in front. Answer Loaded or LoadFailed.
+
+    ``size_bytes`` is what the ledger reserved: shared parts that are there already are not counted, nor moved.
+    """
+
+    load: int
+    expert: str
+    copy: str
+    source: str
+    pool: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartBatch:
+    """Run a batch. Answer Finished or BatchFailed."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionCandidate:
+    """What an eviction looked at. ``next_use_s`` is the predicted time of its next queued use, None without one."""
+
+    copy: str
+    freed_bytes: int
+    usage: float
+    next_use_s: float | None
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionDecision:
+    """Why something left: for whom, how many bytes short, and whom it was weighed against (victims first)."""
+
+    for_copy: str
+    needed_bytes: int
+    candidates: tuple[EvictionCandidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """A copy leaves a pool; its memory is free at once. ``stage``: 1 or 2 as in section 4.3, 3 = it has a queued use,
+    0 = not by rank (LRU, FIFO, quarantine)."""
+
+    expert: str
+    copy: str
+    pool: str
+    freed_bytes: int
+    stage: int
+    decision: EvictionDecision
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentCandidate:
+    """One executor as the assignment saw it: its predicted queue length, and what the request would add to it."""
+
+    executor: int
+    queue_s: float
+    addition_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A request has its executor, and why. Nothing to carry out."""
+
+    request: int
+    expert: str
+    executor: int
+    joined: bool
+    candidates: tuple[AssignmentCandidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """A request has its outcome: OK, NG, or UNKNOWN with a reason."""
+
+    request: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A request cannot be judged: its verdict is UNKNOWN; ``outcome`` holds the reason and the steps that did run."""
+
+    request: int
+    outcome: Outcome
+
+
+Effect = StartLoad | StartBatch | Evict | Assigned | Complete | Fail

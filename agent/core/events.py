@@ -1,0 +1,87 @@
+"""What the shell tells the Engine: past facts. Each StartLoad and StartBatch is answered by exactly one of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent.core.request import Rejected
+    from experts.expert import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The shell is ready: experts may be placed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request, for a component's route or for one expert directly; exactly one of the two is set."""
+
+    request: int
+    component: str | None = None
+    expert: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load is complete: the copy can run, or be copied on."""
+
+    load: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """A load came to nothing. ``permanent``: the weights are bad, trying again is pointless."""
+
+    load: int
+    reason: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A batch ran. ``results`` are in the order of its requests."""
+
+    batch: int
+    results: tuple[Prediction | Rejected, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFailed:
+    """A batch did not run. ``out_of_memory``: a smaller one may."""
+
+    batch: int
+    reason: str
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Whoever asked does not want the answer any more."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """The shell found out by itself that an expert cannot be served."""
+
+    expert: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed, nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take nothing new; finish what was taken."""
+
+
+Event = (
+    Started | Arrived | Loaded | LoadFailed | Finished | BatchFailed | Cancelled | Quarantined | Tick | Drain
+)

@@ -1,0 +1,108 @@
+"""What the core knows of the box: the performance matrix, footprints, usage probabilities, memories. Frozen records.
+
+A *copy* is an expert in one precision; its name is what pools hold. Two processors of one precision share copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SSD = "ssd"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """Weights that several experts share: held once in a memory while any of them is there."""
+
+    id: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What holding a copy costs: its own bytes, and the parts it shares."""
+
+    own_bytes: int
+    shared: tuple[SharedPart, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """What it costs in an empty memory."""
+        return self.own_bytes + sum(part.size_bytes for part in self.shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Performance:
+    """One architecture on one processor. A batch of n takes ``K_s * n + B_s``. Source: CoServe, section 4.2."""
+
+    K_s: float
+    B_s: float
+    max_batch: int
+    workspace_bytes: int  # of each image in a batch
+    workspace_base_bytes: int = 0
+
+    def latency_s(self, batch_size: int) -> float:
+        """Predicted seconds of one batch; valid for 1 <= batch_size <= max_batch."""
+        return self.K_s * batch_size + self.B_s
+
+    def workspace_for(self, batch_size: int) -> int:
+        """Bytes one running batch needs beside the weights."""
+        return self.workspace_base_bytes + self.workspace_bytes * batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProfile:
+    """One expert on one kind of processor."""
+
+    copy: str
+    performance: Performance
+    footprint: Footprint
+    load_s: Mapping[str, float]  # from SSD or from a pool's name, into this processor's memory
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """The performance matrix of a box. ``experts[processor][expert]``; an expert absent there cannot run there."""
+
+    experts: Mapping[str, Mapping[str, ExpertProfile]]
+    usage: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSpec:
+    """One executor: a queue and whoever runs it. ``processor`` names its column of the matrix, ``pool`` its memory."""
+
+    id: int
+    processor: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One memory. Weights and the workspace of running batches have their own shares of it.
+
+    ``cache`` names the memory in front of it, whose copies are nearer than the SSD's (split memory).
+    """
+
+    name: str
+    expert_bytes: int
+    workspace_bytes: int
+    cache: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the core must keep to. ``loads_in_flight`` counts per source (the SSD, the host's copies)."""
+
+    pools: tuple[PoolSpec, ...]
+    max_overtake_s: float = 5.0
+    loads_in_flight: int = 2
+    prefetch_groups: int = 16
+    load_attempts: int = 3
+    load_backoff_s: float = 0.25
+    batch_attempts: int = 3
+    expert_failures: int = 3
