@@ -1,0 +1,45 @@
+# Everything runs from $(VENV), which the first target that needs it makes. `make VENV=folder ...` takes another one.
+VENV := .venv
+PYTHON := python3
+INSTALLED := $(VENV)/.installed
+INSTALLING := $(VENV)/.installing
+
+.PHONY: help venv demo test lint bench clean
+
+help:  ## what can be made
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 12
+
+venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml is unchanged
+
+demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
+	$(VENV)/bin/coserve demo
+
+test: $(INSTALLED)  ## all tests
+	$(VENV)/bin/python -m pytest
+
+lint: $(INSTALLED)  ## style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(INSTALLED)  ## how fast experts load and decisions are taken here
+	$(VENV)/bin/coserve bench load
+	$(VENV)/bin/coserve bench decisions
+
+clean:  ## remove what the targets wrote, but not $(VENV)
+	rm -rf build dist demo bench-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find experts agent profiler tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A folder that still holds $(INSTALLING) was left by an installation that failed or was interrupted: it is made anew.
+# Both names of OpenCV go first, because pip may remove the one over the files of the other.
+$(INSTALLED): pyproject.toml packaging/opencv-python/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "CoServe needs Python 3.11 or newer: install it, or name it, as in: make PYTHON=python3.12 venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+	  || { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
+	@if [ -e $(INSTALLING) ]; then rm -rf $(VENV); fi
+	@mkdir -p $(VENV) && touch $(INSTALLING) && rm -f $(INSTALLED)
+	@[ -x $(VENV)/bin/pip ] || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip uninstall --quiet --yes opencv-python opencv-python-headless
+	$(VENV)/bin/python -m pip install --prefer-binary ./packaging/opencv-python --editable '.[dev]'
+	@mv $(INSTALLING) $(INSTALLED)
