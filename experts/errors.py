@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -46,12 +47,26 @@ class Place:
 
 
 class ConfigError(CoServeError):
-    """A configuration that must not start. ``place`` names file, line and key where one is known."""
+    """A configuration that must not start. ``place`` names file, line and key where one is known.
+
+    ``problems`` holds the single errors of one that reports several; place is then that of the first.
+    """
 
     def __init__(self, message: str, place: Place | None = None) -> None:
         super().__init__(f"{place}: {message}" if place else message)
         self.message = message
         self.place = place
+        self.problems: tuple[ConfigError, ...] = (self,)
+
+    @classmethod
+    def of(cls, problems: Sequence[ConfigError]) -> ConfigError:
+        """One error for all of these, at least one; each is a line of its text."""
+        if len(problems) == 1:
+            return problems[0]
+        together = cls("\n".join(str(problem) for problem in problems))
+        together.place = problems[0].place
+        together.problems = tuple(problems)
+        return together
 
 
 class ExpertError(CoServeError):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartLoad:
-    """Bring a copy into ``pool`` from ``source``: the SSD, or the pool that caches in front. Answer Loaded or LoadFailed.
+    """Bring a copy into ``pool`` from ``source``, the SSD or the caching pool. Answer Loaded or LoadFailed.
 
     ``size_bytes`` is what the ledger reserved: shared parts that are there already are not counted, nor moved.
     """

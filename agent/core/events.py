@@ -82,6 +82,4 @@ class Drain:
     """Take nothing new; finish what was taken."""
 
 
-Event = (
-    Started | Arrived | Loaded | LoadFailed | Finished | BatchFailed | Cancelled | Quarantined | Tick | Drain
-)
+Event = Started | Arrived | Loaded | LoadFailed | Finished | BatchFailed | Cancelled | Quarantined | Tick | Drain

@@ -106,3 +106,4 @@ class Limits:
     load_backoff_s: float = 0.25
     batch_attempts: int = 3
     expert_failures: int = 3
+    pinned: frozenset[str] = frozenset()

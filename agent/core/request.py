@@ -1,4 +1,4 @@
-"""The nouns that travel: requests, batches' results, outcomes. Frozen; what an image looks like is the shell's business."""
+"""The nouns that travel: batches, their results, outcomes. Frozen; what an image is, is the shell's business."""
 
 from __future__ import annotations
 

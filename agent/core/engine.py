@@ -1,0 +1,531 @@
+"""The Engine: one state machine that takes events and answers with effects. It decides; the shell does.
+
+Guarantees, whatever comes and in whatever order:
+    every request that arrived ends in exactly one Complete or Fail, once the shell has answered what it was asked;
+    no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
+    ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
+    the same events at the same times give the same effects;
+    with an overlapping policy no executor is idle while it has a request whose expert is resident;
+    with a bounded policy, a group that has stood at the head of its queue for ``max_overtake_s`` gets the next room
+    that comes free, and no request is overtaken by one that came ``max_overtake_s`` or more after it.
+Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
+another event, a Tick comes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agent.core import events
+from agent.core.effects import Complete, Fail, StartBatch
+from agent.core.performance import SSD
+from agent.core.placement import Answer, Claim, Placement, footprints_in, pinned_homes
+from agent.core.pool import ModelPool, PoolStatistics, misfits
+from agent.core.prefetch import Wish, demands, initial_placement, upcoming
+from agent.core.request import Batch, Outcome, Rejected, StepResult
+from agent.core.scheduler import Scheduler
+from agent.core.splitter import BatchSplitter
+from experts.errors import MemoryExceeded
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from agent.core.effects import Effect
+    from agent.core.events import Event
+    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Limits
+    from agent.core.policy import Policy
+    from agent.core.queue import ExecutorQueue, Group
+    from experts.expert import Prediction
+    from experts.graph import ExpertGraph
+
+SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Where a request stands: in ``group`` of ``queue``, or in a running batch, never both."""
+
+    component: str | None
+    step: int = 0
+    steps: list[StepResult] = field(default_factory=list)
+    queue: ExecutorQueue | None = None
+    group: Group | None = None
+    attempts: int = 0
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """One executor's queue, at one moment."""
+
+    executor: int
+    processor: str
+    requests: int
+    length_s: float
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A frozen snapshot: queues, memories, counters since the start."""
+
+    arrived: int
+    completed: int
+    failed: int
+    in_flight: int
+    switches: int
+    batches: int
+    loads: dict[str, int]
+    bytes_read: int
+    evictions: int
+    unexpected_events: int
+    is_draining: bool
+    quarantined: dict[str, str]
+    queues: tuple[QueueStatistics, ...]
+    pools: tuple[PoolStatistics, ...]
+
+
+class Engine:
+    """See the module. Raises MemoryExceeded at construction if an expert can never fit where it has to run."""
+
+    def __init__(
+        self,
+        graph: ExpertGraph,
+        profile: DeviceProfile,
+        executors: Sequence[ExecutorSpec],
+        policy: Policy,
+        limits: Limits,
+    ) -> None:
+        self._graph = graph
+        self._profile = profile
+        self._policy = policy
+        self._limits = limits
+        self._scheduler = Scheduler(executors, profile, policy, limits.max_overtake_s, self._switch_s)
+        self._queues = {queue.spec.id: queue for queue in self._scheduler.queues}
+        self._pools = {spec.name: ModelPool(spec) for spec in limits.pools}
+        homes = pinned_homes(limits.pinned, self._scheduler.queues, profile.experts)
+        self._refuse_misfits(homes)
+        self._placement = Placement(self._pools, self._scheduler.queues, graph, profile, policy, limits, homes)
+        self._splitter = BatchSplitter()
+        self._tickets: dict[int, Ticket] = {}
+        self._batches: dict[int, Batch] = {}
+        self._running: dict[int, int] = {}  # executor -> batch
+        self._initial: deque[Wish] = deque()
+        self._homes = homes
+        self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
+        self._quarantine: dict[str, str] = {}
+        self._failures: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._last_batch = 0
+        self._now = 0.0
+        self._is_draining = False
+        self._answers: dict[type, Callable[..., bool]] = {
+            events.Started: self._started,
+            events.Arrived: self._arrived,
+            events.Loaded: self._loaded,
+            events.LoadFailed: self._load_failed,
+            events.Finished: self._finished,
+            events.BatchFailed: self._batch_failed,
+            events.Cancelled: self._cancelled,
+            events.Quarantined: self._quarantined,
+            events.Tick: self._ticked,
+            events.Drain: self._drained,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What to do about an event. ``now``: seconds, monotonic; an earlier time counts as the latest one seen."""
+        self._now = max(self._now, now)
+        effects: list[Effect] = []
+        if self._answers[type(event)](event, effects):
+            self._advance(effects)
+        return effects
+
+    def next_wakeup_s(self) -> float | None:
+        """When a Tick is due if nothing else happens before; None when time alone changes nothing."""
+        return self._placement.next_retry_s()
+
+    def statistics(self) -> EngineStatistics:
+        """A frozen snapshot."""
+        counts = self._placement.counts
+        return EngineStatistics(
+            arrived=self._counts["arrived"],
+            completed=self._counts["completed"],
+            failed=self._counts["failed"],
+            in_flight=len(self._tickets),
+            switches=self._counts["switches"],
+            batches=self._last_batch,
+            loads={
+                path: counts[path]
+                for path in sorted(
+                    f"{source}_{pool.name}"
+                    for pool in self._pools.values()
+                    for source in (SSD, pool.spec.cache)
+                    if source
+                )
+            },
+            bytes_read=counts["bytes_read"],
+            evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
+            unexpected_events=self._counts["unexpected_events"],
+            is_draining=self._is_draining,
+            quarantined=dict(self._quarantine),
+            queues=tuple(self._queue_statistics(queue) for queue in self._scheduler.queues),
+            pools=tuple(pool.statistics() for pool in self._pools.values()),
+        )
+
+    def check_invariants(self) -> None:
+        """Recount bytes, uses and requests. Raises AssertionError saying what does not add up."""
+        for pool in self._pools.values():
+            pool.check_invariants()
+        queued = [request for queue in self._scheduler.queues for group in queue.groups() for request in group.requests]
+        running = [request for batch in self._batches.values() for request in batch.requests]
+        everywhere = Counter(queued) + Counter(running)
+        assert set(everywhere) == set(self._tickets), "a request is lost, or stands where none should"
+        assert all(count == 1 for count in everywhere.values()), "a request stands in two places"
+        for queue in self._scheduler.queues:
+            count = sum(len(group.requests) for group in queue.groups())
+            assert count == queue.request_count, f"executor {queue.spec.id}: requests miscounted"
+        for batch in self._batches.values():
+            pool = self._pools[self._queues[batch.executor].spec.pool]
+            assert pool.is_resident(batch.copy), f"batch {batch.id} runs on {batch.copy}, which is not resident"
+        for name, pool in self._pools.items():
+            uses = Counter(b.copy for b in self._batches.values() if self._queues[b.executor].spec.pool == name)
+            uses += Counter(load.copy for load in self._placement.loads.values() if load.source == name)
+            for entry in pool.entries():
+                assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"
+
+    # -- events: each says whether something may be able to move now --
+
+    def _started(self, _: events.Started, effects: list[Effect]) -> bool:
+        profiles = {processor: dict(experts) for processor, experts in self._profile.experts.items()}
+        executors = [queue.spec for queue in self._scheduler.queues]
+        pinned = [(self._first_spec(pool), expert) for expert, pool in self._homes.items()]
+        usage = {expert: self._profile.usage.get(expert, 0.0) for expert in self._graph.experts}
+        placed = initial_placement(usage, executors, profiles) if self._policy.placing else []
+        for spec, expert in pinned + placed:
+            profile = profiles[spec.processor][expert]
+            self._initial.append(Wish(spec, expert, profile, self._now, self._now))
+        return True
+
+    def _arrived(self, event: events.Arrived, effects: list[Effect]) -> bool:
+        if event.request in self._tickets:
+            return self._unexpected()
+        self._counts["arrived"] += 1
+        ticket = Ticket(event.component)
+        self._tickets[event.request] = ticket
+        if self._is_draining:
+            return self._fail(event.request, "the agent is stopping", effects)
+        expert = event.expert
+        if event.component is not None:
+            expert = self._graph.first_expert(event.component)
+            if expert is None:
+                return self._fail(event.request, f"no route for component {event.component!r}", effects)
+        if expert is None or expert not in self._graph.experts:
+            return self._fail(event.request, f"no expert {expert!r} on this line", effects)
+        return self._enqueue(event.request, ticket, expert, effects)
+
+    def _loaded(self, event: events.Loaded, effects: list[Effect]) -> bool:
+        load = self._placement.loads.pop(event.load, None)
+        if load is None:
+            return self._unexpected()
+        self._placement.loaded(load)
+        waiting = (queue for queue in self._scheduler.queues if queue.spec.pool == load.pool)
+        if any(queue.first_group(load.expert) is not None for queue in waiting):
+            self._counts["switches"] += 1
+        self._discard_if_quarantined(load.expert, effects)
+        return True
+
+    def _load_failed(self, event: events.LoadFailed, effects: list[Effect]) -> bool:
+        load = self._placement.loads.pop(event.load, None)
+        if load is None:
+            return self._unexpected()
+        attempts = self._placement.load_failed(load, self._now)
+        if event.permanent or attempts >= self._limits.load_attempts:
+            self._put_in_quarantine(load.expert, event.reason, effects)
+        self._discard_if_quarantined(load.expert, effects)
+        return True
+
+    def _finished(self, event: events.Finished, effects: list[Effect]) -> bool:
+        batch = self._batches.get(event.batch)
+        if batch is None:
+            return self._unexpected()
+        if len(event.results) != len(batch.requests):
+            reason = f"{len(event.results)} results for {len(batch.requests)} images"
+            return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
+        self._end_batch(batch)
+        self._failures[batch.expert] = 0
+        for request, result in zip(batch.requests, event.results, strict=True):
+            self._one_step_done(request, batch.expert, result, effects)
+        self._discard_if_quarantined(batch.expert, effects)
+        return True
+
+    def _batch_failed(self, event: events.BatchFailed, effects: list[Effect]) -> bool:
+        batch = self._batches.get(event.batch)
+        if batch is None:
+            return self._unexpected()
+        self._end_batch(batch)
+        if event.out_of_memory:
+            self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
+        elif len(batch.requests) == 1:
+            self._failures[batch.expert] += 1
+        retried = [request for request in batch.requests if self._may_retry(request, batch, event, effects)]
+        if retried and batch.expert not in self._quarantine:
+            self._give_back(batch, retried)
+        else:
+            for request in retried:
+                self._fail(request, self._quarantine[batch.expert], effects)
+        if self._failures[batch.expert] >= self._limits.expert_failures:
+            self._put_in_quarantine(batch.expert, f"fails on every image: {event.reason}", effects)
+        self._discard_if_quarantined(batch.expert, effects)
+        return True
+
+    def _cancelled(self, event: events.Cancelled, effects: list[Effect]) -> bool:
+        ticket = self._tickets.get(event.request)
+        if ticket is None:
+            return self._unexpected()
+        if ticket.group is None:
+            ticket.is_cancelled = True  # it runs: its batch's answer ends it
+            return False
+        self._leave_queue(event.request, ticket)
+        self._fail(event.request, "cancelled", effects)
+        return True
+
+    def _quarantined(self, event: events.Quarantined, effects: list[Effect]) -> bool:
+        if event.expert not in self._graph.experts:
+            return self._unexpected()
+        self._put_in_quarantine(event.expert, event.reason, effects)
+        self._discard_if_quarantined(event.expert, effects)
+        return True
+
+    def _ticked(self, _: events.Tick, effects: list[Effect]) -> bool:
+        return True
+
+    def _drained(self, _: events.Drain, effects: list[Effect]) -> bool:
+        self._is_draining = True
+        return False
+
+    # -- requests --
+
+    def _enqueue(self, request: int, ticket: Ticket, expert: str, effects: list[Effect]) -> bool:
+        """Queue a request's next step. True if its executor, or a load, may have to start for it."""
+        if expert in self._quarantine:
+            return self._fail(request, f"{expert} is in quarantine: {self._quarantine[expert]}", effects)
+        placed = self._scheduler.place(request, expert, self._now)
+        if placed is None:
+            return self._fail(request, f"no executor of this box can run {expert}", effects)
+        ticket.group, assigned = placed
+        ticket.queue = self._queues[assigned.executor]
+        effects.append(assigned)
+        return not assigned.joined or assigned.executor not in self._running
+
+    def _one_step_done(self, request: int, expert: str, result: Prediction | Rejected, effects: list[Effect]) -> None:
+        ticket = self._tickets[request]
+        if isinstance(result, Rejected):
+            self._fail(request, result.reason, effects)
+            return
+        ticket.steps.append(StepResult(expert, result))
+        if ticket.is_cancelled:
+            self._fail(request, "cancelled", effects)
+        elif ticket.component is None:
+            outcome = Outcome(
+                Verdict.UNKNOWN, result.label, result.score, tuple(ticket.steps), "asked of one expert, not of a route"
+            )
+            self._end(request, Complete(request, outcome), effects)
+        else:
+            self._follow_route(request, ticket, ticket.component, result, effects)
+
+    def _follow_route(
+        self, request: int, ticket: Ticket, component: str, prediction: Prediction, effects: list[Effect]
+    ) -> None:
+        judgement = self._graph.judge(component, ticket.step, prediction)
+        if judgement.next_expert is not None:
+            ticket.step += 1
+            ticket.attempts = 0
+            self._enqueue(request, ticket, judgement.next_expert, effects)
+        elif judgement.verdict is not None:
+            outcome = Outcome(judgement.verdict, judgement.label, judgement.score, tuple(ticket.steps))
+            self._end(request, Complete(request, outcome), effects)
+
+    def _fail(self, request: int, reason: str, effects: list[Effect]) -> bool:
+        steps = tuple(self._tickets[request].steps)
+        self._end(request, Fail(request, Outcome(Verdict.UNKNOWN, None, None, steps, reason)), effects)
+        return False
+
+    def _end(self, request: int, effect: Complete | Fail, effects: list[Effect]) -> None:
+        del self._tickets[request]
+        self._counts["completed" if isinstance(effect, Complete) else "failed"] += 1
+        effects.append(effect)
+
+    def _leave_queue(self, request: int, ticket: Ticket) -> None:
+        assert ticket.queue is not None and ticket.group is not None
+        ticket.queue.remove(ticket.group, request)
+        ticket.queue = ticket.group = None
+
+    # -- batches --
+
+    def _start_batches(self, effects: list[Effect]) -> None:
+        for queue in self._scheduler.queues:
+            if queue.spec.id not in self._running and queue.head is not None:
+                group = self._runnable_group(queue)
+                if group is not None:
+                    self._start_batch(queue, group, effects)
+
+    def _runnable_group(self, queue: ExecutorQueue) -> Group | None:
+        """The head if its expert is resident; else, with an overlapping policy, the first group whose expert is."""
+        pool = self._pools[queue.spec.pool]
+        for group in queue.groups():
+            if pool.is_resident(group.profile.copy):
+                return group
+            if not self._policy.overlapping:
+                return None
+        return None
+
+    def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
+        spec, performance = queue.spec, group.profile.performance
+        pool = self._pools[spec.pool]
+        waiting = 1 if group.alone else len(group.requests)
+        free_bytes = pool.workspace_for(spec.id)
+        size = self._splitter.batch_size(group.expert, spec.id, performance, waiting, free_bytes)
+        requests = queue.take(group, size)
+        for request in requests:
+            ticket = self._tickets[request]
+            ticket.queue = ticket.group = None
+        self._last_batch += 1
+        workspace_bytes = performance.workspace_for(size)
+        batch = Batch(self._last_batch, spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
+        pool.start_use(batch.copy)
+        pool.take_workspace(spec.id, workspace_bytes)
+        queue.running_until_s = self._now + performance.latency_s(size)
+        self._batches[batch.id] = batch
+        self._running[spec.id] = batch.id
+        effects.append(StartBatch(batch))
+        self._speculate(queue.spec, batch.expert)
+
+    def _end_batch(self, batch: Batch) -> None:
+        queue = self._queues[batch.executor]
+        pool = self._pools[queue.spec.pool]
+        pool.end_use(batch.copy)
+        pool.return_workspace(batch.executor)
+        queue.running_until_s = None
+        del self._batches[batch.id]
+        del self._running[batch.executor]
+
+    def _may_retry(self, request: int, batch: Batch, event: events.BatchFailed, effects: list[Effect]) -> bool:
+        """Ends a request whose batch failed once too often; True for one that gets another try, alone."""
+        ticket = self._tickets[request]
+        ticket.attempts += 1
+        if ticket.is_cancelled:
+            return self._fail(request, "cancelled", effects)
+        ran_alone = len(batch.requests) == 1 and not event.out_of_memory
+        if ran_alone or ticket.attempts >= self._limits.batch_attempts:
+            return self._fail(request, f"{batch.expert}: {event.reason}", effects)
+        return True
+
+    def _give_back(self, batch: Batch, requests: Iterable[int]) -> None:
+        queue = self._queues[batch.executor]
+        profile = self._profile.experts[queue.spec.processor][batch.expert]
+        given = tuple(requests)
+        group = queue.give_back(batch.expert, profile, given, self._now)
+        for request in given:
+            self._tickets[request].queue, self._tickets[request].group = queue, group
+
+    # -- experts --
+
+    def _advance(self, effects: list[Effect]) -> None:
+        """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
+        full: set[str] = set()  # memories where an older claim waits for room: nothing younger may take it
+        if self._policy.bounded:
+            for wish in demands(self._scheduler.queues):
+                if self._now - wish.since_s >= self._limits.max_overtake_s:
+                    self._claim(wish, Claim.OVERDUE, full, effects)
+        self._start_batches(effects)
+        for wish in demands(self._scheduler.queues):
+            if self._policy.overlapping or wish.spec.id not in self._running:
+                self._claim(wish, Claim.DEMAND, full, effects)
+        if self._policy.overlapping:
+            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups):
+                self._claim(wish, Claim.PREFETCH, full, effects)
+        self._use_spare_room(full, effects)
+
+    def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> None:
+        if wish.spec.pool in full:
+            return
+        if self._placement.bring(wish, claim, self._now, effects) is Answer.NO_ROOM:
+            full.add(wish.spec.pool)
+
+    def _use_spare_room(self, full: set[str], effects: list[Effect]) -> None:
+        """Speculation, then the initial placement; both give way to whatever a queue waits for."""
+        while self._speculations:
+            wish = self._speculations.popleft()
+            if wish.spec.pool not in full and wish.expert not in self._quarantine:
+                self._placement.bring(wish, Claim.SPARE, self._now, effects)
+        while self._initial:
+            wish = self._initial[0]
+            skip = wish.spec.pool in full or wish.expert in self._quarantine
+            if not skip and self._placement.bring(wish, Claim.SPARE, self._now, effects) is Answer.WAIT:
+                return
+            self._initial.popleft()
+
+    def _speculate(self, spec: ExecutorSpec, expert: str) -> None:
+        """A preliminary expert runs: what may come after it is worth having, if there is room."""
+        if not self._policy.overlapping:
+            return
+        for name in self._graph.subsequents(expert):
+            profile = self._profile.experts[spec.processor].get(name)
+            if profile is not None:
+                self._speculations.append(Wish(spec, name, profile, self._now, self._now))
+
+    def _switch_s(self, spec: ExecutorSpec, profile: ExpertProfile) -> float:
+        """Predicted seconds until a copy could run on this executor, were it asked for now; 0 when it is resident."""
+        pool = self._pools[spec.pool]
+        if pool.is_resident(profile.copy):
+            return 0.0
+        return profile.load_s[self._placement.source_of(pool, profile.copy)]
+
+    def _put_in_quarantine(self, expert: str, reason: str, effects: list[Effect]) -> None:
+        if expert in self._quarantine:
+            return
+        self._quarantine[expert] = reason
+        for queue in self._scheduler.queues:
+            while (group := queue.first_group(expert)) is not None:
+                for request in tuple(group.requests):
+                    self._leave_queue(request, self._tickets[request])
+                    self._fail(request, f"{expert} is in quarantine: {reason}", effects)
+
+    def _discard_if_quarantined(self, expert: str, effects: list[Effect]) -> None:
+        if expert in self._quarantine:
+            self._placement.discard(expert, effects)
+
+    def _refuse_misfits(self, homes: dict[str, str]) -> None:
+        for name, pool in self._pools.items():
+            users = [queue for queue in self._scheduler.queues if queue.spec.pool == name]
+            needs = misfits(footprints_in(name, users, self._profile.experts, homes), pool.spec.expert_bytes)
+            if needs:
+                expert = max(needs, key=lambda each: needs[each])
+                raise MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
+            for queue in users:
+                single = [
+                    each.performance.workspace_for(1) for each in self._profile.experts[queue.spec.processor].values()
+                ]
+                pool.guaranteed_workspace[queue.spec.id] = max(single, default=0)
+            owed = sum(pool.guaranteed_workspace.values())
+            if owed > pool.spec.workspace_bytes:
+                raise MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
+
+    # -- small answers --
+
+    def _first_spec(self, pool: str) -> ExecutorSpec:
+        return next(queue.spec for queue in self._scheduler.queues if queue.spec.pool == pool)
+
+    def _queue_statistics(self, queue: ExecutorQueue) -> QueueStatistics:
+        batch = self._batches.get(self._running.get(queue.spec.id, 0))
+        running = len(batch.requests) if batch else 0
+        return QueueStatistics(
+            queue.spec.id, queue.spec.processor, queue.request_count, queue.length_s(self._now), running
+        )
+
+    def _unexpected(self) -> bool:
+        self._counts["unexpected_events"] += 1
+        return False

@@ -1,0 +1,308 @@
+"""Placement: which expert lies in which memory, what moves next, and who makes room for it.
+
+Guarantees: every move is reserved in the pool's ledger before its effect is sent, evictions before the load that
+needs their room; no more than ``loads_in_flight`` loads from one source at a time; a load answered with a passing
+failure is tried again after a pause that doubles, a permanent one is the Engine's to quarantine.
+
+How strong a claim to room is, from strong to weak:
+    OVERDUE   head of a queue for longer than the overtaking bound: evicts whatever may go, even bit by bit
+    DEMAND    head of a queue: evicts by rank, but not what stands at the head of another queue
+    PREFETCH  a later group: evicts only what is not queued, or is queued for later than itself
+    CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
+    SPARE     initial placement and speculation: free room only
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from agent.core.effects import Evict, EvictionCandidate, EvictionDecision, StartLoad
+from agent.core.eviction import STAGE_BY_RANK, STRATEGIES, Candidate, Victim, victims
+from agent.core.performance import SSD
+from agent.core.policy import Evicting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.core.effects import Effect
+    from agent.core.performance import DeviceProfile, ExpertProfile, Footprint, Limits
+    from agent.core.policy import Policy
+    from agent.core.pool import Entry, ModelPool
+    from agent.core.prefetch import Wish
+    from agent.core.queue import ExecutorQueue
+    from experts.graph import ExpertGraph
+
+
+class Claim(Enum):
+    """How strong a wish for room is."""
+
+    OVERDUE = auto()
+    DEMAND = auto()
+    PREFETCH = auto()
+    CACHE = auto()
+    SPARE = auto()
+
+
+class Answer(Enum):
+    """What became of a wish."""
+
+    HERE = auto()  # resident, or on its way already
+    STARTED = auto()
+    NO_ROOM = auto()
+    WAIT = auto()  # the source is busy, or a failed load pauses
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load in flight."""
+
+    copy: str
+    expert: str
+    source: str
+    pool: str
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Setback:
+    """A copy whose load failed: how often, and when it may be tried again."""
+
+    attempts: int
+    retry_s: float
+
+
+class Placement:
+    """The expert management of one Engine."""
+
+    def __init__(
+        self,
+        pools: Mapping[str, ModelPool],
+        queues: Sequence[ExecutorQueue],
+        graph: ExpertGraph,
+        profile: DeviceProfile,
+        policy: Policy,
+        limits: Limits,
+        homes: Mapping[str, str],
+    ) -> None:
+        self.pools = dict(pools)
+        self.loads: dict[int, Load] = {}
+        self.counts: Counter[str] = Counter()  # loads by path, evictions by stage, bytes read from the SSD
+        self._queues = queues
+        self._graph = graph
+        self._usage = profile.usage
+        self._policy = policy
+        self._limits = limits
+        self._homes = homes  # pinned expert -> the pool it never leaves
+        self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
+        self._in_flight: Counter[str] = Counter()
+        self._setbacks: dict[tuple[str, str], Setback] = {}
+        self._last_load = 0
+        self._users = {name: tuple(q for q in queues if q.spec.pool == name) for name in self.pools}
+        self._fed = {name: tuple(p for p in self.pools.values() if p.spec.cache == name) for name in self.pools}
+
+    def bring(self, wish: Wish, claim: Claim, now: float, effects: list[Effect]) -> Answer:
+        """Have a copy in the wish's pool, if that takes a load and the claim is strong enough for its room."""
+        pool, copy = self.pools[wish.spec.pool], wish.profile.copy
+        if pool.entry(copy) is not None:
+            return Answer.HERE
+        source = SSD
+        if pool.spec.cache is not None:
+            cache = self.pools[pool.spec.cache]
+            cached = cache.entry(copy)
+            if cached is not None:
+                if not cached.is_resident:
+                    return Answer.WAIT
+                source = cache.name
+            elif claim in (Claim.DEMAND, Claim.PREFETCH):
+                answer = self._start(cache, SSD, wish, Claim.CACHE, now, effects)
+                if answer is not Answer.NO_ROOM:
+                    return answer
+        return self._start(pool, source, wish, claim, now, effects)
+
+    def loaded(self, load: Load) -> None:
+        """A load is complete."""
+        self._end(load)
+        self.pools[load.pool].loaded(load.copy)
+        self._setbacks.pop((load.pool, load.copy), None)
+
+    def load_failed(self, load: Load, now: float) -> int:
+        """A load came to nothing; how often in a row now."""
+        self._end(load)
+        self.pools[load.pool].load_failed(load.copy)
+        self._presence[load.expert] -= 1
+        setback = self._setbacks.setdefault((load.pool, load.copy), Setback(0, now))
+        setback.retry_s = now + self._limits.load_backoff_s * 2**setback.attempts
+        setback.attempts += 1
+        return setback.attempts
+
+    def discard(self, expert: str, effects: list[Effect]) -> None:
+        """A quarantined expert leaves every memory where nothing uses it."""
+        for pool in self.pools.values():
+            for entry in [entry for entry in pool.entries() if entry.expert == expert]:
+                if entry.uses == 0 and entry.is_resident:
+                    self._evict(pool, Victim(self._candidate(pool, entry), STAGE_BY_RANK), entry.copy, 0, (), effects)
+
+    def source_of(self, pool: ModelPool, copy: str) -> str:
+        """The nearest place that a load into ``pool`` would come from."""
+        cache = pool.spec.cache
+        return cache if cache is not None and self.pools[cache].entry(copy) is not None else SSD
+
+    def next_retry_s(self, now: float) -> float | None:
+        """When the next failed load may be tried again; those whose time has come wait for somebody to want them."""
+        return min((setback.retry_s for setback in self._setbacks.values() if setback.retry_s > now), default=None)
+
+    def _end(self, load: Load) -> None:
+        self._in_flight[load.source] -= 1
+        if load.source != SSD:
+            self.pools[load.source].end_use(load.copy)
+
+    def _start(
+        self, pool: ModelPool, source: str, wish: Wish, claim: Claim, now: float, effects: list[Effect]
+    ) -> Answer:
+        copy = wish.profile.copy
+        setback = self._setbacks.get((pool.name, copy))
+        if self._in_flight[source] >= self._limits.loads_in_flight or (setback and now < setback.retry_s):
+            return Answer.WAIT
+        if not self._make_room(pool, wish, claim, effects):
+            return Answer.NO_ROOM
+        if source != SSD:
+            self.pools[source].start_use(copy)
+        pinned = self._homes.get(wish.expert) == pool.name
+        size_bytes = pool.start_load(copy, wish.expert, wish.profile.footprint, pinned=pinned)
+        self._presence[wish.expert] += 1
+        self._in_flight[source] += 1
+        self._last_load += 1
+        self.loads[self._last_load] = Load(copy, wish.expert, source, pool.name, size_bytes)
+        self.counts[f"{source}_{pool.name}"] += 1
+        if source == SSD:
+            self.counts["bytes_read"] += size_bytes
+        effects.append(StartLoad(self._last_load, wish.expert, copy, source, pool.name, size_bytes))
+        return Answer.STARTED
+
+    def _make_room(self, pool: ModelPool, wish: Wish, claim: Claim, effects: list[Effect]) -> bool:
+        footprint = wish.profile.footprint
+        short = pool.needed_bytes(footprint) - pool.free_bytes
+        if short <= 0:
+            return True
+        if claim is Claim.SPARE:
+            return False
+        candidates = [self._candidate(pool, entry) for entry in pool.entries() if entry.is_evictable]
+        allowed = [each for each in candidates if self._may_go(each, pool, wish, claim)]
+        ranked = STRATEGIES[self._policy.evicting](allowed)
+        kept = frozenset(part.id for part in footprint.shared)
+        chosen = victims(ranked, short, pool.holders, kept)
+        leaving = chosen if chosen is not None else tuple(ranked) if claim is Claim.OVERDUE else ()
+        considered = tuple(leaving) + tuple(victim for victim in ranked if victim not in leaving)
+        for victim in leaving:
+            self._evict(pool, victim, wish.profile.copy, short, considered, effects)
+        return pool.can_reserve(footprint)
+
+    def _may_go(self, candidate: Candidate, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
+        """May this candidate be taken for this claim? See the module's table of claims."""
+        if claim is Claim.CACHE:
+            return self._is_worth_less(candidate, pool, wish)
+        if claim is Claim.PREFETCH and candidate.next_use_s is not None and candidate.next_use_s <= wish.starts_s:
+            return False
+        for queue in self._users[pool.name]:
+            head = queue.head
+            if head is None or head.expert != candidate.expert or queue.spec.id == wish.spec.id:
+                continue
+            if claim is not Claim.OVERDUE or head.opened_s <= wish.since_s:
+                return False
+        return True
+
+    def _is_worth_less(self, candidate: Candidate, pool: ModelPool, wish: Wish) -> bool:
+        """May the host drop this copy, to cache one that goes on to the device?"""
+        if self._policy.evicting in (Evicting.LRU, Evicting.FIFO):
+            return True
+        if candidate.next_use_s is not None:
+            return False
+        return candidate.usage < self._usage.get(wish.expert, 0.0)
+
+    def _candidate(self, pool: ModelPool, entry: Entry) -> Candidate:
+        return Candidate(
+            copy=entry.copy,
+            expert=entry.expert,
+            footprint=entry.footprint,
+            usage=self._usage.get(entry.expert, 0.0),
+            next_use_s=self._next_use_s(pool, entry),
+            lacks_preliminary=self._lacks_preliminary(entry.expert),
+            loaded_order=entry.loaded_order,
+            used_order=entry.used_order,
+        )
+
+    def _next_use_s(self, pool: ModelPool, entry: Entry) -> float | None:
+        """Predicted time of the next queued use of this copy in this memory, or, for a cache, in the one it feeds."""
+        starts = [
+            group.starts_s for queue in self._users[pool.name] if (group := queue.first_group(entry.expert)) is not None
+        ]
+        for fed in self._fed[pool.name]:
+            if fed.entry(entry.copy) is None:
+                starts += [
+                    group.starts_s
+                    for queue in self._users[fed.name]
+                    if (group := queue.first_group(entry.expert)) is not None
+                ]
+        return min(starts, default=None)
+
+    def _lacks_preliminary(self, expert: str) -> bool:
+        """Section 4.3, stage 1: a subsequent expert none of whose preliminary experts is resident or awaited."""
+        preliminaries = self._graph.preliminaries(expert)
+        if not preliminaries:
+            return False
+        return not any(
+            self._presence[name] > 0 or any(queue.first_group(name) is not None for queue in self._queues)
+            for name in preliminaries
+        )
+
+    def _evict(
+        self,
+        pool: ModelPool,
+        victim: Victim,
+        for_copy: str,
+        needed_bytes: int,
+        considered: tuple[Victim, ...],
+        effects: list[Effect],
+    ) -> None:
+        candidate = victim.candidate
+        decision = EvictionDecision(for_copy, needed_bytes, tuple(_as_considered(each) for each in considered))
+        freed = pool.evict(candidate.copy)
+        self._presence[candidate.expert] -= 1
+        self.counts[f"evictions_stage_{victim.stage}"] += 1
+        effects.append(Evict(candidate.expert, candidate.copy, pool.name, freed, victim.stage, decision))
+
+
+def _as_considered(victim: Victim) -> EvictionCandidate:
+    each = victim.candidate
+    return EvictionCandidate(each.copy, each.footprint.own_bytes, each.usage, each.next_use_s, victim.stage)
+
+
+def pinned_homes(
+    pinned: frozenset[str], executors: Sequence[ExecutorQueue], profiles: Mapping[str, Mapping[str, ExpertProfile]]
+) -> dict[str, str]:
+    """The memory that each pinned expert never leaves: that of the first executor that can run it."""
+    homes = {}
+    for expert in sorted(pinned):
+        for queue in executors:
+            if expert in profiles[queue.spec.processor]:
+                homes[expert] = queue.spec.pool
+                break
+    return homes
+
+
+def footprints_in(
+    pool: str,
+    executors: Sequence[ExecutorQueue],
+    profiles: Mapping[str, Mapping[str, ExpertProfile]],
+    homes: Mapping[str, str],
+) -> list[tuple[str, Footprint, bool]]:
+    """(expert, footprint, pinned) of everything that may have to run in a memory."""
+    processors = sorted({queue.spec.processor for queue in executors if queue.spec.pool == pool})
+    return [
+        (expert, profile.footprint, homes.get(expert) == pool)
+        for processor in processors
+        for expert, profile in sorted(profiles[processor].items())
+    ]

@@ -1,0 +1,68 @@
+"""What to load next: the wishes for a pool, the most urgent first. Pure questions over the queues; nothing moves here.
+
+Three kinds of wish, in this order: what stands at the head of a queue (demand), what the next groups need (prefetch,
+while the executor is busy), and what may follow what runs now (speculation, into free room only).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from agent.core.performance import ExecutorSpec, ExpertProfile
+    from agent.core.queue import ExecutorQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A copy that a queue wants in its executor's pool. ``since_s``: how long its group has been open."""
+
+    spec: ExecutorSpec
+    expert: str
+    profile: ExpertProfile
+    since_s: float
+    starts_s: float
+
+
+def demands(queues: Sequence[ExecutorQueue]) -> list[Wish]:
+    """The head of every queue, the one that has stood longest first."""
+    heads = [(queue, queue.head) for queue in queues if queue.head is not None]
+    wishes = [Wish(queue.spec, group.expert, group.profile, group.opened_s, group.starts_s) for queue, group in heads]
+    return sorted(wishes, key=lambda wish: (wish.since_s, wish.spec.id))
+
+
+def upcoming(queues: Sequence[ExecutorQueue], depth: int) -> Iterator[Wish]:
+    """The groups behind the heads, ``depth`` of each queue, by place in their queue and then by executor."""
+    fronts = [queue.head.next if queue.head is not None else None for queue in queues]
+    for _ in range(depth):
+        if all(group is None for group in fronts):
+            return
+        for index, queue in enumerate(queues):
+            group = fronts[index]
+            if group is not None:
+                yield Wish(queue.spec, group.expert, group.profile, group.opened_s, group.starts_s)
+                fronts[index] = group.next
+
+
+def initial_placement(
+    usage: dict[str, float], executors: Sequence[ExecutorSpec], runs_on: dict[str, dict[str, ExpertProfile]]
+) -> list[tuple[ExecutorSpec, str]]:
+    """Experts dealt round-robin to the pools, in descending usage probability (section 4.1).
+
+    ``runs_on[processor]`` holds the experts that can run there. One executor stands for its pool; an expert that the
+    pool whose turn it is cannot run goes to the next pool that can.
+    """
+    pools = list({spec.pool: spec for spec in reversed(executors)}.values())[::-1]
+    dealt = []
+    turn = 0
+    for expert in sorted(usage, key=lambda name: (-usage[name], name)):
+        for offset in range(len(pools)):
+            spec = pools[(turn + offset) % len(pools)]
+            if expert in runs_on[spec.processor]:
+                dealt.append((spec, expert))
+                turn += offset + 1
+                break
+    return dealt

@@ -1,0 +1,116 @@
+"""Predict, assign, arrange (section 4.2): which executor gets a request, and where in its queue it stands.
+
+Guarantees: O(executors) a request, whatever is queued; the same queues and the same request give the same answer.
+With a bounded policy no request is overtaken by one that comes ``max_overtake_s`` or more after it was queued: a
+group stops growing once the next one has stood behind it for that long.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.core.effects import Assigned, AssignmentCandidate
+from agent.core.policy import Assigning
+from agent.core.queue import ExecutorQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
+    from agent.core.policy import Policy
+    from agent.core.queue import Group
+
+
+class Scheduler:
+    """The queues of all executors. ``switch_s(executor, profile)``: seconds until the copy could run there."""
+
+    def __init__(
+        self,
+        executors: Sequence[ExecutorSpec],
+        profile: DeviceProfile,
+        policy: Policy,
+        max_overtake_s: float,
+        switch_s: Callable[[ExecutorSpec, ExpertProfile], float],
+    ) -> None:
+        used = executors[:1] if policy.assigning is Assigning.FIRST else executors
+        self.queues = tuple(ExecutorQueue(spec) for spec in used)
+        self._profile = profile
+        self._policy = policy
+        self._max_overtake_s = max_overtake_s
+        self._switch_s = switch_s
+        self._turn = 0
+
+    def place(self, request: int, expert: str, now: float) -> tuple[Group, Assigned] | None:
+        """Queue a request: its group and the decision. None when no executor can run the expert."""
+        options = [
+            (index, queue, profile)
+            for index, queue in enumerate(self.queues)
+            if (profile := self._profile.experts[queue.spec.processor].get(expert)) is not None
+        ]
+        if not options:
+            return None
+        candidates = tuple(
+            AssignmentCandidate(queue.spec.id, queue.length_s(now), self._addition_s(queue, expert, profile, now))
+            for _, queue, profile in options
+        )
+        chosen = self._choose(candidates)
+        _, queue, profile = options[chosen]
+        group, joined = self._arrange(queue, expert, profile, request, now)
+        return group, Assigned(request, expert, queue.spec.id, joined, candidates)
+
+    def _choose(self, candidates: tuple[AssignmentCandidate, ...]) -> int:
+        if self._policy.assigning is not Assigning.MAKESPAN:
+            self._turn += 1
+            return (self._turn - 1) % len(candidates)
+        return shortest_makespan(candidates)
+
+    def _addition_s(self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float) -> float:
+        """What the request would add to this queue: K, and for one that opens a group also B and the switch."""
+        performance = profile.performance
+        if self._group_to_join(queue, expert, now) is not None:
+            return performance.K_s
+        awaited = queue.first_group(expert) is not None
+        switch_s = 0.0 if awaited else self._switch_s(queue.spec, profile)
+        return performance.K_s + performance.B_s + switch_s
+
+    def _arrange(
+        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, request: int, now: float
+    ) -> tuple[Group, bool]:
+        group = self._group_to_join(queue, expert, now)
+        if group is not None:
+            queue.join(group, request)
+            return group, True
+        awaited = queue.first_group(expert) is not None
+        load_s = 0.0 if awaited else self._switch_s(queue.spec, profile)
+        return queue.open(expert, profile, request, now, load_s), False
+
+    def _group_to_join(self, queue: ExecutorQueue, expert: str, now: float) -> Group | None:
+        group = queue.last_group(expert)
+        if group is None or group.alone:
+            return None
+        if group is queue.tail:
+            return group
+        if not self._policy.arranging:
+            return None
+        # The next group was opened before any request behind this one was queued: the oldest wait is at most its age.
+        behind = group.next
+        if self._policy.bounded and behind is not None and now - behind.opened_s >= self._max_overtake_s:
+            return None
+        return group
+
+
+def shortest_makespan(candidates: Sequence[AssignmentCandidate]) -> int:
+    """Which candidate keeps the longest queue shortest; ties: the smallest addition, then the lowest executor."""
+    longest = second = 0.0
+    for each in candidates:
+        if each.queue_s >= longest:
+            longest, second = each.queue_s, longest
+        elif each.queue_s > second:
+            second = each.queue_s
+
+    def rank(index: int) -> tuple[float, float, int]:
+        each = candidates[index]
+        others = second if each.queue_s == longest else longest
+        return max(others, each.queue_s + each.addition_s), each.addition_s, each.executor
+
+    return min(range(len(candidates)), key=rank)
