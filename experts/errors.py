@@ -49,14 +49,19 @@ class Place:
 class ConfigError(CoServeError):
     """A configuration that must not start. ``place`` names file, line and key where one is known.
 
-    ``problems`` holds the single errors of one that reports several; place is then that of the first.
+    One that reports several ``problems`` has the place of the first.
     """
 
     def __init__(self, message: str, place: Place | None = None) -> None:
         super().__init__(f"{place}: {message}" if place else message)
         self.message = message
         self.place = place
-        self.problems: tuple[ConfigError, ...] = (self,)
+        self._several: tuple[ConfigError, ...] = ()
+
+    @property
+    def problems(self) -> tuple[ConfigError, ...]:
+        """The single errors that this one reports; itself, where it is one."""
+        return self._several or (self,)
 
     @classmethod
     def of(cls, problems: Sequence[ConfigError]) -> ConfigError:
@@ -65,7 +70,7 @@ class ConfigError(CoServeError):
             return problems[0]
         together = cls("\n".join(str(problem) for problem in problems))
         together.place = problems[0].place
-        together.problems = tuple(problems)
+        together._several = tuple(problems)
         return together
 
 

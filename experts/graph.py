@@ -6,6 +6,7 @@ before one is built, and the constructor refuses a cycle again). Immutable, and 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ class ExpertGraph:
         for component, steps in self.routes.items():
             if not steps:
                 raise ValueError(f"route {component} has no step")
-            for step, following in zip(steps, steps[1:], strict=False):
+            for step, following in itertools.pairwise(steps):
                 preliminaries[following.expert].add(step.expert)
                 subsequents[step.expert].add(following.expert)
         cycle = find_cycle(preliminaries)
@@ -61,7 +62,7 @@ class ExpertGraph:
         return steps[0].expert if steps else None
 
     def preliminaries(self, expert: str) -> frozenset[str]:
-        """The experts that run right before this one on some route; empty for one that comes first on all of its routes."""
+        """The experts that run right before this one on some route; empty for one that always comes first."""
         return self._preliminaries[expert]
 
     def subsequents(self, expert: str) -> tuple[str, ...]:

@@ -139,13 +139,14 @@ class Engine:
         """What to do about an event. ``now``: seconds, monotonic; an earlier time counts as the latest one seen."""
         self._now = max(self._now, now)
         effects: list[Effect] = []
-        if self._answers[type(event)](event, effects):
+        answer = self._answers.get(type(event))
+        if self._unexpected() if answer is None else answer(event, effects):
             self._advance(effects)
         return effects
 
     def next_wakeup_s(self) -> float | None:
         """When a Tick is due if nothing else happens before; None when time alone changes nothing."""
-        return self._placement.next_retry_s()
+        return self._placement.next_retry_s(self._now)
 
     def statistics(self) -> EngineStatistics:
         """A frozen snapshot."""
@@ -157,15 +158,7 @@ class Engine:
             in_flight=len(self._tickets),
             switches=self._counts["switches"],
             batches=self._last_batch,
-            loads={
-                path: counts[path]
-                for path in sorted(
-                    f"{source}_{pool.name}"
-                    for pool in self._pools.values()
-                    for source in (SSD, pool.spec.cache)
-                    if source
-                )
-            },
+            loads={path: counts[path] for path in self._load_paths()},
             bytes_read=counts["bytes_read"],
             evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
             unexpected_events=self._counts["unexpected_events"],
@@ -359,7 +352,8 @@ class Engine:
         effects.append(effect)
 
     def _leave_queue(self, request: int, ticket: Ticket) -> None:
-        assert ticket.queue is not None and ticket.group is not None
+        assert ticket.queue is not None
+        assert ticket.group is not None
         ticket.queue.remove(ticket.group, request)
         ticket.queue = ticket.group = None
 
@@ -375,12 +369,13 @@ class Engine:
     def _runnable_group(self, queue: ExecutorQueue) -> Group | None:
         """The head if its expert is resident; else, with an overlapping policy, the first group whose expert is."""
         pool = self._pools[queue.spec.pool]
-        for group in queue.groups():
-            if pool.is_resident(group.profile.copy):
-                return group
-            if not self._policy.overlapping:
-                return None
-        return None
+        if queue.head is not None and pool.is_resident(queue.head.profile.copy):
+            return queue.head
+        if not self._policy.overlapping:
+            return None
+        groups = (queue.first_group(entry.expert) for entry in pool.entries() if entry.is_resident)
+        runnable = (group for group in groups if group is not None and pool.is_resident(group.profile.copy))
+        return min(runnable, key=lambda group: group.order, default=None)
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
         spec, performance = queue.spec, group.profile.performance
@@ -506,15 +501,19 @@ class Engine:
                 expert = max(needs, key=lambda each: needs[each])
                 raise MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
             for queue in users:
-                single = [
-                    each.performance.workspace_for(1) for each in self._profile.experts[queue.spec.processor].values()
-                ]
-                pool.guaranteed_workspace[queue.spec.id] = max(single, default=0)
+                profiles = self._profile.experts[queue.spec.processor].values()
+                largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
+                pool.guaranteed_workspace[queue.spec.id] = largest
             owed = sum(pool.guaranteed_workspace.values())
             if owed > pool.spec.workspace_bytes:
                 raise MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
 
     # -- small answers --
+
+    def _load_paths(self) -> list[str]:
+        """``source_pool`` of every way a load can go on this box."""
+        sources = ((source, pool.name) for pool in self._pools.values() for source in (SSD, pool.spec.cache))
+        return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
 
     def _first_spec(self, pool: str) -> ExecutorSpec:
         return next(queue.spec for queue in self._scheduler.queues if queue.spec.pool == pool)
