@@ -1,0 +1,256 @@
+"""The catalog: a line's experts and routes as read from YAML, validated and hashed.
+
+What the file says is checked here to the end, so that a wrong one never starts; what the disk holds is not: weights
+that are missing or broken quarantine their expert at run time and leave the others serving.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationInfo,
+    model_validator,
+)
+
+from experts.architectures import known_architecture
+from experts.backends import family
+from experts.document import Document, read_document, suggestion
+from experts.errors import ConfigError
+from experts.expert import NOTHING_FOUND, Expert, InputSpec
+from experts.graph import ExpertGraph, RouteStep, find_cycle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
+DETECTOR_STRIDE_PX = 32
+
+EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; what file names, metrics and addresses can all carry
+
+
+def _expert_id(text: str) -> str:
+    if not EXPERT_ID.fullmatch(text) or ".." in text:
+        raise ValueError(f"{text!r} is not an expert id - write kind/name from letters, digits, `_`, `.` and `-`")
+    return text
+
+
+def _component(text: str) -> str:
+    if not COMPONENT.fullmatch(text):
+        raise ValueError(
+            f"{text!r} is not a component type that a file name or an address can carry - "
+            "use letters, digits, `_`, `.`, `+` and `-`, a letter or digit first"
+        )
+    return text
+
+
+def _labels(labels: list[str]) -> list[str]:
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"{twice[0]!r} is there twice - an expert's labels are distinct, in the order of its outputs")
+    if "" in labels or NOTHING_FOUND in labels:
+        raise ValueError(f"a label is neither empty nor {NOTHING_FOUND!r} - rename it")
+    return labels
+
+
+def _not_empty(path: object) -> object:
+    if path == "":
+        raise ValueError("an empty path - name a file or folder, relative to this file")
+    return path
+
+
+def _in_folder(path: Path, info: ValidationInfo) -> Path:
+    folder: Path = info.context["folder"] if info.context else Path()
+    return (folder / path.expanduser()).absolute()
+
+
+FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_in_folder)]  # relative to the file naming it
+Pixels = Annotated[int, Field(strict=True, ge=1, le=8192)]
+
+
+class Section(BaseModel):
+    """Any mapping of a line file: frozen, and a key that nobody reads is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
+
+
+class InputSection(Section):
+    """What an expert wants to see."""
+
+    size: tuple[Pixels, Pixels] = Field(description="[height, width] in pixels, 1 to 8192; detectors: multiples of 32")
+    normalize: Literal["imagenet", "unit"] | None = Field(
+        None,
+        description='"imagenet" (mean and deviation) or "unit" ([0, 1]); default: unit for detectors, else imagenet',
+    )
+
+
+class ExpertSection(Section):
+    """One expert: architecture, weights, labels and input."""
+
+    architecture: Annotated[str, AfterValidator(known_architecture)] = Field(
+        description="a torchvision classifier (resnet18), an ultralytics detector (yolov5m), or onnx"
+    )
+    weights: FilePath = Field(description="weights file, .safetensors or .onnx, relative to this file")
+    labels: Annotated[list[str], AfterValidator(_labels)] = Field(
+        min_length=1, description="what the outputs mean, in their order: distinct words, at least one"
+    )
+    input: InputSection = Field(description="the pixels it wants: {size: [height, width], normalize: imagenet}")
+    pin: StrictBool = Field(False, description="true: never evicted from memory; default false")
+    stem: Literal["3x3"] | None = Field(
+        None,
+        description='classifiers for crops of about 64 px: "3x3" = first convolution 3x3, stride 1; default: as built',
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExpertSection:
+        kind = family(self.architecture)
+        suffix = self.weights.suffix.lower()
+        if suffix in PICKLES:
+            raise ValueError(f"weights {suffix} are a pickle - convert them once with `coserve experts import`")
+        wanted = ".onnx" if kind == "onnx" else ".safetensors"
+        if kind != "fake" and suffix != wanted:
+            raise ValueError(
+                f"weights of {self.architecture} must be a {wanted} file, not {suffix or 'without suffix'}"
+            )
+        if self.stem and kind != "classifier":
+            raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
+        if kind == "detector" and any(side % DETECTOR_STRIDE_PX for side in self.input.size):
+            raise ValueError(
+                f"a detector's input size must be multiples of 32, not {list(self.input.size)} - change it"
+            )
+        return self
+
+
+class StepSection(Section):
+    """One expert's turn on a route."""
+
+    expert: str = Field(description="id of an expert above")
+    passing: list[str] = Field(
+        alias="pass", min_length=1, description="labels that let the route go on; any other label is NG; at least one"
+    )
+    min_score: float = Field(0.0, strict=True, ge=0.0, le=1.0, description="a lower score is NG; 0 to 1, default 0")
+
+
+ExpertId = Annotated[str, AfterValidator(_expert_id)]
+ComponentType = Annotated[str, AfterValidator(_component)]
+Steps = Annotated[list[StepSection], Field(min_length=1)]
+
+
+class CatalogSections(Section):
+    """`experts:` and `routes:` of a line file."""
+
+    experts: dict[ExpertId, ExpertSection] = Field(
+        min_length=1, description="expert models by id, kind/name; at least one"
+    )
+    routes: dict[ComponentType, Steps] = Field(
+        min_length=1, description="component type -> its experts in order; the first is the preliminary one"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """The experts and routes of one line. ``sha256`` is that of the whole file's bytes."""
+
+    experts: Mapping[str, Expert]
+    graph: ExpertGraph
+    sha256: str
+
+
+def read_catalog(file: Path) -> Catalog:
+    """The catalog of a file that holds `experts:` and `routes:` and nothing else. Raises ConfigError."""
+    document = read_document(file)
+    sections = document.validate(CatalogSections)
+    if problems := list(catalog_problems(sections, document)):
+        raise ConfigError.of(problems)
+    return build_catalog(sections, document)
+
+
+def build_catalog(sections: CatalogSections, document: Document) -> Catalog:
+    """The catalog of sections in which ``catalog_problems`` finds nothing."""
+    experts = {name: _expert(name, section) for name, section in sections.experts.items()}
+    routes = {
+        component: tuple(RouteStep(step.expert, frozenset(step.passing), step.min_score) for step in steps)
+        for component, steps in sections.routes.items()
+    }
+    return Catalog(MappingProxyType(experts), ExpertGraph(experts, routes), document.sha256)
+
+
+def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
+    """What single keys cannot show: routes against experts, and the dependencies of all routes together."""
+    for component, steps in sections.routes.items():
+        yield from _route_problems(component, steps, sections, document)
+    yield from _cycle_problems(sections, document)
+
+
+def _expert(name: str, section: ExpertSection) -> Expert:
+    height, width = section.input.size
+    normalize = section.input.normalize or ("unit" if family(section.architecture) == "detector" else "imagenet")
+    return Expert(
+        id=name,
+        architecture=section.architecture,
+        weights=section.weights,
+        labels=tuple(section.labels),
+        input=InputSpec(height, width, normalize),
+        pin=section.pin,
+        stem=section.stem,
+    )
+
+
+def _route_problems(
+    component: str, steps: list[StepSection], sections: CatalogSections, document: Document
+) -> Iterator[ConfigError]:
+    first_steps: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        where = ("routes", component, index)
+        expert = sections.experts.get(step.expert)
+        if expert is None:
+            hint = suggestion(step.expert, sections.experts, "add it under `experts`")
+            yield document.error(f"no expert {step.expert!r} - {hint}", *where, "expert")
+            continue
+        if step.expert in first_steps:
+            again = f"{step.expert} is already step {first_steps[step.expert] + 1} of this route - remove one"
+            yield document.error(again, *where, "expert")
+        first_steps.setdefault(step.expert, index)
+        for label in step.passing:
+            if label not in expert.labels:
+                hint = suggestion(label, expert.labels)
+                yield document.error(f"{step.expert} has no label {label!r} - {hint}", *where, "pass")
+
+
+def _cycle_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
+    edges: dict[tuple[str, str], str] = {}
+    preliminaries: dict[str, set[str]] = {}
+    for component, steps in sections.routes.items():
+        names = [step.expert for step in steps]
+        if len(set(names)) < len(names):
+            continue
+        for before, after in pairwise(names):
+            edges.setdefault((before, after), component)
+            preliminaries.setdefault(after, set()).add(before)
+    cycle = find_cycle(preliminaries)
+    if not cycle:
+        return
+    routes = list(dict.fromkeys(edges[edge] for edge in _edges_of(cycle, edges)))
+    lines = ", ".join(f"{route} (line {document.place('routes', route).line})" for route in routes)
+    circle = " -> ".join(cycle)
+    yield document.error(
+        f"experts depend on one another in a circle: {circle}, by the routes {lines} - change the order in one",
+        "routes",
+        routes[0],
+    )
+
+
+def _edges_of(cycle: tuple[str, ...], edges: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
+    for one, other in pairwise(cycle):
+        yield (one, other) if (one, other) in edges else (other, one)

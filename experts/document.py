@@ -1,0 +1,303 @@
+"""A YAML file in which every key knows its line.
+
+Guarantees: a key is text as written (`0402:` stays "0402"), booleans are only `true` and `false` (`NO`, `on`, `off`
+stay text), numbers are plain decimals (no octal, no base 60, no dates), a key written twice is an error, and whatever
+is found wrong with a value later can be reported with file, line and column, or with the environment variable it came
+from. Anchors, aliases and `<<` merges work as in YAML 1.1; explicit tags do not exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from experts.errors import ConfigError, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+    from pathlib import Path
+
+    from pydantic.fields import FieldInfo
+    from pydantic_core import ErrorDetails
+
+INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?")
+WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq"))
+MERGE_KEY = "<<"
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One value of a document, where its key stands (from 1), and the entries below it."""
+
+    value: Any
+    line: int
+    column: int
+    children: Mapping[str | int, Entry] = field(default_factory=dict)
+
+    def at(self, node: yaml.Node) -> Entry:
+        """The same value, standing where this node stands."""
+        return replace(self, line=node.start_mark.line + 1, column=node.start_mark.column + 1)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file as read, and the values that the environment puts in the place of its own."""
+
+    file: Path
+    content: bytes
+    root: Entry
+    overrides: Mapping[KeyPath, str] = field(default_factory=dict)  # path -> name of the environment variable
+    override_values: Mapping[KeyPath, Any] = field(default_factory=dict)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the file's bytes, in hex."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The document as plain mappings, lists and scalars, with the overrides applied."""
+        values: Any = self.root.value
+        for path, value in self.override_values.items():
+            values = _with_value(values, path, value)
+        return dict(values)
+
+    def override(self, path: KeyPath, text: str, variable: str) -> Document:
+        """The document with the value ``text`` (YAML) at ``path``; errors about it name the variable."""
+        try:
+            value = _build(yaml.compose(text, Loader=_LOADER), {}, ()).value
+        except (yaml.YAMLError, _Refused) as error:
+            raise ConfigError(f"environment variable {variable}: {_yaml_reason(error)} - quote the value") from error
+        return replace(
+            self,
+            overrides={**self.overrides, path: variable},
+            override_values={**self.override_values, path: value},
+        )
+
+    def place(self, *path: str | int) -> Place:
+        """Where the key at ``path`` stands; for a key that is not there, where the nearest one above it stands."""
+        entry = self.root
+        for part in path:
+            child = entry.children.get(part)
+            if child is None:
+                break
+            entry = child
+        return Place(self.file, entry.line, entry.column, key_text(path))
+
+    def error(self, message: str, *path: str | int) -> ConfigError:
+        """A ConfigError about the value at ``path``, naming the file's place, or the variable that set it."""
+        for length in range(len(path), 0, -1):
+            variable = self.overrides.get(path[:length])
+            if variable is not None:
+                return ConfigError(f"environment variable {variable}: {key_text(path)}: {message}")
+        return ConfigError(message, self.place(*path))
+
+    def validate(self, model: type[Model]) -> Model:
+        """The values as this model, which is given ``{"folder": the file's folder}`` as context.
+
+        Raises ConfigError with every problem that the model finds.
+        """
+        try:
+            return model.model_validate(self.values, context={"folder": self.file.parent})
+        except ValidationError as error:
+            problems = [self._problem(details, model) for details in error.errors()]
+            raise ConfigError.of(problems) from error
+
+    def _problem(self, details: ErrorDetails, model: type[BaseModel]) -> ConfigError:
+        path = tuple(part for part in details["loc"] if part != "[key]")
+        if details["type"] == "extra_forbidden":
+            return self.error(f"unknown key - {suggestion(str(path[-1]), _keys_below(model, path[:-1]))}", *path)
+        field_info = _field_at(model, path)
+        meaning = f" - {field_info.description}" if field_info and field_info.description else ""
+        if details["type"] == "missing":
+            return self.error(f"is missing{meaning or ' - add it'}", *path)
+        if details["type"] == "value_error":
+            return self.error(details["msg"].removeprefix("Value error, "), *path)
+        return self.error(f"{details['msg']}, not {details['input']!r}{meaning}", *path)
+
+
+def read_document(file: Path) -> Document:
+    """Read one YAML file whose root is a mapping. Raises ConfigError for what cannot be read or parsed."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}) - check the path and its permissions") from error
+    return parse_document(file, content)
+
+
+def parse_document(file: Path, content: bytes) -> Document:
+    """As ``read_document``, of bytes already read; ``file`` is the name that errors show."""
+    text = _decode(file, content)
+    try:
+        node = yaml.compose(text, Loader=_LOADER)
+        root = Entry({}, 1, 1) if node is None else _build(node, {}, ())
+    except _Refused as error:
+        mark = error.node.start_mark
+        place = Place(file, mark.line + 1, mark.column + 1, key_text(error.path) or "document")
+        raise ConfigError(str(error), place) from error
+    except yaml.MarkedYAMLError as error:
+        found = error.problem_mark or error.context_mark
+        line, column = (found.line + 1, found.column + 1) if found else (1, 1)
+        raise ConfigError(f"{_yaml_reason(error)} - correct the syntax", Place(file, line, column, "syntax")) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{_yaml_reason(error)} - correct the syntax", Place(file, 1, 1, "syntax")) from error
+    if not isinstance(root.value, dict):
+        raise ConfigError("must be `key: value` lines - start with `line: NAME`", Place(file, 1, 1, "document"))
+    return Document(file, content, root)
+
+
+def key_text(path: Iterable[str | int]) -> str:
+    """A key's path as errors show it: `experts.cls/r.labels[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def suggestion(word: str, known: Collection[str], otherwise: str = "") -> str:
+    """`did you mean X?` when a known word is close; else ``otherwise``, or the known words."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return otherwise or f"known here: {', '.join(sorted(known)) or 'nothing'}"
+
+
+class _Refused(Exception):
+    """YAML that parses but that no configuration may hold."""
+
+    def __init__(self, message: str, node: yaml.Node, path: KeyPath) -> None:
+        super().__init__(message)
+        self.node = node
+        self.path = path
+
+
+_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # "Base": tags stay as written, scalars stay text
+
+
+def _decode(file: Path, content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        place = Place(file, before.count(b"\n") + 1, error.start - before.rfind(b"\n"), "encoding")
+        wrong = f"byte 0x{content[error.start]:02x} is not UTF-8"
+        raise ConfigError(f"{wrong} - save the file in the encoding UTF-8", place) from error
+
+
+def _yaml_reason(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        return ", ".join(part for part in (error.context, error.problem) if part)
+    return str(error).splitlines()[0]
+
+
+def _build(node: yaml.Node | None, built: dict[int, Entry], path: KeyPath, open_nodes: tuple[int, ...] = ()) -> Entry:
+    """The entry of one node. ``built`` shares aliased nodes; ``open_nodes`` are those around this one."""
+    if node is None:
+        return Entry(None, 1, 1)
+    if id(node) in built:
+        return built[id(node)].at(node)
+    if id(node) in open_nodes:
+        raise _Refused("an alias stands inside the value it names - write it out", node, path)
+    if node.tag not in PLAIN_TAGS:
+        raise _Refused(f"the tag {node.tag} is not supported - write the plain value", node, path)
+    inside = (*open_nodes, id(node))
+    if isinstance(node, yaml.MappingNode):
+        children = _mapping(node, built, path, inside)
+        entry = Entry({key: child.value for key, child in children.items()}, 1, 1, children)
+    elif isinstance(node, yaml.SequenceNode):
+        items = [_build(item, built, (*path, index), inside) for index, item in enumerate(node.value)]
+        entry = Entry([item.value for item in items], 1, 1, dict(enumerate(items)))
+    else:
+        quoted = isinstance(node, yaml.ScalarNode) and bool(node.style)
+        entry = Entry(node.value if quoted else _plain(node.value), 1, 1)
+    built[id(node)] = entry.at(node)
+    return built[id(node)]
+
+
+def _mapping(
+    node: yaml.MappingNode, built: dict[int, Entry], path: KeyPath, inside: tuple[int, ...]
+) -> dict[str | int, Entry]:
+    own: dict[str | int, Entry] = {}
+    merged: dict[str | int, Entry] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _Refused("a key must be a word - write it without brackets", key, path)
+        if key.value == MERGE_KEY and not key.style:
+            for child_key, child in _merged(value, built, path, inside).items():
+                merged.setdefault(child_key, child)
+        elif key.value in own:
+            first = own[key.value]
+            raise _Refused(f"is there twice, first in line {first.line} - keep one", key, (*path, key.value))
+        else:
+            own[key.value] = _build(value, built, (*path, key.value), inside).at(key)
+    return {**merged, **own}
+
+
+def _merged(node: yaml.Node, built: dict[int, Entry], path: KeyPath, inside: tuple[int, ...]) -> dict[str | int, Entry]:
+    sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    merged: dict[str | int, Entry] = {}
+    for source in sources:
+        if not isinstance(source, yaml.MappingNode):
+            raise _Refused("`<<` takes a mapping - name one with an alias", source, path)
+        for key, child in _build(source, built, path, inside).children.items():
+            merged.setdefault(key, child)
+    return merged
+
+
+def _plain(text: str) -> Any:  # noqa: ANN401  # a YAML scalar is of any of these types
+    if text in WORDS:
+        return WORDS[text]
+    if INTEGER.fullmatch(text):
+        return int(text)
+    if DECIMAL.fullmatch(text):
+        return float(text)
+    return text
+
+
+def _with_value(values: Any, path: KeyPath, value: Any) -> Any:  # noqa: ANN401  # plain YAML values
+    if not path:
+        return value
+    below = values if isinstance(values, dict) else {}
+    return {**below, path[0]: _with_value(below.get(path[0]), path[1:], value)}
+
+
+def _annotation_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, FieldInfo | None]:
+    """The type that the model gives the value at ``path``, and its field; (None, None) for what it does not know."""
+    annotation: Any = model
+    found: FieldInfo | None = None
+    for part in path:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            by_key = {info.alias or name: info for name, info in annotation.model_fields.items()}
+            found = by_key.get(str(part))
+            annotation = found.annotation if found else None
+        elif get_origin(annotation) is not None:
+            inner = [argument for argument in get_args(annotation) if argument is not Ellipsis]
+            annotation = inner[-1] if inner else None
+        else:
+            annotation = None
+        while get_origin(annotation) is not None and hasattr(annotation, "__metadata__"):
+            annotation = get_args(annotation)[0]
+    return annotation, found
+
+
+def _keys_below(model: type[BaseModel], path: KeyPath) -> list[str]:
+    annotation, _ = _annotation_at(model, path)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [info.alias or name for name, info in annotation.model_fields.items()]
+    return []
+
+
+def _field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+    return _annotation_at(model, path)[1]

@@ -1,0 +1,168 @@
+"""The catalog: what a line may say about experts and routes, and how it is told what is wrong."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torchvision
+
+from experts.architectures import CLASSIFIERS, DETECTORS
+from experts.catalog import Catalog, read_catalog
+from experts.errors import ConfigError
+from experts.expert import Expert, InputSpec
+
+GOOD = """\
+experts:
+  cls/r:
+    architecture: resnet18
+    weights: weights/r.safetensors
+    labels: [ok, missing]
+    input: {size: [64, 48]}
+    stem: 3x3
+  cls/c: {architecture: resnet50, weights: c.safetensors, labels: [ok, bad], input: {size: [224, 224]}, pin: true}
+  det/a: {architecture: yolov5m, weights: /w/a.safetensors, labels: [aligned, shifted], input: {size: [640, 640]}}
+routes:
+  resistor-0402:
+    - {expert: cls/r, pass: [ok], min_score: 0.5}
+    - {expert: det/a, pass: [aligned]}
+  "0402":
+    - {expert: cls/c, pass: [ok]}
+"""
+
+
+def catalog_of(folder: Path, text: str) -> Catalog:
+    file = folder / "line.yaml"
+    file.write_text(text)
+    return read_catalog(file)
+
+
+def problems_of(folder: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        catalog_of(folder, text)
+    return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
+
+
+def test_a_good_file_becomes_experts_and_a_graph(tmp_path: Path) -> None:
+    catalog = catalog_of(tmp_path, GOOD)
+    assert catalog.experts["cls/r"] == Expert(
+        id="cls/r",
+        architecture="resnet18",
+        weights=tmp_path / "weights/r.safetensors",
+        labels=("ok", "missing"),
+        input=InputSpec(height=64, width=48, normalize="imagenet"),
+        stem="3x3",
+    )
+    assert catalog.experts["cls/c"].pin
+    assert catalog.experts["det/a"].weights == Path("/w/a.safetensors")
+    assert catalog.experts["det/a"].input.normalize == "unit"
+    assert catalog.graph.first_expert("0402") == "cls/c"
+    assert catalog.graph.subsequents("cls/r") == ("det/a",)
+    assert catalog.graph.routes["resistor-0402"][0].min_score == 0.5
+    assert len(catalog.sha256) == 64
+
+
+def test_the_catalog_cannot_be_changed(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        catalog_of(tmp_path, GOOD).experts["x/y"] = None  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        (
+            "resnet18",
+            "resnet81",
+            "line.yaml:3:5: experts.cls/r.architecture: no architecture 'resnet81' - did you mean",
+        ),
+        ("resnet18", "moe-llm", "line.yaml:3:5: experts.cls/r.architecture: LLM experts (moe-llm) are not in this"),
+        ("[ok, missing]", "[]", "line.yaml:5:5: experts.cls/r.labels: List should have at least 1 item"),
+        ("[ok, missing]", "[ok, ok]", "line.yaml:5:5: experts.cls/r.labels: 'ok' is there twice"),
+        ("[ok, missing]", "[ok, '']", "line.yaml:5:5: experts.cls/r.labels: a label is neither empty"),
+        ("[ok, missing]", "[ok, 1]", "line.yaml:5:18: experts.cls/r.labels[1]: Input should be a valid string, not 1"),
+        ("[64, 48]", "[64]", "line.yaml:6:13: experts.cls/r.input.size[1]: is missing"),
+        ("[64, 48]", "[64, 0]", "line.yaml:6:24: experts.cls/r.input.size[1]: Input should be greater than or equal"),
+        ("stem: 3x3", "stem: 5x5", "line.yaml:7:5: experts.cls/r.stem: Input should be '3x3', not '5x5'"),
+        ("pin: true", "pin: NO", "line.yaml:8:"),
+        ("  cls/c:", "  c:", "line.yaml:8:3: experts.c: 'c' is not an expert id - write kind/name"),
+        ("  cls/c:", "  ../c:", "line.yaml:8:3: experts.../c: '../c' is not an expert id"),
+        (
+            "c.safetensors",
+            "c.pt",
+            "line.yaml:8:3: experts.cls/c: weights .pt are a pickle - convert them once with `co",
+        ),
+        ("c.safetensors", "c.onnx", "line.yaml:8:3: experts.cls/c: weights of resnet50 must be a .safetensors file"),
+        ("c.safetensors", "''", "line.yaml:8:35: experts.cls/c.weights: an empty path"),
+        ("[640, 640]", "[640, 650]", "line.yaml:9:3: experts.det/a: a detector's input size must be multiples of 32"),
+        (
+            "det/a, pass",
+            "det/b, pass",
+            "line.yaml:13:8: routes.resistor-0402[1].expert: no expert 'det/b' - did you mean",
+        ),
+        ("pass: [aligned]", "pass: [alinged]", "routes.resistor-0402[1].pass: det/a has no label 'alinged' - did you"),
+        ("pass: [aligned]", "pass: []", "routes.resistor-0402[1].pass: List should have at least 1 item"),
+        ("pass: [aligned]", "min_score: 0.5", "line.yaml:13:7: routes.resistor-0402[1].pass: is missing - labels that"),
+        ("min_score: 0.5", "min_score: 1.5", "routes.resistor-0402[0].min_score: Input should be less than or equal"),
+        ("min_score: 0.5", "min_score: true", "routes.resistor-0402[0].min_score: Input should be a valid number"),
+        ("{expert: det/a, pass: [aligned]}", "{expert: cls/r, pass: [ok]}", "cls/r is already step 1 of this route"),
+        ('  "0402":', "  a/b:", "line.yaml:14:3: routes.a/b: 'a/b' is not a component type"),
+        ("    stem: 3x3", "    stm: 3x3", "line.yaml:7:5: experts.cls/r.stm: unknown key - did you mean 'stem'?"),
+        ("routes:", "route:", "line.yaml:10:1: route: unknown key - did you mean 'routes'?"),
+    ],
+)
+def test_a_wrong_key_is_told_with_file_line_and_remedy(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+    assert good in GOOD
+    assert any(expected in problem for problem in problems_of(tmp_path, GOOD.replace(good, bad)))
+
+
+def test_a_stem_is_for_classifiers_only(tmp_path: Path) -> None:
+    text = GOOD.replace("input: {size: [640, 640]}}", "input: {size: [640, 640]}, stem: 3x3}")
+    assert "stem is for classifiers, not for yolov5m" in problems_of(tmp_path, text)[0]
+
+
+def test_all_wrong_keys_are_told_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("resnet18", "resnet81").replace("pin: true", "pni: true").replace("[64, 48]", "64")
+    assert len(problems_of(tmp_path, text)) == 3
+
+
+def test_all_wrong_references_are_told_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("expert: cls/c", "expert: cls/x").replace("pass: [aligned]", "pass: [no, yes]")
+    assert len(problems_of(tmp_path, text)) == 3
+
+
+def test_a_circle_over_two_routes_names_both_and_their_lines(tmp_path: Path) -> None:
+    text = GOOD + "  back:\n    - {expert: det/a, pass: [aligned]}\n    - {expert: cls/r, pass: [ok]}\n"
+    (problem,) = problems_of(tmp_path, text)
+    assert "experts depend on one another in a circle" in problem
+    assert "resistor-0402 (line 11)" in problem
+    assert "back (line 16)" in problem
+
+
+def test_weights_that_are_not_there_do_not_stop_the_catalog(tmp_path: Path) -> None:
+    assert not catalog_of(tmp_path, GOOD).experts["cls/r"].weights.exists()
+
+
+def test_the_known_classifiers_are_torchvisions_own() -> None:
+    assert sorted(CLASSIFIERS) == sorted(torchvision.models.list_models(module=torchvision.models))
+
+
+def test_every_detection_yaml_of_ultralytics_is_a_known_detector() -> None:
+    package = find_spec("ultralytics")
+    assert package is not None
+    assert package.origin is not None
+    models = Path(package.origin).parent / "cfg" / "models"
+    other_tasks = ("-cls", "-seg", "-pose", "-obb", "-sem", "-depth", "-world", "yoloe")
+    names = [file.stem for file in models.rglob("*.yaml") if not any(task in file.stem for task in other_tasks)]
+    assert len(names) > 20
+    assert [name for name in names if not DETECTORS.fullmatch(name)] == []
+
+
+@pytest.mark.parametrize("name", ["yolov5m", "yolov5l", "yolov5n6", "yolov8x-p6", "yolo11n", "rtdetr-resnet50"])
+def test_detectors_take_their_scale(name: str) -> None:
+    assert DETECTORS.fullmatch(name)
+
+
+@pytest.mark.parametrize("name", ["yolov5q", "yolov8m-seg", "yolo", "rtdetr"])
+def test_what_is_no_detector_is_not_taken_for_one(name: str) -> None:
+    assert not DETECTORS.fullmatch(name)
