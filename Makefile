@@ -27,7 +27,7 @@ bench: $(INSTALLED)  ## how fast experts load and decisions are taken here
 	$(VENV)/bin/coserve bench decisions
 
 clean:  ## remove what the targets wrote, but not $(VENV)
-	rm -rf build dist demo bench-report *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist demo bench-report *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find experts agent profiler tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A folder that still holds $(INSTALLING) was left by an installation that failed or was interrupted: it is made anew.

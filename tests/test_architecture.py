@@ -1,0 +1,307 @@
+"""The layers and fences of the sources, proved by parsing them: what may import what, and who reads the environment.
+
+Every import counts, also one inside a function, under TYPE_CHECKING, or made by ``importlib.import_module``.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+UNREADABLE = "?"  # the target of an import whose name is computed
+EDGES = ("agent.intake", "agent.api", "agent.records", "agent.web")
+RUNTIMES = ("torch", "torchvision", "ultralytics", "onnxruntime", "onnx")
+RUNTIME_FENCE = (
+    "experts.backends",
+    "experts.llm",
+    "experts.packing",
+    "experts.weights",
+    "agent.runtime",
+    "agent.demo",
+    "profiler.microbench",
+)
+IMPURE = (
+    *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
+    "sqlite3", "sqlite_utils", "pathlib", "os", "io", "shutil", "tempfile", "socket", "subprocess",
+    "experts.backends", "experts.llm", "experts.packing", "experts.weights", "experts.catalog",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import statement's target, as an absolute dotted name."""
+
+    importer: str
+    line: int
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """No module inside ``within`` and outside ``exempt`` imports ``forbidden``, unless it is in ``allowed``."""
+
+    reason: str
+    within: tuple[str, ...]
+    forbidden: tuple[str, ...]
+    exempt: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
+
+    def forbids(self, one: Import) -> bool:
+        applies = is_inside(one.importer, self.within) and not is_inside(one.importer, self.exempt)
+        return applies and is_inside(one.target, self.forbidden) and not is_inside(one.target, self.allowed)
+
+
+RULES = (
+    Rule("experts is the lowest layer", ("experts",), ("agent", "profiler", "coserve")),
+    Rule("agent knows nothing above it", ("agent",), ("profiler", "coserve")),
+    Rule("profiler is below the command", ("profiler",), ("coserve",)),
+    Rule("core knows nothing of the agent around it", ("agent.core",), ("agent",), allowed=("agent.core",)),
+    Rule("core decides and never does", ("agent.core",), IMPURE),
+    *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES),
+    Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),
+    Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
+    Rule("an import can be read", ("",), (UNREADABLE,)),
+)
+
+
+def is_inside(name: str, packages: tuple[str, ...]) -> bool:
+    """Whether a dotted name is one of the packages or lies in one; "" holds everything."""
+    return any(package == "" or name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def imports_of(module: str, source: str, is_package: bool = False) -> list[Import]:
+    """All imports of a source, at any depth. ``from a import b`` counts as a.b, for b may be a module."""
+    home = module if is_package else module.rpartition(".")[0]
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr))
+    return [Import(module, node.lineno, target) for node in nodes for target in _targets(node, home)]
+
+
+def _targets(node: ast.AST, home: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{_origin(node, home)}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and _called_name(node.func) in {"import_module", "__import__"}:
+        first = node.args[0] if node.args else None
+        yield first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else UNREADABLE
+
+
+def _origin(node: ast.ImportFrom, home: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = home.split(".")
+    package = parts[: len(parts) - node.level + 1]
+    return ".".join([*package, node.module] if node.module else package)
+
+
+def _called_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentUse:
+    """One place that reads or sets the process's environment."""
+
+    line: int
+    sets: bool
+
+
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+SETTING_METHODS = {"setdefault", "update", "pop", "clear", "popitem"}
+
+
+def environment_uses(source: str) -> list[EnvironmentUse]:
+    """Uses of ``os.environ`` and its kin; also ``envvar=``, with which typer reads it."""
+    tree = ast.parse(source)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr))
+    return [EnvironmentUse(node.lineno, _sets(node, parents)) for node in nodes if _is_environment(node)]
+
+
+def _is_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and any(alias.name in ENVIRONMENT_NAMES for alias in node.names)
+    if isinstance(node, ast.Call):
+        return any(keyword.arg == "envvar" for keyword in node.keywords)
+    return isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES
+
+
+def _sets(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    if not isinstance(node, ast.Attribute):
+        return False
+    around = parents[node]
+    if isinstance(around, ast.Subscript):
+        return isinstance(around.ctx, ast.Store | ast.Del)
+    setting = isinstance(around, ast.Attribute) and around.attr in SETTING_METHODS
+    return setting or node.attr in {"putenv", "unsetenv"}
+
+
+def source_files() -> list[Path]:
+    folders = (ROOT / name for name in ("experts", "agent", "profiler"))
+    return [ROOT / "coserve.py", *sorted(path for folder in folders for path in folder.rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of_file(path: Path) -> list[Import]:
+    return imports_of(module_name(path), path.read_text("utf-8"), path.name == "__init__.py")
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+class TestTheSources:
+    def test_all_layers_are_read(self):
+        assert {module_name(path).partition(".")[0] for path in source_files()} == {
+            "experts", "agent", "profiler", "coserve",
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.within[0] or 'all'}: {rule.reason}")
+    def test_no_import_breaks_the_rule(self, rule):
+        broken = [one for path in source_files() for one in imports_of_file(path) if rule.forbids(one)]
+        assert broken == []
+
+    def test_only_the_configuration_reads_the_environment(self):
+        readers = {module_name(path) for path in source_files() if _uses(path, sets=False)}
+        assert readers <= {"agent.config"}
+
+    def test_only_the_detector_sets_the_environment(self):
+        setters = {module_name(path) for path in source_files() if _uses(path, sets=True)}
+        assert setters <= {"experts.backends.detector"}
+
+    def test_core_loads_no_runtime(self):
+        heavy = {*RUNTIMES, "numpy", "sqlite3", "asyncio"}
+        done = run_python(f"import agent.core.engine, sys; print(sorted({heavy} & set(sys.modules)))")
+        assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+    def test_help_loads_no_runtime(self):
+        done = run_python(
+            "import atexit, runpy, sys\n"
+            f"atexit.register(lambda: print('LOADED', sorted({set(RUNTIMES)} & set(sys.modules))))\n"
+            "sys.argv = ['coserve', '--help']\n"
+            "runpy.run_path('coserve.py', run_name='__main__')\n"
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Usage" in done.stdout
+        assert done.stdout.endswith("LOADED []\n")
+
+
+def _uses(path: Path, sets: bool) -> list[EnvironmentUse]:
+    return [use for use in environment_uses(path.read_text("utf-8")) if use.sets is sets]
+
+
+class TestTheImportRules:
+    """Made-up sources: a rule that nothing can break proves nothing."""
+
+    @pytest.mark.parametrize(
+        ("module", "source"),
+        [
+            ("experts.graph", "import agent"),
+            ("experts.graph", "from agent.core import engine"),
+            ("experts.backends.fake", "def f():\n    import profiler.simulator"),
+            ("agent.cli", "from profiler import cli"),
+            ("agent.cli", "import coserve"),
+            ("profiler.cli", "from coserve import main"),
+            ("agent.core.engine", "from agent.runtime.loop import Loop"),
+            ("agent.core.engine", "from agent import profile"),
+            ("agent.core.engine", "from ..runtime import loop"),
+            ("agent.core.engine", "from .. import boards"),
+            ("agent.core.queue", "import time"),
+            ("agent.core.queue", "def f():\n    from time import monotonic"),
+            ("agent.core.queue", "if TYPE_CHECKING:\n    from pathlib import Path"),
+            ("agent.core.queue", "import numpy as np"),
+            ("agent.core.queue", "import concurrent.futures"),
+            ("agent.core.queue", "from experts.backends import backend_for"),
+            ("agent.intake.folder", "from agent.records.journal import Journal"),
+            ("agent.web.page", "from agent.api import server"),
+            ("agent.records.results", "from ..intake import folder"),
+            ("agent.service", "import torch"),
+            ("agent.boards", "def f():\n    with g():\n        import torch.nn as nn"),
+            ("experts.catalog", "import onnx.helper"),
+            ("profiler.simulator", "from torchvision import models"),
+            ("coserve", "import onnxruntime"),
+            ("experts.backends.classifier", "from ultralytics import YOLO"),
+            ("agent.demo.training", "import ultralytics"),
+            ("agent.boards", "import importlib\nimportlib.import_module('torch')"),
+            ("agent.boards", "from importlib import import_module\nimport_module(name)"),
+            ("agent.boards", "__import__('torch')"),
+        ],
+    )
+    def test_a_breach_is_found(self, module, source):
+        assert any(rule.forbids(one) for one in imports_of(module, source) for rule in RULES)
+
+    @pytest.mark.parametrize(
+        ("module", "source"),
+        [
+            ("experts.backends.detector", "from ultralytics import YOLO\nimport torch"),
+            ("experts.backends.onnx", "import onnx, onnxruntime"),
+            ("experts.packing", "import torch"),
+            ("agent.core.engine", "from agent.core.queue import ExecutorQueue\nfrom experts.graph import ExpertGraph"),
+            ("agent.core.engine", "from . import queue\nfrom ..core import pool"),
+            ("agent.core.engine", "from dataclasses import dataclass\nimport heapq, math"),
+            ("agent.runtime.loop", "import threading, time, torch\nfrom agent.core.engine import Engine"),
+            ("agent.records.results", "from agent.records import journal\nimport sqlite3"),
+            ("agent.service", "from agent.intake import folder\nfrom agent.records import journal"),
+            ("agent.intake.timeline", "import timeit, onnxish"),
+            ("profiler.cli", "from agent.profile import DeviceProfile"),
+            ("coserve", "from agent.cli import app\nfrom profiler.cli import app as profiler_app"),
+        ],
+    )
+    def test_what_is_right_passes(self, module, source):
+        assert [one for one in imports_of(module, source) for rule in RULES if rule.forbids(one)] == []
+
+    def test_a_package_resolves_relative_imports_from_itself(self):
+        found = imports_of("agent.core", "from . import engine\nfrom ..runtime import loop", is_package=True)
+        assert [one.target for one in found] == ["agent.core.engine", "agent.runtime.loop"]
+
+
+class TestTheEnvironmentRule:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "import os\nhome = os.environ['HOME']",
+            "import os\nhome = os.environ.get('HOME')",
+            "import os\nhome = os.getenv('HOME')",
+            "import os as system\nhome = system.getenv('HOME')",
+            "from os import environ",
+            "from os import getenv as read",
+            "import os\nfor name in os.environ:\n    pass",
+            "import os\nrun(command, env=dict(os.environ))",
+            "import os\nif 'HOME' in os.environ:\n    pass",
+            "def f(home: str = typer.Option(None, envvar='HOME')):\n    pass",
+        ],
+    )
+    def test_a_read_is_found(self, source):
+        assert any(not use.sets for use in environment_uses(source))
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "import os\nos.environ['YOLO_OFFLINE'] = 'true'",
+            "import os\nos.environ.setdefault('YOLO_OFFLINE', 'true')",
+            "import os\nos.environ.update(YOLO_OFFLINE='true')",
+            "import os\ndel os.environ['YOLO_OFFLINE']",
+            "import os\nos.putenv('YOLO_OFFLINE', 'true')",
+        ],
+    )
+    def test_setting_is_told_from_reading(self, source):
+        assert [use.sets for use in environment_uses(source)] == [True]
+
+    def test_other_uses_of_os_pass(self):
+        assert environment_uses("import os\nos.replace(a, b)\nrun(environment=1)") == []

@@ -1,0 +1,243 @@
+"""The repository around the sources: its commands exist, its installation repairs itself, its errors are one tree."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from experts import errors
+
+ROOT = Path(__file__).parents[1]
+OPEN_ENDS = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X]|HAC[K])\b")  # the brackets keep this line from finding itself
+TEXT_SUFFIXES = {".py", ".toml", ".yaml", ".yml", ".md", ".sh", ".service", ".css", ".html", ".js", ".proto", ".cfg"}
+FOLDERS = (".ci", "agent", "configs", "experts", "packaging", "profiler", "systemd", "tests")
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def targets_named_in(markdown: str) -> set[str]:
+    """What a text tells its reader to make: in fenced blocks and in inline code, not in prose ("make sure")."""
+    fenced = re.findall(r"^```.*?^```", markdown, re.MULTILINE | re.DOTALL)
+    inline = re.findall(r"`[^`\n]+`", markdown)
+    return {word for code in (*fenced, *inline) for word in re.findall(r"\bmake (?:[A-Z]+=\S+ )*([a-z][a-z-]*)", code)}
+
+
+def project_texts() -> list[Path]:
+    inside = (path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file())
+    texts = [path for path in inside if path.suffix in TEXT_SUFFIXES or path.parent.name == ".ci"]
+    return [*texts, ROOT / "coserve.py", ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("*.md")]
+
+
+class TestTheDocuments:
+    def test_the_targets_everybody_needs_are_there(self):
+        assert {"venv", "demo", "test", "lint", "bench", "clean", "help"} <= make_targets()
+
+    def test_the_readme_names_only_targets_that_exist(self):
+        named = targets_named_in((ROOT / "README.md").read_text("utf-8"))
+        assert {"demo", "test"} <= named <= make_targets()
+
+    def test_prose_is_not_taken_for_a_command(self):
+        assert targets_named_in("make sure\n`make demo` `make VENV=x test`\n```\nmake lint\n```\n") == {
+            "demo", "test", "lint",
+        }  # fmt: skip
+
+    def test_no_open_ends(self):
+        found = {
+            f"{path.relative_to(ROOT)}:{number}"
+            for path in project_texts()
+            for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+            if OPEN_ENDS.search(line)
+        }
+        assert found == set()
+
+    def test_the_licence_is_the_one_declared(self):
+        declared = re.search(r'^license = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+        assert declared
+        assert declared[1] == "Apache-2.0"
+        assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text("utf-8")
+
+    def test_the_changelog_tells_of_this_version(self):
+        version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+        assert version
+        assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+class TestTheErrors:
+    def test_the_docstring_draws_the_tree_that_is_there(self):
+        classes = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, Exception)]
+        assert drawn_tree(errors.__doc__ or "") == {found.__name__: found.__bases__[0].__name__ for found in classes}
+
+    def test_every_exception_that_leaves_its_module_lives_there(self):
+        known = {name for name, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, Exception)}
+        sources = [path for name in ("experts", "agent", "profiler") for path in (ROOT / name).rglob("*.py")]
+        elsewhere = {
+            f"{path.relative_to(ROOT)}: {name}"
+            for path in sources
+            if path != ROOT / "experts" / "errors.py"
+            for name in exceptions_defined_in(path.read_text("utf-8"), known)
+        }
+        assert elsewhere == set()
+
+    def test_an_exception_elsewhere_is_found(self):
+        bases = {"Lost": "CoServeError", "Odd": "ValueError", "Plain": "Protocol", "_Own": "Exception"}
+        source = "".join(f"class {name}({base}): ...\n" for name, base in bases.items())
+        assert exceptions_defined_in(source, {"CoServeError"}) == ["Lost", "Odd"]
+
+
+def drawn_tree(docstring: str) -> dict[str, str]:
+    """The drawing of errors.py, child to parent; each level is three columns deeper."""
+    tree: dict[str, str] = {}
+    ancestors: list[str] = []
+    for line in docstring.splitlines():
+        drawn = re.match(r"^((?:[| ]  )*)([+`]- )?([A-Z][A-Za-z]+)(\s{2,}|$)", line)
+        if drawn is None:
+            continue
+        depth = len(drawn[1]) // 3 + (1 if drawn[2] else 0)
+        del ancestors[depth:]
+        tree[drawn[3]] = ancestors[-1] if ancestors else "Exception"
+        ancestors.append(drawn[3])
+    return tree
+
+
+def exceptions_defined_in(source: str, known: set[str]) -> list[str]:
+    """Names of the exceptions a source defines for others; one with a leading underscore stays inside its module."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    shared = [node for node in classes if not node.name.startswith("_")]
+    return [node.name for node in shared if any(_is_exception(ast.unparse(base), known) for base in node.bases)]
+
+
+def _is_exception(base: str, known: set[str]) -> bool:
+    name = base.rpartition(".")[2]
+    return name in known or name in {"Exception", "BaseException"} or name.endswith("Error")
+
+
+INTERPRETER = """#!/bin/sh
+# A Python that makes folders instead of virtual environments, and a pip that writes down what it is asked.
+case "$*" in
+  *"sys.version_info"*) [ ! -e "$STAGE/old" ] ;;
+  *"import ensurepip"*) [ ! -e "$STAGE/without-venv" ] ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/pip" && echo made >> "$STAGE/log" ;;
+  "-m pip uninstall "*) : ;;
+  "-m pip install "*) echo installed >> "$STAGE/log"; [ ! -e "$STAGE/offline" ] ;;
+  *) exit 99 ;;
+esac
+"""
+
+
+class Installation:
+    """The real Makefile in a folder of its own, on an interpreter that installs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.interpreter = folder / "python"
+        self.interpreter.write_text(INTERPRETER)
+        self.interpreter.chmod(0o755)
+        stand_in = "packaging/opencv-python/pyproject.toml"
+        (folder / stand_in).parent.mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml", stand_in):
+            shutil.copy(ROOT / name, folder / name)
+            os.utime(folder / name, (0, 0))
+
+    def make(self) -> subprocess.CompletedProcess[str]:
+        return run(["make", f"PYTHON={self.interpreter}", "venv"], self.folder, STAGE=str(self.folder))
+
+    def note(self, name: str) -> Path:
+        path = self.folder / name
+        path.touch()
+        return path
+
+    @property
+    def log(self) -> list[str]:
+        return (self.folder / "log").read_text().split()
+
+
+def run(command: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Without what an outer make says in the environment: this may itself run under `make test`."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, cwd=folder, env=outer | extra, capture_output=True, text=True, timeout=60)
+
+
+@needs_make
+class TestTheInstallation:
+    @pytest.fixture
+    def installation(self, tmp_path):
+        return Installation(tmp_path)
+
+    def test_is_made_once(self, installation):
+        assert installation.make().returncode == 0
+        assert installation.make().returncode == 0
+        assert installation.log == ["made", "installed"]
+
+    def test_a_changed_project_is_installed_into_the_same_environment(self, installation):
+        installation.make()
+        stamp = installation.folder / ".venv" / ".installed"
+        os.utime(stamp, (1, 1))
+        os.utime(installation.folder / "pyproject.toml", (2, 2))
+        assert installation.make().returncode == 0
+        assert installation.log == ["made", "installed", "installed"]
+
+    def test_one_that_failed_is_made_anew_by_the_next_call(self, installation):
+        offline = installation.note("offline")
+        assert installation.make().returncode != 0
+        offline.unlink()
+        assert installation.make().returncode == 0
+        assert installation.make().returncode == 0
+        assert installation.log == ["made", "installed", "made", "installed"]
+
+    def test_an_environment_made_by_other_means_is_kept(self, installation):
+        own = installation.folder / ".venv" / "bin"
+        own.mkdir(parents=True)
+        for name in ("python", "pip"):
+            shutil.copy(installation.interpreter, own / name)
+        assert installation.make().returncode == 0
+        assert installation.log == ["installed"]
+
+    def test_an_old_python_is_refused_with_advice(self, installation):
+        installation.note("old")
+        done = installation.make()
+        assert done.returncode != 0
+        assert "Python 3.11" in done.stderr
+        assert not (installation.folder / ".venv").exists()
+
+    def test_a_missing_venv_module_is_refused_with_advice(self, installation):
+        installation.note("without-venv")
+        done = installation.make()
+        assert done.returncode != 0
+        assert "apt install python3-venv" in done.stderr
+        assert not (installation.folder / ".venv").exists()
+
+
+@needs_make
+class TestContinuousIntegration:
+    """The real .ci/run over a Makefile of three lines: what it calls, its exit code, and what it leaves behind."""
+
+    def run(self, folder: Path, lint: str = "true", test: str = "true") -> subprocess.CompletedProcess[str]:
+        (folder / ".ci").mkdir()
+        shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
+        recipe = "venv:\n\t@touch $(VENV)/made\nlint:\n\t@echo lint; {}\ntest:\n\t@echo '3 passed'; {}\n"
+        (folder / "Makefile").write_text(recipe.format(lint, test))
+        (folder / ".venv").mkdir()
+        return run([str(folder / ".ci" / "run")], folder)
+
+    def test_lints_then_tests_and_leaves_nothing(self, tmp_path):
+        done = self.run(tmp_path)
+        assert (done.returncode, done.stdout.split("\n")) == (0, ["lint", "3 passed", ""])
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".ci", ".venv", "Makefile"]
+
+    @pytest.mark.parametrize("fails", ["lint", "test"])
+    def test_a_failure_is_its_exit_code_and_leaves_nothing(self, tmp_path, fails):
+        done = self.run(tmp_path, **{fails: "false"})
+        assert done.returncode != 0
+        assert "3 passed" in done.stdout
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".ci", ".venv", "Makefile"]
