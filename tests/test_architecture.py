@@ -82,7 +82,7 @@ def is_inside(name: str, packages: tuple[str, ...]) -> bool:
 def imports_of(module: str, source: str, is_package: bool = False) -> list[Import]:
     """All imports of a source, at any depth. ``from a import b`` counts as a.b, for b may be a module."""
     home = module if is_package else module.rpartition(".")[0]
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.expr))
+    nodes = (node for node in ast.walk(ast.parse(source, module)) if isinstance(node, ast.stmt | ast.expr))
     return [Import(module, node.lineno, target) for node in nodes for target in _targets(node, home)]
 
 
