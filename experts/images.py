@@ -1,0 +1,203 @@
+"""Images: whole files only, and their pixels as an expert was trained to see them.
+
+A file that decodes is not therefore complete: a baseline JPEG, BMP, TIFF or WebP whose writer preallocated it decodes
+with black where bytes are still missing. `completeness` looks at what each format says of its own end; `read_image`
+refuses what it finds cut, then decodes to the last byte.
+
+Pixels are taken as stored: EXIF orientation is never applied and alpha is dropped, which is what ImageFolder's loader
+did when the experts were trained; boxes refer to the stored pixels. 16-bit grey is scaled from its full range.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from enum import StrEnum
+from stat import S_ISREG
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from experts.errors import ImageTooLarge, ImageUnreadable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
+DEFAULT_MAX_PIXELS = 64_000_000
+LARGEST_MAX_PIXELS = 178_000_000  # beyond, Pillow itself refuses to open a file
+MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits: nothing that we read is larger
+HEADER_ALLOWANCE_BYTES = 4 * 1024 * 1024  # metadata beside the pixels
+TAIL_BYTES = 4096  # zeros over so many last bytes are what preallocation looks like
+PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
+JPEG_END = b"\xff\xd9"
+TIFF_STARTS = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
+TIFF_OFFSETS = ((273, 279), (324, 325))  # tags: strip offsets and byte counts, tile offsets and byte counts
+TIFF_COMPRESSION = 259
+BMP_HEADER = struct.Struct("<2sIHHIIiiHHI")  # signature .. compression
+BMP_INFO_HEADER_BYTES = 40  # shorter ones keep their size elsewhere
+BMP_UNCOMPRESSED = frozenset({0, 3})  # plain pixels, and plain pixels with bit masks
+BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    struct.error,
+    zlib.error,
+    Warning,
+)  # what Pillow raises on hostile bytes; Warning where warnings are errors
+
+
+class Completeness(StrEnum):
+    """What a file's own bytes say about its end."""
+
+    WHOLE = "whole"
+    ZERO_TAILED = "zero-tailed"  # black pixels, or bytes still to come: only time can tell
+    CUT = "cut"
+    UNKNOWN = "unknown"  # not a format that we know; decoding will say
+
+
+def completeness(file: BinaryIO) -> Completeness:
+    """What the bytes of an open, seekable file say about its end; a few small reads, nothing is decoded.
+
+    Nothing at all, and nothing but zeros, is CUT. Raises OSError when reading fails.
+    """
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    head = file.read(64)
+    tail_size = min(TAIL_BYTES, max(size // 4, 1))
+    file.seek(max(size - tail_size, 0))
+    tail = file.read(tail_size)
+    if not any(head):
+        return Completeness.CUT
+    if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        return _whole_if(_ends_with(file, size, PNG_END))
+    if head.startswith(b"\xff\xd8"):
+        return _whole_if(_ends_with(file, size, JPEG_END))
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return _whole_if(size >= 8 + int.from_bytes(head[4:8], "little") and any(tail))
+    if head.startswith(b"BM"):
+        return _whole_or_zero_tailed(size >= _bmp_bytes(head), tail)
+    if head.startswith(TIFF_STARTS):
+        return _tiff(file, size, tail)
+    return Completeness.UNKNOWN
+
+
+def read_image(source: Path | bytes, name: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> NDArray[np.uint8]:
+    """The pixels of one image: uint8 RGB, (height, width, 3). ``name`` is what errors call it.
+
+    PNG, JPEG, BMP, TIFF or WebP, told by their bytes, not by the name. The size is checked before anything is decoded.
+    Raises ImageTooLarge, or ImageUnreadable for what is not permitted, not an image, cut, or holds several images.
+    """
+    content = source if isinstance(source, bytes) else _read(source, name, max_pixels)
+    if not content:
+        raise ImageUnreadable(name, "the file is empty")
+    if completeness(io.BytesIO(content)) is Completeness.CUT:
+        raise ImageUnreadable(name, "the file is cut: its last bytes are missing")
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            _check_size(image, name, max_pixels)
+            _check_single(image, name)
+            image.load()
+            return _rgb(image, name)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
+    except UnidentifiedImageError as error:
+        raise ImageUnreadable(name, f"not an image in any of {', '.join(FORMATS)}") from error
+    except BROKEN as error:
+        raise ImageUnreadable(name, f"cannot be decoded ({error or type(error).__name__})") from error
+
+
+def _read(path: Path, name: str, max_pixels: int) -> bytes:
+    limit_bytes = max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
+    try:
+        status = path.stat()
+        if not S_ISREG(status.st_mode):
+            raise ImageUnreadable(name, "not a regular file")
+        if status.st_size > limit_bytes:
+            raise ImageTooLarge(name, f"{status.st_size} bytes are more than any image of {max_pixels} pixels has")
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageUnreadable(name, f"cannot be read ({error.strerror})") from error
+
+
+def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ImageTooLarge(name, f"{width} x {height} pixels are more than max_pixels {max_pixels}")
+
+
+def _check_single(image: Image.Image, name: str) -> None:
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise ImageUnreadable(name, f"holds {frames} images: send one image a file")
+
+
+def _rgb(image: Image.Image, name: str) -> NDArray[np.uint8]:
+    if image.mode.startswith("I"):  # I;16, I;16B, and I: 16-bit grey in a wider container
+        grey = np.asarray(image).astype(np.int64)
+        if grey.min() < 0 or grey.max() > 0xFFFF:
+            raise ImageUnreadable(name, "32-bit pixels: export the image with 8 or 16 bits")
+        return np.repeat((grey >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+    if image.mode == "F":
+        raise ImageUnreadable(name, "floating-point pixels: export the image with 8 or 16 bits")
+    if image.mode in {"P", "PA"}:
+        image = image.convert("RGBA")
+    return np.array(image.convert("RGB"), dtype=np.uint8)
+
+
+def _whole_if(is_whole: bool) -> Completeness:
+    return Completeness.WHOLE if is_whole else Completeness.CUT
+
+
+def _whole_or_zero_tailed(is_long_enough: bool, tail: bytes) -> Completeness:
+    if not is_long_enough:
+        return Completeness.CUT
+    return Completeness.WHOLE if any(tail) else Completeness.ZERO_TAILED
+
+
+def _ends_with(file: BinaryIO, size: int, end: bytes) -> bool:
+    file.seek(max(size - len(end), 0))
+    return file.read(len(end)) == end
+
+
+def _bmp_bytes(head: bytes) -> int:
+    """How long the BMP must be: what its pixels need where they are not compressed, else what the header claims."""
+    if len(head) < BMP_HEADER.size:
+        return BMP_HEADER.size
+    _, claimed, _, _, offset, header, width, height, _, bits, compression = BMP_HEADER.unpack_from(head)
+    if header < BMP_INFO_HEADER_BYTES or compression not in BMP_UNCOMPRESSED:
+        return int(claimed)
+    stride = (abs(width) * bits + 31) // 32 * 4
+    return int(offset + stride * abs(height))
+
+
+def _tiff(file: BinaryIO, size: int, tail: bytes) -> Completeness:
+    file.seek(0)
+    try:
+        with Image.open(file, formats=("TIFF",)) as image:
+            tags = getattr(image, "tag_v2", {})
+            ends = [
+                offset + count
+                for offsets, counts in TIFF_OFFSETS
+                for offset, count in zip(tags.get(offsets, ()), tags.get(counts, ()), strict=False)
+            ]
+            is_raw = tags.get(TIFF_COMPRESSION, 1) == 1
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return Completeness.UNKNOWN
+    except BROKEN:
+        return Completeness.CUT
+    if not ends or max(ends) > size:
+        return Completeness.CUT
+    return _whole_or_zero_tailed(True, tail) if is_raw else _whole_if(any(tail))

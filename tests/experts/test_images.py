@@ -1,0 +1,223 @@
+"""Images: what is whole, what is refused, and which pixels come out."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from experts.errors import ImageError, ImageTooLarge, ImageUnreadable
+from experts.images import Completeness, completeness, read_image
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIDE = 96
+NOISE = np.random.default_rng(7).integers(1, 255, (SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def encoded(image_format: str, pixels: np.ndarray = NOISE, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
+WHOLE = {
+    "png": encoded("PNG"),
+    "jpeg": encoded("JPEG", quality=95),
+    "jpeg-progressive": encoded("JPEG", quality=95, progressive=True),
+    "bmp": encoded("BMP"),
+    "tiff": encoded("TIFF"),
+    "tiff-lzw": encoded("TIFF", compression="tiff_lzw"),
+    "webp": encoded("WEBP", lossless=True),
+}
+LOSSLESS = ("png", "bmp", "tiff", "tiff-lzw", "webp")
+
+
+def judged(content: bytes) -> Completeness:
+    return completeness(io.BytesIO(content))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_file_is_whole_and_gives_its_pixels(name: str) -> None:
+    assert judged(WHOLE[name]) is Completeness.WHOLE
+    pixels = read_image(WHOLE[name], name)
+    assert pixels.dtype == np.uint8
+    assert pixels.shape == (SIDE, SIDE, 3)
+    if name in LOSSLESS:
+        assert np.array_equal(pixels, NOISE)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("kept", [0.01, 0.5, 0.99])
+def test_a_cut_file_is_cut_and_refused(name: str, kept: float) -> None:
+    content = WHOLE[name][: int(len(WHOLE[name]) * kept)]
+    assert judged(content) is Completeness.CUT
+    with pytest.raises(ImageUnreadable):
+        read_image(content, name)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_file_without_its_last_two_bytes_is_cut(name: str) -> None:
+    assert judged(WHOLE[name][:-2]) is Completeness.CUT
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.8])
+def test_a_preallocated_file_is_never_whole_while_its_end_is_zeros(name: str, kept: float) -> None:
+    size = len(WHOLE[name])
+    content = WHOLE[name][: int(size * kept)].ljust(size, b"\0")
+    expected = {Completeness.CUT}
+    if name in {"bmp", "tiff"} and kept:
+        expected = {Completeness.ZERO_TAILED}  # could be black pixels
+    assert judged(content) in expected
+
+
+def test_a_black_bitmap_is_readable_although_its_tail_is_zeros() -> None:
+    content = encoded("BMP", np.zeros((SIDE, SIDE, 3), np.uint8))
+    assert judged(content) is Completeness.ZERO_TAILED
+    assert not read_image(content, "black.bmp").any()
+
+
+def test_black_images_of_compressing_formats_are_whole() -> None:
+    black = np.zeros((512, 512, 3), np.uint8)
+    for image_format in ("PNG", "JPEG", "WEBP"):
+        assert judged(encoded(image_format, black)) is Completeness.WHOLE
+    assert judged(encoded("TIFF", black, compression="tiff_lzw")) is Completeness.WHOLE
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 10_000])
+def test_nothing_is_cut(content: bytes) -> None:
+    assert judged(content) is Completeness.CUT
+
+
+def test_text_is_unknown_and_refused() -> None:
+    assert judged(b"hello, world") is Completeness.UNKNOWN
+    with pytest.raises(ImageUnreadable, match="not an image in any of PNG"):
+        read_image(b"hello, world", "note.png")
+
+
+def test_an_empty_file_says_so() -> None:
+    with pytest.raises(ImageUnreadable, match="empty"):
+        read_image(b"", "empty.png")
+
+
+def test_the_bytes_decide_not_the_name(tmp_path: Path) -> None:
+    file = tmp_path / "really-a-jpeg.png"
+    file.write_bytes(WHOLE["jpeg"])
+    assert read_image(file, "really-a-jpeg.png").shape == (SIDE, SIDE, 3)
+
+
+def test_other_formats_are_refused() -> None:
+    with pytest.raises(ImageUnreadable, match="not an image in any of"):
+        read_image(encoded("GIF"), "x.gif")
+
+
+def test_too_many_pixels_are_refused_before_decoding() -> None:
+    with pytest.raises(ImageTooLarge, match="96 x 96 pixels are more than max_pixels 9000") as caught:
+        read_image(WHOLE["png"], "big.png", max_pixels=9000)
+    assert caught.value.image == "big.png"
+
+
+@pytest.mark.parametrize("side", [10_000, 30_000])
+def test_a_bomb_is_too_large(side: int) -> None:
+    header = b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
+    bomb = WHOLE["png"][:12] + header + zlib.crc32(header).to_bytes(4, "big") + WHOLE["png"][33:]
+    with pytest.raises(ImageTooLarge):
+        read_image(bomb, "bomb.png")
+
+
+def test_more_bytes_than_any_image_has_are_not_even_read(tmp_path: Path) -> None:
+    file = tmp_path / "huge.png"
+    with file.open("wb") as stream:
+        stream.truncate(50_000_000_000)
+    with pytest.raises(ImageTooLarge, match="50000000000 bytes"):
+        read_image(file, "huge.png")
+
+
+def test_what_is_no_regular_file_is_unreadable(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    for path in (tmp_path / "absent.png", tmp_path, pipe):
+        with pytest.raises(ImageUnreadable):
+            read_image(path, path.name)
+
+
+def test_grey_is_repeated_and_16_bits_are_scaled_from_their_full_range() -> None:
+    grey16 = np.array([[0, 255, 256], [32768, 65280, 65535]], np.uint16)
+    for image_format in ("PNG", "TIFF"):
+        pixels = read_image(encoded(image_format, grey16), "grey16")
+        assert pixels[:, :, 0].tolist() == [[0, 0, 1], [128, 255, 255]]
+        assert np.array_equal(pixels[:, :, 0], pixels[:, :, 2])
+    grey8 = np.arange(9, dtype=np.uint8).reshape(3, 3)
+    assert np.array_equal(read_image(encoded("PNG", grey8), "grey8")[:, :, 1], grey8)
+
+
+def test_alpha_is_dropped_and_the_stored_colour_kept() -> None:
+    pixels = np.zeros((2, 2, 4), np.uint8)
+    pixels[:, :, 0] = 200
+    assert read_image(encoded("PNG", pixels), "alpha")[:, :, 0].min() == 200
+
+
+def test_palettes_with_and_without_transparency_become_their_colours() -> None:
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    for options in ({}, {"transparency": b"\xff\x00"}, {"transparency": 1}):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", **options)
+        assert read_image(buffer.getvalue(), "palette")[0, 0].tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("mode", ["1", "LA", "CMYK", "YCbCr"])
+def test_other_modes_become_rgb(mode: str) -> None:
+    image_format = {"CMYK": "TIFF", "YCbCr": "JPEG"}.get(mode, "PNG")
+    buffer = io.BytesIO()
+    Image.new(mode, (40, 30)).save(buffer, image_format)
+    assert read_image(buffer.getvalue(), mode).shape == (30, 40, 3)
+
+
+def test_floating_point_and_32_bit_pixels_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ImageUnreadable, match="export the image with 8 or 16 bits"):
+        read_image(encoded("TIFF", np.ones((4, 4), np.float32)), "float")
+    with pytest.raises(ImageUnreadable, match="32-bit pixels"):
+        read_image(encoded("TIFF", np.full((4, 4), 70_000, np.int32)), "int")
+
+
+def test_exif_orientation_is_not_applied() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    wide = np.zeros((20, 40, 3), np.uint8)
+    assert read_image(encoded("JPEG", wide, exif=exif), "turned").shape == (20, 40, 3)
+
+
+def test_several_images_in_one_file_are_refused() -> None:
+    buffer = io.BytesIO()
+    page = Image.fromarray(NOISE)
+    page.save(buffer, "TIFF", save_all=True, append_images=[page])
+    with pytest.raises(ImageUnreadable, match="holds 2 images"):
+        read_image(buffer.getvalue(), "pages")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(WHOLE)),
+    flips=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=12),
+    in_header=st.booleans(),
+)
+def test_broken_bytes_are_pixels_or_an_image_error(name: str, flips: list[tuple[float, int]], in_header: bool) -> None:
+    content = bytearray(WHOLE[name])
+    reach = 200 if in_header else len(content)
+    for where, value in flips:
+        content[int(where * reach)] = value
+    try:
+        pixels = read_image(bytes(content), name, max_pixels=1_000_000)
+    except ImageError:
+        return
+    assert pixels.dtype == np.uint8
