@@ -165,11 +165,11 @@ class ModelPool:
         entry.uses -= 1
 
     def workspace_for(self, executor: int) -> int:
-        """Bytes an idle executor may take for a batch: what is free, less what the other idle ones are owed."""
+        """Bytes an idle executor may take for a batch: what is free, less what the others are still owed."""
         owed = sum(
-            size
+            max(size - self._workspaces.get(other, 0), 0)
             for other, size in self.guaranteed_workspace.items()
-            if other != executor and other not in self._workspaces
+            if other != executor
         )
         return self.spec.workspace_bytes - self.workspace_used_bytes - owed
 

@@ -1,0 +1,286 @@
+"""The Engine's promises, over random lines, traces, budgets, answers and failures, in any order of answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.core import events
+from agent.core.effects import Assigned, Complete, Evict, Fail, StartBatch, StartLoad
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    DeviceProfile,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PoolSpec,
+    SharedPart,
+)
+from agent.core.policy import PRESETS
+from agent.core.request import Rejected
+from experts.expert import Prediction
+from experts.graph import ExpertGraph, RouteStep
+
+OK = frozenset({"ok"})
+MAX_OVERTAKE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    graph: ExpertGraph
+    profile: DeviceProfile
+    executors: tuple[ExecutorSpec, ...]
+    limits: Limits
+    policy: str
+
+    def engine(self) -> Engine:
+        return Engine(self.graph, self.profile, self.executors, PRESETS[self.policy], self.limits)
+
+
+@st.composite
+def setups(draw, policies=tuple(PRESETS)):
+    classifiers = [f"cls/{n}" for n in range(draw(st.integers(1, 6)))]
+    detectors = [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
+    experts = classifiers + detectors
+    routes = {}
+    for number, classifier in enumerate(classifiers):
+        steps = [RouteStep(classifier, OK, 0.5)]
+        if detectors and draw(st.booleans()):
+            steps.append(RouteStep(draw(st.sampled_from(detectors)), OK))
+        routes[f"c{number}"] = tuple(steps)
+    shared = SharedPart("trunk", 3)
+    footprints = {
+        name: Footprint(draw(st.integers(1, 10)), (shared,) if draw(st.booleans()) else ()) for name in experts
+    }
+    performances = {
+        name: Performance(0.01, 0.02, draw(st.integers(1, 4)), draw(st.integers(0, 2)), draw(st.integers(0, 1)))
+        for name in experts
+    }
+    split = draw(st.booleans())
+    same_precision = draw(st.booleans())
+    processors = {"cpu": "host", "gpu": "device"} if split else {"cpu": "host"}
+    profiles = {}
+    for processor in processors:
+        precision = "fp32" if processor == "cpu" or same_precision else "fp16"
+        load_s = {SSD: 0.3, "host": 0.05} if processor == "gpu" else {SSD: 0.2}
+        profiles[processor] = {
+            name: ExpertProfile(f"{name}@{precision}", performances[name], footprints[name], load_s) for name in experts
+        }
+    executors = tuple(
+        ExecutorSpec(number, processor, processors[processor])
+        for number, processor in enumerate(draw(st.lists(st.sampled_from(sorted(processors)), min_size=1, max_size=4)))
+    )
+    largest = max(footprint.total_bytes for footprint in footprints.values())
+    pinned = frozenset(draw(st.lists(st.sampled_from(experts), max_size=1)))
+    pools = tuple(
+        PoolSpec(
+            name,
+            expert_bytes=2 * largest + draw(st.integers(0, 30)),
+            workspace_bytes=3 * len(executors) + draw(st.integers(0, 8)),
+            cache="host" if name == "device" else None,
+        )
+        for name in processors.values()
+    )
+    limits = Limits(pools, MAX_OVERTAKE_S, loads_in_flight=draw(st.integers(1, 3)), pinned=pinned)
+    usage = {name: draw(st.floats(0, 1)) for name in experts}
+    return Setup(
+        ExpertGraph(experts, routes), DeviceProfile(profiles, usage), executors, limits, draw(st.sampled_from(policies))
+    )
+
+
+@dataclass
+class Shell:
+    """Answers whatever the Engine asks, in an order that hypothesis chooses, and keeps its own books."""
+
+    setup: Setup
+    engine: Engine
+    draw: object
+    may_fail: bool
+    now: float = 0.0
+    loads: dict[int, StartLoad] = field(default_factory=dict)
+    batches: dict[int, StartBatch] = field(default_factory=dict)
+    resident: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    ended: dict[int, str] = field(default_factory=dict)
+    queued: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # request -> executor, expert, since
+    taken: dict[int, dict[int, tuple[int, str, float]]] = field(default_factory=dict)  # batch -> what was queued
+    log: list = field(default_factory=list)
+
+    def pool_of(self, executor: int) -> str:
+        return next(spec.pool for spec in self.setup.executors if spec.id == executor)
+
+    def copy_of(self, executor: int, expert: str) -> str:
+        processor = next(spec.processor for spec in self.setup.executors if spec.id == executor)
+        return self.setup.profile.experts[processor][expert].copy
+
+    def is_resident(self, executor: int, expert: str) -> bool:
+        return self.copy_of(executor, expert) in self.resident.get(self.pool_of(executor), set())
+
+    def handle(self, event) -> None:
+        effects = self.engine.handle(event, self.now)
+        self.log.append((self.now, event, tuple(effects)))
+        for effect in effects:
+            self.take(effect)
+        self.engine.check_invariants()
+        self.check_books()
+        if PRESETS[self.setup.policy].overlapping:
+            self.check_nobody_idles()
+
+    def take(self, effect) -> None:
+        if isinstance(effect, StartLoad):
+            assert effect.copy not in self.resident.get(effect.pool, set())
+            self.loads[effect.load] = effect
+            if effect.source != SSD:
+                assert effect.copy in self.resident[effect.source]
+        elif isinstance(effect, Evict):
+            assert effect.copy in self.resident[effect.pool]
+            busy = {b.batch.copy for b in self.batches.values() if self.pool_of(b.batch.executor) == effect.pool}
+            copied = {load.copy for load in self.loads.values() if load.source == effect.pool}
+            assert effect.copy not in busy | copied
+            self.check_pin(effect)
+            self.resident[effect.pool].remove(effect.copy)
+        elif isinstance(effect, StartBatch):
+            self.check_batch(effect)
+            self.batches[effect.batch.id] = effect
+            self.taken[effect.batch.id] = {request: self.queued.pop(request) for request in effect.batch.requests}
+        elif isinstance(effect, Assigned):
+            self.queued[effect.request] = (effect.executor, effect.expert, self.now)
+        elif isinstance(effect, Complete | Fail):
+            assert effect.request in self.arrived
+            assert effect.request not in self.ended
+            self.queued.pop(effect.request, None)
+            self.ended[effect.request] = effect.outcome.verdict
+
+    def check_pin(self, effect: Evict) -> None:
+        if effect.expert in self.setup.limits.pinned and effect.expert not in self.engine.statistics().quarantined:
+            used = (
+                self.setup.executors[:1]
+                if "samba" in self.setup.policy and self.setup.policy != "samba-parallel"
+                else self.setup.executors
+            )
+            assert effect.pool != used[0].pool
+
+    def check_batch(self, effect: StartBatch) -> None:
+        batch = effect.batch
+        assert batch.requests
+        assert batch.copy in self.resident[self.pool_of(batch.executor)]
+        assert all(other.batch.executor != batch.executor for other in self.batches.values())
+        assert len(set(batch.requests)) == len(batch.requests)
+        if PRESETS[self.setup.policy].bounded and not self.may_fail:
+            self.check_overtaking(batch)
+
+    def check_overtaking(self, batch) -> None:
+        """Who waits on a resident expert is overtaken by nobody who came max_overtake_s or more after it."""
+        latest = max(self.queued[request][2] for request in batch.requests)
+        for request, (executor, expert, since) in self.queued.items():
+            if executor == batch.executor and request not in batch.requests and self.is_resident(executor, expert):
+                assert latest < since + MAX_OVERTAKE_S
+
+    def check_books(self) -> None:
+        for pool in self.engine.statistics().pools:
+            assert set(pool.resident) == self.resident.get(pool.name, set())
+            assert pool.used_bytes <= pool.expert_bytes
+            assert pool.workspace_used_bytes <= pool.workspace_bytes
+
+    def check_nobody_idles(self) -> None:
+        busy = {started.batch.executor for started in self.batches.values()}
+        for executor, expert, _ in self.queued.values():
+            assert executor in busy or not self.is_resident(executor, expert)
+
+    def answer_something(self) -> None:
+        options = [("load", key) for key in self.loads] + [("batch", key) for key in self.batches]
+        if not options:
+            wakeup = self.engine.next_wakeup_s()
+            assert wakeup is not None, "requests are open, nothing is under way, and nothing is due"
+            self.now = max(self.now, wakeup)
+            self.handle(events.Tick())
+            return
+        kind, key = options[self.draw(st.integers(0, len(options) - 1))]
+        if kind == "load":
+            self.answer_load(key)
+        else:
+            self.answer_batch(key)
+
+    def answer_load(self, key: int) -> None:
+        load = self.loads.pop(key)
+        fate = self.draw(st.integers(0, 19)) if self.may_fail else 19
+        if fate <= 2:
+            self.handle(events.LoadFailed(key, "the disk said no", permanent=fate == 0))
+            return
+        self.resident.setdefault(load.pool, set()).add(load.copy)
+        self.handle(events.Loaded(key))
+
+    def answer_batch(self, key: int) -> None:
+        batch = self.batches.pop(key).batch
+        fate = self.draw(st.integers(0, 19)) if self.may_fail else 19
+        taken = self.taken.pop(key)
+        if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
+            self.queued.update(taken)
+        if fate <= 2:
+            self.handle(events.BatchFailed(key, "broke", out_of_memory=fate == 0))
+            return
+        results = tuple(self.result(fate) for _ in batch.requests)
+        self.handle(events.Finished(key, results[:-1] if fate == 3 else results))
+
+    def result(self, fate: int):
+        if fate == 4:
+            return Rejected("not an image")
+        return Prediction("ok" if self.draw(st.booleans()) else "bad", 0.9)
+
+    def arrive(self, number: int, component: str) -> None:
+        self.arrived.add(number)
+        self.handle(events.Arrived(number, component))
+
+
+def play(setup: Setup, data, *, may_fail: bool, requests: int = 40) -> Shell:
+    shell = Shell(setup, setup.engine(), data.draw, may_fail)
+    shell.handle(events.Started())
+    components = [*sorted(setup.graph.routes), *(["no-such-component"] if may_fail else [])]
+    count = data.draw(st.integers(1, requests))
+    for number in range(count):
+        shell.arrive(number, data.draw(st.sampled_from(components)))
+        shell.now += data.draw(st.sampled_from([0.0, 0.004, 0.3]))
+        for _ in range(data.draw(st.integers(0, 2))):
+            if shell.loads or shell.batches:
+                shell.answer_something()
+        if may_fail and data.draw(st.integers(0, 9)) == 0:
+            shell.handle(events.Cancelled(data.draw(st.integers(0, number))))
+        if may_fail and data.draw(st.integers(0, 19)) == 0:
+            shell.handle(data.draw(st.sampled_from([events.Loaded(10**6), events.Finished(10**6, ()), events.Tick()])))
+    while len(shell.ended) < count:
+        shell.now += 0.01
+        shell.answer_something()
+    return shell
+
+
+SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@SETTINGS
+@given(setups(), st.data())
+def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup, data):
+    shell = play(setup, data, may_fail=True)
+    statistics = shell.engine.statistics()
+    assert shell.ended.keys() == shell.arrived
+    assert statistics.in_flight == 0
+    assert statistics.completed + statistics.failed == statistics.arrived == len(shell.arrived)
+
+
+@SETTINGS
+@given(setups(policies=("coserve",)), st.data())
+def test_nobody_is_overtaken_beyond_the_bound(setup, data):
+    play(setup, data, may_fail=False, requests=60)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(setups(), st.data())
+def test_the_same_events_give_the_same_effects(setup, data):
+    shell = play(setup, data, may_fail=True)
+    again = setup.engine()
+    for now, event, effects in shell.log:
+        assert tuple(again.handle(event, now)) == effects

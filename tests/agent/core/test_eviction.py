@@ -1,0 +1,138 @@
+"""Who leaves: the paper's figure 10, our lookahead, the baselines; and the ledger and the table under them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core.eviction import STRATEGIES, Candidate, fifo, lookahead, lru, two_stage, victims
+from agent.core.performance import Footprint, PoolSpec, SharedPart
+from agent.core.policy import Evicting
+from agent.core.pool import ModelPool, misfits
+from agent.core.residency import MOVES, Move, Residency, after
+from experts.errors import IllegalMove, MemoryExceeded
+
+NONE_KEPT: frozenset[str] = frozenset()
+
+
+def candidate(copy, size=1, usage=0.0, next_use_s=None, lacks=False, order=0, shared=()):
+    return Candidate(copy, copy, Footprint(size, shared), usage, next_use_s, lacks, order, -order)
+
+
+def names(ranked):
+    return [victim.candidate.copy for victim in ranked]
+
+
+def test_stage_1_is_subsequent_experts_without_a_preliminary_largest_first_then_stage_2_by_usage():
+    resident = [
+        candidate("a", 1, usage=0.3),
+        candidate("b", 2, usage=0.1),
+        candidate("i", 3, usage=0.9, lacks=True),
+        candidate("j", 5, usage=0.8, lacks=True),
+        candidate("c", 1, usage=0.2),
+    ]
+    assert names(two_stage(resident)) == ["j", "i", "b", "c", "a"]
+
+
+def test_lookahead_keeps_what_is_queued_and_lets_the_furthest_go_first_among_it():
+    resident = [
+        candidate("soon", usage=0.0, next_use_s=1.0),
+        candidate("late", usage=0.9, next_use_s=9.0),
+        candidate("rare", usage=0.1),
+        candidate("often", usage=0.8),
+    ]
+    assert names(lookahead(resident)) == ["rare", "often", "late", "soon"]
+
+
+def test_the_baselines_go_by_last_use_and_by_age():
+    resident = [candidate("old", order=1), candidate("young", order=2)]
+    assert names(fifo(resident)) == ["old", "young"]
+    assert names(lru(resident)) == ["young", "old"]
+
+
+def test_victims_are_taken_in_rank_until_the_room_is_made_and_superfluous_ones_are_spared():
+    ranked = two_stage(
+        [candidate("small", 1, usage=0.1), candidate("large", 5, usage=0.2), candidate("x", 9, usage=0.3)]
+    )
+    assert names(victims(ranked, 5, lambda part: 0, NONE_KEPT)) == ["large"]
+    assert victims(ranked, 16, lambda part: 0, NONE_KEPT) is None
+
+
+def test_a_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_it():
+    trunk = (SharedPart("trunk", 10),)
+    ranked = two_stage([candidate("a", 1, shared=trunk), candidate("b", 1, shared=trunk)])
+    assert names(victims(ranked, 12, lambda part: 2, NONE_KEPT)) == ["a", "b"]
+    assert victims(ranked, 12, lambda part: 3, NONE_KEPT) is None
+    assert victims(ranked, 12, lambda part: 2, frozenset({"trunk"})) is None
+
+
+@given(
+    st.sampled_from(sorted(STRATEGIES)),
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.none() | st.floats(0, 9), st.booleans()), max_size=12),
+    st.integers(1, 40),
+)
+def test_any_strategy_frees_enough_or_says_that_it_cannot(evicting, facts, needed):
+    resident = [candidate(f"e{n}", *fact, order=n) for n, fact in enumerate(facts)]
+    chosen = victims(STRATEGIES[Evicting(evicting)](resident), needed, lambda part: 0, NONE_KEPT)
+    total = sum(each.footprint.own_bytes for each in resident)
+    if chosen is None:
+        assert total < needed
+        return
+    freed = [victim.candidate.footprint.own_bytes for victim in chosen]
+    assert sum(freed) >= needed
+    assert len({victim.candidate.copy for victim in chosen}) == len(chosen)
+    assert all(sum(freed) - size < needed for size in freed)  # nobody leaves for nothing
+
+
+@pytest.mark.parametrize(("state", "move"), list(itertools.product(Residency, Move)))
+def test_every_residency_and_move_is_in_the_table_or_is_refused_by_name(state, move):
+    if (state, move) in MOVES:
+        assert after("x", state, move) is MOVES[state, move]
+    else:
+        with pytest.raises(IllegalMove, match=f"{move.value}.*{state.value}"):
+            after("x", state, move)
+
+
+def test_a_running_expert_has_no_way_out_but_the_end_of_its_use():
+    assert {move for state, move in MOVES if state is Residency.IN_USE} == {Move.START_USE, Move.END_USE}
+
+
+def test_the_ledger_counts_a_shared_part_once_and_while_anybody_holds_it():
+    pool = ModelPool(PoolSpec("host", expert_bytes=20, workspace_bytes=0))
+    footprint = Footprint(2, (SharedPart("trunk", 10),))
+    reserved = [pool.start_load(name, name, footprint, pinned=False) for name in ("a", "b")]
+    assert reserved == [12, 2]
+    for name in ("a", "b"):
+        pool.loaded(name)
+    assert [pool.evict("a"), pool.used_bytes, pool.evict("b"), pool.used_bytes] == [2, 12, 12, 0]
+    pool.check_invariants()
+
+
+def test_a_reservation_over_budget_is_refused_and_changes_nothing():
+    pool = ModelPool(PoolSpec("host", expert_bytes=5, workspace_bytes=0))
+    with pytest.raises(MemoryExceeded):
+        pool.start_load("a", "a", Footprint(6), pinned=False)
+    assert pool.used_bytes == 0
+    assert pool.entry("a") is None
+
+
+def test_a_copy_with_two_uses_stays_until_the_second_ends():
+    pool = ModelPool(PoolSpec("host", expert_bytes=5, workspace_bytes=0))
+    pool.start_load("a", "a", Footprint(1), pinned=False)
+    pool.loaded("a")
+    pool.start_use("a")
+    pool.start_use("a")
+    pool.end_use("a")
+    with pytest.raises(IllegalMove):
+        pool.evict("a")
+    pool.end_use("a")
+    assert pool.evict("a") == 1
+
+
+def test_misfits_need_their_room_beside_everything_pinned():
+    experts = [("big", Footprint(6), False), ("pin", Footprint(5), True), ("small", Footprint(1), False)]
+    assert misfits(experts, 10) == {"big": 11}
+    assert misfits(experts, 11) == {}

@@ -1,0 +1,302 @@
+"""Predict, assign, arrange, split: the paper's figures 8 and 9, and our bound, on known cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core import events
+from agent.core.effects import Assigned, AssignmentCandidate, Complete, Evict, Fail, StartBatch, StartLoad
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    DeviceProfile,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PoolSpec,
+)
+from agent.core.policy import PRESETS
+from agent.core.scheduler import shortest_makespan
+from agent.core.splitter import BatchSplitter
+from experts.errors import MemoryExceeded
+from experts.expert import Prediction, Verdict
+from experts.graph import ExpertGraph, RouteStep
+
+OK = frozenset({"ok"})
+
+
+def build_engine(
+    policy="coserve",
+    experts="abcdef",
+    capacity=2,
+    executors=1,
+    max_batch=4,
+    followed_by=None,
+    usage=None,
+    placed=True,
+    **limits,
+):
+    """An Engine over experts of one byte each; K = 1 s, B = 2 s, a load 10 s; component X runs on expert x."""
+    routes = {name.upper(): (RouteStep(name, OK),) for name in experts}
+    for first, then in (followed_by or {}).items():
+        routes[first.upper()] = (RouteStep(first, OK), RouteStep(then, OK))
+    performance = Performance(1.0, 2.0, max_batch, workspace_bytes=1)
+    column = {name: ExpertProfile(name, performance, Footprint(1), {SSD: 10.0}) for name in experts}
+    profile = DeviceProfile({"cpu": column}, usage or dict.fromkeys(experts, 0.0))
+    specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
+    pool = PoolSpec("host", expert_bytes=capacity, workspace_bytes=executors * max_batch)
+    engine = Engine(ExpertGraph(experts, routes), profile, specs, PRESETS[policy], Limits((pool,), **limits))
+    if placed:
+        engine.handle(events.Started(), 0.0)
+    return engine
+
+
+def of(kind, effects):
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def settle_loads(engine, effects, now):
+    """Answer every load until none is asked for; all effects on the way."""
+    everything = list(effects)
+    loads = of(StartLoad, effects)
+    while loads:
+        more = engine.handle(events.Loaded(loads.pop(0).load), now)
+        everything += more
+        loads += of(StartLoad, more)
+    return everything
+
+
+def answer(batch, label="ok"):
+    return events.Finished(batch.id, tuple(Prediction(label, 1.0) for _ in batch.requests))
+
+
+def test_a_request_goes_where_it_adds_least_among_queues_that_do_not_become_the_longest():
+    figure_8 = (AssignmentCandidate(0, 3.0, 3.0), AssignmentCandidate(1, 4.0, 1.0), AssignmentCandidate(2, 8.0, 1.0))
+    assert shortest_makespan(figure_8) == 1
+
+
+def test_a_tie_goes_to_the_lowest_executor():
+    assert shortest_makespan([AssignmentCandidate(0, 1.0, 1.0), AssignmentCandidate(1, 1.0, 1.0)]) == 0
+
+
+def test_the_longest_queue_is_kept_shortest_even_at_a_larger_addition():
+    assert shortest_makespan([AssignmentCandidate(0, 5.0, 1.0), AssignmentCandidate(1, 0.0, 4.0)]) == 1
+
+
+def test_a_request_that_joins_a_group_adds_k_and_one_that_opens_one_adds_k_and_b_and_the_load():
+    engine = build_engine(policy="paper", placed=False)
+    additions = []
+    for number in range(3):
+        (assigned,) = of(Assigned, engine.handle(events.Arrived(number, "AAB"[number]), 0.0))
+        additions.append(assigned.candidates[0].addition_s)
+    assert additions == [13.0, 1.0, 13.0]
+
+
+def test_requests_of_one_expert_run_together_and_split_at_the_maximum_batch():
+    """Figure 9: a b a b a a, with a maximum of 3."""
+    engine = build_engine(policy="paper", max_batch=3, capacity=1, placed=False)
+    effects = []
+    for number, component in enumerate("ABABAA"):
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    ran = []
+    while effects:
+        effects = settle_loads(engine, effects, 0.0)
+        batches = of(StartBatch, effects)
+        ran += [started.batch.requests for started in batches]
+        effects = [effect for started in batches for effect in engine.handle(answer(started.batch), 1.0)]
+    assert ran == [(0, 2, 4), (5,), (1, 3)]
+
+
+def test_first_come_first_served_batches_only_neighbours():
+    engine = build_engine(policy="samba", capacity=2, placed=False)
+    effects = []
+    for number, component in enumerate("AABA"):
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    ran = []
+    while effects:
+        effects = settle_loads(engine, effects, 0.0)
+        batches = of(StartBatch, effects)
+        ran += [started.batch.requests for started in batches]
+        effects = [effect for started in batches for effect in engine.handle(answer(started.batch), 1.0)]
+    assert ran == [(0, 1), (2,), (3,)]
+
+
+def test_a_group_stops_growing_once_a_request_behind_it_has_waited_for_the_bound():
+    engine = build_engine(capacity=2, max_overtake_s=5.0, placed=False)
+    joined = []
+    for number, (component, at_s) in enumerate([("A", 0.0), ("B", 1.0), ("A", 5.9), ("A", 6.0), ("A", 6.1)]):
+        (assigned,) = of(Assigned, engine.handle(events.Arrived(number, component), at_s))
+        joined.append(assigned.joined)
+    assert joined == [False, False, True, False, True]
+
+
+def test_the_paper_has_no_such_bound():
+    engine = build_engine(policy="paper", max_overtake_s=5.0, placed=False)
+    for number, component in enumerate("AB"):
+        engine.handle(events.Arrived(number, component), 0.0)
+    (assigned,) = of(Assigned, engine.handle(events.Arrived(2, "A"), 1000.0))
+    assert assigned.joined
+
+
+def test_a_resident_group_runs_while_the_head_is_on_its_way():
+    engine = build_engine(capacity=2, placed=False)
+    loads = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    (started,) = of(StartBatch, engine.handle(events.Loaded(loads[0].load), 0.0))
+    engine.handle(events.Arrived(1, "B"), 0.0)
+    engine.handle(events.Arrived(2, "A"), 0.0)
+    (meanwhile,) = of(StartBatch, engine.handle(answer(started.batch), 1.0))
+    assert meanwhile.batch.expert == "a"
+
+
+def test_a_head_that_waited_too_long_gets_the_room_of_whoever_stops():
+    engine = build_engine(capacity=1, max_overtake_s=5.0, placed=False)
+    loads = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    (started,) = of(StartBatch, engine.handle(events.Loaded(loads[0].load), 0.0))
+    engine.handle(events.Arrived(1, "B"), 0.0)
+    engine.handle(events.Arrived(2, "A"), 0.0)
+    effects = engine.handle(answer(started.batch), 5.0)
+    assert [effect.expert for effect in of(Evict, effects)] == ["a"]
+    assert [effect.expert for effect in of(StartLoad, effects)] == ["b"]
+    assert not of(StartBatch, effects)
+
+
+def test_the_next_groups_are_loaded_while_the_first_runs():
+    engine = build_engine(capacity=3, placed=False)
+    effects = []
+    for number, component in enumerate("ABC"):
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    loads = of(StartLoad, effects)
+    assert [load.expert for load in loads] == ["a", "b"]  # two in flight
+    effects = engine.handle(events.Loaded(loads[0].load), 0.0)
+    assert [type(effect) for effect in effects] == [StartBatch, StartLoad]
+    assert of(StartLoad, effects)[0].expert == "c"
+
+
+def test_experts_are_placed_by_usage_probability_until_the_memory_is_full():
+    usage = {"a": 0.1, "b": 0.5, "c": 0.3, "d": 0.05}
+    engine = build_engine(experts="abcd", capacity=2, usage=usage, placed=False)
+    effects = settle_loads(engine, engine.handle(events.Started(), 0.0), 0.0)
+    assert [load.expert for load in of(StartLoad, effects)] == ["b", "c"]
+    assert engine.statistics().switches == 0
+
+
+def test_a_pinned_expert_is_placed_whatever_the_policy_and_never_leaves():
+    engine = build_engine(policy="samba", capacity=2, pinned=frozenset({"f"}), placed=False)
+    effects = settle_loads(engine, engine.handle(events.Started(), 0.0), 0.0)
+    assert [load.expert for load in of(StartLoad, effects)] == ["f"]
+    left = []
+    for number, component in enumerate("ABCDE"):
+        effects = settle_loads(engine, engine.handle(events.Arrived(number, component), 0.0), 0.0)
+        left += [evict.expert for evict in of(Evict, effects)]
+        for started in of(StartBatch, effects):
+            engine.handle(answer(started.batch), 1.0)
+    assert left == ["a", "b", "c", "d"]
+
+
+def test_a_route_goes_on_to_its_subsequent_expert_and_ends_at_a_label_that_does_not_pass():
+    engine = build_engine(followed_by={"a": "d"}, placed=False)
+    effects = settle_loads(engine, engine.handle(events.Arrived(0, "A"), 0.0), 0.0)
+    (started,) = of(StartBatch, effects)
+    effects = settle_loads(engine, engine.handle(answer(started.batch), 0.0), 0.0)
+    (subsequent,) = of(StartBatch, effects)
+    assert subsequent.batch.expert == "d"
+    (complete,) = of(Complete, engine.handle(answer(subsequent.batch, "bad"), 0.0))
+    assert complete.outcome.verdict is Verdict.NG
+    assert [step.expert for step in complete.outcome.steps] == ["a", "d"]
+
+
+def test_what_follows_a_running_expert_is_loaded_when_there_is_room():
+    engine = build_engine(followed_by={"a": "d"}, capacity=2, placed=False)
+    loads = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    effects = engine.handle(events.Loaded(loads[0].load), 0.0)
+    assert [load.expert for load in of(StartLoad, effects)] == ["d"]
+
+
+def test_bad_weights_quarantine_the_expert_and_end_its_requests_with_the_reason():
+    engine = build_engine(placed=False)
+    (load,) = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    engine.handle(events.Arrived(1, "A"), 0.0)
+    fails = of(Fail, engine.handle(events.LoadFailed(load.load, "wrong sha256", permanent=True), 0.0))
+    assert [fail.request for fail in fails] == [0, 1]
+    assert all("wrong sha256" in fail.outcome.reason for fail in fails)
+    (later,) = of(Fail, engine.handle(events.Arrived(2, "A"), 0.0))
+    assert later.outcome.verdict is Verdict.UNKNOWN
+    assert engine.statistics().quarantined == {"a": "wrong sha256"}
+
+
+def test_a_passing_load_failure_is_tried_again_after_a_pause():
+    engine = build_engine(placed=False, load_backoff_s=1.0)
+    (load,) = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    assert not of(StartLoad, engine.handle(events.LoadFailed(load.load, "I/O error", permanent=False), 0.0))
+    assert engine.next_wakeup_s() == 1.0
+    assert of(StartLoad, engine.handle(events.Tick(), 1.0))
+
+
+def test_a_failed_batch_is_run_again_one_by_one():
+    engine = build_engine(placed=False)
+    (load,) = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    engine.handle(events.Arrived(1, "A"), 0.0)
+    (started,) = of(StartBatch, engine.handle(events.Loaded(load.load), 0.0))
+    assert started.batch.requests == (0, 1)
+    (first,) = of(StartBatch, engine.handle(events.BatchFailed(started.batch.id, "broke"), 0.0))
+    assert first.batch.requests == (0,)
+    effects = engine.handle(events.BatchFailed(first.batch.id, "broke"), 0.0)
+    assert [fail.request for fail in of(Fail, effects)] == [0]
+    assert [started.batch.requests for started in of(StartBatch, effects)] == [(1,)]
+
+
+def test_a_batch_too_large_for_the_memory_is_halved_for_good():
+    engine = build_engine(placed=False)
+    (load,) = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    for number in range(1, 4):
+        engine.handle(events.Arrived(number, "A"), 0.0)
+    (started,) = of(StartBatch, engine.handle(events.Loaded(load.load), 0.0))
+    assert len(started.batch.requests) == 4
+    (single,) = of(StartBatch, engine.handle(events.BatchFailed(started.batch.id, "oom", out_of_memory=True), 0.0))
+    effects = [single]
+    sizes = []
+    for number in range(4, 12):
+        engine.handle(events.Arrived(number, "A"), 0.0)
+    while batches := of(StartBatch, effects):
+        sizes.append(len(batches[0].batch.requests))
+        effects = engine.handle(answer(batches[0].batch), 0.0)
+    assert sizes == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_batch_takes_no_more_workspace_than_is_free():
+    assert BatchSplitter().batch_size("a", 0, Performance(1, 1, 8, 10, 5), waiting=8, free_bytes=36) == 3
+
+
+def test_draining_refuses_new_work_and_finishes_the_old():
+    engine = build_engine(placed=False)
+    effects = settle_loads(engine, engine.handle(events.Arrived(0, "A"), 0.0), 0.0)
+    engine.handle(events.Drain(), 0.0)
+    (refused,) = of(Fail, engine.handle(events.Arrived(1, "A"), 0.0))
+    assert "stopping" in refused.outcome.reason
+    (started,) = of(StartBatch, effects)
+    assert [complete.request for complete in of(Complete, engine.handle(answer(started.batch), 0.0))] == [0]
+
+
+def test_cancelling_removes_a_queued_request_and_forgets_a_running_one():
+    engine = build_engine(placed=False)
+    effects = settle_loads(engine, engine.handle(events.Arrived(0, "A"), 0.0), 0.0)
+    engine.handle(events.Arrived(1, "A"), 0.0)
+    (gone,) = of(Fail, engine.handle(events.Cancelled(1), 0.0))
+    assert gone.request == 1
+    assert engine.handle(events.Cancelled(0), 0.0) == []
+    (started,) = of(StartBatch, effects)
+    (fail,) = of(Fail, engine.handle(answer(started.batch), 0.0))
+    assert fail.outcome.reason == "cancelled"
+
+
+def test_an_unknown_component_is_unknown_with_its_name():
+    (fail,) = of(Fail, build_engine().handle(events.Arrived(0, "resistor"), 0.0))
+    assert fail.outcome.verdict is Verdict.UNKNOWN
+    assert "resistor" in fail.outcome.reason
+
+
+def test_an_expert_larger_than_its_memory_is_refused_at_construction():
+    with pytest.raises(MemoryExceeded, match="1 bytes wanted, 0 free"):
+        build_engine(capacity=0)
