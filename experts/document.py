@@ -98,11 +98,27 @@ class Document:
 
     def error(self, message: str, *path: str | int) -> ConfigError:
         """A ConfigError about the value at ``path``, naming the file's place, or the variable that set it."""
-        for length in range(len(path), 0, -1):
-            variable = self.overrides.get(path[:length])
-            if variable is not None:
-                return ConfigError(f"environment variable {variable}: {key_text(path)}: {message}")
+        variable = self._variable_of(path)
+        if variable is not None:
+            return ConfigError(f"environment variable {variable}: {key_text(path)}: {message}")
         return ConfigError(message, self.place(*path))
+
+    def _variable_of(self, path: KeyPath) -> str | None:
+        """The variable that set the value at ``path``, or that alone made it be there."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overrides:
+                return self.overrides[path[:length]]
+        if path and not self._holds(path):
+            return next((name for set_path, name in self.overrides.items() if set_path[: len(path)] == path), None)
+        return None
+
+    def _holds(self, path: KeyPath) -> bool:
+        entry = self.root
+        for part in path:
+            if part not in entry.children:
+                return False
+            entry = entry.children[part]
+        return True
 
     def validate(self, model: type[Model]) -> Model:
         """The values as this model, which is given ``{"folder": the file's folder}`` as context.
