@@ -1,0 +1,230 @@
+"""Executors: one thread each, which runs batches; and the preparation of images that they share.
+
+Guarantees: every batch that was started is answered exactly once, with Finished (one Prediction or Rejected per
+request, in order) or with BatchFailed; a broken image, or one that an expert answers with something that is not a
+number, rejects its own request only and never becomes a label; no failure ends an executor's thread.
+Assumes: the Engine starts a batch on a resident copy, and the next one on this executor after the answer.
+
+Each executor's thread has its own share of the cores for torch's operators (the setting is the calling thread's own).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from agent.core.events import BatchFailed, Finished
+from agent.core.request import Rejected
+from agent.runtime.device import torch_device
+from experts.backends import backend_for
+from experts.backends.base import Prepared
+from experts.errors import CoServeError, ImageError, MemoryExceeded, OutputInvalid
+from experts.images import DEFAULT_MAX_PIXELS, read_image
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from agent.core.performance import ExecutorSpec
+    from agent.core.request import Batch
+    from agent.runtime.device import Box
+    from agent.runtime.slots import SlotStore
+    from experts.backends.base import Skeleton
+    from experts.expert import Expert, Prediction
+
+logger = logging.getLogger(__name__)
+
+ImageSource = np.ndarray | bytes | Path  # pixels (height, width, 3) uint8 RGB, an encoded file's bytes, or its path
+OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatistics:
+    """One executor, since the start. ``busy_s``: from taking a batch to its answer; ``infer_s``: the model alone."""
+
+    executor: int
+    processor: str
+    batches: int
+    images: int
+    rejected: int
+    failed: int
+    busy_s: float
+    infer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A batch with its images, which may be in preparation already."""
+
+    batch: Batch
+    prepared: tuple[Future[Prepared | Rejected], ...]
+
+
+class Preparation:
+    """Decodes and prepares images on a few threads that all executors share."""
+
+    def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="prepare", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._max_pixels = max_pixels
+
+    def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
+        """Begin to prepare an image for an expert. ``name`` is what a rejection calls it."""
+        return self._threads.submit(self._prepare, expert, image, name)
+
+    def stop(self) -> None:
+        """End the threads, after what is in preparation."""
+        self._threads.shutdown()
+
+    def _prepare(self, expert: Expert, image: ImageSource, name: str) -> Prepared | Rejected:
+        try:
+            pixels = image if isinstance(image, np.ndarray) else read_image(image, name, self._max_pixels)
+            return backend_for(expert.architecture).prepare(expert, pixels)
+        except ImageError as error:
+            return Rejected(str(error))
+        except Exception as error:
+            logger.exception("preparation_broke expert=%s image=%s", expert.id, name)
+            return Rejected(f"{name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}")
+
+
+class BatchExecutor:
+    """One executor: a queue of at most one batch, and the thread that runs it."""
+
+    def __init__(
+        self,
+        spec: ExecutorSpec,
+        store: SlotStore,
+        preparation: Preparation,
+        post: Callable[[Finished | BatchFailed], None],
+        threads: int,
+    ) -> None:
+        self.spec = spec
+        self._store = store
+        self._preparation = preparation
+        self._post = post
+        self._torch_threads = threads
+        self._device = torch_device(spec.processor)
+        self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
+        self._lock = Lock()
+        self._statistics = ExecutorStatistics(spec.id, spec.processor, 0, 0, 0, 0, 0.0, 0.0)
+
+    def start(self) -> None:
+        """Begin to take batches."""
+        self._thread.start()
+
+    def start_batch(self, batch: Batch, expert: Expert, images: Sequence[ImageSource]) -> None:
+        """Run a batch on its images, in order; preparing them begins at once. The answer comes through ``post``."""
+        prepared = tuple(
+            self._preparation.start(expert, image, image_name(image, request))
+            for request, image in zip(batch.requests, images, strict=True)
+        )
+        self._inbox.put(_Work(batch, prepared))
+
+    def statistics(self) -> ExecutorStatistics:
+        """A frozen snapshot."""
+        return self._statistics
+
+    def stop(self) -> None:
+        """Finish the batch that runs, then end the thread."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._torch_threads)
+        while (work := self._inbox.get()) is not None:
+            self._post(self._answer(work))
+
+    def _answer(self, work: _Work) -> Finished | BatchFailed:
+        """The boundary of this thread: whatever a batch does, it has an answer."""
+        batch = work.batch
+        started = time.monotonic()
+        try:
+            results, infer_s = self._execute(work)
+        except Exception as error:
+            out_of_memory = is_out_of_memory(error)
+            expected = isinstance(error, CoServeError) or out_of_memory
+            logger.warning(
+                "batch_failed expert=%s executor=%d requests=%d out_of_memory=%s reason=%s",
+                batch.expert, self.spec.id, len(batch.requests), out_of_memory, error, exc_info=not expected,
+            )  # fmt: skip
+            self._record((), time.monotonic() - started, 0.0)
+            return BatchFailed(batch.id, str(error) or type(error).__name__, out_of_memory)
+        self._record(results, time.monotonic() - started, infer_s)
+        return Finished(batch.id, results)
+
+    def _execute(self, work: _Work) -> tuple[tuple[Prediction | Rejected, ...], float]:
+        """The results in order of the batch's requests, and how long the model took."""
+        prepared = [future.result() for future in work.prepared]
+        good = [each for each in prepared if isinstance(each, Prepared)]
+        if not good:
+            return tuple(each for each in prepared if isinstance(each, Rejected)), 0.0
+        with self._store.using(work.batch.copy) as slot, torch.inference_mode():
+            started = time.monotonic()
+            judged = iter(judge(slot.skeleton(self._device), slot.copy.expert, good))
+            infer_s = time.monotonic() - started
+        return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared), infer_s
+
+    def _record(self, results: Sequence[Prediction | Rejected], busy_s: float, infer_s: float) -> None:
+        before = self._statistics
+        self._statistics = ExecutorStatistics(
+            executor=before.executor,
+            processor=before.processor,
+            batches=before.batches + 1,
+            images=before.images + len(results),
+            rejected=before.rejected + sum(isinstance(result, Rejected) for result in results),
+            failed=before.failed + (not results),
+            busy_s=before.busy_s + busy_s,
+            infer_s=before.infer_s + infer_s,
+        )
+
+
+def image_name(image: ImageSource, request: int) -> str:
+    """What messages call an image: its file's name, or its request."""
+    return image.name if isinstance(image, Path) else f"image of request {request}"
+
+
+def judge(skeleton: Skeleton, expert: Expert, images: Sequence[Prepared]) -> list[Prediction | Rejected]:
+    """One answer per image, in order. If the expert's output is not a number, each image is asked about alone."""
+    try:
+        predictions = skeleton.infer(expert, images)
+    except OutputInvalid as error:
+        if len(images) == 1:
+            return [Rejected(str(error))]
+        return [judge(skeleton, expert, [image])[0] for image in images]
+    if len(predictions) != len(images):
+        raise ValueError(f"{len(predictions)} predictions for {len(images)} images")
+    return [checked(prediction, expert) for prediction in predictions]
+
+
+def checked(prediction: Prediction, expert: Expert) -> Prediction | Rejected:
+    """The prediction, unless one of its numbers is not finite: broken weights must not become a verdict."""
+    scores = (prediction.score, *(box.score for box in prediction.boxes))
+    if all(math.isfinite(score) for score in scores):
+        return prediction
+    return Rejected(f"expert {expert.id}: its score is not a number: check its weights, then pack them again")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Did the batch need more memory than there is, so that a smaller one may run?"""
+    if isinstance(error, (MemoryError, MemoryExceeded, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
+
+
+def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
+    """Each CPU executor's share of the cores, at least one; one that drives a device needs a single core."""
+    on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in executors)
+    return max(box.cores // max(on_cpu, 1), 1)

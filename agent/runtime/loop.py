@@ -1,0 +1,392 @@
+"""AgentLoop: the one thread that owns the Engine. Events come in through an inbox, effects are carried out in order.
+
+Guarantees: only this thread calls the Engine; every request that was submitted has its outcome delivered exactly once
+while the loop runs; an image is kept from ``submit`` to its request's outcome and no longer; what other threads read
+are frozen snapshots.
+Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. If it does raise, or the Engine does,
+the loop has crashed: it takes nothing more, says so in the log, and ``wait_until_idle`` and ``stop`` raise the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Condition, Thread, current_thread
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from agent.core import effects, events
+from agent.runtime.device import HostMemory, memory_for, torch_device
+from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
+from agent.runtime.slots import SkeletonShelf, SlotStore
+from agent.runtime.transfer import Transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from agent.core.engine import Engine, EngineStatistics
+    from agent.core.events import Event
+    from agent.core.performance import ExecutorSpec, Limits
+    from agent.core.request import Outcome
+    from agent.runtime.device import Box
+    from agent.runtime.executor import ExecutorStatistics, ImageSource
+    from agent.runtime.slots import ExpertCopy, SlotStatistics
+    from agent.runtime.transfer import TransferStatistics
+    from experts.weights import SegmentStore
+
+logger = logging.getLogger(__name__)
+
+DECISION_TIMES = 10_000  # the latest ones, of which the percentiles are taken
+LATE_TICK_S = 0.05  # between two ticks while the Engine asks for a moment that has passed already
+ASK_AGAIN_S = 0.2  # whoever waits for a snapshot looks this often whether the loop still runs
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """How an agent runs, beside what its Engine decides."""
+
+    ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
+    preparation_threads: int = 2
+    decision_records: int = 1000
+    checks_invariants: bool = False  # recount everything whenever the agent falls idle
+    max_pixels: int = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTimes:
+    """How long the Engine took for its latest decisions, in seconds."""
+
+    count: int
+    p50_s: float
+    p99_s: float
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """An assignment or an eviction, with all that it weighed. ``at_s`` is monotonic."""
+
+    at_s: float
+    decision: effects.Assigned | effects.Evict
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStatistics:
+    """A frozen snapshot of a whole agent."""
+
+    engine: EngineStatistics
+    decisions: DecisionTimes
+    transfers: TransferStatistics
+    slots: tuple[SlotStatistics, ...]
+    executors: tuple[ExecutorStatistics, ...]
+    skeletons_constructed: int
+    requests_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``."""
+
+    stores: tuple[SlotStore, ...]
+    shelf: SkeletonShelf
+    transfers: Transfers
+    preparation: Preparation
+    copies: Mapping[str, ExpertCopy]
+    executors: Mapping[int, BatchExecutor]
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[Answer]):
+    """Something to be read by the thread that owns it."""
+
+    ask: Callable[[], Answer]
+    answer: Future[Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The last message."""
+
+
+Message: TypeAlias = "Event | Question[Any] | Stop"
+
+
+class AgentLoop:
+    """See the module. ``inbox`` is where the workshop's answers arrive."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        workshop: Workshop,
+        inbox: SimpleQueue[Message],
+        on_outcome: Callable[[int, Outcome], None],
+        options: LoopOptions,
+    ) -> None:
+        self._engine = engine
+        self._workshop = workshop
+        self._inbox = inbox
+        self._on_outcome = on_outcome
+        self._options = options
+        self._images: dict[int, ImageSource] = {}
+        self._numbers = count(1)
+        self._open_loads = 0
+        self._open_batches = 0
+        self._has_started = False
+        self._is_stopped = False
+        self._ticked_s = float("-inf")
+        self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
+        self._decided = 0
+        self._records: deque[DecisionRecord] = deque(maxlen=options.decision_records)
+        self._crash: Exception | None = None
+        self._changed = Condition()
+        self._thread = Thread(target=self._run, name="agent-loop", daemon=True)
+        self._carry_out: dict[type, Callable[..., None]] = {
+            effects.StartLoad: self._start_load,
+            effects.StartBatch: self._start_batch,
+            effects.Evict: self._evict,
+            effects.Assigned: self._record,
+            effects.Complete: self._deliver,
+            effects.Fail: self._deliver,
+        }
+
+    # -- for any thread --
+
+    def start(self) -> None:
+        """Begin: experts are placed, requests are taken."""
+        for executor in self._workshop.executors.values():
+            executor.start()
+        self._thread.start()
+
+    def submit(self, image: ImageSource, *, component: str | None = None, expert: str | None = None) -> int:
+        """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given."""
+        if (component is None) == (expert is None):
+            raise ValueError("a request is for a component or for an expert: give exactly one of the two")
+        if self._is_stopped or self._crash is not None:
+            raise RuntimeError("the agent has stopped and takes no requests") from self._crash
+        request = next(self._numbers)
+        self._images[request] = image
+        self._inbox.put(events.Arrived(request, component=component, expert=expert))
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Its answer is not wanted any more; the outcome is delivered all the same, UNKNOWN if it did not run."""
+        self._inbox.put(events.Cancelled(request))
+
+    def quarantine(self, expert: str, reason: str) -> None:
+        """This expert cannot be served; its requests end UNKNOWN with this reason."""
+        self._inbox.put(events.Quarantined(expert, reason))
+
+    def drain(self) -> None:
+        """Take nothing new, and finish what was taken: then ``wait_until_idle``."""
+        self._inbox.put(events.Drain())
+
+    @property
+    def requests_in_flight(self) -> int:
+        """Submitted, and without an outcome yet."""
+        return len(self._images)
+
+    def decisions(self) -> tuple[DecisionRecord, ...]:
+        """The latest assignments and evictions, oldest first."""
+        return self._ask(lambda: tuple(self._records))
+
+    def statistics(self) -> LoopStatistics:
+        """A frozen snapshot, taken between two events."""
+        return self._ask(self._snapshot)
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until no request, load or batch is under way; False if it took longer. Raises what crashed the loop."""
+        with self._changed:
+            idle = self._changed.wait_for(lambda: self._crash is not None or self._is_idle(), timeout_s)
+        if self._crash is not None:
+            raise self._crash
+        return idle
+
+    def stop(self) -> None:
+        """End: batches that run are finished, loads are broken off, requests under way stay without an outcome.
+
+        Raises what crashed the loop, after everything else has ended.
+        """
+        self._is_stopped = True
+        self._inbox.put(Stop())
+        if self._thread.is_alive():
+            self._thread.join()
+        workshop = self._workshop
+        for executor in workshop.executors.values():
+            executor.stop()
+        workshop.preparation.stop()
+        workshop.transfers.stop()
+        for store in workshop.stores:
+            store.close()
+        self._images.clear()
+        if self._crash is not None:
+            raise self._crash
+
+    def _ask(self, ask: Callable[[], Answer]) -> Answer:
+        """Have something read by the thread that owns it; read it here once that thread has ended."""
+        if current_thread() is self._thread:
+            return ask()
+        question = Question(ask, Future())
+        self._inbox.put(question)
+        while self._thread.is_alive():
+            with suppress(TimeoutError):
+                return question.answer.result(ASK_AGAIN_S)
+        return ask()
+
+    # -- on the loop's thread --
+
+    def _run(self) -> None:
+        try:
+            self._handle(events.Started())
+            self._has_started = True
+            self._look_around()
+            while not isinstance(message := self._next(), Stop):
+                if isinstance(message, Question):
+                    message.answer.set_result(message.ask())
+                else:
+                    self._handle(message)
+                    self._look_around()
+        except Exception as error:
+            logger.exception("agent_loop_crashed")
+            with self._changed:
+                self._crash = error
+                self._changed.notify_all()
+
+    def _next(self) -> Message:
+        """The next message; a Tick when the Engine's moment comes before one."""
+        wakeup_s = self._engine.next_wakeup_s()
+        if wakeup_s is None:
+            return self._inbox.get()
+        due_s = max(wakeup_s, self._ticked_s + LATE_TICK_S) - time.monotonic()
+        try:
+            return self._inbox.get(timeout=due_s) if due_s > 0 else self._inbox.get_nowait()
+        except Empty:
+            self._ticked_s = time.monotonic()
+            return events.Tick()
+
+    def _handle(self, event: Event) -> None:
+        now = time.monotonic()
+        decided = self._engine.handle(event, now)
+        self._decision_s.append(time.monotonic() - now)
+        self._decided += 1
+        for effect in decided:
+            self._carry_out[type(effect)](effect)
+        if isinstance(event, events.Loaded | events.LoadFailed):
+            self._open_loads -= 1
+        elif isinstance(event, events.Finished | events.BatchFailed):
+            self._open_batches -= 1
+
+    def _start_load(self, effect: effects.StartLoad) -> None:
+        self._open_loads += 1
+        self._workshop.transfers.start_load(effect)
+
+    def _start_batch(self, effect: effects.StartBatch) -> None:
+        self._open_batches += 1
+        batch = effect.batch
+        expert = self._workshop.copies[batch.copy].expert
+        images = [self._images[request] for request in batch.requests]
+        self._workshop.executors[batch.executor].start_batch(batch, expert, images)
+
+    def _evict(self, effect: effects.Evict) -> None:
+        self._workshop.transfers.evict(effect)
+        self._record(effect)
+        logger.debug(
+            "expert_evicted expert=%s pool=%s size_bytes=%d stage=%d for=%s",
+            effect.expert, effect.pool, effect.freed_bytes, effect.stage, effect.decision.for_copy,
+        )  # fmt: skip
+
+    def _record(self, decision: effects.Assigned | effects.Evict) -> None:
+        self._records.append(DecisionRecord(time.monotonic(), decision))
+
+    def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
+        self._on_outcome(effect.request, effect.outcome)
+        del self._images[effect.request]
+
+    def _is_idle(self) -> bool:
+        return self._has_started and not (self._images or self._open_loads or self._open_batches)
+
+    def _look_around(self) -> None:
+        """If nothing is under way any more, tell whoever waits for that."""
+        if not self._is_idle():
+            return
+        if self._options.checks_invariants and self._inbox.empty():
+            self._check_invariants()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _check_invariants(self) -> None:
+        """The Engine's own, and that each memory holds what its ledger counts."""
+        self._engine.check_invariants()
+        ledgers = {pool.name: pool.used_bytes for pool in self._engine.statistics().pools}
+        for store in self._workshop.stores:
+            held_bytes = store.statistics().used_bytes
+            assert held_bytes == ledgers[store.pool], (
+                f"memory {store.pool} holds {held_bytes} bytes, its ledger counts {ledgers[store.pool]}"
+            )
+
+    def _snapshot(self) -> LoopStatistics:
+        workshop = self._workshop
+        return LoopStatistics(
+            engine=self._engine.statistics(),
+            decisions=decision_times(self._decided, self._decision_s),
+            transfers=workshop.transfers.statistics(),
+            slots=tuple(store.statistics() for store in workshop.stores),
+            executors=tuple(executor.statistics() for executor in workshop.executors.values()),
+            skeletons_constructed=workshop.shelf.constructed,
+            requests_in_flight=len(self._images),
+        )
+
+
+def decision_times(decided: int, seconds: Iterable[float]) -> DecisionTimes:
+    """Percentiles of the latest decisions; zeros before the first one."""
+    ordered = sorted(seconds) or [0.0]
+    return DecisionTimes(
+        count=decided,
+        p50_s=ordered[len(ordered) // 2],
+        p99_s=ordered[len(ordered) * 99 // 100],
+        longest_s=ordered[-1],
+    )
+
+
+def assemble(
+    engine: Engine,
+    box: Box,
+    executors: Sequence[ExecutorSpec],
+    limits: Limits,
+    copies: Mapping[str, ExpertCopy],
+    segments: SegmentStore,
+    on_outcome: Callable[[int, Outcome], None],
+    options: LoopOptions,
+) -> AgentLoop:
+    """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.
+
+    ``copies`` by name, all that the Engine's profile mentions. ``on_outcome`` runs on the loop's thread: see AgentLoop.
+    Raises BackendUnavailable when the box cannot provide a memory.
+    """
+    inbox: SimpleQueue[Message] = SimpleQueue()
+    shelf = SkeletonShelf(segments)
+    stores = {
+        spec.name: SlotStore(
+            memory_for(box, spec.name, spec.expert_bytes),
+            spec.expert_bytes,
+            sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
+            shelf,
+        )
+        for spec in limits.pools
+    }
+    staging = HostMemory(pinned=box.name == "cuda")
+    workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
+    transfers = Transfers(
+        stores, segments, copies, staging, inbox.put, workers=workers, ssd_bytes_per_s=options.ssd_bytes_per_s
+    )
+    preparation = Preparation(options.preparation_threads, options.max_pixels)
+    threads = threads_per_executor(box, executors)
+    running = {spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads) for spec in executors}
+    workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running)
+    return AgentLoop(engine, workshop, inbox, on_outcome, options)

@@ -1,0 +1,403 @@
+"""SlotStore: the bytes of one memory, cut into slots that experts are loaded into, and the skeletons bound to them.
+
+Guarantees: the bytes of all reserved slots and shared parts are what the Engine's ledger counts for this pool; with the
+spare regions kept for reuse they never exceed the budget; a shared part is held once, while any slot that uses it is
+loading or ready; a skeleton is constructed only when no spare one of its layout exists, and bound again only when its
+layout or the shared regions under it changed: loading an expert over another of its layout moves bytes, nothing else.
+
+A region that comes free stays as a spare, with its skeleton still bound, and goes to the next expert of its size.
+Spares of other sizes are closed before a new region is allocated.
+
+Assumes: ``reserve`` and ``evict`` come in the order of the Engine's effects, from one thread; ``materialise``,
+``commit`` and ``abandon`` from the thread that loads that slot; ``using`` from any.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.backends import backend_for
+from experts.errors import IllegalMove, LoadFailed
+from experts.expert import Precision
+from experts.weights import tensor_views
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from agent.runtime.device import Memory, Region
+    from experts.backends.base import Skeleton
+    from experts.expert import Expert
+    from experts.weights import PackedExpert, Segment, SegmentStore
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCopy:
+    """An expert in one precision, packed. ``name`` is what the Engine calls it."""
+
+    name: str
+    expert: Expert
+    packed: PackedExpert
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatistics:
+    """One memory, at one moment. Counters run since the start."""
+
+    pool: str
+    budget_bytes: int
+    used_bytes: int
+    spare_bytes: int
+    peak_held_bytes: int
+    slots: int
+    shared_parts: int
+    regions_allocated: int
+    regions_reused: int
+    binds: int
+
+
+class SlotState(StrEnum):
+    """Where a slot stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A skeleton bound to a region and to the regions of its shared parts."""
+
+    packed: PackedExpert
+    skeleton: Skeleton
+    shared_regions: tuple[Region, ...]
+
+    def shows(self, packed: PackedExpert, shared_regions: Sequence[Region]) -> bool:
+        """Would overwriting the bytes suffice to run this expert?"""
+        return self.packed.layout == packed.layout and self.stands_on(shared_regions)
+
+    def stands_on(self, shared_regions: Sequence[Region]) -> bool:
+        """Are these the shared regions it was bound to?"""
+        if len(self.shared_regions) != len(shared_regions):
+            return False
+        return all(mine is theirs for mine, theirs in zip(self.shared_regions, shared_regions, strict=True))
+
+
+@dataclass(slots=True, eq=False)
+class Housing:
+    """A region with the skeletons bound to it, one for each torch device; a shared part's has none."""
+
+    region: Region
+    bindings: dict[str, Binding] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class SharedPart:
+    """A segment that several slots share. Whoever fills it holds ``filling``; the others wait there, and look again."""
+
+    segment: Segment
+    holders: int = 0
+    housing: Housing | None = None
+    is_filled: bool = False
+    filling: Lock = field(default_factory=Lock)
+
+    @property
+    def region(self) -> Region:
+        """Its memory, once materialised."""
+        assert self.housing is not None, "the part has no memory yet"
+        return self.housing.region
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One copy's place in a memory: its own region and the parts it shares."""
+
+    copy: ExpertCopy
+    parts: tuple[SharedPart, ...]
+    state: SlotState = SlotState.LOADING
+    uses: int = 0
+    housing: Housing | None = None
+
+    @property
+    def region(self) -> Region:
+        """Its own memory, once materialised."""
+        assert self.housing is not None, "the slot has no memory yet"
+        return self.housing.region
+
+    def region_of(self, segment: Segment) -> Region:
+        """Where one of the copy's segments lies."""
+        if segment.sha256 == self.copy.packed.own.sha256:
+            return self.region
+        return next(part.region for part in self.parts if part.segment.sha256 == segment.sha256)
+
+    def skeleton(self, device: str) -> Skeleton:
+        """The module that runs this copy on a torch device. Raises LoadFailed when this pool binds none for it."""
+        assert self.housing is not None, "the slot has no memory yet"
+        binding = self.housing.bindings.get(device)
+        if binding is None:
+            raise LoadFailed(self.copy.expert.id, f"its copy in this memory is not bound for {device}")
+        return binding.skeleton
+
+
+class SkeletonShelf:
+    """Skeletons without memory, by layout and device; the only place where one is constructed."""
+
+    def __init__(self, segments: SegmentStore) -> None:
+        self._segments = segments
+        self._spares: dict[tuple[str, str], list[Skeleton]] = {}
+        self._lock = Lock()
+        self._constructed = 0
+
+    @property
+    def constructed(self) -> int:
+        """How many skeletons were constructed since the start."""
+        return self._constructed
+
+    def take(self, copy: ExpertCopy, device: str) -> Skeleton:
+        """A spare of the copy's layout, or a new one. Raises BackendUnavailable, WeightsError."""
+        packed = copy.packed
+        with self._lock:
+            spares = self._spares.get((packed.layout, device))
+            if spares:
+                return spares.pop()
+            self._constructed += 1
+        backend = backend_for(packed.architecture)
+        return backend.skeleton(copy.expert, Precision(packed.precision), self._segments.program(packed), device)
+
+    def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
+        """Keep a skeleton whose region went to something else."""
+        with self._lock:
+            self._spares.setdefault((packed.layout, device), []).append(skeleton)
+
+
+class SlotStore:
+    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache."""
+
+    def __init__(self, memory: Memory, budget_bytes: int, devices: Sequence[str], shelf: SkeletonShelf) -> None:
+        self.memory = memory
+        self.pool = memory.pool
+        self._budget_bytes = budget_bytes
+        self._devices = tuple(devices)
+        self._shelf = shelf
+        self._slots: dict[str, Slot] = {}
+        self._parts: dict[str, SharedPart] = {}
+        self._spares: list[Housing] = []  # the one that came free last stands last
+        self._lock = Lock()  # guards all of the above, for moments
+        self._changing = Lock()  # held while regions are allocated, closed or bound
+        self._held_bytes = 0
+        self._peak_held_bytes = 0
+        self._regions_allocated = 0
+        self._regions_reused = 0
+        self._binds = 0
+
+    def reserve(self, copy: ExpertCopy) -> Slot:
+        """A place for a copy, without memory yet. Raises IllegalMove for one that is here already."""
+        with self._lock:
+            present = self._slots.get(copy.name)
+            if present is not None:
+                raise IllegalMove(copy.name, present.state, "reserve")
+            parts = tuple(self._parts.setdefault(segment.sha256, SharedPart(segment)) for segment in copy.packed.shared)
+            for part in parts:
+                part.holders += 1
+            slot = self._slots[copy.name] = Slot(copy, parts)
+            return slot
+
+    def materialise(self, slot: Slot) -> None:
+        """Give a reserved slot its memory and its skeletons; the bytes are the caller's to fill.
+
+        Raises MemoryExceeded, BackendUnavailable, WeightsError; the slot must then be abandoned.
+        """
+        with self._changing:
+            for part in slot.parts:
+                if part.housing is None:
+                    part.housing = self._shared_housing(part.segment)
+            slot.housing = self._own_housing(slot)
+            for device in self._devices:
+                self._bind(slot, slot.housing, device)
+
+    def commit(self, slot: Slot) -> None:
+        """All bytes are there: the copy can run, or be copied on."""
+        with self._lock:
+            slot.state = SlotState.READY
+
+    def abandon(self, slot: Slot) -> None:
+        """The load came to nothing: the place is free again."""
+        with self._lock:
+            self._release(slot)
+
+    def evict(self, copy: str) -> None:
+        """Let go of a copy, at once. Raises IllegalMove for one that is absent, loading or in use."""
+        with self._lock:
+            slot = self._slots.get(copy)
+            if slot is None or slot.state is not SlotState.READY or slot.uses:
+                state = "absent" if slot is None else "in use" if slot.uses else slot.state
+                raise IllegalMove(copy, state, "evict")
+            self._release(slot)
+
+    @contextmanager
+    def using(self, copy: str) -> Iterator[Slot]:
+        """A copy to run or to copy from, not to be evicted meanwhile. Raises IllegalMove for one that is not ready."""
+        with self._lock:
+            slot = self._slots.get(copy)
+            if slot is None or slot.state is not SlotState.READY:
+                raise IllegalMove(copy, "absent" if slot is None else slot.state, "use")
+            slot.uses += 1
+        try:
+            yield slot
+        finally:
+            with self._lock:
+                slot.uses -= 1
+
+    def statistics(self) -> SlotStatistics:
+        """A frozen snapshot."""
+        with self._lock:
+            used_bytes = sum(slot.copy.packed.own.slot_bytes for slot in self._slots.values())
+            used_bytes += sum(part.segment.slot_bytes for part in self._parts.values())
+            return SlotStatistics(
+                pool=self.pool,
+                budget_bytes=self._budget_bytes,
+                used_bytes=used_bytes,
+                spare_bytes=sum(housing.region.size_bytes for housing in self._spares),
+                peak_held_bytes=self._peak_held_bytes,
+                slots=len(self._slots),
+                shared_parts=len(self._parts),
+                regions_allocated=self._regions_allocated,
+                regions_reused=self._regions_reused,
+                binds=self._binds,
+            )
+
+    def close(self) -> None:
+        """Give everything back. Nothing may be loading or in use."""
+        with self._changing, self._lock:
+            housings = [slot.housing for slot in self._slots.values()] + [p.housing for p in self._parts.values()]
+            for housing in [*(each for each in housings if each is not None), *self._spares]:
+                housing.bindings.clear()
+                housing.region.close()
+            self._slots.clear()
+            self._parts.clear()
+            self._spares.clear()
+            self._held_bytes = 0
+
+    def _release(self, slot: Slot) -> None:
+        slot.state = SlotState.GONE
+        del self._slots[slot.copy.name]
+        if slot.housing is not None:
+            self._spares.append(slot.housing)
+        for part in slot.parts:
+            part.holders -= 1
+            if not part.holders:
+                del self._parts[part.segment.sha256]
+                if part.housing is not None:
+                    self._spares.append(part.housing)
+
+    def _own_housing(self, slot: Slot) -> Housing:
+        """A region for the copy's own bytes; best one whose skeleton already shows its layout."""
+        packed, shared = slot.copy.packed, [part.region for part in slot.parts]
+
+        def closeness(housing: Housing) -> int:
+            bindings = housing.bindings.values()
+            if any(binding.shows(packed, shared) for binding in bindings):
+                return 2
+            return 1 if any(binding.packed.layout == packed.layout for binding in bindings) else 0
+
+        with self._lock:
+            fitting = [each for each in self._spares if each.region.size_bytes == packed.own.slot_bytes]
+            if fitting:
+                return self._reuse(max(fitting, key=closeness))
+        return self._allocate(packed.own.slot_bytes)
+
+    def _shared_housing(self, segment: Segment) -> Housing:
+        """A region for a shared part; best one that no skeleton is bound to."""
+        with self._lock:
+            fitting = [each for each in self._spares if each.region.size_bytes == segment.slot_bytes]
+            reused = self._reuse(min(fitting, key=lambda each: len(each.bindings))) if fitting else None
+        if reused is None:
+            return self._allocate(segment.slot_bytes)
+        self._strip(reused)
+        return reused
+
+    def _reuse(self, housing: Housing) -> Housing:
+        self._spares.remove(housing)
+        self._regions_reused += 1
+        return housing
+
+    def _allocate(self, size_bytes: int) -> Housing:
+        """A new region; spares make way for it first, those that have been spare longest before others."""
+        while self._held_bytes + size_bytes > self._budget_bytes and (housing := self._oldest_spare()) is not None:
+            self._drop(housing)
+        region = self.memory.allocate(size_bytes)
+        with self._lock:
+            self._held_bytes += size_bytes
+            self._peak_held_bytes = max(self._peak_held_bytes, self._held_bytes)
+            self._regions_allocated += 1
+        return Housing(region)
+
+    def _oldest_spare(self) -> Housing | None:
+        with self._lock:
+            return self._spares.pop(0) if self._spares else None
+
+    def _drop(self, housing: Housing) -> None:
+        self._strip(housing)
+        if self.memory.views_hold_bytes:
+            self._strip_those_on(housing.region)
+        size_bytes = housing.region.size_bytes
+        housing.region.close()
+        with self._lock:
+            self._held_bytes -= size_bytes
+
+    def _strip_those_on(self, region: Region) -> None:
+        """Take the skeletons off whatever spare is still bound to this shared region."""
+        with self._lock:
+            bound = [
+                housing
+                for housing in self._spares
+                if any(region is each for binding in housing.bindings.values() for each in binding.shared_regions)
+            ]
+        for housing in bound:
+            self._strip(housing)
+
+    def _strip(self, housing: Housing) -> None:
+        """Its skeletons go back to the shelf."""
+        for device in tuple(housing.bindings):
+            self._shelve(housing.bindings.pop(device), device)
+
+    def _shelve(self, binding: Binding, device: str) -> None:
+        if self.memory.views_hold_bytes:
+            binding.skeleton.bind(_weightless_tensors(binding.packed, device))
+        self._shelf.put(binding.packed, device, binding.skeleton)
+
+    def _bind(self, slot: Slot, housing: Housing, device: str) -> None:
+        packed = slot.copy.packed
+        shared_regions = tuple(part.region for part in slot.parts)
+        binding = housing.bindings.get(device)
+        if binding is not None and binding.shows(packed, shared_regions):
+            return
+        housing.bindings.pop(device, None)
+        if binding is not None and binding.packed.layout == packed.layout:
+            skeleton = binding.skeleton
+        else:
+            if binding is not None:
+                self._shelve(binding, device)
+            skeleton = self._shelf.take(slot.copy, device)
+        tensors: dict[str, Tensor] = {}
+        for segment in packed.segments:
+            tensors.update(tensor_views(slot.region_of(segment).tensor(device), segment))
+        skeleton.bind(tensors)
+        housing.bindings[device] = Binding(packed, skeleton, shared_regions)
+        self._binds += 1
+
+
+def _weightless_tensors(packed: PackedExpert, device: str) -> dict[str, Tensor]:
+    """Tensors of the right names, shapes and types that hold one element each: what a shelved skeleton is bound to."""
+    return {
+        spec.name: torch.zeros(1, dtype=getattr(torch, spec.dtype), device=device).expand(spec.shape)
+        for segment in packed.segments
+        for spec in segment.tensors
+    }

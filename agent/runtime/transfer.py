@@ -1,0 +1,251 @@
+"""Transfers: carries out StartLoad, SSD -> host -> device, several in flight.
+
+Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
+skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
+by one of them while the others wait, and by the next one when that one fails.
+Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
+
+From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
+through a small staging buffer. From the host's copy they go in one copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Event as Flag
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from agent.core.events import Loaded, LoadFailed
+from agent.core.performance import SSD
+from experts import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from agent.core.effects import Evict, StartLoad
+    from agent.runtime.device import Memory, Region
+    from agent.runtime.slots import ExpertCopy, Slot, SlotStore
+    from experts.weights import AlignedBuffer, Segment, SegmentStore
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 4  # two loads from the SSD and two from the host's copies: Limits.loads_in_flight counts per source
+STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for each load that is being staged
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatistics:
+    """A frozen snapshot. ``loads`` and ``seconds`` by path, such as "ssd_host"; counters run since the start."""
+
+    loads: Mapping[str, int]
+    seconds: Mapping[str, float]
+    bytes_read: int
+    bytes_copied: int
+    failed: int
+    unexpected_errors: int
+    in_flight: int
+    ssd_bytes_per_s: float | None
+
+
+class PacedLink:
+    """Holds a link to a rate: bytes are let through one reservation after another, never faster. None: no limit.
+
+    Time that passes unused is lost, so a burst after a pause is no faster than the link.
+    """
+
+    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at_s = 0.0
+        self._lock = Lock()
+
+    def reserve(self, size_bytes: int) -> float:
+        """When a link of this rate would have delivered so many bytes, behind everything reserved before."""
+        now = self._clock()
+        if self.bytes_per_s is None:
+            return now
+        with self._lock:
+            self._free_at_s = max(self._free_at_s, now) + size_bytes / self.bytes_per_s
+            return self._free_at_s
+
+
+class Transfers:
+    """The loads of one agent. ``post`` takes the answers, from any thread."""
+
+    def __init__(
+        self,
+        stores: Mapping[str, SlotStore],
+        segments: SegmentStore,
+        copies: Mapping[str, ExpertCopy],
+        staging: Memory,
+        post: Callable[[Loaded | LoadFailed], None],
+        *,
+        workers: int = WORKERS,
+        ssd_bytes_per_s: float | None = None,
+    ) -> None:
+        self._stores = dict(stores)
+        self._segments = segments
+        self._copies = dict(copies)
+        self._staging = _StagingBuffers(staging)
+        self._post = post
+        self._link = PacedLink(ssd_bytes_per_s)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="transfer")
+        self._stopping = Flag()
+        self._lock = Lock()
+        self._counts: Counter[str] = Counter()
+        self._loads: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def start_load(self, effect: StartLoad) -> None:
+        """Begin a load; never raises, the answer comes through ``post``."""
+        with self._lock:
+            self._counts["in_flight"] += 1
+        try:
+            slot = self._stores[effect.pool].reserve(self._copies[effect.copy])
+        except KeyError as error:
+            self._answer(self._failed(effect, f"no packed copy or memory named {error}", permanent=True))
+        except errors.IllegalMove as error:
+            self._answer(self._failed(effect, str(error), permanent=False))
+        else:
+            try:
+                self._threads.submit(self._carry_out, effect, slot)
+            except RuntimeError as error:  # the threads have ended
+                self._stores[effect.pool].abandon(slot)
+                self._answer(self._failed(effect, str(error), permanent=False))
+
+    def evict(self, effect: Evict) -> None:
+        """Let go of a copy. Raises IllegalMove if the Engine evicts what is absent, loading or in use."""
+        self._stores[effect.pool].evict(effect.copy)
+
+    def statistics(self) -> TransferStatistics:
+        """A frozen snapshot."""
+        with self._lock:
+            return TransferStatistics(
+                loads=dict(self._loads),
+                seconds=dict(self._seconds),
+                bytes_read=self._counts["bytes_read"],
+                bytes_copied=self._counts["bytes_copied"],
+                failed=self._counts["failed"],
+                unexpected_errors=self._counts["unexpected_errors"],
+                in_flight=self._counts["in_flight"],
+                ssd_bytes_per_s=self._link.bytes_per_s,
+            )
+
+    def stop(self) -> None:
+        """End the loads in flight, each with its answer; then the threads."""
+        self._stopping.set()
+        self._threads.shutdown()
+        self._staging.close()
+
+    def _carry_out(self, effect: StartLoad, slot: Slot) -> None:
+        store = self._stores[effect.pool]
+        started = time.monotonic()
+        try:
+            self._load(effect, store, slot)
+        except errors.WeightsError as error:
+            answer: Loaded | LoadFailed = self._failed(effect, str(error), permanent=True)
+        except (errors.CoServeError, OSError, MemoryError) as error:
+            answer = self._failed(effect, str(error) or type(error).__name__, permanent=False)
+        except Exception as error:
+            logger.exception("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool)
+            self._count("unexpected_errors", 1)
+            answer = self._failed(effect, f"{type(error).__name__}: {error}", permanent=False)
+        else:
+            store.commit(slot)
+            answer = Loaded(effect.load)
+            self._finished(effect, time.monotonic() - started)
+        if isinstance(answer, LoadFailed):
+            store.abandon(slot)
+        self._answer(answer)
+
+    def _load(self, effect: StartLoad, store: SlotStore, slot: Slot) -> None:
+        store.materialise(slot)
+        with ExitStack() as stack:
+            source = (
+                None if effect.source == SSD else stack.enter_context(self._stores[effect.source].using(effect.copy))
+            )
+            for part in slot.parts:
+                with part.filling:
+                    if not part.is_filled:
+                        self._move(store.memory, part.region, part.segment, source, effect.expert)
+                        part.is_filled = True
+            self._move(store.memory, slot.region, slot.copy.packed.own, source, effect.expert)
+
+    def _move(self, memory: Memory, region: Region, segment: Segment, source: Slot | None, expert: str) -> None:
+        """One segment's bytes into its region, from the source's copy or from the SSD."""
+        if not segment.size_bytes:
+            return
+        if source is not None:
+            memory.fill(region, 0, source.region_of(segment).tensor("cpu")[: segment.size_bytes])
+            self._count("bytes_copied", segment.size_bytes)
+            return
+        delivered_at_s = self._link.reserve(segment.size_bytes)
+        if region.buffer is not None:
+            self._segments.read(segment, region.buffer, expert)
+        else:
+            self._read_staged(memory, region, segment, expert)
+        self._count("bytes_read", segment.size_bytes)
+        if self._stopping.wait(max(delivered_at_s - time.monotonic(), 0.0)):
+            raise errors.LoadFailed(expert, "the agent is stopping")
+
+    def _read_staged(self, memory: Memory, region: Region, segment: Segment, expert: str) -> None:
+        with self._staging.borrowed() as buffer:
+            source = buffer.tensor
+
+            def copy_on(offset_bytes: int, start: int, size_bytes: int) -> None:
+                memory.fill(region, offset_bytes, source[start : start + size_bytes])
+
+            self._segments.stream(segment, buffer, expert, copy_on)
+
+    def _failed(self, effect: StartLoad, reason: str, *, permanent: bool) -> LoadFailed:
+        self._count("failed", 1)
+        logger.warning(
+            "load_failed expert=%s pool=%s source=%s permanent=%s reason=%s",
+            effect.expert, effect.pool, effect.source, permanent, reason,
+        )  # fmt: skip
+        return LoadFailed(effect.load, reason, permanent)
+
+    def _finished(self, effect: StartLoad, seconds: float) -> None:
+        path = f"{effect.source}_{effect.pool}"
+        with self._lock:
+            self._loads[path] += 1
+            self._seconds[path] += seconds
+
+    def _count(self, name: str, by: int) -> None:
+        with self._lock:
+            self._counts[name] += by
+
+    def _answer(self, answer: Loaded | LoadFailed) -> None:
+        self._count("in_flight", -1)
+        self._post(answer)
+
+
+class _StagingBuffers:
+    """Small host buffers, pinned where there is CUDA: one for each load that is being staged, kept for the next."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._free: SimpleQueue[Region] = SimpleQueue()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[AlignedBuffer]:
+        try:
+            region = self._free.get_nowait()
+        except Empty:
+            region = self._memory.allocate(STAGING_BYTES)
+        try:
+            assert region.buffer is not None, "staging buffers are host memory"
+            yield region.buffer
+        finally:
+            self._free.put(region)
+
+    def close(self) -> None:
+        while not self._free.empty():
+            self._free.get().close()
