@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agent.core.eviction import Candidate
     from agent.core.request import Batch, Outcome
 
 
@@ -32,23 +33,12 @@ class StartBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class EvictionCandidate:
-    """What an eviction looked at. ``next_use_s`` is the predicted time of its next queued use, None without one."""
-
-    copy: str
-    freed_bytes: int
-    usage: float
-    next_use_s: float | None
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
 class EvictionDecision:
-    """Why something left: for whom, how many bytes short, and whom it was weighed against (victims first)."""
+    """Why something left: for whom, how many bytes short, and whom it was weighed against, first to go first."""
 
     for_copy: str
     needed_bytes: int
-    candidates: tuple[EvictionCandidate, ...]
+    candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, slots=True)

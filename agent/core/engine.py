@@ -440,15 +440,21 @@ class Engine:
             if self._policy.overlapping or wish.spec.id not in self._running:
                 self._claim(wish, Claim.DEMAND, full, effects)
         if self._policy.overlapping:
-            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups):
-                self._claim(wish, Claim.PREFETCH, full, effects)
+            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._is_there):
+                if self._claim(wish, Claim.PREFETCH, full, effects) is Answer.BUSY:
+                    break
         self._use_spare_room(full, effects)
 
-    def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> None:
+    def _is_there(self, spec: ExecutorSpec, profile: ExpertProfile) -> bool:
+        return self._pools[spec.pool].entry(profile.copy) is not None
+
+    def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:
-            return
-        if self._placement.bring(wish, claim, self._now, effects) is Answer.NO_ROOM:
+            return Answer.NO_ROOM
+        answer = self._placement.bring(wish, claim, self._now, effects)
+        if answer is Answer.NO_ROOM:
             full.add(wish.spec.pool)
+        return answer
 
     def _use_spare_room(self, full: set[str], effects: list[Effect]) -> None:
         """Speculation, then the initial placement; both give way to whatever a queue waits for."""
@@ -459,7 +465,7 @@ class Engine:
         while self._initial:
             wish = self._initial[0]
             skip = wish.spec.pool in full or wish.expert in self._quarantine
-            if not skip and self._placement.bring(wish, Claim.SPARE, self._now, effects) is Answer.WAIT:
+            if not skip and self._placement.bring(wish, Claim.SPARE, self._now, effects) is Answer.BUSY:
                 return
             self._initial.popleft()
 

@@ -1,20 +1,21 @@
 """Who leaves when room is needed: pure functions of what is known.
 
 Each strategy ranks the candidates, first to go first; ``victims`` then takes them in that order until the room is
-made. TwoStage is the paper's (section 4.3). Lookahead is ours: the queues are the known future, so an expert with a
-queued use goes only after every expert without one, furthest use first (Belady's rule); among those without one the
-paper's two stages decide. Lru and Fifo are what the baselines do.
+made. Two-stage is the paper's (section 4.3). Lookahead is ours: the queues are the known future, so an expert with
+a queued use goes only after every expert without one, furthest use first (Belady's rule); among those without one
+the paper's two stages decide. Lru and Fifo are what the baselines do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent.core.policy import Evicting
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from agent.core.performance import Footprint
 
 STAGE_BY_RANK = 0
@@ -23,9 +24,8 @@ STAGE_BY_USAGE = 2
 STAGE_BY_NEXT_USE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An evictable copy and all that a strategy may know of it."""
+class Candidate(NamedTuple):
+    """An evictable copy and all that a strategy may know of it (a tuple: dozens are made for each decision)."""
 
     copy: str
     expert: str
@@ -38,87 +38,87 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """A candidate that has to go, and which stage said so."""
+class Strategy:
+    """``rank`` sorts candidates, first to go first; ``stage`` says by which rule one would go."""
 
-    candidate: Candidate
-    stage: int
+    rank: Callable[[Candidate], tuple[float, float, str]]
+    stage: Callable[[Candidate], int]
 
-
-Strategy = Callable[[Iterable[Candidate]], list[Victim]]
-
-
-def two_stage(candidates: Iterable[Candidate]) -> list[Victim]:
-    """Stage 1: subsequent experts without a preliminary one, largest first. Stage 2: ascending usage probability."""
-    victims = [
-        Victim(each, STAGE_WITHOUT_PRELIMINARY if each.lacks_preliminary else STAGE_BY_USAGE) for each in candidates
-    ]
-    return sorted(victims, key=_two_stage_rank)
+    def ranked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """First to go first."""
+        return sorted(candidates, key=self.rank)
 
 
-def _two_stage_rank(victim: Victim) -> tuple[int, float, str]:
-    each = victim.candidate
-    rank = -each.footprint.total_bytes if victim.stage == STAGE_WITHOUT_PRELIMINARY else each.usage
-    return victim.stage, rank, each.copy
+def _two_stage_stage(each: Candidate) -> int:
+    return STAGE_WITHOUT_PRELIMINARY if each.lacks_preliminary else STAGE_BY_USAGE
 
 
-def lookahead(candidates: Iterable[Candidate]) -> list[Victim]:
-    """Those without a queued use by the two stages; then the others, furthest next use first."""
-    known = list(candidates)
-    idle = two_stage(each for each in known if each.next_use_s is None)
-    awaited = [(each.next_use_s, each) for each in known if each.next_use_s is not None]
-    awaited.sort(key=lambda pair: (-pair[0], pair[1].copy))
-    return idle + [Victim(each, STAGE_BY_NEXT_USE) for _, each in awaited]
+def _two_stage_rank(each: Candidate) -> tuple[float, float, str]:
+    if each.lacks_preliminary:
+        return STAGE_WITHOUT_PRELIMINARY, -each.footprint.total_bytes, each.copy
+    return STAGE_BY_USAGE, each.usage, each.copy
 
 
-def lru(candidates: Iterable[Candidate]) -> list[Victim]:
-    """Least recently used first."""
-    return [Victim(each, STAGE_BY_RANK) for each in sorted(candidates, key=lambda each: each.used_order)]
+def _lookahead_stage(each: Candidate) -> int:
+    return STAGE_BY_NEXT_USE if each.next_use_s is not None else _two_stage_stage(each)
 
 
-def fifo(candidates: Iterable[Candidate]) -> list[Victim]:
-    """First loaded, first to go."""
-    return [Victim(each, STAGE_BY_RANK) for each in sorted(candidates, key=lambda each: each.loaded_order)]
+def _lookahead_rank(each: Candidate) -> tuple[float, float, str]:
+    if each.next_use_s is not None:
+        return STAGE_BY_NEXT_USE, -each.next_use_s, each.copy
+    return _two_stage_rank(each)
 
 
-STRATEGIES: dict[Evicting, Strategy] = {
-    Evicting.LOOKAHEAD: lookahead,
-    Evicting.TWO_STAGE: two_stage,
-    Evicting.LRU: lru,
-    Evicting.FIFO: fifo,
+def _by_rank(each: Candidate) -> int:
+    return STAGE_BY_RANK
+
+
+STRATEGIES = {
+    Evicting.LOOKAHEAD: Strategy(_lookahead_rank, _lookahead_stage),
+    Evicting.TWO_STAGE: Strategy(_two_stage_rank, _two_stage_stage),
+    Evicting.LRU: Strategy(lambda each: (STAGE_BY_RANK, each.used_order, each.copy), _by_rank),
+    Evicting.FIFO: Strategy(lambda each: (STAGE_BY_RANK, each.loaded_order, each.copy), _by_rank),
 }
 
 
 def victims(
-    ranked: list[Victim], needed_bytes: int, part_holders: Callable[[str], int], kept_parts: frozenset[str]
-) -> tuple[Victim, ...] | None:
+    ranked: list[Candidate], needed_bytes: int, part_holders: Callable[[str], int], kept_parts: frozenset[str]
+) -> tuple[Candidate, ...] | None:
     """The fewest of the ranked, from the first on, that free ``needed_bytes``; None if all of them do not.
 
     A shared part counts as freed when its last holder goes (``part_holders`` says how many there are), unless the
     newcomer shares it (``kept_parts``). A victim that later ones made superfluous is spared, the last ranked first.
     """
-    chosen: list[Victim] = []
-    for victim in ranked:
-        if _freed(chosen, part_holders, kept_parts) >= needed_bytes:
+    chosen: list[Candidate] = []
+    freed = 0
+    leaving: dict[str, int] = {}
+    for candidate in ranked:
+        if freed >= needed_bytes:
             break
-        chosen.append(victim)
-    if _freed(chosen, part_holders, kept_parts) < needed_bytes:
+        chosen.append(candidate)
+        freed += _freed_by_one_more(candidate, leaving, part_holders, kept_parts)
+    if freed < needed_bytes:
         return None
-    for victim in reversed(chosen[:-1]):
-        without = [other for other in chosen if other is not victim]
+    for candidate in reversed(chosen[:-1]):
+        without = [other for other in chosen if other is not candidate]
         if _freed(without, part_holders, kept_parts) >= needed_bytes:
             chosen = without
     return tuple(chosen)
 
 
-def _freed(chosen: list[Victim], part_holders: Callable[[str], int], kept_parts: frozenset[str]) -> int:
+def _freed(chosen: Iterable[Candidate], part_holders: Callable[[str], int], kept_parts: frozenset[str]) -> int:
     """What these would free together."""
-    total = 0
     leaving: dict[str, int] = {}
-    for victim in chosen:
-        total += victim.candidate.footprint.own_bytes
-        for part in victim.candidate.footprint.shared:
-            leaving[part.id] = leaving.get(part.id, 0) + 1
-            if leaving[part.id] == part_holders(part.id) and part.id not in kept_parts:
-                total += part.size_bytes
-    return total
+    return sum(_freed_by_one_more(each, leaving, part_holders, kept_parts) for each in chosen)
+
+
+def _freed_by_one_more(
+    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: frozenset[str]
+) -> int:
+    """What one more frees, after those already counted in ``leaving`` (shared part -> holders that leave)."""
+    freed = candidate.footprint.own_bytes
+    for part in candidate.footprint.shared:
+        leaving[part.id] = leaving.get(part.id, 0) + 1
+        if leaving[part.id] == part_holders(part.id) and part.id not in kept_parts:
+            freed += part.size_bytes
+    return freed

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from agent.core.effects import Evict, EvictionCandidate, EvictionDecision, StartLoad
-from agent.core.eviction import STAGE_BY_RANK, STRATEGIES, Candidate, Victim, victims
+from agent.core.effects import Evict, EvictionDecision, StartLoad
+from agent.core.eviction import STAGE_BY_RANK, STRATEGIES, Candidate, victims
 from agent.core.performance import SSD
 from agent.core.policy import Evicting
 
@@ -52,7 +52,8 @@ class Answer(Enum):
     HERE = auto()  # resident, or on its way already
     STARTED = auto()
     NO_ROOM = auto()
-    WAIT = auto()  # the source is busy, or a failed load pauses
+    BUSY = auto()  # as many loads as may be are under way from there
+    WAIT = auto()  # the copy is on its way to the host, or its failed load pauses
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,8 @@ class Placement:
         for pool in self.pools.values():
             for entry in [entry for entry in pool.entries() if entry.expert == expert]:
                 if entry.uses == 0 and entry.is_resident:
-                    self._evict(pool, Victim(self._candidate(pool, entry), STAGE_BY_RANK), entry.copy, 0, (), effects)
+                    decision = EvictionDecision(entry.copy, 0, ())
+                    self._evict(pool, self._candidate(pool, entry), STAGE_BY_RANK, decision, effects)
 
     def source_of(self, pool: ModelPool, copy: str) -> str:
         """The nearest place that a load into ``pool`` would come from."""
@@ -164,7 +166,9 @@ class Placement:
     ) -> Answer:
         copy = wish.profile.copy
         setback = self._setbacks.get((pool.name, copy))
-        if self._in_flight[source] >= self._limits.loads_in_flight or (setback and now < setback.retry_s):
+        if self._in_flight[source] >= self._limits.loads_in_flight:
+            return Answer.BUSY
+        if setback is not None and now < setback.retry_s:
             return Answer.WAIT
         if not self._make_room(pool, wish, claim, effects):
             return Answer.NO_ROOM
@@ -191,13 +195,14 @@ class Placement:
             return False
         candidates = [self._candidate(pool, entry) for entry in pool.entries() if entry.is_evictable]
         allowed = [each for each in candidates if self._may_go(each, pool, wish, claim)]
-        ranked = STRATEGIES[self._policy.evicting](allowed)
+        strategy = STRATEGIES[self._policy.evicting]
+        ranked = strategy.ranked(allowed)
         kept = frozenset(part.id for part in footprint.shared)
         chosen = victims(ranked, short, pool.holders, kept)
         leaving = chosen if chosen is not None else tuple(ranked) if claim is Claim.OVERDUE else ()
-        considered = tuple(leaving) + tuple(victim for victim in ranked if victim not in leaving)
+        decision = EvictionDecision(wish.profile.copy, short, tuple(ranked))
         for victim in leaving:
-            self._evict(pool, victim, wish.profile.copy, short, considered, effects)
+            self._evict(pool, victim, strategy.stage(victim), decision, effects)
         return pool.can_reserve(footprint)
 
     def _may_go(self, candidate: Candidate, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
@@ -236,17 +241,16 @@ class Placement:
 
     def _next_use_s(self, pool: ModelPool, entry: Entry) -> float | None:
         """Predicted time of the next queued use of this copy in this memory, or, for a cache, in the one it feeds."""
-        starts = [
-            group.starts_s for queue in self._users[pool.name] if (group := queue.first_group(entry.expert)) is not None
-        ]
+        users = self._users[pool.name]
         for fed in self._fed[pool.name]:
             if fed.entry(entry.copy) is None:
-                starts += [
-                    group.starts_s
-                    for queue in self._users[fed.name]
-                    if (group := queue.first_group(entry.expert)) is not None
-                ]
-        return min(starts, default=None)
+                users = users + self._users[fed.name]
+        earliest: float | None = None
+        for queue in users:
+            group = queue.first_group(entry.expert)
+            if group is not None and (earliest is None or group.starts_s < earliest):
+                earliest = group.starts_s
+        return earliest
 
     def _lacks_preliminary(self, expert: str) -> bool:
         """Section 4.3, stage 1: a subsequent expert none of whose preliminary experts is resident or awaited."""
@@ -259,25 +263,12 @@ class Placement:
         )
 
     def _evict(
-        self,
-        pool: ModelPool,
-        victim: Victim,
-        for_copy: str,
-        needed_bytes: int,
-        considered: tuple[Victim, ...],
-        effects: list[Effect],
+        self, pool: ModelPool, victim: Candidate, stage: int, decision: EvictionDecision, effects: list[Effect]
     ) -> None:
-        candidate = victim.candidate
-        decision = EvictionDecision(for_copy, needed_bytes, tuple(_as_considered(each) for each in considered))
-        freed = pool.evict(candidate.copy)
-        self._presence[candidate.expert] -= 1
-        self.counts[f"evictions_stage_{victim.stage}"] += 1
-        effects.append(Evict(candidate.expert, candidate.copy, pool.name, freed, victim.stage, decision))
-
-
-def _as_considered(victim: Victim) -> EvictionCandidate:
-    each = victim.candidate
-    return EvictionCandidate(each.copy, each.footprint.own_bytes, each.usage, each.next_use_s, victim.stage)
+        freed = pool.evict(victim.copy)
+        self._presence[victim.expert] -= 1
+        self.counts[f"evictions_stage_{stage}"] += 1
+        effects.append(Evict(victim.expert, victim.copy, pool.name, freed, stage, decision))
 
 
 def pinned_homes(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
     from agent.core.queue import ExecutorQueue
@@ -34,17 +34,21 @@ def demands(queues: Sequence[ExecutorQueue]) -> list[Wish]:
     return sorted(wishes, key=lambda wish: (wish.since_s, wish.spec.id))
 
 
-def upcoming(queues: Sequence[ExecutorQueue], depth: int) -> Iterator[Wish]:
-    """The groups behind the heads, ``depth`` of each queue, by place in their queue and then by executor."""
-    fronts = [queue.head.next if queue.head is not None else None for queue in queues]
+def upcoming(
+    queues: Sequence[ExecutorQueue], depth: int, is_there: Callable[[ExecutorSpec, ExpertProfile], bool]
+) -> Iterator[Wish]:
+    """What is not there yet of the groups behind the heads, ``depth`` of each queue: by place, then by executor."""
+    fronts = [(queue.spec, queue.head.next) for queue in queues if queue.head is not None]
     for _ in range(depth):
-        if all(group is None for group in fronts):
-            return
-        for index, queue in enumerate(queues):
-            group = fronts[index]
+        following = []
+        for spec, group in fronts:
             if group is not None:
-                yield Wish(queue.spec, group.expert, group.profile, group.opened_s, group.starts_s)
-                fronts[index] = group.next
+                if not is_there(spec, group.profile):
+                    yield Wish(spec, group.expert, group.profile, group.opened_s, group.starts_s)
+                following.append((spec, group.next))
+        if not following:
+            return
+        fronts = following
 
 
 def initial_placement(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.eviction import STRATEGIES, Candidate, fifo, lookahead, lru, two_stage, victims
+from agent.core.eviction import STRATEGIES, Candidate, victims
 from agent.core.performance import Footprint, PoolSpec, SharedPart
 from agent.core.policy import Evicting
 from agent.core.pool import ModelPool, misfits
@@ -23,7 +23,12 @@ def candidate(copy, size=1, usage=0.0, next_use_s=None, lacks=False, order=0, sh
 
 
 def names(ranked):
-    return [victim.candidate.copy for victim in ranked]
+    return [each.copy for each in ranked]
+
+
+two_stage, lookahead, lru, fifo = (
+    STRATEGIES[each].ranked for each in (Evicting.TWO_STAGE, Evicting.LOOKAHEAD, Evicting.LRU, Evicting.FIFO)
+)
 
 
 def test_stage_1_is_subsequent_experts_without_a_preliminary_largest_first_then_stage_2_by_usage():
@@ -76,14 +81,14 @@ def test_a_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_i
 )
 def test_any_strategy_frees_enough_or_says_that_it_cannot(evicting, facts, needed):
     resident = [candidate(f"e{n}", *fact, order=n) for n, fact in enumerate(facts)]
-    chosen = victims(STRATEGIES[Evicting(evicting)](resident), needed, lambda part: 0, NONE_KEPT)
+    chosen = victims(STRATEGIES[Evicting(evicting)].ranked(resident), needed, lambda part: 0, NONE_KEPT)
     total = sum(each.footprint.own_bytes for each in resident)
     if chosen is None:
         assert total < needed
         return
-    freed = [victim.candidate.footprint.own_bytes for victim in chosen]
+    freed = [victim.footprint.own_bytes for victim in chosen]
     assert sum(freed) >= needed
-    assert len({victim.candidate.copy for victim in chosen}) == len(chosen)
+    assert len({victim.copy for victim in chosen}) == len(chosen)
     assert all(sum(freed) - size < needed for size in freed)  # nobody leaves for nothing
 
 
