@@ -1,0 +1,132 @@
+"""The SQLite file of a line: opened durable (WAL, every commit synced), migrated, and never on a network share."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from typing import TYPE_CHECKING
+
+from sqlite_utils import Database, Migrations
+
+from agent.filesystem import filesystem_type, is_shared
+from experts.errors import AlreadyRunning, ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+BUSY_TIMEOUT_S = 5.0
+JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
+LOCK_NAME = "agent.lock"
+
+migrations = Migrations("records")
+
+
+@migrations()
+def results_and_boards(database: Database) -> None:
+    """The first tables. AUTOINCREMENT: a sequence number is never given twice, even when old rows are deleted."""
+    database.execute(
+        """
+        CREATE TABLE results (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            key TEXT NOT NULL UNIQUE,
+            line TEXT NOT NULL,
+            board TEXT,
+            board_type TEXT,
+            component TEXT NOT NULL,
+            ref TEXT,
+            image TEXT NOT NULL,
+            verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG', 'UNKNOWN')),
+            label TEXT,
+            score REAL,
+            reason TEXT,
+            experts TEXT NOT NULL,
+            detail TEXT NOT NULL,
+            arrived_at TEXT NOT NULL,
+            finished_at TEXT NOT NULL,
+            seconds REAL NOT NULL,
+            config_sha256 TEXT NOT NULL
+        )
+        """
+    )
+    database.execute("CREATE INDEX results_finished_at ON results (finished_at)")
+    database.execute("CREATE INDEX results_board ON results (board, board_type)")
+    database.execute(
+        """
+        CREATE TABLE boards (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            serial TEXT NOT NULL,
+            board_type TEXT NOT NULL,
+            verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG', 'UNKNOWN')),
+            opened_at TEXT NOT NULL,
+            closed_at TEXT NOT NULL,
+            missing TEXT NOT NULL,
+            counts TEXT NOT NULL,
+            revisions INTEGER NOT NULL DEFAULT 0,
+            UNIQUE (serial, board_type, opened_at)
+        )
+        """
+    )
+    database.execute("CREATE INDEX boards_closed_at ON boards (closed_at)")
+
+
+def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
+    """The migrated database, with its folder; the connection may be used by one thread at a time.
+
+    Raises ConfigError on a network share: SQLite's locks and its log are not safe there.
+    """
+    kind = filesystem_type(path)
+    if is_shared(kind):
+        raise ConfigError(f"{path} is on a shared filesystem ({kind}) - set `state:` to a folder on a local disk")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, timeout=busy_timeout_s, check_same_thread=False)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
+    database = Database(connection)
+    migrations.apply(database)
+    return database
+
+
+def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqlite3.Connection:
+    """A connection that cannot write, for one short look beside the writer. Rows answer to column names.
+
+    Raises FileNotFoundError if there is no such file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no results yet - the agent writes this file when it first runs")
+    connection = sqlite3.connect(path, timeout=busy_timeout_s)
+    connection.execute("PRAGMA query_only = ON")
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+class StateLock:
+    """One agent per state folder, by a lock that the kernel drops when its process ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK_NAME
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> StateLock:
+        """Take the lock at once. Raises AlreadyRunning if another agent holds it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise AlreadyRunning(self.path) from error
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # the file stays: removing it would let two agents lock two files of one name
+            self._descriptor = None

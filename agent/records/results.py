@@ -1,0 +1,392 @@
+"""Results and board verdicts in SQLite.
+
+Guarantees: a row is on the disk before its callback runs; rows have gap-free sequence numbers in the order of commit;
+a key is stored once, whoever sends it again; a disk that is full or a file that is locked loses nothing: the rows
+wait, and are tried again until they are in.
+Why one writer thread: commits are synced to the disk, so that many rows share one (group commit).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from agent.records.database import BUSY_TIMEOUT_S, open_for_reading, open_for_writing
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from sqlite_utils import Database
+
+log = logging.getLogger(__name__)
+
+GROUP_ROWS = 200
+GROUP_WAIT_S = 0.01  # how long a first row waits for others to share its sync
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 5.0
+READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
+IDLE_CHECKPOINT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The end of one request. ``key`` identifies it across restarts; ``detail`` is JSON-like: predictions, boxes."""
+
+    key: str
+    line: str
+    component: str
+    image: str
+    verdict: Verdict
+    arrived_at: datetime
+    finished_at: datetime
+    seconds: float
+    config_sha256: str
+    board: str | None = None
+    board_type: str | None = None
+    ref: str | None = None
+    label: str | None = None
+    score: float | None = None
+    reason: str | None = None
+    experts: tuple[str, ...] = ()
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """A stored result."""
+
+    seq: int
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class BoardResult:
+    """A board's verdict. A later one of the same serial, type and ``opened_at`` replaces it: a revision."""
+
+    serial: str
+    board_type: str
+    verdict: Verdict
+    opened_at: datetime
+    closed_at: datetime
+    missing: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BoardRow:
+    """A stored board verdict; ``revisions`` counts how often a late result changed it."""
+
+    seq: int
+    revisions: int
+    board: BoardResult
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What became of a record: its row's number, and whether this call wrote it (False: the key was there already)."""
+
+    seq: int
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well."""
+
+    pending: int
+    committed: int
+    duplicates: int
+    failed_commits: int
+    alarm: str | None
+
+
+COLUMNS = (
+    "key line board board_type component ref image verdict label score reason experts detail arrived_at finished_at "
+    "seconds config_sha256"
+)
+INSERT_RESULT = f"""
+    INSERT INTO results ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
+"""
+KNOWN_RESULT = "SELECT seq FROM results WHERE key = :key"
+INSERT_BOARD = """
+    INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts)
+    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts)
+    ON CONFLICT (serial, board_type, opened_at) DO UPDATE
+    SET verdict = excluded.verdict, closed_at = excluded.closed_at, missing = excluded.missing,
+        counts = excluded.counts, revisions = revisions + 1
+    RETURNING seq
+"""
+KNOWN_BOARD = """
+    SELECT seq FROM boards WHERE serial = :serial AND board_type = :board_type AND opened_at = :opened_at
+    AND verdict = :verdict AND missing = :missing AND counts = :counts
+"""
+
+OnRecorded: TypeAlias = "Callable[[Recorded], None]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """One row to write: ``known`` asks for the number of the row that is there already, ``insert`` returns its own."""
+
+    known: str
+    insert: str
+    values: Mapping[str, object]
+    on_committed: OnRecorded | None
+
+    def write(self, database: Database) -> Recorded:
+        """Ask first: an insert that meets its key would use up a sequence number."""
+        known = database.execute(self.known, dict(self.values)).fetchall()
+        if known:
+            return Recorded(known[0][0], is_new=False)
+        return Recorded(database.execute(self.insert, dict(self.values)).fetchall()[0][0], is_new=True)
+
+
+class ResultReader:
+    """Reads results of a line, in any process, while an agent writes or not. Each call is one short look or several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self, key: str) -> ResultRow | None:
+        """The committed result of this key."""
+        rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
+        return _result_row(rows[0]) if rows else None
+
+    def query(
+        self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
+    ) -> Iterator[ResultRow]:
+        """Committed results in the order of their numbers: finished at ``since`` or later, of this verdict, so many."""
+        last, left = 0, limit
+        while left is None or left > 0:
+            wanted = READ_ROWS if left is None else min(left, READ_ROWS)
+            rows = self._rows(
+                "SELECT * FROM results WHERE seq > ? AND finished_at >= ? AND (? IS NULL OR verdict = ?)"
+                " ORDER BY seq LIMIT ?",
+                (last, _text(since) if since else "", verdict, verdict, wanted),
+            )
+            yield from (_result_row(row) for row in rows)
+            if len(rows) < wanted:
+                return
+            last, left = rows[-1]["seq"], None if left is None else left - len(rows)
+
+    def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
+        """Board verdicts closed at ``since`` or later; of these the newest ``limit``, oldest first."""
+        rows = self._rows(
+            "SELECT * FROM boards WHERE closed_at >= ? ORDER BY seq DESC LIMIT ?",
+            (_text(since) if since else "", -1 if limit is None else limit),
+        )
+        return tuple(_board_row(row) for row in reversed(rows))
+
+    def _rows(self, sql: str, values: Sequence[object]) -> list[sqlite3.Row]:
+        with closing(open_for_reading(self.path)) as connection:
+            return connection.execute(sql, values).fetchall()
+
+
+class ResultStore(ResultReader):
+    """The one writer of a line's results. ``record`` never blocks; committing is its own thread's work."""
+
+    def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        super().__init__(path)
+        self._database = open_for_writing(path, busy_timeout_s)
+        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._abandoned = threading.Event()
+        self._pending = 0
+        self._committed = 0
+        self._duplicates = 0
+        self._failed_commits = 0
+        self._alarm: str | None = None
+        self._thread = threading.Thread(target=self._run, name="results", daemon=True)
+        self._thread.start()
+
+    def record(self, result: Result, on_committed: OnRecorded | None = None) -> None:
+        """Store a result; ``on_committed`` is called by the writer's thread once it is on the disk.
+
+        A key that is there already is left as it is and reported (``is_new`` False). Raises TypeError or ValueError
+        for what no row can hold: a detail that is no JSON, a time without zone, text that is not Unicode.
+        """
+        self._put(_Pending(KNOWN_RESULT, INSERT_RESULT, _result_values(result), on_committed))
+
+    def record_board(self, board: BoardResult, on_committed: OnRecorded | None = None) -> None:
+        """Store a board's verdict, or replace that of the same board run; ``is_new`` False if nothing changed."""
+        self._put(_Pending(KNOWN_BOARD, INSERT_BOARD, _board_values(board), on_committed))
+
+    def statistics(self) -> StoreStatistics:
+        """A snapshot of the counters."""
+        with self._lock:
+            return StoreStatistics(self._pending, self._committed, self._duplicates, self._failed_commits, self._alarm)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._queue.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._abandoned.set()
+            self._thread.join()
+        return self.statistics().pending == 0
+
+    def _put(self, pending: _Pending) -> None:
+        for value in pending.values.values():
+            if isinstance(value, str):
+                value.encode()  # here, in the caller's thread, and not for every other row of a group
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the result store is closed")
+            self._pending += 1
+            self._queue.put(pending)
+
+    def _run(self) -> None:
+        has_log = False
+        with closing(self._database):
+            while True:
+                group, is_last = self._next_group()
+                if group:
+                    self._commit(group)
+                    has_log = True
+                elif has_log and not is_last:
+                    self._checkpoint()
+                    has_log = False
+                if is_last or self._abandoned.is_set():
+                    return
+
+    def _next_group(self) -> tuple[list[_Pending], bool]:
+        """Up to GROUP_ROWS records, waiting GROUP_WAIT_S after the first; and whether the store is closing."""
+        group: list[_Pending] = []
+        deadline = time.monotonic() + IDLE_CHECKPOINT_S
+        while len(group) < GROUP_ROWS:
+            try:
+                pending = self._queue.get(timeout=max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                return group, False
+            if pending is None:
+                return group, True
+            if not group:
+                deadline = time.monotonic() + GROUP_WAIT_S
+            group.append(pending)
+        return group, False
+
+    def _commit(self, group: list[_Pending]) -> None:
+        """Commit until it succeeds, or until close() gives up; then, and only then, tell the callers."""
+        wait_s = FIRST_RETRY_S
+        while not self._abandoned.is_set():
+            try:
+                with self._database.atomic():
+                    recorded = [pending.write(self._database) for pending in group]
+            except sqlite3.DatabaseError as error:
+                self._raise_alarm(error, len(group))
+                self._abandoned.wait(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+                continue
+            self._settle(group, recorded)
+            return
+
+    def _settle(self, group: list[_Pending], recorded: list[Recorded]) -> None:
+        with self._lock:
+            self._pending -= len(group)
+            self._committed += sum(one.is_new for one in recorded)
+            self._duplicates += sum(not one.is_new for one in recorded)
+            ended, self._alarm = self._alarm, None
+        if ended:
+            log.warning("results_committed_again rows=%d", len(group))
+        for pending, one in zip(group, recorded, strict=True):
+            if pending.on_committed is not None:
+                _call(pending.on_committed, one)
+
+    def _raise_alarm(self, error: sqlite3.DatabaseError, rows: int) -> None:
+        with self._lock:
+            is_news = self._alarm != str(error)
+            self._alarm = str(error)
+            self._failed_commits += 1
+        if is_news:
+            log.error("results_not_committed rows=%d file=%s reason=%s: kept and retried", rows, self.path, error)
+
+    def _checkpoint(self) -> None:
+        try:
+            self._database.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.DatabaseError as error:
+            log.warning("results_checkpoint_failed file=%s reason=%s", self.path, error)
+
+
+def _call(on_committed: OnRecorded, recorded: Recorded) -> None:
+    try:
+        on_committed(recorded)
+    except Exception:  # the boundary of the writer's thread: one caller's mistake must not stop all others' rows
+        log.exception("result_callback_failed seq=%d", recorded.seq)
+
+
+def _result_values(result: Result) -> dict[str, object]:
+    return {
+        "key": result.key,
+        "line": result.line,
+        "board": result.board,
+        "board_type": result.board_type,
+        "component": result.component,
+        "ref": result.ref,
+        "image": result.image,
+        "verdict": str(result.verdict),
+        "label": result.label,
+        "score": result.score,
+        "reason": result.reason,
+        "experts": json.dumps(result.experts),
+        "detail": json.dumps(dict(result.detail)),
+        "arrived_at": _text(result.arrived_at),
+        "finished_at": _text(result.finished_at),
+        "seconds": result.seconds,
+        "config_sha256": result.config_sha256,
+    }
+
+
+def _board_values(board: BoardResult) -> dict[str, object]:
+    return {
+        "serial": board.serial,
+        "board_type": board.board_type,
+        "verdict": str(board.verdict),
+        "opened_at": _text(board.opened_at),
+        "closed_at": _text(board.closed_at),
+        "missing": json.dumps(dict(board.missing), sort_keys=True),
+        "counts": json.dumps(dict(board.counts), sort_keys=True),
+    }
+
+
+def _result_row(row: sqlite3.Row) -> ResultRow:
+    values = {name: row[name] for name in row.keys() if name != "seq"}  # noqa: SIM118  # a Row iterates over values
+    values["verdict"] = Verdict(values["verdict"])
+    values["experts"] = tuple(json.loads(values["experts"]))
+    values["detail"] = json.loads(values["detail"])
+    values["arrived_at"] = datetime.fromisoformat(values["arrived_at"])
+    values["finished_at"] = datetime.fromisoformat(values["finished_at"])
+    return ResultRow(row["seq"], Result(**values))
+
+
+def _board_row(row: sqlite3.Row) -> BoardRow:
+    board = BoardResult(
+        serial=row["serial"],
+        board_type=row["board_type"],
+        verdict=Verdict(row["verdict"]),
+        opened_at=datetime.fromisoformat(row["opened_at"]),
+        closed_at=datetime.fromisoformat(row["closed_at"]),
+        missing=json.loads(row["missing"]),
+        counts=json.loads(row["counts"]),
+    )
+    return BoardRow(row["seq"], row["revisions"], board)
+
+
+def _text(time_: datetime) -> str:
+    """ISO-8601 in UTC with six decimals, so that text sorts as time does. Raises ValueError for a time without zone."""
+    if time_.tzinfo is None:
+        raise ValueError(f"{time_} has no time zone")
+    return time_.astimezone(UTC).isoformat(timespec="microseconds")

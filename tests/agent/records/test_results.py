@@ -1,0 +1,382 @@
+"""The results store: what is committed, when callers hear of it, and what happens when the disk says no."""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.filesystem import filesystem_type, is_shared, tells_changes
+from agent.records.database import LOCK_NAME, StateLock, open_for_writing
+from agent.records.results import BoardResult, Recorded, Result, ResultReader, ResultStore
+from experts.errors import AlreadyRunning, ConfigError
+from experts.expert import Verdict
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+WAIT_S = 20.0
+
+
+def result(number: int = 0, **changes: object) -> Result:
+    made = Result(
+        key=f"key-{number}",
+        line="demo",
+        component="resistor-0402",
+        image=f"b1_resistor-0402_R{number}.png",
+        verdict=Verdict.OK,
+        arrived_at=NOON,
+        finished_at=NOON + timedelta(seconds=number),
+        seconds=0.25,
+        config_sha256="ab" * 32,
+        board="b1",
+        board_type="main",
+        ref=f"R{number}",
+        label="ok",
+        score=0.75,
+        experts=("cls/r", "det/a"),
+        detail={"steps": [{"expert": "cls/r", "label": "ok"}], "boxes": []},
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+class Inbox:
+    """Collects what the writer's thread reports, and waits for it."""
+
+    def __init__(self) -> None:
+        self.reports: queue.Queue[Recorded] = queue.Queue()
+
+    def next(self) -> Recorded:
+        return self.reports.get(timeout=WAIT_S)
+
+
+def stored(store: ResultStore, *results: Result) -> list[Recorded]:
+    inbox = Inbox()
+    for one in results:
+        store.record(one, inbox.reports.put)
+    return [inbox.next() for _ in results]
+
+
+def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
+    with closing(ResultStore(tmp_path / "new" / "results.sqlite")) as store:
+        assert stored(store, result(1)) == [Recorded(1, is_new=True)]
+        row = store.find("key-1")
+        assert row is not None
+        assert (row.seq, row.result) == (1, result(1))
+        assert store.find("other") is None
+
+
+def test_what_is_not_known_stays_unknown(tmp_path: Path) -> None:
+    bare = result(board=None, board_type=None, ref=None, label=None, score=None, experts=(), detail={})
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        stored(store, bare)
+        assert next(store.query()).result == bare
+
+
+def test_a_row_is_committed_before_its_callback_runs(tmp_path: Path) -> None:
+    seen: queue.Queue[int] = queue.Queue()
+    file = tmp_path / "r.sqlite"
+
+    def count_in_another_connection(_: Recorded) -> None:
+        with closing(sqlite3.connect(file)) as other:
+            seen.put(other.execute("SELECT count(*) FROM results").fetchone()[0])
+
+    with closing(ResultStore(file)) as store:
+        store.record(result(), count_in_another_connection)
+        assert seen.get(timeout=WAIT_S) == 1
+
+
+def test_a_key_is_stored_once_and_the_second_is_reported(tmp_path: Path) -> None:
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        first, second, third = stored(store, result(1), result(1, verdict=Verdict.NG), result(2))
+        assert (first, second) == (Recorded(1, is_new=True), Recorded(1, is_new=False))
+        assert third == Recorded(2, is_new=True)
+        assert [row.result.verdict for row in store.query()] == [Verdict.OK, Verdict.OK]
+        assert store.statistics().duplicates == 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(keys=st.lists(st.integers(0, 20), max_size=60))
+def test_numbers_have_no_gaps_whatever_is_sent_again(keys: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("r") / "r.sqlite"
+    for part in (keys[::2], keys[1::2]):
+        store = ResultStore(file)
+        for key in part:
+            store.record(result(key))
+        assert store.close()
+    numbers = [row.seq for row in ResultReader(file).query()]
+    assert numbers == list(range(1, len(set(keys)) + 1))
+
+
+def test_many_threads_record_and_nothing_is_lost(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "r.sqlite")
+
+    def record_from(start: int) -> None:
+        for number in range(start, start + 250):
+            store.record(result(number))
+
+    threads = [threading.Thread(target=record_from, args=(start,)) for start in range(0, 1000, 250)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.close()
+    rows = list(store.query())
+    assert {row.result.key for row in rows} == {f"key-{i}" for i in range(1000)}
+    assert [row.seq for row in rows] == list(range(1, 1001))
+
+
+def test_closing_commits_what_waits_and_refuses_more(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "r.sqlite")
+    for number in range(500):
+        store.record(result(number))
+    assert store.close()
+    assert store.close()
+    assert sum(1 for _ in store.query()) == 500
+    with pytest.raises(RuntimeError, match="closed"):
+        store.record(result())
+
+
+def test_query_by_time_verdict_and_limit(tmp_path: Path) -> None:
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        stored(store, *(result(n, verdict=Verdict.NG if n % 3 == 0 else Verdict.OK) for n in range(1200)))
+        assert sum(1 for _ in store.query()) == 1200
+        assert sum(1 for _ in store.query(verdict=Verdict.NG)) == 400
+        assert [row.seq for row in store.query(limit=3)] == [1, 2, 3]
+        tokyo = (NOON + timedelta(seconds=1190)).astimezone(timezone(timedelta(hours=9)))
+        assert [row.seq for row in store.query(since=tokyo)] == list(range(1191, 1201))
+        assert [row.seq for row in store.query(since=tokyo, verdict=Verdict.NG, limit=2)] == [1192, 1195]
+
+
+def test_times_are_stored_with_their_offset(tmp_path: Path) -> None:
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        stored(store, result())
+    with closing(sqlite3.connect(tmp_path / "r.sqlite")) as connection:
+        assert connection.execute("SELECT finished_at FROM results").fetchone()[0] == "2026-05-01T12:00:00.000000+00:00"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"finished_at": datetime(2026, 1, 1)}, {"detail": {"x": object()}}, {"image": "b1_\udcff.png"}],
+)
+def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path: Path, wrong: dict[str, object]) -> None:
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        with pytest.raises((TypeError, ValueError)):
+            store.record(result(1, **wrong))
+        assert stored(store, result(2)) == [Recorded(1, is_new=True)]
+        assert store.statistics().pending == 0
+
+
+def test_a_callback_that_raises_harms_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(_: Recorded) -> None:
+        raise ZeroDivisionError
+
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        store.record(result(1), fails)
+        assert stored(store, result(2)) == [Recorded(2, is_new=True)]
+    assert "result_callback_failed" in caplog.text
+
+
+def test_a_locked_file_delays_rows_and_loses_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "r.sqlite"
+    inbox = Inbox()
+    failed = threading.Event()
+    with closing(ResultStore(file, busy_timeout_s=0.01)) as store:
+        with closing(sqlite3.connect(file)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            store.record(result(1), inbox.reports.put)
+            while store.statistics().alarm is None:
+                failed.wait(0.01)
+            assert inbox.reports.empty()
+            assert store.find("key-1") is None
+            other.rollback()
+        assert inbox.next() == Recorded(1, is_new=True)
+        assert store.statistics().alarm is None
+        assert store.statistics().failed_commits >= 1
+    assert "database is locked" in caplog.text
+
+
+def test_closing_gives_up_when_the_file_stays_locked(tmp_path: Path) -> None:
+    file = tmp_path / "r.sqlite"
+    store = ResultStore(file, busy_timeout_s=0.01)
+    with closing(sqlite3.connect(file)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        store.record(result(1))
+        assert not store.close(timeout_s=0.1)
+        other.rollback()
+    assert store.find("key-1") is None
+
+
+FULL_DISK = """
+import resource, sys, queue, signal, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from agent.records.results import ResultStore
+import importlib.util
+spec = importlib.util.spec_from_file_location("rows", {module!r})
+rows = importlib.util.module_from_spec(spec); sys.modules["rows"] = rows; spec.loader.exec_module(rows)
+file = Path({file!r})
+store = ResultStore(file, busy_timeout_s=0.01)
+done = queue.Queue()
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+for number in range(2000):
+    store.record(rows.result(number), done.put)
+while store.statistics().alarm is None:
+    time.sleep(0.01)
+assert done.qsize() < 2000
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+numbers = [done.get(timeout=30).seq for _ in range(2000)]
+assert numbers == list(range(1, 2001)), numbers[:10]
+assert store.close()
+print(store.statistics().failed_commits)
+"""
+
+
+def test_a_full_disk_delays_rows_and_loses_none(tmp_path: Path) -> None:
+    script = FULL_DISK.format(tests=str(Path(__file__).parents[3]), module=__file__, file=str(tmp_path / "r.sqlite"))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) >= 1
+    assert "results_not_committed" in ended.stderr
+    assert sum(1 for _ in ResultReader(tmp_path / "r.sqlite").query()) == 2000
+
+
+def test_another_process_reads_while_the_agent_writes(tmp_path: Path) -> None:
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        stored(store, result(1))
+        script = "import sys; from pathlib import Path; from agent.records.results import ResultReader\n"
+        script += "print([row.result.key for row in ResultReader(Path(sys.argv[1])).query()])"
+        ended = subprocess.run(
+            [sys.executable, "-c", script, store.path],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            cwd=Path(__file__).parents[3],
+        )
+        assert ended.stdout == "['key-1']\n"
+        assert stored(store, result(2)) == [Recorded(2, is_new=True)]
+
+
+def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path: Path) -> None:
+    file = tmp_path / "r.sqlite"
+    script = f"""
+import sys, importlib.util, os
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("rows", {__file__!r})
+rows = importlib.util.module_from_spec(spec); sys.modules["rows"] = rows; spec.loader.exec_module(rows)
+store = rows.ResultStore(Path({str(file)!r}))
+for number in range(100_000):
+    store.record(rows.result(number), lambda recorded: os.write(1, f"{{recorded.seq}}\\n".encode()))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    ) as writer:
+        assert writer.stdout is not None
+        lines = [writer.stdout.readline() for _ in range(500)]
+        writer.kill()
+        lines += writer.stdout.read().splitlines(keepends=True)
+    reported = {int(line) for line in lines if line.endswith(b"\n")}
+    assert len(reported) >= 500
+    numbers = [row.seq for row in ResultReader(file).query()]
+    assert reported <= set(numbers)
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_board_verdicts_are_kept_and_revised(tmp_path: Path) -> None:
+    board = BoardResult("b1", "main", Verdict.OK, NOON, NOON + timedelta(seconds=9), {}, {"OK": 3})
+    revised = replace(board, verdict=Verdict.NG, counts={"OK": 3, "NG": 1})
+    rerun = replace(board, opened_at=NOON + timedelta(hours=1), closed_at=NOON + timedelta(hours=2))
+    inbox = Inbox()
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        reports = []
+        for one in (board, board, revised, rerun):
+            store.record_board(one, inbox.reports.put)
+            reports.append(inbox.next())
+        assert [report.is_new for report in reports] == [True, False, True, True]
+        first, second = store.boards()
+        assert (first.board, first.revisions) == (revised, 1)
+        assert (second.board, second.revisions) == (rerun, 0)
+        assert store.boards(since=NOON + timedelta(hours=1)) == (second,)
+        assert store.boards(limit=1) == (second,)
+
+
+def test_the_log_is_durable_and_migrations_run_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
+            assert database.journal_mode == "wal"
+            assert database.execute("PRAGMA synchronous").fetchone()[0] == 2
+            assert database.execute("SELECT count(*) FROM _sqlite_migrations").fetchone()[0] == 1
+
+
+def test_reading_before_the_first_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no results yet"):
+        list(ResultReader(tmp_path / "none.sqlite").query())
+
+
+def test_one_agent_per_state_folder(tmp_path: Path) -> None:
+    with StateLock(tmp_path / "state"):
+        with (
+            pytest.raises(AlreadyRunning, match=r"agent\.lock is held by another agent"),
+            StateLock(tmp_path / "state"),
+        ):
+            pass
+        script = "import sys; from pathlib import Path; from agent.records.database import StateLock\n"
+        script += "StateLock(Path(sys.argv[1])).__enter__()"
+        other = subprocess.run(
+            [sys.executable, "-c", script, tmp_path / "state"],
+            capture_output=True,
+            timeout=60,
+            check=False,
+            cwd=Path(__file__).parents[3],
+        )
+        assert b"AlreadyRunning" in other.stderr
+    with StateLock(tmp_path / "state") as lock:
+        assert lock.path.name == LOCK_NAME
+
+
+MOUNTS = """\
+22 1 8:1 / / rw - ext4 /dev/sda1 rw
+30 22 0:40 / /mnt/line\\0401 rw - nfs4 server:/x rw
+31 22 0:41 / /mnt/cam rw - cifs //cam/x rw
+32 22 0:42 / /mnt/ssh rw - fuse.sshfs host: rw
+33 22 0:43 / /mnt/disk rw - xfs /dev/sdb rw
+34 33 0:44 / /mnt/disk rw - weird /dev/sdc rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "shared", "tells"),
+    [
+        ("/var/lib/coserve/x", "ext4", False, True),
+        ("/mnt/line 1/results.sqlite", "nfs4", True, False),
+        ("/mnt/cam", "cifs", True, False),
+        ("/mnt/camera", "ext4", False, True),
+        ("/mnt/ssh/a/b", "fuse.sshfs", True, False),
+        ("/mnt/disk/a", "weird", False, False),
+    ],
+)
+def test_filesystems_are_told_by_their_mounts(tmp_path: Path, path: str, kind: str, shared: bool, tells: bool) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS)
+    found = filesystem_type(Path(path), mounts)
+    assert (found, is_shared(found), tells_changes(found)) == (kind, shared, tells)
+
+
+def test_a_box_without_mount_table_is_polled_and_may_keep_results(tmp_path: Path) -> None:
+    found = filesystem_type(tmp_path, tmp_path / "absent")
+    assert (found, is_shared(found), tells_changes(found)) == (None, False, False)
+
+
+def test_a_network_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.records.database.filesystem_type", lambda _: "nfs4")
+    with pytest.raises(ConfigError, match=r"shared filesystem \(nfs4\) - set `state:`"):
+        ResultStore(tmp_path / "r.sqlite")
