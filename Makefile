@@ -7,7 +7,7 @@ INSTALLING := $(VENV)/.installing
 .PHONY: help venv demo test lint bench clean
 
 help:  ## what can be made
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 12
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
 
 venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml is unchanged
 
