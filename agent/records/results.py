@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from agent.boards import BoardVerdict
 from agent.records.database import BUSY_TIMEOUT_S, open_for_reading, open_for_writing
 from experts.expert import Verdict
 
@@ -70,25 +71,12 @@ class ResultRow:
 
 
 @dataclass(frozen=True, slots=True)
-class BoardResult:
-    """A board's verdict. A later one of the same serial, type and ``opened_at`` replaces it: a revision."""
-
-    serial: str
-    board_type: str
-    verdict: Verdict
-    opened_at: datetime
-    closed_at: datetime
-    missing: Mapping[str, int] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class BoardRow:
-    """A stored board verdict; ``revisions`` counts how often a late result changed it."""
+    """A stored board verdict; ``revisions`` counts how often a later one of the same run replaced it."""
 
     seq: int
     revisions: int
-    board: BoardResult
+    board: BoardVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +206,11 @@ class ResultStore(ResultReader):
         """
         self._put(_Pending(KNOWN_RESULT, INSERT_RESULT, _result_values(result), on_committed))
 
-    def record_board(self, board: BoardResult, on_committed: OnRecorded | None = None) -> None:
-        """Store a board's verdict, or replace that of the same board run; ``is_new`` False if nothing changed."""
+    def record_board(self, board: BoardVerdict, on_committed: OnRecorded | None = None) -> None:
+        """Store a board's verdict, or replace that of the same run (serial, type, ``opened_at``).
+
+        ``is_new`` is False where exactly this verdict was stored before.
+        """
         self._put(_Pending(KNOWN_BOARD, INSERT_BOARD, _board_values(board), on_committed))
 
     def statistics(self) -> StoreStatistics:
@@ -350,7 +341,7 @@ def _result_values(result: Result) -> dict[str, object]:
     }
 
 
-def _board_values(board: BoardResult) -> dict[str, object]:
+def _board_values(board: BoardVerdict) -> dict[str, object]:
     return {
         "serial": board.serial,
         "board_type": board.board_type,
@@ -373,14 +364,15 @@ def _result_row(row: sqlite3.Row) -> ResultRow:
 
 
 def _board_row(row: sqlite3.Row) -> BoardRow:
-    board = BoardResult(
+    board = BoardVerdict(
         serial=row["serial"],
         board_type=row["board_type"],
         verdict=Verdict(row["verdict"]),
         opened_at=datetime.fromisoformat(row["opened_at"]),
         closed_at=datetime.fromisoformat(row["closed_at"]),
         missing=json.loads(row["missing"]),
-        counts=json.loads(row["counts"]),
+        counts={Verdict(verdict): count for verdict, count in json.loads(row["counts"]).items()},
+        is_revision=row["revisions"] > 0,
     )
     return BoardRow(row["seq"], row["revisions"], board)
 

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent.boards import BoardVerdict
 from agent.filesystem import filesystem_type, is_shared, tells_changes
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
-from agent.records.results import BoardResult, Recorded, Result, ResultReader, ResultStore
+from agent.records.results import Recorded, Result, ResultReader, ResultStore
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
 
@@ -292,8 +293,8 @@ for number in range(100_000):
 
 
 def test_board_verdicts_are_kept_and_revised(tmp_path: Path) -> None:
-    board = BoardResult("b1", "main", Verdict.OK, NOON, NOON + timedelta(seconds=9), {}, {"OK": 3})
-    revised = replace(board, verdict=Verdict.NG, counts={"OK": 3, "NG": 1})
+    board = BoardVerdict("b1", "main", Verdict.OK, NOON, NOON + timedelta(seconds=9), {"r": 0}, {Verdict.OK: 3})
+    revised = replace(board, verdict=Verdict.NG, counts={Verdict.OK: 3, Verdict.NG: 1}, is_revision=True)
     rerun = replace(board, opened_at=NOON + timedelta(hours=1), closed_at=NOON + timedelta(hours=2))
     inbox = Inbox()
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
