@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[1]
 UNREADABLE = "?"  # the target of an import whose name is computed
@@ -123,7 +123,10 @@ SETTING_METHODS = {"setdefault", "update", "pop", "clear", "popitem"}
 
 
 def environment_uses(source: str) -> list[EnvironmentUse]:
-    """Uses of ``os.environ`` and its kin; also ``envvar=``, with which typer reads it."""
+    """Uses of ``os.environ`` and its kin; also ``envvar=``, with which typer reads it.
+
+    Asking whether a variable is there is a part of setting it, where the same source sets it: ``setdefault`` at length.
+    """
     tree = ast.parse(source)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr))
@@ -144,8 +147,15 @@ def _sets(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     around = parents[node]
     if isinstance(around, ast.Subscript):
         return isinstance(around.ctx, ast.Store | ast.Del)
+    if isinstance(around, ast.Compare):
+        return ast.unparse(around.left) in _names_set(parents)
     setting = isinstance(around, ast.Attribute) and around.attr in SETTING_METHODS
     return setting or node.attr in {"putenv", "unsetenv"}
+
+
+def _names_set(nodes: Iterable[ast.AST]) -> set[str]:
+    subscripts = (node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
+    return {ast.unparse(node.slice) for node in subscripts if _is_environment(node.value)}
 
 
 def source_files() -> list[Path]:
@@ -284,6 +294,7 @@ class TestTheEnvironmentRule:
             "import os\nfor name in os.environ:\n    pass",
             "import os\nrun(command, env=dict(os.environ))",
             "import os\nif 'HOME' in os.environ:\n    pass",
+            "import os\nif 'HOME' not in os.environ:\n    os.environ['AWAY'] = 'true'",
             "def f(home: str = typer.Option(None, envvar='HOME')):\n    pass",
         ],
     )
@@ -302,6 +313,10 @@ class TestTheEnvironmentRule:
     )
     def test_setting_is_told_from_reading(self, source):
         assert [use.sets for use in environment_uses(source)] == [True]
+
+    def test_setting_what_is_absent_is_no_read(self):
+        source = "import os\nif 'HOME' not in os.environ:\n    os.environ['HOME'] = make()"
+        assert [use.sets for use in environment_uses(source)] == [True, True]
 
     def test_other_uses_of_os_pass(self):
         assert environment_uses("import os\nos.replace(a, b)\nrun(environment=1)") == []
