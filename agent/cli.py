@@ -1,0 +1,252 @@
+"""The agent's commands. Each prints for people, or with ``--json`` one JSON object and nothing else on stdout.
+
+Exit codes: 0 done, 1 failed at run time, 2 usage, 78 configuration. Heavy runtimes are imported inside the commands
+that need them, so that ``--help`` and ``config check`` answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experts.errors import AlreadyRunning, BackendUnavailable, ConfigError, CoServeError
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FAILED, USAGE, CONFIGURATION = 1, 2, 78
+
+app = typer.Typer(
+    name="coserve",
+    help="Serves hundreds of inspection experts from one edge box whose memory holds a few dozen of them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+experts_app = typer.Typer(help="The experts of a line: list, import, verify.", no_args_is_help=True)
+config_app = typer.Typer(help="Line files: check one, print their schema.", no_args_is_help=True)
+app.add_typer(experts_app, name="experts")
+app.add_typer(config_app, name="config")
+
+LineFile = Annotated[Path, typer.Argument(metavar="LINE.yaml", help="the line file", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on stdout, nothing else there")]
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors of ours as one plain text on stderr, with the exit code of their kind."""
+    try:
+        yield
+    except (ConfigError, AlreadyRunning) as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(CONFIGURATION if isinstance(error, ConfigError) else FAILED) from error
+    except (BackendUnavailable, CoServeError) as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(FAILED) from error
+
+
+@app.command()
+def serve(
+    line: LineFile,
+    as_json: AsJson = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log every decision")] = False,
+) -> None:
+    """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
+    from agent.config import read_line
+    from agent.progress import progress_on_stderr
+    from agent.service import serve_line
+
+    _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    with explained():
+        config = read_line(line)
+        with progress_on_stderr() as progress:
+            closing = serve_line(config, progress)
+    if as_json:
+        print(json.dumps(closing))
+
+
+@app.command()
+def inspect(
+    line: LineFile,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="image files", show_default=False)],
+    component: Annotated[str, typer.Option(help="component type of all of them")],
+    as_json: AsJson = False,
+) -> None:
+    """Judge images now, without the agent: nothing is moved, nothing is stored."""
+    from agent.config import read_line
+    from agent.inspection import inspect_images
+    from agent.progress import progress_on_stderr
+
+    _log_to_stderr(logging.WARNING)
+    with explained():
+        config = read_line(line)
+        with progress_on_stderr() as progress:
+            results = inspect_images(config, images, component, progress)
+    if as_json:
+        print(json.dumps({"results": results}))
+        return
+    for result in results:
+        score = "" if result["score"] is None else f" {result['score']:.3f}"
+        print(f"{result['verdict']:<8} {result['label'] or result['reason']}{score}  {result['image']}")
+
+
+@app.command()
+def results(
+    line: LineFile,
+    since: Annotated[str | None, typer.Option(help="ISO 8601 time; without an offset, local time")] = None,
+    verdict: Annotated[Verdict | None, typer.Option(help="only these")] = None,
+    output: Annotated[str, typer.Option("--format", help="jsonl or csv")] = "jsonl",
+    limit: Annotated[int | None, typer.Option(min=1, help="at most so many")] = None,
+    boards: Annotated[bool, typer.Option("--boards", help="one row per board instead of per request")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print stored verdicts, one row per request, oldest first; also while the agent runs."""
+    from agent.config import read_line
+    from agent.listing import board_rows, result_rows, write_rows
+
+    with explained():
+        config = read_line(line)
+        start = _time(since)
+        if output not in ("jsonl", "csv"):
+            raise typer.BadParameter(f"{output!r} is neither jsonl nor csv", param_hint="--format")
+        rows = board_rows(config, start, verdict, limit) if boards else result_rows(config, start, verdict, limit)
+        if as_json:
+            print(json.dumps({"results": list(rows)}))
+        else:
+            write_rows(rows, output, sys.stdout)
+
+
+@experts_app.command("list")
+def list_experts(line: LineFile, as_json: AsJson = False) -> None:
+    """The experts of a line: architecture, labels, packed bytes, usage probability, routes."""
+    from agent.config import read_line
+    from agent.listing import expert_rows, print_experts
+
+    with explained():
+        rows = expert_rows(read_line(line))
+    if as_json:
+        print(json.dumps({"experts": rows}))
+    else:
+        print_experts(rows)
+
+
+@experts_app.command("import")
+def import_expert(
+    source: Annotated[Path, typer.Argument(help=".safetensors, .onnx, or a state dict .pt/.pth", show_default=False)],
+    destination: Annotated[Path, typer.Argument(help="the .safetensors or .onnx to write", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Bring weights into a format that is safe to serve; a pickle is read once, as tensors only, in its own process."""
+    from experts.importing import import_weights
+
+    with explained():
+        sha256 = import_weights(source, destination)
+    if as_json:
+        print(json.dumps({"weights": str(destination), "sha256": sha256, "size_bytes": destination.stat().st_size}))
+    else:
+        print(f"{destination}  sha256 {sha256}\nName it as `weights:` of an expert in the line file.")
+
+
+@experts_app.command("verify")
+def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
+    """Hash every packed byte of a line against what was recorded; exit code 1 if anything is not as it was packed."""
+    from agent.config import read_line
+    from agent.inspection import verify_line
+    from agent.progress import progress_on_stderr
+
+    with explained():
+        config = read_line(line)
+        with progress_on_stderr() as progress:
+            rows = verify_line(config, progress)
+    if as_json:
+        print(json.dumps({"experts": rows}))
+    else:
+        for row in rows:
+            print(f"{'ok ' if row['ok'] else 'BAD'} {row['expert']}{'' if row['ok'] else ': ' + str(row['reason'])}")
+    if not all(row["ok"] for row in rows):
+        raise typer.Exit(FAILED)
+
+
+@config_app.command("check")
+def check_config(line: LineFile, as_json: AsJson = False) -> None:
+    """Read a line file as ``serve`` would; every mistake with file, line and key."""
+    from agent.config import read_line
+
+    try:
+        config = read_line(line)
+    except ConfigError as error:
+        if not as_json:
+            sys.stderr.write(f"{error}\n")
+        else:
+            print(json.dumps({"ok": False, "problems": [_problem(each) for each in error.problems]}))
+        raise typer.Exit(CONFIGURATION) from error
+    experts, routes = len(config.catalog.experts), len(config.catalog.graph.routes)
+    if as_json:
+        print(json.dumps({"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}))
+    else:
+        print(f"{line}: line {config.line!r}, {experts} experts, {routes} routes: no mistake found")
+
+
+@config_app.command("schema")
+def config_schema(as_json: AsJson = False) -> None:
+    """The JSON Schema of a line file, for editors; usable offline. (``--json`` changes nothing: it is JSON anyway.)"""
+    from agent.config import json_schema
+
+    print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", help="where the demo line is made")] = Path("demo"),
+    data: Annotated[Path | None, typer.Option(help="real crops instead: DATA/<component>/<label>/*.png")] = None,
+    seed: Annotated[int, typer.Option(help="of everything random")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
+    from agent.demo.demo import run_demo, show_report
+    from agent.progress import progress_on_stderr
+
+    _log_to_stderr(logging.WARNING)
+    with explained():
+        with progress_on_stderr() as progress:
+            report = run_demo(directory, data, seed, progress)
+        if as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            show_report(report)
+
+
+def _problem(error: ConfigError) -> dict[str, Any]:
+    place = error.place
+    return {
+        "file": str(place.file) if place else None,
+        "line": place.line if place else None,
+        "column": place.column if place else None,
+        "key": place.key if place else None,
+        "message": error.message,
+    }
+
+
+def _time(text: str | None) -> Any:
+    """An aware time, or None. Raises typer.BadParameter for what is not ISO 8601."""
+    from datetime import datetime
+
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a time - write 2026-01-31T06:00", param_hint="--since") from error
+
+
+def _log_to_stderr(level: int) -> None:
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for name in ("PIL", "watchdog", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.WARNING)

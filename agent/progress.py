@@ -1,0 +1,63 @@
+"""Progress of long work on stderr: bars on a terminal, a line per stage elsewhere. stdout stays the command's own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.progress import TaskID
+
+    Report = Callable[[str, int, int], None]  # stage, done, total
+
+PLAIN_EVERY_S = 5.0  # between two lines of one stage where there is no terminal
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Report]:
+    """``report(stage, done, total)``, shown as suits where stderr goes."""
+    if sys.stderr.isatty():
+        with _bars() as report:
+            yield report
+    else:
+        yield _plain()
+
+
+@contextmanager
+def _bars() -> Iterator[Report]:
+    columns = (
+        TextColumn("{task.description:<34}"),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def _plain() -> Report:
+    shown: dict[str, tuple[float, float]] = {}  # stage -> when it began, when it was last shown
+
+    def report(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        began_s, shown_s = shown.get(stage, (now, float("-inf")))
+        if done == total or now - shown_s >= PLAIN_EVERY_S:
+            shown_s = now
+            sys.stderr.write(f"{stage}: {done}/{total} after {now - began_s:.1f} s\n")
+        shown[stage] = (began_s, shown_s)
+
+    return report
