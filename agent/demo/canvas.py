@@ -1,0 +1,162 @@
+"""A small supersampled drawing surface whose origin is its centre: shapes with shading, text, cracks."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.demo.components import Colour
+
+SUPERSAMPLING = 2
+Point: TypeAlias = "tuple[float, float]"
+
+
+@cache
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font, so that a rendering looks the same on every machine."""
+    return ImageFont.load_default(size)
+
+
+class Canvas:
+    """Transparent at first. Coordinates in board pixels, x to the right, y down."""
+
+    def __init__(self, side_px: int, rng: np.random.Generator) -> None:
+        self.side_px = side_px
+        self.rng = rng
+        self.image = Image.new("RGBA", (side_px * SUPERSAMPLING, side_px * SUPERSAMPLING))
+
+    def rectangle(
+        self,
+        left: float,
+        top: float,
+        right: float,
+        bottom: float,
+        colour: Colour,
+        *,
+        radius: float = 0.0,
+        shade: str = "flat",
+    ) -> None:
+        """A filled rectangle with round corners."""
+        box = (left, top, right, bottom)
+        self._fill(
+            box, colour, shade, lambda draw, at: draw.rounded_rectangle(at, radius=radius * SUPERSAMPLING, fill=255)
+        )
+
+    def ellipse(
+        self, x: float, y: float, radius_x: float, radius_y: float, colour: Colour, *, shade: str = "flat"
+    ) -> None:
+        """A filled ellipse around (x, y)."""
+        box = (x - radius_x, y - radius_y, x + radius_x, y + radius_y)
+        self._fill(box, colour, shade, lambda draw, at: draw.ellipse(at, fill=255))
+
+    def polygon(self, points: Sequence[Point], colour: Colour, *, shade: str = "flat") -> None:
+        """A filled polygon."""
+        xs, ys = [point[0] for point in points], [point[1] for point in points]
+        box = (min(xs), min(ys), max(xs), max(ys))
+
+        def draw_polygon(draw: ImageDraw.ImageDraw, _: tuple[float, float, float, float]) -> None:
+            draw.polygon([((x - box[0]) * SUPERSAMPLING, (y - box[1]) * SUPERSAMPLING) for x, y in points], fill=255)
+
+        self._fill(box, colour, shade, draw_polygon)
+
+    def line(self, points: Sequence[Point], colour: Colour, width: float) -> None:
+        """An open line with round joints."""
+        ImageDraw.Draw(self.image).line(
+            [self._pixel(point) for point in points],
+            fill=(*colour, 255),
+            width=max(round(width * SUPERSAMPLING), 1),
+            joint="curve",
+        )
+
+    def text(self, x: float, y: float, words: str, height_px: float, colour: Colour, alpha: float = 1.0) -> None:
+        """Words centred on (x, y)."""
+        ImageDraw.Draw(self.image, "RGBA").text(
+            self._pixel((x, y)), words, font=font(max(round(height_px * SUPERSAMPLING), 6)), anchor="mm",
+            fill=(*colour, round(255 * alpha)),
+        )  # fmt: skip
+
+    def crack(self, start: Point, end: Point, colour: Colour, width: float) -> None:
+        """A jagged line from start to end."""
+        points = []
+        length = math.dist(start, end)
+        for step in np.linspace(0.0, 1.0, 7):
+            wander = self.rng.normal(0.0, 0.07 * length, 2) if 0.0 < step < 1.0 else (0.0, 0.0)
+            points.append(
+                (start[0] + (end[0] - start[0]) * step + wander[0], start[1] + (end[1] - start[1]) * step + wander[1])
+            )
+        self.line(points, colour, width)
+
+    def blot(self, x: float, y: float, radius: float, colour: Colour, alpha: float) -> None:
+        """A translucent, irregular stain: flux, glue or electrolyte."""
+        layer = Image.new("L", self.image.size)
+        draw = ImageDraw.Draw(layer)
+        for _ in range(7):
+            angle, far = self.rng.uniform(0, 2 * math.pi), self.rng.uniform(0.0, 0.6) * radius
+            centre = self._pixel((x + far * math.cos(angle), y + far * math.sin(angle)))
+            size = self.rng.uniform(0.4, 0.75) * radius * SUPERSAMPLING
+            draw.ellipse(
+                (centre[0] - size, centre[1] - size, centre[0] + size, centre[1] + size), fill=round(255 * alpha)
+            )
+        layer = layer.filter(ImageFilter.GaussianBlur(1.2 * SUPERSAMPLING))
+        stain = Image.new("RGBA", self.image.size, (*colour, 0))
+        stain.putalpha(layer)
+        self.image.alpha_composite(stain)
+
+    def moved(self, x_px: float, y_px: float, turn_deg: float) -> Image.Image:
+        """The picture shifted, and turned clockwise about its centre; premultiplied, so that edges stay clean."""
+        premultiplied = self.image.convert("RGBa")
+        if not (x_px or y_px or turn_deg):
+            return premultiplied
+        centre = self.image.width / 2
+        cosine, sine = math.cos(math.radians(turn_deg)), math.sin(math.radians(turn_deg))
+        right, down = centre + x_px * SUPERSAMPLING, centre + y_px * SUPERSAMPLING
+        matrix = (
+            cosine, sine, centre - cosine * right - sine * down,
+            -sine, cosine, centre + sine * right - cosine * down,
+        )  # fmt: skip
+        return premultiplied.transform(premultiplied.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+
+    def _pixel(self, point: Point) -> Point:
+        half = self.image.width / 2
+        return half + point[0] * SUPERSAMPLING, half + point[1] * SUPERSAMPLING
+
+    def _fill(
+        self,
+        box: tuple[float, float, float, float],
+        colour: Colour,
+        shade: str,
+        draw_mask: Callable[[ImageDraw.ImageDraw, tuple[float, float, float, float]], None],
+    ) -> None:
+        left, top = self._pixel((box[0], box[1]))
+        width = max(round((box[2] - box[0]) * SUPERSAMPLING), 1)
+        height = max(round((box[3] - box[1]) * SUPERSAMPLING), 1)
+        mask = Image.new("L", (width, height))
+        draw_mask(ImageDraw.Draw(mask), (0, 0, width - 1, height - 1))
+        self.image.paste(shaded(colour, width, height, shade), (round(left), round(top)), mask)
+
+
+def shaded(colour: Colour, width: int, height: int, shade: str) -> Image.Image | tuple[int, int, int, int]:
+    """A rectangle of one colour under light from the upper left: flat, tilted, a cylinder, a dome."""
+    if shade == "flat":
+        return (*colour, 255)
+    x = np.linspace(-1.0, 1.0, width)[None, :]
+    y = np.linspace(-1.0, 1.0, height)[:, None]
+    if shade == "tilt":
+        light = 1.0 - 0.10 * x - 0.14 * y
+    elif shade == "lying":  # a cylinder along x
+        light = 0.62 + 0.62 * np.exp(-(((y + 0.3) / 0.45) ** 2)) + 0.0 * x
+    elif shade == "dome":
+        light = 0.66 + 0.75 * np.exp(-(((x + 0.25) / 0.5) ** 2) - ((y + 0.3) / 0.5) ** 2)
+    else:
+        raise ValueError(f"no shading is called {shade!r}: use flat, tilt, lying or dome")
+    pixels = np.empty((height, width, 4), np.uint8)
+    pixels[..., :3] = np.clip(light[..., None] * np.asarray(colour, np.float64), 0, 255)
+    pixels[..., 3] = 255
+    return Image.fromarray(pixels, "RGBA")

@@ -1,0 +1,256 @@
+"""Training of the classifiers: one trunk for all components, then a last stage and a head for each.
+
+First a whole ResNet18 learns all components at once; its head knows the union of their labels and each crop is judged
+among its own component's labels. Then the trunk (everything before ``layer4``) is frozen, running statistics included,
+and each component's own ``layer4`` and head are trained on its crops' trunk features, from where the joint ones stand.
+So the experts of a line share their trunk bit for bit, and each still owns three quarters of its bytes.
+
+Why: a trunk that has seen all components needs few crops of each, and eight epochs in total instead of eight per expert.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from agent.demo.crops import LabelledCrop
+
+ARCHITECTURE = "resnet18"
+STEM = "3x3"
+OWN_STAGES = ("layer4.", "fc.")
+MEAN = (0.485, 0.456, 0.406)
+DEVIATION = (0.229, 0.224, 0.225)
+EVALUATION_BATCH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierPlan:
+    """How long and at what size the classifiers are trained. ``joint_px``: the picture's side in each joint epoch.
+
+    Epochs below ``input_px`` cost less; with ``crops_centre`` they see the middle of a crop, else the crop made smaller.
+    ``turns``: mirror images and quarter turns keep their label, which is untrue of parts with a polarity.
+    """
+
+    input_px: int = 64
+    joint_px: tuple[int, ...] = (48, 48, 64)
+    crops_centre: bool = True
+    turns: bool = True
+    joint_learning_rate: float = 3e-3
+    own_epochs: int = 3
+    own_learning_rate: float = 2e-4
+    batch_size: int = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassifierSet:
+    """The pictures and truths to train on. ``pictures``: uint8 (n, 3, side, side); labels count from 0 per component."""
+
+    labels: dict[str, tuple[str, ...]]
+    pictures: Tensor
+    components: tuple[str, ...]
+    targets: Tensor
+
+    def of(self, component: str) -> Tensor:
+        """The indices of one component's crops."""
+        return torch.tensor([i for i, name in enumerate(self.components) if name == component], dtype=torch.long)
+
+
+def classifier_set(
+    crops: Sequence[LabelledCrop],
+    labels: dict[str, tuple[str, ...]],
+    target_of: Callable[[LabelledCrop], str],
+    side_px: int,
+) -> ClassifierSet:
+    """Crops as tensors. ``target_of`` says what a component's classifier shall answer for a crop."""
+    targets = [labels[crop.component].index(target_of(crop)) for crop in crops]
+    return ClassifierSet(
+        labels, pictures(crops, side_px), tuple(crop.component for crop in crops), torch.tensor(targets)
+    )
+
+
+def pictures(crops: Sequence[LabelledCrop], side_px: int) -> Tensor:
+    """The crops' pixels: uint8 (n, 3, side_px, side_px)."""
+    shrunk = []
+    for crop in crops:
+        picture = torch.from_numpy(np.array(crop.pixels)).permute(2, 0, 1)
+        if picture.shape[1:] != (side_px, side_px):
+            picture = functional.interpolate(
+                picture[None], size=(side_px, side_px), mode="bilinear", antialias=True, align_corners=False
+            )[0]
+        shrunk.append(picture)
+    return torch.stack(shrunk)
+
+
+def train_trunk(
+    data: ClassifierSet, plan: ClassifierPlan, seed: int, progress: Callable[[str, int, int], None]
+) -> nn.Module:
+    """A whole ResNet18 trained on all components at once; its head's rows are those of ``union_labels``."""
+    generator = torch.Generator().manual_seed(seed)
+    union = union_labels(data)
+    masks, targets = masks_and_targets(data, union)
+    model = resnet(len(union)).train()
+    count, size = len(data.pictures), min(plan.batch_size, len(data.pictures))
+    steps = count // size * len(plan.joint_px)
+    optimizer = torch.optim.AdamW(model.parameters(), plan.joint_learning_rate, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, plan.joint_learning_rate, total_steps=steps + 1, pct_start=0.25
+    )
+    done = 0
+    for side_px in plan.joint_px:
+        order = torch.randperm(count, generator=generator)
+        for start in range(0, count - size + 1, size):
+            picked = order[start : start + size]
+            batch = smaller(varied(data.pictures[picked], plan.turns, generator), side_px, plan.crops_centre)
+            with fast_math():
+                logits = model(batch).float()
+            loss = functional.cross_entropy(logits.masked_fill(masks[picked], -1e4), targets[picked])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            done += 1
+            progress("trunk", done, steps)
+    return model.eval()
+
+
+def union_labels(data: ClassifierSet) -> tuple[str, ...]:
+    """All labels of all components, each once."""
+    return tuple(sorted({label for labels in data.labels.values() for label in labels}))
+
+
+def masks_and_targets(data: ClassifierSet, union: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """For each crop, which rows of the joint head are not its component's, and which row is right."""
+    rows = {name: torch.tensor([union.index(label) for label in labels]) for name, labels in data.labels.items()}
+    foreign = {name: torch.ones(len(union), dtype=torch.bool).index_fill(0, own, False) for name, own in rows.items()}
+    masks = torch.stack([foreign[name] for name in data.components])
+    targets = torch.stack([rows[name][target] for name, target in zip(data.components, data.targets, strict=True)])
+    return masks, targets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedClassifier:
+    """One expert's tensors under torchvision's names; those of the trunk are the same objects for all experts."""
+
+    component: str
+    labels: tuple[str, ...]
+    tensors: dict[str, Tensor]
+
+
+def train_own_stages(
+    trunk: nn.Module, data: ClassifierSet, component: str, plan: ClassifierPlan, seed: int
+) -> TrainedClassifier:
+    """One component's layer4 and head, trained on the frozen trunk's features from the joint ones on."""
+    generator = torch.Generator().manual_seed(seed)
+    members = data.of(component)
+    labels = data.labels[component]
+    features = trunk_features(trunk, varied(data.pictures[members], plan.turns, generator))
+    targets = data.targets[members]
+    stage, head = own_stages(trunk, [union_labels(data).index(label) for label in labels])
+    optimizer = torch.optim.AdamW([*stage.parameters(), *head.parameters()], plan.own_learning_rate, weight_decay=0.01)
+    size = min(32, len(members))
+    steps = -(-len(members) // size) * plan.own_epochs
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, plan.own_learning_rate, total_steps=steps + 1, pct_start=0.2
+    )
+    for _ in range(plan.own_epochs):
+        for picked in torch.randperm(len(members), generator=generator).split(size):
+            with fast_math():
+                logits = head(stage(features[picked]).mean((2, 3))).float()
+            loss = functional.cross_entropy(logits, targets[picked])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return TrainedClassifier(component, labels, merged_tensors(trunk, stage, head))
+
+
+def own_stages(trunk: nn.Module, rows: Sequence[int]) -> tuple[nn.Module, nn.Linear]:
+    """Copies of the joint layer4, its statistics frozen, and of the joint head's rows of one component."""
+    stage = resnet(1).layer4
+    stage.load_state_dict(trunk.layer4.state_dict())
+    head = nn.Linear(trunk.fc.in_features, len(rows))
+    with torch.no_grad():
+        head.weight.copy_(trunk.fc.weight[list(rows)])
+        head.bias.copy_(trunk.fc.bias[list(rows)])
+    return stage.eval(), head
+
+
+def merged_tensors(trunk: nn.Module, stage: nn.Module, head: nn.Module) -> dict[str, Tensor]:
+    tensors = {name: tensor for name, tensor in trunk.state_dict().items() if not name.startswith(OWN_STAGES)}
+    tensors |= {f"layer4.{name}": tensor for name, tensor in stage.state_dict().items()}
+    tensors |= {f"fc.{name}": tensor for name, tensor in head.state_dict().items()}
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def probabilities(trunk: nn.Module, classifier: TrainedClassifier, batch: Tensor) -> Tensor:
+    """What one trained expert says of these pictures (uint8): (n, labels), rows sum to 1."""
+    stage, head = own_stages(trunk, range(len(classifier.labels)))
+    own = classifier.tensors
+    stage.load_state_dict({name.removeprefix("layer4."): own[name] for name in own if name.startswith("layer4.")})
+    head.load_state_dict({name.removeprefix("fc."): own[name] for name in own if name.startswith("fc.")})
+    with torch.inference_mode(), fast_math():
+        return head(stage(trunk_features(trunk, normalised(batch))).mean((2, 3))).float().softmax(1)
+
+
+def trunk_features(trunk: nn.Module, batch: Tensor) -> Tensor:
+    """The frozen trunk's answer to normalised pictures: what enters layer4."""
+    parts = []
+    with torch.no_grad(), fast_math():
+        for chunk in batch.split(EVALUATION_BATCH):
+            x = trunk.maxpool(trunk.relu(trunk.bn1(trunk.conv1(chunk))))
+            parts.append(trunk.layer3(trunk.layer2(trunk.layer1(x))))
+    return torch.cat(parts)
+
+
+def resnet(label_count: int) -> nn.Module:
+    """torchvision's ResNet18 with a 3x3 first convolution of stride 1, for crops of about 64 pixels."""
+    model = torchvision.models.resnet18(num_classes=label_count)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    return model.to(memory_format=torch.channels_last)
+
+
+def varied(batch: Tensor, turns: bool, generator: torch.Generator) -> Tensor:
+    """Normalised pictures, each eighth of the batch mirrored and turned its own way, and shifted by up to 2 pixels."""
+    chunks = []
+    for chunk in normalised(batch).chunk(8):
+        quarter, mirror, down, right = torch.randint(0, 20, (4,), generator=generator).tolist()
+        if turns:
+            chunk = torch.rot90(chunk, quarter % 4, (2, 3))
+            chunk = chunk.flip(3) if mirror % 2 else chunk
+        chunks.append(torch.roll(chunk, (down % 5 - 2, right % 5 - 2), (2, 3)))
+    return torch.cat(chunks).contiguous(memory_format=torch.channels_last)
+
+
+def smaller(batch: Tensor, side_px: int, crops_centre: bool) -> Tensor:
+    """The pictures' middle of this side, or the whole made this small."""
+    margin = (batch.shape[2] - side_px) // 2
+    if margin <= 0:
+        return batch
+    if crops_centre:
+        return batch[:, :, margin : margin + side_px, margin : margin + side_px]
+    return functional.interpolate(batch, size=(side_px, side_px), mode="area")
+
+
+def normalised(batch: Tensor) -> Tensor:
+    """uint8 pictures as the serving backend feeds them: scaled to [0, 1], ImageNet's mean and deviation taken out."""
+    mean, deviation = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(DEVIATION).view(1, 3, 1, 1)
+    return ((batch.float() / 255.0 - mean) / deviation).contiguous(memory_format=torch.channels_last)
+
+
+@contextmanager
+def fast_math() -> Iterator[None]:
+    """bf16 where this processor multiplies it natively, else fp32."""
+    has_bf16 = bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16):
+        yield

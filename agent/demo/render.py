@@ -1,0 +1,275 @@
+"""Assembled circuit boards, as a camera over the line would see them, with the truth about each part.
+
+Everything follows from the seed. A board is drawn in three steps: the bare board (traces, vias, silkscreen), the parts
+with their shadows, then the camera: uneven light, a slight blur, sensor noise.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from agent.demo.canvas import SUPERSAMPLING, font
+from agent.demo.components import OK, ComponentType, Detector
+from agent.demo.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, Site, panels, product_layout
+from agent.demo.parts import GOLD, SILK, draw_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+MASK = (20, 88, 52)
+TRACE = (32, 112, 66)
+CROP_PX = 64
+Fractions: TypeAlias = "tuple[float, float, float, float]"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One part of a rendered board and the truth about it. ``window`` is its crop's left, top, right, bottom.
+
+    ``body`` is the part's extent within its upright crop, 0 to 1; None when nothing lies there.
+    """
+
+    ref: str
+    component: str
+    label: str
+    window: tuple[int, int, int, int]
+    quarter_turns: int
+    body: Fractions | None
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedBoard:
+    """A board's picture and its parts, in the order of their refs on the layout."""
+
+    name: str
+    image: Image.Image
+    placements: tuple[Placement, ...]
+
+
+def render_board(seed: int, defect_rate: float = 0.06, name: str | None = None) -> RenderedBoard:
+    """One board of the demo line's product; each part is defective with this probability, all its defects alike."""
+    rng = np.random.default_rng([seed, 1])
+    labels = []
+    for site in product_layout():
+        defects = site.component.labels[1:]
+        labels.append(str(rng.choice(defects)) if rng.random() < defect_rate else OK)
+    return assemble(name or f"board-{seed:04d}", product_layout(), labels, bare_product(), rng)
+
+
+def render_panels(parts: Sequence[tuple[ComponentType, str]], seed: int, threads: int = 1) -> Iterator[RenderedBoard]:
+    """Boards that hold exactly these parts with these labels, densely, to cut crops from. Each has traces of its own.
+
+    They come one after the other, and are the same for any number of threads.
+    """
+    ordered = sorted(parts, key=lambda part: -part[0].window_px)
+    layouts = panels([part for part, _ in ordered], np.random.default_rng([seed, 2]))
+    starts = [0, *accumulate(len(sites) for sites in layouts)]
+
+    def render(number: int) -> RenderedBoard:
+        rng = np.random.default_rng([seed, 3, number])
+        sites = layouts[number]
+        labels = [label for _, label in ordered[starts[number] : starts[number + 1]]]
+        return assemble(f"panel-{number:03d}", sites, labels, draw_bare_board(sites, rng), rng)
+
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(render, range(len(layouts)))
+
+
+def crop(board: RenderedBoard, placement: Placement) -> Image.Image:
+    """The part's crop, turned upright as the placement file says, CROP_PX square."""
+    upright = board.image.crop(placement.window).rotate(90 * placement.quarter_turns)
+    return upright.resize((CROP_PX, CROP_PX), Image.Resampling.BICUBIC)
+
+
+def assemble(
+    name: str, sites: Sequence[Site], labels: Sequence[str], bare: NDArray[np.float32], rng: np.random.Generator
+) -> RenderedBoard:
+    """Put a part with the wanted label on each site of a bare board and take the picture."""
+    picture = bare.copy()
+    placements = tuple(mount(picture, site, label, rng) for site, label in zip(sites, labels, strict=True))
+    return RenderedBoard(name, photograph(picture, rng), placements)
+
+
+@dataclass(frozen=True, slots=True)
+class Pose:
+    """How a part lies on its place: shift in pixels, turn in degrees clockwise."""
+
+    x_px: float
+    y_px: float
+    turn_deg: float
+
+
+def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> Pose:
+    """Every machine places a little off; a shifted part lies far off or askew, a reversed one the other way round."""
+    short, long = sorted((component.width_px, component.height_px))
+    x, y = np.clip(rng.normal(0.0, 0.018 * short, 2), -0.04 * short, 0.04 * short)
+    turn = float(np.clip(rng.normal(0.0, 0.8), -2.0, 2.0))
+    if label == Detector.ALIGNMENT.defect:
+        sign = float(rng.choice((-1.0, 1.0)))
+        kind = int(rng.integers(3))
+        if kind == 0:
+            x += sign * rng.uniform(0.30, 0.42) * long
+        elif kind == 1:
+            y += sign * rng.uniform(0.42, 0.62) * short
+        else:
+            turn += sign * rng.uniform(16.0, 32.0)
+    if label == Detector.POLARITY.defect:
+        turn += 180.0
+    return Pose(float(x), float(y), turn)
+
+
+def mount(picture: NDArray[np.float32], site: Site, label: str, rng: np.random.Generator) -> Placement:
+    """Draw one part onto the board, in place."""
+    part = draw_part(site.component, label, rng)
+    pose = pose_of(site.component, label, rng)
+    body = part.body.moved(pose.x_px, pose.y_px, pose.turn_deg)
+    side = part.body.side_px
+    left, top = site.x_px - side // 2, site.y_px - side // 2
+    view = Window(picture, left, top, side, site.quarter_turns)
+    view.blend(reduced(part.footprint.moved(0, 0, 0)))
+    layer = reduced(body)
+    view.darken(layer[..., 3])
+    view.blend(layer)
+    if part.cover.image.getbbox() is not None:
+        view.blend(reduced(part.cover.moved(0, 0, 0)))
+    half = site.component.window_px // 2
+    window = (site.x_px - half, site.y_px - half, site.x_px + half, site.y_px + half)
+    return Placement(site.ref, site.component.name, label, window, site.quarter_turns, extent(layer[..., 3], half))
+
+
+def reduced(image: Image.Image) -> NDArray[np.float32]:
+    """A premultiplied layer at the board's resolution: float, (side, side, 4), colour 0 to 255, alpha 0 to 1."""
+    small = np.array(image.reduce(SUPERSAMPLING), np.float32)
+    small[..., 3] /= 255.0
+    return small
+
+
+def extent(alpha: NDArray[np.float32], half_px: int) -> Fractions | None:
+    """The bounding box of what a layer covers, as fractions of the window of this half side around its centre."""
+    rows, columns = np.nonzero(alpha.max(1) > 0.5)[0], np.nonzero(alpha.max(0) > 0.5)[0]
+    if not len(rows):
+        return None
+    start = alpha.shape[0] / 2 - half_px
+    edges = ((int(edge) - start) / (2 * half_px) for edge in (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
+    left, top, right, bottom = (min(max(edge, 0.0), 1.0) for edge in edges)
+    return left, top, right, bottom
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A square of the board that a part's layers are drawn into, turned as the part is; cut at the board's edge."""
+
+    picture: NDArray[np.float32]
+    left: int
+    top: int
+    side: int
+    quarter_turns: int
+
+    def blend(self, layer: NDArray[np.float32]) -> None:
+        """Lay a premultiplied layer over the board."""
+        target, turned = self._cut(np.rot90(layer, -self.quarter_turns))
+        target *= 1.0 - turned[..., 3:]
+        target += turned[..., :3]
+
+    def darken(self, alpha: NDArray[np.float32]) -> None:
+        """The shadow of a layer; light comes from the upper left of the board, however the part is turned."""
+        cover = Image.fromarray((np.rot90(alpha, -self.quarter_turns) * 255).astype(np.uint8))
+        soft = np.asarray(cover.filter(ImageFilter.GaussianBlur(2.5)), np.float32) / 255.0
+        shadow = np.zeros_like(soft)
+        shadow[4:, 3:] = soft[:-4, :-3]
+        target, cast = self._cut(shadow[..., None])
+        target *= 1.0 - 0.45 * cast
+
+    def _cut(self, layer: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        height, width = self.picture.shape[:2]
+        top, left = max(self.top, 0), max(self.left, 0)
+        bottom, right = min(self.top + self.side, height), min(self.left + self.side, width)
+        part = layer[top - self.top : bottom - self.top, left - self.left : right - self.left]
+        return self.picture[top:bottom, left:right], part
+
+
+@cache
+def bare_product() -> NDArray[np.float32]:
+    """The unpopulated product, the same for every board of the line."""
+    return draw_bare_board(product_layout(), np.random.default_rng(7))
+
+
+def draw_bare_board(sites: Sequence[Site], rng: np.random.Generator) -> NDArray[np.float32]:
+    """Solder mask, traces from part to part, vias, holes and print: float (height, width, 3), 0 to 255."""
+    image = Image.new("RGB", (BOARD_WIDTH_PX, BOARD_HEIGHT_PX), (16, 18, 20))
+    draw = ImageDraw.Draw(image)
+    draw.rounded_rectangle((6, 6, BOARD_WIDTH_PX - 7, BOARD_HEIGHT_PX - 7), radius=26, fill=MASK)
+    draw_traces(draw, sites, rng)
+    draw_vias(draw, rng)
+    for x in (46, BOARD_WIDTH_PX - 46):
+        for y in (46, BOARD_HEIGHT_PX - 46):
+            draw.ellipse((x - 30, y - 30, x + 30, y + 30), fill=GOLD)
+            draw.ellipse((x - 17, y - 17, x + 17, y + 17), fill=(16, 18, 20))
+    for site in sites:
+        draw.text(label_place(site), site.ref, font=font(13), fill=SILK, anchor="mm")
+    draw.text(
+        (BOARD_WIDTH_PX / 2, BOARD_HEIGHT_PX - 30), "COSERVE DEMO BOARD  REV C", font=font(22), fill=SILK, anchor="mm"
+    )
+    return np.asarray(image, np.float32)
+
+
+def label_place(site: Site) -> tuple[float, float]:
+    """Where a part's name is printed: below it and its pads, where its crop still shows it as on any real board."""
+    part = site.component
+    tall = part.height_px if site.quarter_turns % 2 == 0 else part.width_px
+    clearance = 28 if part.pins or part.height_px > 80 else 16
+    return site.x_px, site.y_px + min(tall / 2 + clearance, part.window_px / 2 - 2)
+
+
+def draw_traces(draw: ImageDraw.ImageDraw, sites: Sequence[Site], rng: np.random.Generator) -> None:
+    """Bundles of traces with 45 degree corners between neighbouring parts."""
+    places = np.array([(site.x_px, site.y_px) for site in sites], np.float64)
+    for number in range(len(sites)):
+        distance = np.hypot(*(places - places[number]).T)
+        for other in np.argsort(distance)[1:4]:
+            count = int(rng.integers(1, 5))
+            for lane in range(count):
+                offset = (lane - (count - 1) / 2) * 11.0
+                points = bent_path(places[number] + offset, places[int(other)] + offset)
+                draw.line(points, fill=TRACE, width=5, joint="curve")
+
+
+def bent_path(start: NDArray[np.float64], end: NDArray[np.float64]) -> list[tuple[float, float]]:
+    """From start to end: straight along the longer axis, then at 45 degrees."""
+    step = end - start
+    diagonal = np.sign(step) * np.min(np.abs(step))
+    corner = end - diagonal
+    return [(float(start[0]), float(start[1])), (float(corner[0]), float(corner[1])), (float(end[0]), float(end[1]))]
+
+
+def draw_vias(draw: ImageDraw.ImageDraw, rng: np.random.Generator) -> None:
+    for x, y in rng.uniform((30, 30), (BOARD_WIDTH_PX - 30, BOARD_HEIGHT_PX - 30), (150, 2)):
+        draw.ellipse((x - 6, y - 6, x + 6, y + 6), fill=(44, 128, 78))
+        draw.ellipse((x - 2.5, y - 2.5, x + 2.5, y + 2.5), fill=(12, 40, 26))
+
+
+def photograph(picture: NDArray[np.float32], rng: np.random.Generator) -> Image.Image:
+    """What the camera makes of it: light falling off to one side, white balance, a little blur, noise."""
+    height, width = picture.shape[:2]
+    x = np.linspace(-1, 1, width, dtype=np.float32)[None, :]
+    y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]
+    angle = rng.uniform(0, 2 * np.pi)
+    slope = np.float32(rng.uniform(0.03, 0.12))
+    light = np.float32(rng.uniform(0.92, 1.08)) * (
+        1 + slope * (np.float32(np.cos(angle)) * x + np.float32(np.sin(angle)) * y)
+    )
+    light = light * (1 - np.float32(0.06) * (x * x + y * y))
+    balance = rng.normal(1.0, 0.02, 3).astype(np.float32)
+    lit = np.clip(picture * light[..., None] * balance, 0, 255).astype(np.uint8)
+    blurred = Image.fromarray(lit).filter(ImageFilter.GaussianBlur(float(rng.uniform(0.3, 0.8))))
+    noise = rng.standard_normal((height, width, 1), np.float32) * np.float32(rng.uniform(2.0, 4.0))
+    return Image.fromarray(np.clip(np.asarray(blurred, np.float32) + noise, 0, 255).astype(np.uint8))

@@ -1,0 +1,266 @@
+"""From labelled crops to the experts and routes of a line, written as weights files."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from agent.demo import classifiers, detectors
+from agent.demo.classifiers import ClassifierPlan, TrainedClassifier
+from agent.demo.components import OK, synthetic_components
+from agent.demo.crops import divide
+from agent.demo.detectors import DetectorPlan, TrainedDetector
+from experts.errors import ConfigError
+from experts.expert import Expert, InputSpec, Prediction, Verdict
+from experts.graph import ExpertGraph, Judgement, RouteStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from agent.demo.crops import LabelledCrop
+
+    Progress = Callable[[str, int, int], None]  # stage, done, total
+
+SCORE_CANDIDATES = (0.5, 0.45, 0.55, 0.4, 0.6, 0.35, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "polarity"})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """How a line's experts are trained. The validation part chooses ``min_score`` and is never trained on."""
+
+    classifiers: ClassifierPlan
+    detectors: DetectorPlan
+    validation_fraction: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedLine:
+    """The experts of a line, and how good they are on crops set aside from training. ``seconds``: time per stage."""
+
+    experts: tuple[Expert, ...]
+    routes: Mapping[str, tuple[RouteStep, ...]]
+    seconds: Mapping[str, float]
+    verdict_accuracy: float
+    label_accuracy: float
+
+
+def synthetic_plan() -> TrainingPlan:
+    """For rendered crops: parts have an upper side, and fill their crops."""
+    shared_by = {component.name: component.detector for component in synthetic_components() if component.detector}
+    return TrainingPlan(ClassifierPlan(crops_centre=False, turns=False), DetectorPlan(shared_by))
+
+
+def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:
+    """For crops of real boards: classifiers only; turned and mirrored unless a label speaks of orientation."""
+    turns = ORIENTED_LABELS.isdisjoint({crop.label for crop in crops})
+    return TrainingPlan(ClassifierPlan(turns=turns), DetectorPlan({}))
+
+
+def train_experts(
+    crops: Sequence[LabelledCrop], plan: TrainingPlan, directory: Path, progress: Progress, threads: int, seed: int
+) -> TrainedLine:
+    """Train all experts that these crops call for; writes ``directory/weights/<kind>/<name>.safetensors``.
+
+    ``progress(stage, done, total)`` is called from this thread, often. The same crops, plan, seed and number of threads
+    give the same weights on one machine. Raises ConfigError when the crops are too few to set some aside.
+    """
+    parts = divide(crops, plan.validation_fraction, seed)
+    if not parts.held_out or not parts.training:
+        raise ConfigError("too few source images to set some aside for validation: give more crops of each component")
+    watch = Stopwatch()
+    with torch_threads(threads), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        trained = train_all(parts.training, plan, seed, progress, watch)
+        with watch.time("validation"):
+            answers = answer_all(trained, parts.held_out, plan)
+    routes = choose_routes(parts.held_out, answers, plan)
+    with watch.time("write"):
+        experts = write_experts(trained, plan, directory, progress)
+    verdicts, labels = accuracy(parts.held_out, answers, ExpertGraph((expert.id for expert in experts), routes))
+    return TrainedLine(experts, routes, watch.seconds, verdicts, labels)
+
+
+class Stopwatch:
+    """Seconds by stage, from the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, stage: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - started
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedModels:
+    """Everything trained, still in memory."""
+
+    trunk: nn.Module
+    classifiers: tuple[TrainedClassifier, ...]
+    detectors: tuple[TrainedDetector, ...]
+
+
+def train_all(
+    crops: Sequence[LabelledCrop], plan: TrainingPlan, seed: int, progress: Progress, watch: Stopwatch
+) -> TrainedModels:
+    labels = classifier_labels(crops, plan)
+    data = classifiers.classifier_set(
+        crops, labels, lambda crop: classifier_target(crop, plan), plan.classifiers.input_px
+    )
+    with watch.time("trunk"):
+        trunk = classifiers.train_trunk(data, plan.classifiers, seed, progress)
+    own = []
+    with watch.time("classifiers"):
+        for number, component in enumerate(labels):
+            own.append(classifiers.train_own_stages(trunk, data, component, plan.classifiers, seed + number))
+            progress("classifiers", number + 1, len(labels))
+    with watch.time("detectors"):
+        shared = detectors.train_detectors(crops, plan.detectors, seed, progress)
+    return TrainedModels(trunk, tuple(own), shared)
+
+
+def classifier_target(crop: LabelledCrop, plan: TrainingPlan) -> str:
+    """What the classifier shall say: its detector's defect is none of its business, it passes such a part as ok."""
+    detector = plan.detectors.shared_by.get(crop.component)
+    return OK if detector is not None and crop.label == detector.defect else crop.label
+
+
+def classifier_labels(crops: Sequence[LabelledCrop], plan: TrainingPlan) -> dict[str, tuple[str, ...]]:
+    """Each component's labels, ok first."""
+    known: dict[str, set[str]] = {}
+    for crop in crops:
+        known.setdefault(crop.component, set()).add(classifier_target(crop, plan))
+    return {component: (OK, *sorted(labels - {OK})) for component, labels in sorted(known.items())}
+
+
+def classifier_id(component: str) -> str:
+    return f"cls/{component}"
+
+
+def detector_id(detector: str) -> str:
+    return f"det/{detector}"
+
+
+def answer_all(
+    trained: TrainedModels, crops: Sequence[LabelledCrop], plan: TrainingPlan
+) -> list[dict[str, Prediction]]:
+    """For each crop, what every expert of its component's route says of it."""
+    answers: list[dict[str, Prediction]] = [{} for _ in crops]
+    for classifier in trained.classifiers:
+        members = [i for i, crop in enumerate(crops) if crop.component == classifier.component]
+        if members:
+            batch = classifiers.pictures([crops[i] for i in members], plan.classifiers.input_px)
+            scores = classifiers.probabilities(trained.trunk, classifier, batch)
+            for i, (score, label) in zip(
+                members, zip(*(part.tolist() for part in scores.max(1)), strict=True), strict=True
+            ):
+                answers[i][classifier_id(classifier.component)] = Prediction(classifier.labels[label], score)
+    for detector in trained.detectors:
+        asked = plan.detectors.shared_by
+        members = [i for i, crop in enumerate(crops) if asked.get(crop.component) is detector.detector]
+        if members:
+            batch = classifiers.pictures([crops[i] for i in members], plan.detectors.input_px)
+            for i, (label, score) in zip(members, detectors.deciding_boxes(detector, batch), strict=True):
+                answers[i][detector_id(detector.detector)] = Prediction(label, score)
+    return answers
+
+
+def choose_routes(
+    crops: Sequence[LabelledCrop], answers: Sequence[Mapping[str, Prediction]], plan: TrainingPlan
+) -> dict[str, tuple[RouteStep, ...]]:
+    """The routes with the one classifier threshold that judges most validation crops right; 0.5 if in doubt."""
+
+    def routes_at(min_score: float) -> dict[str, tuple[RouteStep, ...]]:
+        return {
+            component: route(component, min_score, plan) for component in sorted({crop.component for crop in crops})
+        }
+
+    def verdicts_right(min_score: float) -> float:
+        routes = routes_at(min_score)
+        graph = ExpertGraph({step.expert for steps in routes.values() for step in steps}, routes)
+        return accuracy(crops, answers, graph)[0]
+
+    return routes_at(max(SCORE_CANDIDATES, key=verdicts_right))
+
+
+def route(component: str, min_score: float, plan: TrainingPlan) -> tuple[RouteStep, ...]:
+    """A component's classifier, then its detector if it has one."""
+    first = RouteStep(classifier_id(component), frozenset({OK}), min_score)
+    detector = plan.detectors.shared_by.get(component)
+    return (first,) if detector is None else (first, RouteStep(detector_id(detector), frozenset({detector.labels[0]})))
+
+
+def accuracy(
+    crops: Sequence[LabelledCrop], answers: Sequence[Mapping[str, Prediction]], graph: ExpertGraph
+) -> tuple[float, float]:
+    """The shares of crops with the right verdict and with the right label; a part passed by its whole route counts as ok."""
+    verdicts = labels = 0
+    for crop, answer in zip(crops, answers, strict=True):
+        judgement = walk(crop.component, answer, graph)
+        is_ok = judgement.verdict is Verdict.OK
+        verdicts += is_ok == (crop.label == OK)
+        labels += (OK if is_ok else judgement.label) == crop.label
+    return verdicts / len(crops), labels / len(crops)
+
+
+def walk(component: str, answer: Mapping[str, Prediction], graph: ExpertGraph) -> Judgement:
+    """The judgement that ends a component's route."""
+    for number, step in enumerate(graph.routes[component]):
+        judgement = graph.judge(component, number, answer[step.expert])
+        if judgement.verdict is not None:
+            return judgement
+    raise ValueError(f"the route of {component} has no end")
+
+
+def write_experts(
+    trained: TrainedModels, plan: TrainingPlan, directory: Path, progress: Progress
+) -> tuple[Expert, ...]:
+    """One weights file for each expert, and its record."""
+    experts = []
+    total = len(trained.classifiers) + len(trained.detectors)
+    for classifier in trained.classifiers:
+        name, side = classifier_id(classifier.component), plan.classifiers.input_px
+        file = write_weights(directory, name, classifier.tensors)
+        experts.append(
+            Expert(
+                name, classifiers.ARCHITECTURE, file, classifier.labels, InputSpec(side, side), stem=classifiers.STEM
+            )
+        )
+        progress("write", len(experts), total)
+    for detector in trained.detectors:
+        name, side = detector_id(detector.detector), plan.detectors.input_px
+        file = write_weights(directory, name, detector.tensors())
+        experts.append(
+            Expert(name, detectors.ARCHITECTURE, file, detector.detector.labels, InputSpec(side, side, "unit"))
+        )
+        progress("write", len(experts), total)
+    return tuple(experts)
+
+
+def write_weights(directory: Path, expert: str, tensors: Mapping[str, Tensor]) -> Path:
+    file = directory / "weights" / f"{expert}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return file
