@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -234,10 +235,8 @@ def _problem(error: ConfigError) -> dict[str, Any]:
     }
 
 
-def _time(text: str | None) -> Any:
+def _time(text: str | None) -> datetime | None:
     """An aware time, or None. Raises typer.BadParameter for what is not ISO 8601."""
-    from datetime import datetime
-
     if text is None:
         return None
     try:

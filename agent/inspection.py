@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
+    from experts.expert import Box
 
 
 def inspect_images(
@@ -91,7 +92,8 @@ def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[
     }
 
 
-def box_json(box: Any) -> dict[str, Any]:
+def box_json(box: Box) -> dict[str, Any]:
     """A box as JSON: corners in pixels of the image as it came."""
-    corners = {side: round(getattr(box, side), 2) for side in ("left", "top", "right", "bottom")}
+    sides = (("left", box.left), ("top", box.top), ("right", box.right), ("bottom", box.bottom))
+    corners = {side: round(value, 2) for side, value in sides}
     return {"label": box.label, "score": round(box.score, 6), **corners}

@@ -97,7 +97,7 @@ def _reader(config: LineConfig) -> ResultReader:
     return ResultReader(file)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """As JSON knows it; times as ISO 8601 with their offset."""
     if isinstance(value, datetime):
         return value.isoformat()

@@ -1,0 +1,14 @@
+"""The one command: ``coserve``."""
+
+from __future__ import annotations
+
+from agent.cli import app
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
