@@ -9,7 +9,8 @@ CoServeError
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
-|  `- LoadFailed            reading or copying failed this time; may be retried
+|  +- LoadFailed            reading or copying failed this time; may be retried
+|  `- OutputInvalid         it ran, and answered with something that is not a number: its images are UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
@@ -109,6 +110,10 @@ class WeightsRefused(WeightsError):
 
 class LoadFailed(ExpertError):
     """Reading or copying the weights failed this time."""
+
+
+class OutputInvalid(ExpertError):
+    """The expert ran and answered with something that is not a number: no image of the batch can be judged by it."""
 
 
 class MemoryExceeded(CoServeError):

@@ -53,11 +53,20 @@ class Skeleton(Protocol):
         """Make the parameters these views. All names of the packed expert, on the skeleton's device."""
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        """One prediction per prepared image, in order. An empty batch is the caller's error: ValueError."""
+        """One prediction per prepared image, in order. An empty batch is the caller's error: ValueError.
+
+        Raises OutputInvalid where the expert answers with something that is not a number.
+        """
 
 
 class Backend(Protocol):
-    """One family of architectures (torchvision classifiers, YOLO detectors, ONNX graphs, the fake)."""
+    """One family of architectures (torchvision classifiers, YOLO detectors, ONNX graphs, the fake).
+
+    ``precisions``: those it can pack for and run in; ``pack`` in another one is WeightsMismatch, never a silent fp32.
+    """
+
+    @property
+    def precisions(self) -> frozenset[Precision]: ...
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         """Read the expert's own weights file and convert it, offline.

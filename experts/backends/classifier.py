@@ -1,0 +1,180 @@
+"""Image classifiers: every classification family of torchvision.models, by its name there.
+
+An expert is a state dict of the family with one output per label. Auxiliary heads (GoogLeNet, Inception) serve training
+only and are left out. ``stem: 3x3`` gives a ResNet a first convolution of 3x3 with stride 1, for crops of about 64 px.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import Conv2d
+from torchvision import models
+
+from experts.backends.activations import Workspace, workspace
+from experts.backends.base import Packable
+from experts.backends.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
+from experts.backends.binding import Binding
+from experts.backends.pixels import stretched
+from experts.backends.state_dict import DTYPES, executable, fit
+from experts.backends.weight_files import read_state_dict
+from experts.backends.weightless import Weightless
+from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import Precision, Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from torch import Tensor
+    from torch.nn import Module
+
+    from experts.backends.base import Prepared
+    from experts.expert import Expert
+
+AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
+RESNETS = ("resnet", "resnext", "wide_resnet")  # the families that take another stem
+FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
+TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What decides on a module's structure. Experts of one form share the template that skeletons are copied from."""
+
+    architecture: str
+    label_count: int
+    stem: str | None
+    size: tuple[int, int] | None  # height and width where the weights depend on them
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A module without memory: as its weights come, and as they are run."""
+
+    original: Module
+    pairs: tuple[FoldablePair, ...]
+    folded: Module
+
+
+class ClassifierSkeleton:
+    """One torchvision module in inference mode."""
+
+    def __init__(self, module: Module, precision: Precision, device: str, memory_format: torch.memory_format) -> None:
+        self._module = module
+        self._binding = Binding(module)
+        self._dtype = DTYPES[precision]
+        self._device = torch.device(device)
+        self._memory_format = memory_format
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        self._binding.bind(tensors)
+
+    def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        if not batch:
+            raise ValueError("an empty batch")
+        with torch.inference_mode():
+            images = torch.stack([prepared.tensor for prepared in batch])
+            images = images.to(self._device, self._dtype, memory_format=self._memory_format)
+            return predictions(expert, self._module(images).float().softmax(dim=1))
+
+
+class ClassifierBackend:
+    """See experts.backends.base.Backend."""
+
+    precisions = frozenset(Precision)
+
+    def pack(self, expert: Expert, precision: Precision) -> Packable:
+        template = _template(_form(expert))
+        found = read_state_dict(expert)
+        heads = AUXILIARY_HEADS.get(expert.architecture, ())
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(heads)} if heads else found
+        fitted = fit(expert, found, template.original.state_dict())
+        folded = fold_weights(fitted, template.pairs)
+        return Packable(executable(expert, folded, precision))
+
+    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> ClassifierSkeleton:
+        is_transformer = expert.architecture.startswith(TRANSFORMERS)
+        memory_format = torch.contiguous_format if is_transformer else torch.channels_last
+        return ClassifierSkeleton(deepcopy(_template(_form(expert)).folded), precision, device, memory_format)
+
+    def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
+        return stretched(image, expert.input)
+
+    def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
+        size = (expert.input.height, expert.input.width)
+        return _workspace(_form(expert), size, precision).batch_bytes(batch_size)
+
+
+def build_trainable(architecture: str, class_count: int, stem: str | None = None, image_size: int = 224) -> Module:
+    """A fresh module of an architecture with random weights, in training mode; its state dict can be packed.
+
+    Raises ValueError for an architecture or a stem that is not known.
+    """
+    return _build(_form_of(architecture, class_count, stem, (image_size, image_size)), init_weights=True).train()
+
+
+def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:
+    """One prediction per row of (n, labels). Raises OutputInvalid where a row holds something that is not a number."""
+    scores, winners = (values.tolist() for values in probabilities.max(dim=1))
+    if not bool(torch.isfinite(probabilities).all()):
+        raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
+    return tuple(Prediction(expert.labels[winner], score) for winner, score in zip(winners, scores, strict=True))
+
+
+@cache
+def _known_architectures() -> frozenset[str]:
+    return frozenset(models.list_models(module=models))
+
+
+def _form(expert: Expert) -> _Form:
+    size = (expert.input.height, expert.input.width)
+    try:
+        return _form_of(expert.architecture, len(expert.labels), expert.stem, size)
+    except ValueError as error:
+        raise WeightsMismatch(expert.id, str(error)) from error
+
+
+def _form_of(architecture: str, label_count: int, stem: str | None, size: tuple[int, int]) -> _Form:
+    if architecture not in _known_architectures():
+        near = get_close_matches(architecture, _known_architectures())
+        raise ValueError(f"torchvision has no classifier {architecture!r}; near: {', '.join(near) or 'none'}")
+    if stem not in {None, "3x3"}:
+        raise ValueError(f"stem is {stem!r}: only '3x3' is known")
+    if stem is not None and not architecture.startswith(RESNETS):
+        raise ValueError(f"{architecture} takes no other stem: leave `stem` out, or choose a ResNet")
+    if architecture.startswith("vit_") and size[0] != size[1]:
+        raise ValueError(f"{architecture} takes square images, not {size[0]}x{size[1]}")
+    return _Form(architecture, label_count, stem, size if architecture.startswith(FIXED_SIZE) else None)
+
+
+def _build(form: _Form, *, init_weights: bool) -> Module:
+    arguments: dict[str, object] = {"num_classes": form.label_count}
+    if form.architecture in AUXILIARY_HEADS:
+        arguments |= {"aux_logits": False, "init_weights": init_weights}
+    if form.size is not None:
+        arguments |= {"image_size": form.size[0]} if form.architecture.startswith("vit_") else {"input_size": form.size}
+    module: Module = models.get_model(form.architecture, weights=None, **arguments)
+    if form.stem == "3x3":
+        module.conv1 = Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+    return module
+
+
+@lru_cache(maxsize=64)
+def _template(form: _Form) -> _Template:
+    with Weightless():
+        original = _build(form, init_weights=False).to("meta").eval().requires_grad_(False)
+    pairs = foldable_pairs(original)
+    folded = deepcopy(original)
+    fold_structure(folded, pairs)
+    return _Template(original, pairs, folded)
+
+
+@lru_cache(maxsize=256)
+def _workspace(form: _Form, size: tuple[int, int], precision: Precision) -> Workspace:
+    return workspace(_template(form).folded, size, DTYPES[precision])

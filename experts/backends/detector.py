@@ -1,0 +1,260 @@
+"""Detectors: the YOLO families of ultralytics, built from its YAML files by name. The only module that imports it.
+
+An expert is a state dict of the family with one class per label. Its images are letterboxed and scaled to [0, 1]
+whatever the expert's ``normalize`` says, because that is how ultralytics trains. The head's raw outputs are decoded
+here, in float32 and without ultralytics' cache of anchors: coordinates stay exact in bf16, and threads do not meet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torchvision.ops import batched_nms
+
+from experts.backends.activations import Workspace, workspace
+from experts.backends.base import Packable, Prepared
+from experts.backends.binding import Binding, weight_names
+from experts.backends.pixels import normalized, require_rgb
+from experts.backends.state_dict import DTYPES, executable, fit
+from experts.backends.weight_files import read_state_dict
+from experts.backends.weightless import Weightless
+from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import NOTHING_FOUND, Box, Precision, Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from torch import Tensor
+    from torch.nn import Module
+
+    from experts.expert import Expert
+
+
+def _keep_ultralytics_to_itself() -> None:
+    """What it reads at import: no look-ups on the network, no installing, no settings in the user's home, no chatter.
+
+    The one place outside agent/config.py that touches the environment: ultralytics has no other way in.
+    """
+    os.environ.setdefault("YOLO_OFFLINE", "true")
+    os.environ.setdefault("YOLO_AUTOINSTALL", "false")
+    os.environ.setdefault("YOLO_VERBOSE", "false")
+    if "YOLO_CONFIG_DIR" not in os.environ:
+        private = tempfile.mkdtemp(prefix="coserve-ultralytics-")
+        os.environ["YOLO_CONFIG_DIR"] = private
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+
+
+_keep_ultralytics_to_itself()
+_torch_save = torch.save
+
+from ultralytics.cfg import get_cfg  # noqa: E402
+from ultralytics.data.augment import LetterBox  # noqa: E402
+from ultralytics.nn.modules.head import Detect, v10Detect  # noqa: E402
+from ultralytics.nn.tasks import DetectionModel  # noqa: E402
+from ultralytics.utils import SETTINGS  # noqa: E402
+
+torch.save = _torch_save  # the import replaced it for the whole process
+SETTINGS.update({"sync": False})
+
+CONFIDENCE_MINIMUM = 0.25
+OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one class beyond it, the better one stays
+BOXES_MAXIMUM = 300
+CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression, best first
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A model without memory: as its weights come, and as they are run."""
+
+    original: DetectionModel
+    folded: DetectionModel
+    strides: tuple[float, ...]
+
+
+class DetectorSkeleton:
+    """One YOLO model in inference mode."""
+
+    def __init__(self, template: _Template, precision: Precision, device: str) -> None:
+        self._module = deepcopy(template.folded)
+        self._binding = Binding(self._module)
+        self._strides = template.strides
+        self._dtype = DTYPES[precision]
+        self._device = torch.device(device)
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        self._binding.bind(tensors)
+
+    def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        if not batch:
+            raise ValueError("an empty batch")
+        with torch.inference_mode():
+            images = torch.stack([prepared.tensor for prepared in batch])
+            images = images.to(self._device, self._dtype, memory_format=torch.channels_last)
+            boxes, scores = _decoded(self._module(images), self._strides)
+            if not bool(torch.isfinite(scores).all() & torch.isfinite(boxes).all()):
+                raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
+            found = [_suppressed(boxes[index], scores[index]).tolist() for index in range(len(batch))]
+        return tuple(_prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
+
+
+class DetectorBackend:
+    """See experts.backends.base.Backend."""
+
+    precisions = frozenset(Precision)
+
+    def pack(self, expert: Expert, precision: Precision) -> Packable:
+        template = _template_of(expert)
+        found = {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
+        fitted = fit(expert, found, template.original.state_dict())
+        model = deepcopy(template.original)
+        model.load_state_dict(fitted, strict=False, assign=True)  # all but the counts of training batches
+        model.fuse(verbose=False)
+        names = weight_names(template.folded)
+        folded = {name: tensor for name, tensor in model.state_dict().items() if name in names}
+        return Packable(executable(expert, folded, precision))
+
+    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> DetectorSkeleton:
+        return DetectorSkeleton(_template_of(expert), precision, device)
+
+    def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
+        require_rgb(image)
+        height, width = image.shape[:2]
+        target_height, target_width = expert.input.height, expert.input.width
+        scale = min(target_height / height, target_width / width)
+        padded = LetterBox((target_height, target_width))(image=image)
+        return Prepared(
+            normalized(padded, "unit"),
+            image_height=height,
+            image_width=width,
+            scale=scale,
+            pad_left=_padding(target_width, width, scale),
+            pad_top=_padding(target_height, height, scale),
+        )
+
+    def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
+        size = (expert.input.height, expert.input.width)
+        template = _template_of(expert)
+        return _workspace(template, size, precision).batch_bytes(batch_size)
+
+
+def build_trainable(architecture: str, class_count: int) -> Module:
+    """A fresh model with random weights, in training mode, on which ``model.loss(batch)`` works.
+
+    Raises ValueError for an architecture that is not known.
+    """
+    model = _build(architecture, class_count)
+    model.args = get_cfg()
+    return model.train()
+
+
+def _template_of(expert: Expert) -> _Template:
+    try:
+        template = _template(expert.architecture, len(expert.labels))
+    except ValueError as error:
+        raise WeightsMismatch(expert.id, str(error)) from error
+    largest = int(max(template.strides))
+    if expert.input.height % largest or expert.input.width % largest:
+        size = f"{expert.input.height}x{expert.input.width}"
+        raise WeightsMismatch(expert.id, f"{expert.architecture} takes sizes in multiples of {largest}, not {size}")
+    return template
+
+
+@lru_cache(maxsize=64)
+def _template(architecture: str, label_count: int) -> _Template:
+    with Weightless():
+        original = _build(architecture, label_count).eval().requires_grad_(False)
+        folded = deepcopy(original)
+        folded.fuse(verbose=False)
+    head = folded.model[-1]
+    head.training = True  # of the head alone: it answers with its raw outputs
+    strides = tuple(float(stride) for stride in head.stride)
+    return _Template(original, folded, strides)
+
+
+@lru_cache(maxsize=256)
+def _workspace(template: _Template, size: tuple[int, int], precision: Precision) -> Workspace:
+    return workspace(template.folded, size, DTYPES[precision])
+
+
+def _build(architecture: str, class_count: int) -> DetectionModel:
+    try:
+        model = DetectionModel(f"{architecture}.yaml", nc=class_count, verbose=False)
+    except FileNotFoundError as error:
+        raise ValueError(f"ultralytics has no model {architecture!r}") from error
+    if type(model.model[-1]) not in {Detect, v10Detect}:
+        raise ValueError(f"{architecture} is not a plain YOLO detector: choose one such as yolov5m or yolo11s")
+    model.end2end = False  # of two heads (YOLOv10, YOLO26) the one whose boxes go through suppression, as by default
+    return model
+
+
+def _padding(target: int, extent: int, scale: float) -> int:
+    """Pixels added before the image along one axis, rounded as ultralytics does."""
+    return round((target - max(round(extent * scale), 1)) / 2 - 0.1)
+
+
+def _decoded(raw: Mapping[str, Tensor], strides: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Boxes (n, anchors, 4) as left, top, right, bottom in input pixels, and scores (n, anchors, labels); float32.
+
+    Each side's distance from its anchor is the expectation of a distribution over bins (Generalized Focal Loss,
+    arXiv 2006.04388); a head with one bin answers with the distance itself.
+    """
+    count, _, anchor_count = raw["boxes"].shape
+    bins = raw["boxes"].float().view(count, 4, -1, anchor_count)
+    weights = torch.arange(bins.shape[2], dtype=torch.float32, device=bins.device).view(1, 1, -1, 1)
+    distances = (bins.softmax(2) * weights).sum(2) if bins.shape[2] > 1 else bins.squeeze(2)
+    grids = tuple((feature.shape[2], feature.shape[3]) for feature in raw["feats"])
+    anchors, scale = _anchors(grids, strides, str(bins.device))
+    left_top, right_bottom = distances.split(2, dim=1)
+    boxes = torch.cat((anchors - left_top, anchors + right_bottom), dim=1) * scale
+    return boxes.transpose(1, 2), raw["scores"].float().sigmoid().transpose(1, 2)
+
+
+@lru_cache(maxsize=64)
+def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], device: str) -> tuple[Tensor, Tensor]:
+    """The centres of all cells in units of their level (2, anchors), and that unit in pixels (1, anchors)."""
+    centres, units = [], []
+    for (height, width), stride in zip(grids, strides, strict=True):
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        centres.append(torch.stack((columns.flatten(), rows.flatten())) + 0.5)
+        units.append(torch.full((1, height * width), stride))
+    return torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
+
+
+def _suppressed(boxes: Tensor, scores: Tensor) -> Tensor:
+    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label."""
+    best, labels = scores.max(dim=1)
+    order = best.topk(min(len(best), CANDIDATES_MAXIMUM)).indices
+    order = order[best[order] > CONFIDENCE_MINIMUM]
+    kept = order[batched_nms(boxes[order], best[order], labels[order], OVERLAP_MAXIMUM)[:BOXES_MAXIMUM]]
+    return torch.cat((boxes[kept], best[kept].unsqueeze(1), labels[kept].unsqueeze(1).float()), dim=1)
+
+
+def _prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepared) -> Prediction:
+    if not rows:
+        return Prediction(NOTHING_FOUND, 0.0)
+    boxes = tuple(_box(expert, row, prepared) for row in rows)
+    return Prediction(boxes[0].label, boxes[0].score, boxes)
+
+
+def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> Box:
+    """A row in input pixels as a box in the image's own, cut at its edges."""
+    left, right = ((x - prepared.pad_left) / prepared.scale for x in (row[0], row[2]))
+    top, bottom = ((y - prepared.pad_top) / prepared.scale for y in (row[1], row[3]))
+    return Box(
+        label=expert.labels[int(row[5])],
+        score=row[4],
+        left=min(max(left, 0.0), prepared.image_width),
+        top=min(max(top, 0.0), prepared.image_height),
+        right=min(max(right, 0.0), prepared.image_width),
+        bottom=min(max(bottom, 0.0), prepared.image_height),
+    )

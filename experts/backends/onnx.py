@@ -1,0 +1,280 @@
+"""ONNX graphs on ONNX Runtime: classifiers exported by whatever made them; float32 only.
+
+A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
+weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
+inputs. What is left is the program: experts of one program share a session, and a switch constructs nothing.
+The first output counts, (n, labels): probabilities if its rows are such, else logits.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx import TensorProto, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from experts.backends.base import Packable
+from experts.backends.onnx_memory import peak_bytes
+from experts.backends.pixels import stretched
+from experts.backends.weight_files import is_finite, read_onnx
+from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
+from experts.expert import Precision, Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from experts.backends.base import Prepared
+    from experts.expert import Expert
+
+LIFTED_BYTES = 1024  # a float constant of this size is a weight, whatever reads it
+WEIGHT_READERS = frozenset(
+    "Add BatchNormalization Conv ConvTranspose Div Gemm GroupNormalization InstanceNormalization LayerNormalization "
+    "MatMul Mul PRelu Sub".split()
+)  # a smaller one is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
+ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
+REFUSALS = (
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+
+
+class OnnxSkeleton:
+    """One session, shared by all skeletons of its program; the weights' addresses go in with every batch."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, device: str) -> None:
+        self._session = session
+        self._device = torch.device(device)
+        self._tensors: Mapping[str, Tensor] = {}
+        self._images = ""
+        self._batch_size: int | None = None
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        inputs = {node.name: node for node in self._session.get_inputs()}
+        images = inputs.keys() - tensors.keys()
+        if len(images) != 1 or tensors.keys() - inputs.keys():
+            raise ValueError(f"tensors do not fit the skeleton: {sorted(tensors.keys() ^ inputs.keys())[:5]}")
+        if not all(tensor.is_contiguous() for tensor in tensors.values()):
+            raise ValueError("ONNX Runtime reads contiguous tensors only")
+        self._images = images.pop()
+        count = inputs[self._images].shape[0]
+        self._batch_size = count if isinstance(count, int) else None
+        self._tensors = dict(tensors)
+
+    def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        if not batch:
+            raise ValueError("an empty batch")
+        images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
+        size = self._batch_size or len(batch)
+        parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
+        return _predictions(expert, np.concatenate(parts)[: len(batch)])
+
+    def _run(self, images: Tensor) -> np.ndarray:
+        feeds = self._session.io_binding()
+        for name, tensor in (*self._tensors.items(), (self._images, images)):
+            element = numpy_type(tensor)
+            feeds.bind_input(
+                name, self._device.type, self._device.index or 0, element, list(tensor.shape), tensor.data_ptr()
+            )
+        first = self._session.get_outputs()[0].name
+        feeds.bind_output(first, "cpu")
+        self._session.run_with_iobinding(feeds)
+        output: np.ndarray = feeds.copy_outputs_to_cpu()[0]
+        return output
+
+
+class OnnxBackend:
+    """See experts.backends.base.Backend."""
+
+    precisions = frozenset({Precision.FP32})
+
+    def pack(self, expert: Expert, precision: Precision) -> Packable:
+        if precision not in self.precisions:
+            raise WeightsMismatch(expert.id, f"ONNX graphs run in fp32 only, not in {precision}")
+        if expert.weights.suffix != ".onnx":
+            raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
+        model = read_onnx(expert.id, expert.weights)
+        _require_fitting_input(expert, _images_of(expert, model))
+        try:
+            folded = _folded(model)
+            _probe(expert, folded)
+        except REFUSALS as error:
+            raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
+        tensors = _lift(folded)
+        for name, tensor in tensors.items():
+            if not is_finite(tensor):
+                raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
+        return Packable(tensors, program=folded.SerializeToString(deterministic=True))
+
+    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> OnnxSkeleton:
+        return OnnxSkeleton(_session(program, torch.get_num_threads(), device), device)
+
+    def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
+        return stretched(image, expert.input)
+
+    def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
+        status = expert.weights.stat()
+        return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
+
+
+def numpy_type(tensor: Tensor) -> type[np.generic]:
+    """The type that ONNX Runtime is told for a tensor's elements."""
+    return {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}[tensor.dtype]
+
+
+def _filled(images: Tensor, size: int) -> Tensor:
+    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
+    if len(images) == size:
+        return images.contiguous()
+    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
+
+
+def _predictions(expert: Expert, rows: np.ndarray) -> tuple[Prediction, ...]:
+    if not np.isfinite(rows).all():
+        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
+    are_probabilities = bool((rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= ROW_SUM_TOLERANCE).all())
+    if not are_probabilities:
+        powers = np.exp(rows - rows.max(axis=1, keepdims=True))
+        rows = powers / powers.sum(axis=1, keepdims=True)
+    return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
+
+
+@lru_cache(maxsize=64)
+def _session(program: bytes, threads: int, device: str) -> onnxruntime.InferenceSession:
+    """Raises BackendUnavailable rather than run on another processor than was asked for."""
+    provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(torch.device(device).type)
+    if provider not in onnxruntime.get_available_providers():
+        raise BackendUnavailable(f"onnxruntime on {device}", "this ONNX Runtime has no provider for it; run it on cpu")
+    options = _options(threads)
+    session = onnxruntime.InferenceSession(program, options, providers=_providers(provider, device))
+    if session.get_providers()[0] != provider:
+        raise BackendUnavailable(f"onnxruntime on {device}", f"it fell back to {session.get_providers()[0]}")
+    return session
+
+
+def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, int]]]:
+    if provider == "CPUExecutionProvider":
+        return [provider]
+    return [(provider, {"device_id": torch.device(device).index or 0}), "CPUExecutionProvider"]
+
+
+def _options(threads: int) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only: they come as exceptions as well
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores belong to other experts too
+    return options
+
+
+def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph after ONNX Runtime's basic level (constants, Conv + BatchNorm), still in standard operators.
+
+    Names and notes that differ from export to export go, so that equal graphs become equal programs.
+    """
+    options = _options(threads=1)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    with tempfile.TemporaryDirectory(prefix="coserve-onnx-") as folder:
+        options.optimized_model_filepath = str(Path(folder) / "folded.onnx")
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        folded = onnx.load_model(options.optimized_model_filepath)
+    for field in ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain"):
+        folded.ClearField(field)
+    folded.graph.name = "graph"
+    folded.graph.ClearField("doc_string")
+    for node in folded.graph.node:
+        node.ClearField("doc_string")
+        node.ClearField("metadata_props")
+    return folded
+
+
+def _probe(expert: Expert, model: onnx.ModelProto) -> None:
+    """Run it once on empty images. WeightsMismatch unless it answers every image with one value per label."""
+    session = _session_once(model)
+    count = session.get_inputs()[0].shape[0]
+    size = count if isinstance(count, int) else 2  # two: a graph may claim any batch and only take one
+    images = np.zeros((size, 3, expert.input.height, expert.input.width), dtype=np.float32)
+    shape = session.run(None, {session.get_inputs()[0].name: images})[0].shape
+    if len(shape) != 2 or shape[0] != size:
+        raise WeightsMismatch(
+            expert.id, f"{expert.weights} answers {size} images with {shape}, not (images, labels): export it anew"
+        )
+    if shape[1] != len(expert.labels):
+        raise WeightsMismatch(
+            expert.id, f"{expert.weights} tells {shape[1]} labels apart, the line names {len(expert.labels)}"
+        )
+
+
+def _session_once(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), _options(threads=1), providers=["CPUExecutionProvider"]
+    )
+
+
+def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:
+    """The one input that is not a weight."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in weights]
+    if len(inputs) != 1:
+        names = ", ".join(value.name for value in inputs) or "none"
+        raise WeightsMismatch(expert.id, f"{expert.weights} must have one input, the images; it has {names}")
+    return inputs[0]
+
+
+def _require_fitting_input(expert: Expert, images: onnx.ValueInfoProto) -> None:
+    """WeightsMismatch unless it takes float32 (n, 3, height, width) of the expert's size."""
+    kind = images.type.tensor_type
+    shape = [dimension.dim_value or None for dimension in kind.shape.dim]
+    wanted = [None, 3, expert.input.height, expert.input.width]
+    fits = len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], wanted[1:], strict=True))
+    if kind.elem_type != TensorProto.FLOAT or not fits:
+        kind_name = TensorProto.DataType.Name(kind.elem_type)
+        raise WeightsMismatch(
+            expert.id, f"{expert.weights} takes {kind_name} {shape}, the line sends FLOAT {wanted}: correct `input`"
+        )
+
+
+def _lift(model: onnx.ModelProto) -> dict[str, Tensor]:
+    """Turn the weights of a graph into inputs; returns them by name, sorted. In place."""
+    graph = model.graph
+    readers: defaultdict[str, set[str]] = defaultdict(set)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].add(node.op_type)
+    weights = [tensor for tensor in graph.initializer if _is_weight(tensor, readers[tensor.name])]
+    names = {tensor.name for tensor in weights}
+    kept = [tensor for tensor in graph.initializer if tensor.name not in names]
+    inputs = [value for value in graph.input if value.name not in names]
+    lifted = sorted(weights, key=lambda tensor: tensor.name)
+    graph.ClearField("initializer")
+    graph.initializer.extend(kept)
+    graph.ClearField("input")
+    graph.input.extend(inputs)
+    graph.input.extend(onnx.helper.make_tensor_value_info(w.name, w.data_type, list(w.dims)) for w in lifted)
+    return {tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).copy()) for tensor in lifted}
+
+
+def _is_weight(tensor: onnx.TensorProto, readers: set[str]) -> bool:
+    if tensor.data_type not in {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16}:
+        return False
+    values = numpy_helper.to_array(tensor)
+    return values.nbytes >= LIFTED_BYTES or (values.size > 1 and bool(readers) and readers <= WEIGHT_READERS)
+
+
+@lru_cache(maxsize=1024)
+def _workspace_bytes(expert: Expert, size_bytes: int, mtime_ns: int) -> int:
+    """For one image; keyed by the file's stamp, so that other weights are looked at anew."""
+    model = read_onnx(expert.id, expert.weights)
+    return peak_bytes(model, _images_of(expert, model).name, (1, 3, expert.input.height, expert.input.width))

@@ -1,0 +1,93 @@
+"""State dicts made to fit: names and shapes checked against an architecture, then cast to the execution dtype."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.backends.weight_files import is_finite
+from experts.errors import WeightsCorrupt, WeightsMismatch
+from experts.expert import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from experts.expert import Expert
+
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+NAMES_SHOWN = 4
+
+
+def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors found, in the architecture's order and dtypes, without BatchNorm's count of training batches.
+
+    ``expected`` may lie on the meta device. Raises WeightsMismatch with the names that do not fit, WeightsCorrupt where
+    a value is not a number.
+    """
+    wanted = {name: tensor for name, tensor in expected.items() if not _is_count(name)}
+    given = {name: tensor for name, tensor in found.items() if not _is_count(name)}
+    reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
+    _refuse_other_labels(expert, reshaped, given, wanted)
+    complaints = [
+        _complaint("missing", [name for name in wanted if name not in given]),
+        _complaint("unexpected", [name for name in given if name not in wanted]),
+        _complaint("of another shape", [_shapes(name, given, wanted) for name in reshaped]),
+    ]
+    if any(complaints):
+        text = "; ".join(complaint for complaint in complaints if complaint)
+        raise WeightsMismatch(expert.id, f"{expert.weights} is not a {expert.architecture}: {text}")
+    for name, tensor in given.items():
+        if not is_finite(tensor):
+            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
+    return {name: given[name].to(like.dtype) for name, like in wanted.items()}
+
+
+def executable(expert: Expert, tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
+    """The same in execution dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
+    ready = {name: _executable(tensor, DTYPES[precision]) for name, tensor in tensors.items()}
+    for name, tensor in ready.items():
+        if not is_finite(tensor):
+            raise WeightsMismatch(expert.id, f"{name} is too large for {precision}: choose bf16 or fp32 as precision")
+    return ready
+
+
+def _executable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+    return cast.contiguous(memory_format=torch.channels_last) if cast.dim() == 4 else cast.contiguous()
+
+
+def _refuse_other_labels(
+    expert: Expert, reshaped: Sequence[str], given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+) -> None:
+    """Where nothing but the number of outputs differs, say so in the operator's words."""
+    label_count = len(expert.labels)
+    outputs = {given[name].shape[0] for name in reshaped if given[name].dim()}
+    is_heads_only = all(
+        wanted[name].dim() > 0
+        and wanted[name].shape[0] == label_count
+        and wanted[name].shape[1:] == given[name].shape[1:]
+        for name in reshaped
+    )
+    if reshaped and is_heads_only and len(outputs) == 1:
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} tells {outputs.pop()} labels apart ({reshaped[0]}), the line names {label_count}",
+        )
+
+
+def _complaint(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}"
+
+
+def _shapes(name: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    return f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
+
+
+def _is_count(name: str) -> bool:
+    return name.endswith("num_batches_tracked")

@@ -1,0 +1,82 @@
+"""Weights files as their owners give them: what may be read at all, and tensors by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx
+import torch
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx.external_data_helper import uses_external_data
+from safetensors import SafetensorError, safe_open
+
+from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing, WeightsRefused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from experts.expert import Expert
+
+
+def read_state_dict(expert: Expert) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file. Raises WeightsRefused for any other kind, .pt with the way to import it."""
+    if expert.weights.suffix in {".pt", ".pth"}:
+        target = expert.weights.with_suffix(".safetensors")
+        raise WeightsRefused(
+            expert.id,
+            f"{expert.weights} is a pickle, which is never read while serving: "
+            f"run `coserve experts import {expert.weights} {target}` and name that file instead",
+        )
+    if expert.weights.suffix != ".safetensors":
+        raise WeightsRefused(expert.id, f"{expert.weights}: {expert.architecture} takes a .safetensors file")
+    return _read_safetensors(expert.id, expert.weights)
+
+
+def read_onnx(expert: str, path: Path) -> onnx.ModelProto:
+    """A complete ONNX model, checked. Raises WeightsRefused where its weights lie in other files."""
+    try:
+        model = onnx.load_model(path, load_external_data=False)
+    except FileNotFoundError as error:
+        raise _missing(expert, path) from error
+    except OSError as error:
+        raise LoadFailed(expert, f"{path} cannot be read: {error.strerror}") from error
+    except DecodeError as error:
+        raise WeightsCorrupt(expert, f"{path} is not an ONNX model: {error}") from error
+    if any(uses_external_data(tensor) for tensor in model.graph.initializer):
+        raise WeightsRefused(expert, f"{path} keeps its weights in other files: save it as one file")
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        raise WeightsCorrupt(expert, f"{path} is not a valid ONNX model: {error}") from error
+    return model
+
+
+def check_weights(expert: str, path: Path) -> None:
+    """Read a .safetensors or .onnx file to its end. Raises like the readers."""
+    if path.suffix == ".onnx":
+        read_onnx(expert, path)
+    else:
+        _read_safetensors(expert, path)
+
+
+def _read_safetensors(expert: str, path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+    except FileNotFoundError as error:
+        raise _missing(expert, path) from error
+    except OSError as error:
+        raise LoadFailed(expert, f"{path} cannot be read: {error}") from error
+    except SafetensorError as error:
+        raise WeightsCorrupt(expert, f"{path} is not a sound .safetensors file: {error}") from error
+
+
+def _missing(expert: str, path: Path) -> WeightsMissing:
+    return WeightsMissing(expert, f"{path} is not there: copy it there, or correct `weights`")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every value is a number."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,32 @@
+"""Modules built without memory for their weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_HOLDERS = frozenset({torch.empty, torch.zeros, torch.ones})  # what modules make parameters and buffers with
+
+
+class Weightless(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy here
+    """A context in which parameters land on the meta device, while numbers that a constructor computes stay real.
+
+    ``torch.device("meta")`` would take those too, and some constructors read them (RegNet's widths, YOLO's strides).
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  torch's own signature
+        named = dict(kwargs or {})
+        if func in _HOLDERS:
+            named["device"] = "meta"
+        return func(*args, **named)

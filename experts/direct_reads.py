@@ -1,0 +1,245 @@
+"""Files read past the page cache, several parts at once, straight into memory that the caller owns.
+
+Guarantees: a call that returns has filled every byte from the file as it is now. A file of another size, or one that
+shrinks under the read, is WeightsCorrupt; an absent one WeightsMissing; any other refusal of the system LoadFailed.
+Assumes: the file's size is a multiple of ALIGNMENT_BYTES.
+Why this structure: one thread's direct reads leave half of an NVMe drive idle, while four reach its limit; and the page
+cache would hold every expert a second time. Where a filesystem refuses direct reads (EINVAL on open, or on reading into
+memory that is not aligned) the bytes go through the page cache, which is asked to drop them afterwards.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+    from pathlib import Path
+
+READERS = 4  # parallel preadv of one file: what it took to reach the device's limit
+PART_BYTES = 8 * 1024 * 1024  # one read: long enough for the drive, short enough to hash while the next one runs
+
+_DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
+_NO_CACHE = getattr(fcntl, "F_NOCACHE", None)  # macOS: the same wish, spoken after opening
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What tells one content of a path from another without reading it."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        return cls(inode=status.st_ino, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedFile:
+    """A file's stamp when it was opened, and the sha256 of what was read from it."""
+
+    stamp: FileStamp
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A part of a file on its way: its bytes from ``start_bytes`` on lie in the staging memory from ``at_bytes`` on."""
+
+    start_bytes: int
+    at_bytes: int
+    content: memoryview
+
+
+class DirectReader:
+    """A few threads that read parts of files. Several callers may read at once; they share the threads."""
+
+    def __init__(self, readers: int = READERS) -> None:
+        self._threads = ThreadPoolExecutor(readers, thread_name_prefix="direct-read")
+
+    def close(self) -> None:
+        """Wait for the reads under way, then end the threads."""
+        self._threads.shutdown()
+
+    def read(
+        self, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None = None
+    ) -> FileStamp:
+        """Fill ``target`` with the whole file and return the stamp it had when it was opened.
+
+        ``on_part`` is given each part, in order, as soon as it has arrived (to hash it while later ones are read).
+        """
+        with _opened(path, expert, direct=True) as (file, is_direct):
+            try:
+                return self._read_parts(file, path, target, expert, on_part)
+            except OSError as error:
+                if not is_direct or error.errno != errno.EINVAL:
+                    raise _load_failed(path, expert, error) from error
+        return self._read_through_cache(path, target, expert, on_part)
+
+    def stream(
+        self, path: Path, size_bytes: int, staging: memoryview, expert: str, on_part: Callable[[FilePart], None]
+    ) -> FileStamp:
+        """Pass a whole file of that size through ``staging``, which holds some of its parts at a time.
+
+        ``on_part`` is given each part, in order; its bytes stay in place until it returns. When a filesystem turns out
+        to refuse direct reads, the parts start over from the first one.
+        """
+        with _opened(path, expert, direct=True) as (file, is_direct):
+            try:
+                return self._stream_parts(file, path, size_bytes, staging, expert, on_part)
+            except OSError as error:
+                if not is_direct or error.errno != errno.EINVAL:
+                    raise _load_failed(path, expert, error) from error
+        with _opened(path, expert, direct=False) as (file, _):
+            try:
+                stamp = self._stream_parts(file, path, size_bytes, staging, expert, on_part)
+                _drop_from_cache(file)
+            except OSError as error:
+                raise _load_failed(path, expert, error) from error
+            return stamp
+
+    def digest(self, path: Path, size_bytes: int, expert: str) -> DigestedFile:
+        """The sha256 of a whole file of that size, read as the disk has it, in little memory."""
+        with _opened(path, expert, direct=False) as (file, _):
+            try:
+                stamp = _stamp_of(file, path, size_bytes, expert)
+                _drop_from_cache(file)
+                with open(file, "rb", closefd=False) as stream:
+                    sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+                _drop_from_cache(file)
+            except OSError as error:
+                raise _load_failed(path, expert, error) from error
+            return DigestedFile(stamp, sha256)
+
+    def _read_through_cache(
+        self, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None
+    ) -> FileStamp:
+        with _opened(path, expert, direct=False) as (file, _):
+            try:
+                stamp = self._read_parts(file, path, target, expert, on_part)
+                _drop_from_cache(file)
+            except OSError as error:
+                raise _load_failed(path, expert, error) from error
+            return stamp
+
+    def _read_parts(
+        self, file: int, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None
+    ) -> FileStamp:
+        stamp = _stamp_of(file, path, len(target), expert)
+        parts = [(start, target[start : start + PART_BYTES]) for start in range(0, len(target), PART_BYTES)]
+        reads = [self._threads.submit(_read_part, file, start, part) for start, part in parts]
+        try:
+            for (_, part), read in zip(parts, reads, strict=True):
+                if read.result() != len(part):
+                    raise WeightsCorrupt(expert, f"{path} ended while it was read: pack it again")
+                if on_part is not None and part:
+                    on_part(part)
+        finally:
+            _settle(reads)  # no thread may still write into the caller's memory, or read a closed file
+        return stamp
+
+    def _stream_parts(
+        self,
+        file: int,
+        path: Path,
+        size_bytes: int,
+        staging: memoryview,
+        expert: str,
+        on_part: Callable[[FilePart], None],
+    ) -> FileStamp:
+        stamp = _stamp_of(file, path, size_bytes, expert)
+        places = len(staging) // PART_BYTES
+        if not places:
+            raise ValueError(f"staging of {len(staging)} bytes holds no part of {PART_BYTES}")
+        under_way: deque[tuple[FilePart, Future[int]]] = deque()
+        try:
+            for number, start in enumerate(range(0, size_bytes, PART_BYTES)):
+                if len(under_way) == places:
+                    _pass_on(*under_way.popleft(), path, expert, on_part)
+                at = number % places * PART_BYTES
+                part = FilePart(start, at, staging[at : at + min(PART_BYTES, size_bytes - start)])
+                under_way.append((part, self._threads.submit(_read_part, file, start, part.content)))
+            while under_way:
+                _pass_on(*under_way.popleft(), path, expert, on_part)
+        finally:
+            _settle([read for _, read in under_way])
+        return stamp
+
+
+def _pass_on(part: FilePart, read: Future[int], path: Path, expert: str, on_part: Callable[[FilePart], None]) -> None:
+    if read.result() != len(part.content):
+        raise WeightsCorrupt(expert, f"{path} ended while it was read: pack it again")
+    on_part(part)
+
+
+def _stamp_of(file: int, path: Path, size_bytes: int, expert: str) -> FileStamp:
+    stamp = FileStamp.of(os.fstat(file))
+    if stamp.size_bytes != size_bytes:
+        raise WeightsCorrupt(expert, f"{path} has {stamp.size_bytes} bytes, {size_bytes} expected: pack it again")
+    return stamp
+
+
+def _settle(reads: list[Future[int]]) -> None:
+    for read in reads:
+        read.cancel()
+    for read in reads:
+        if not read.cancelled():
+            read.exception()
+
+
+@contextmanager
+def _opened(path: Path, expert: str, *, direct: bool) -> Iterator[tuple[int, bool]]:
+    """An open descriptor, and whether reading from it is direct."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    wants_direct = direct and bool(_DIRECT_FLAG)
+    try:
+        try:
+            file = os.open(path, flags | (_DIRECT_FLAG if wants_direct else 0))
+        except OSError as error:
+            if not wants_direct or error.errno != errno.EINVAL:
+                raise
+            wants_direct = False
+            file = os.open(path, flags)
+    except FileNotFoundError as error:
+        raise WeightsMissing(expert, f"{path} is not there: put it back, or pack the line again") from error
+    except OSError as error:
+        raise _load_failed(path, expert, error) from error
+    try:
+        if direct and _NO_CACHE is not None:
+            fcntl.fcntl(file, _NO_CACHE, 1)
+        yield file, wants_direct
+    finally:
+        os.close(file)
+
+
+def _read_part(file: int, start: int, part: memoryview) -> int:
+    """Read until the part is full or the file ends; the number of bytes that came."""
+    done = 0
+    while done < len(part):
+        count = os.preadv(file, [part[done:]], start + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _drop_from_cache(file: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _load_failed(path: Path, expert: str, error: OSError) -> LoadFailed:
+    return LoadFailed(expert, f"{path} cannot be read: {error.strerror or error}")

@@ -1,0 +1,76 @@
+"""Brings a weights file into a format that is safe to read: `coserve experts import`.
+
+A .pt or .pth is a pickle, and reading one may run whatever its author wrote. So it is read once, here, in a process of
+its own that is thrown away, only as tensors (``torch.load(weights_only=True)``), and written as .safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.manifests import replacing
+
+UNPICKLING = Path(__file__).parent / "backends" / "unpickling.py"
+UNPICKLING_LIMIT_S = 600.0  # a few GB from a slow disk; a file that takes longer is not a state dict
+PICKLES = frozenset({".pt", ".pth"})
+FORMATS = frozenset({".safetensors", ".onnx"})
+
+
+def import_weights(source: Path, destination: Path) -> str:
+    """Copy weights to ``destination``, as .safetensors or .onnx; returns the sha256 of what was written.
+
+    ``source``: .safetensors and .onnx are copied and checked; a .pt or .pth must hold a state dict, or a checkpoint
+    {"state_dict": ...}. Raises WeightsMissing, WeightsCorrupt, LoadFailed, and WeightsRefused for a pickle that holds
+    more than tensors. Nothing is left at ``destination`` then that was not there before.
+    """
+    wanted = ".safetensors" if source.suffix in PICKLES else source.suffix
+    if source.suffix not in PICKLES | FORMATS:
+        raise WeightsRefused(str(source), "unknown format: give a .safetensors, .onnx, .pt or .pth file")
+    if destination.suffix != wanted:
+        raise WeightsRefused(str(source), f"its import is a {wanted} file: name the destination so, not {destination}")
+    if not source.is_file():
+        raise WeightsMissing(str(source), "there is no such file")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    candidate = destination.with_name(f".{destination.stem}.import{wanted}")
+    try:
+        if source.suffix in PICKLES:
+            _unpickle(source, candidate)
+        else:
+            shutil.copyfile(source, candidate)
+        _check(source, candidate)
+        with candidate.open("rb") as file, replacing(destination) as final:
+            shutil.copyfileobj(file, final)
+        with destination.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise LoadFailed(str(source), f"cannot be imported: {error}") from error
+    finally:
+        candidate.unlink(missing_ok=True)
+
+
+def _unpickle(source: Path, candidate: Path) -> None:
+    """In a process of its own; it answers by its exit code, and explains on the last line of its stderr."""
+    command = [sys.executable, "-I", str(UNPICKLING), str(source.resolve()), str(candidate.resolve())]
+    try:
+        ended = subprocess.run(command, capture_output=True, timeout=UNPICKLING_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise WeightsRefused(str(source), f"reading it took over {UNPICKLING_LIMIT_S:.0f} s") from error
+    lines = ended.stderr.decode(errors="replace").strip().splitlines()
+    reason = lines[-1] if lines else f"the reading process ended with {ended.returncode}"
+    if ended.returncode == 3:
+        raise WeightsRefused(
+            str(source), f"holds more than tensors ({reason}): save model.state_dict() alone and import that file"
+        )
+    if ended.returncode != 0:
+        raise WeightsCorrupt(str(source), f"cannot be read: {reason}")
+
+
+def _check(source: Path, candidate: Path) -> None:
+    from experts.backends.weight_files import check_weights  # heavy runtimes: only when a file is imported
+
+    check_weights(str(source), candidate)

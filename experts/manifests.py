@@ -1,0 +1,122 @@
+"""Manifests: what was packed from which source, one JSON file per expert and precision.
+
+A manifest that cannot be understood counts as absent, so the expert is packed again. They are written beside their
+place, synced and renamed, so that a power cut leaves the old one or the new.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from experts.weights import PackedExpert, Segment, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The file an expert was packed from, and how. ``size_bytes`` and ``mtime_ns`` spare hashing it at every start."""
+
+    sha256: str
+    size_bytes: int
+    mtime_ns: int
+    recipe: str  # whatever else decided on the packed bytes: format, architecture, stem, number of labels
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One packed expert, its source, and the sha256 of each tensor by name (how shared ones are found)."""
+
+    packed: PackedExpert
+    source: Source
+    tensor_sha256: Mapping[str, str]
+
+
+class ManifestFolder:
+    """The manifests of one line, by expert and precision."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def path(self, expert: str, precision: str) -> Path:
+        parts = expert.split("/")
+        if any(part in {"", ".", ".."} or "\0" in part for part in parts):
+            raise ValueError(f"{expert!r} cannot be an expert's id: it is not kind/name")
+        return self._directory.joinpath(*parts[:-1], f"{parts[-1]}.{precision}.json")
+
+    def read(self, expert: str, precision: str) -> Manifest | None:
+        """The manifest; None where there is none, or none that can be understood."""
+        manifest = _read(self.path(expert, precision))
+        is_its_own = (
+            manifest is not None and manifest.packed.expert == expert and manifest.packed.precision == precision
+        )
+        return manifest if is_its_own else None
+
+    def write(self, manifest: Manifest) -> None:
+        path = self.path(manifest.packed.expert, manifest.packed.precision)
+        with replacing(path) as file:
+            file.write(json.dumps(asdict(manifest), separators=(",", ":")).encode())
+
+    def delete(self, expert: str, precision: str) -> None:
+        """Forget it; nothing happens where there is none."""
+        self.path(expert, precision).unlink(missing_ok=True)
+
+    def read_all(self) -> list[Manifest]:
+        """All that can be understood, in the order of their paths."""
+        found = (_read(path) for path in sorted(self._directory.rglob("*.json")))
+        return [manifest for manifest in found if manifest is not None]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes its name only once it is complete and on the disk; an error leaves nothing of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames in it survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> Manifest | None:
+    try:
+        return _manifest(json.loads(path.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, KeyError):  # not JSON, or not what this version writes
+        return None
+
+
+def _manifest(document: dict[str, Any]) -> Manifest:
+    packed = dict(document["packed"])
+    packed["own"] = _segment(packed["own"])
+    packed["shared"] = tuple(_segment(shared) for shared in packed["shared"])
+    return Manifest(PackedExpert(**packed), Source(**document["source"]), dict(document["tensor_sha256"]))
+
+
+def _segment(document: dict[str, Any]) -> Segment:
+    tensors = tuple(
+        TensorSpec(spec["name"], spec["dtype"], tuple(spec["shape"]), tuple(spec["stride"]), spec["offset_bytes"])
+        for spec in document["tensors"]
+    )
+    return Segment(document["sha256"], document["size_bytes"], tensors)

@@ -1,0 +1,367 @@
+"""Offline: .safetensors and .onnx -> packed weights ready to run, once per expert and precision.
+
+Guarantees: what is up to date is left alone (a start with hundreds of experts stats files, it does not hash them). One
+broken expert does not stop the others. A file has its final name only when it is complete and on the disk, and is
+never deleted while a manifest refers to it, so a crash or a full disk at any point leaves what was there usable.
+Assumes: one packing at a time per store (the line's lock sees to it), and that ``experts`` is the whole line.
+Why this structure: sharing is known only once every expert's tensors are, and they do not fit in memory together. So
+each new expert is first written whole to a staging file, its tensors hashed on the way; then the plan is made from
+digests alone, old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.backends import backend_for
+from experts.errors import ExpertError, LoadFailed, WeightsCorrupt, WeightsMissing
+from experts.importing import import_weights
+from experts.manifests import Manifest, ManifestFolder, Source, replacing, sync_directory
+from experts.segment_writer import SegmentWriter
+from experts.sharing import TensorKey, plan_sharing
+from experts.weights import PackedExpert, Segment
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from experts.backends.base import Packable
+    from experts.expert import Expert, Precision
+    from experts.sharing import Partition
+    from experts.weights import SegmentStore, TensorSpec
+
+__all__ = ["PackingReport", "PackingStep", "import_weights", "pack_line"]
+
+PACKING_FORMAT = 1  # raise it when packed bytes change their meaning: everything is packed again
+COPY_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PackingStep:
+    """Progress: the expert that is being looked at, as number ``number`` (from 1) of ``total``."""
+
+    expert: str
+    precision: Precision
+    number: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackingReport:
+    """What can be served, by expert and precision, and what cannot, with the reason.
+
+    An expert that failed in one precision only is in both.
+    """
+
+    packed: Mapping[str, Mapping[Precision, PackedExpert]]
+    failed: Mapping[str, ExpertError]
+
+
+def pack_line(
+    experts: Iterable[Expert],
+    precisions: Mapping[str, Collection[Precision]] | Callable[[str], Collection[Precision]],
+    store: SegmentStore,
+    progress: Callable[[PackingStep], None] | None = None,
+) -> PackingReport:
+    """Bring the store up to date with the line. ``precisions``: those wanted, by expert id.
+
+    Experts that left the line are forgotten, and files that nothing refers to any more are removed. Raises
+    BackendUnavailable when a configured runtime is not there; what concerns one expert is in the report.
+    """
+    wanted = precisions if callable(precisions) else precisions.__getitem__
+    jobs = [_Job(expert, precision) for expert in experts for precision in sorted(wanted(expert.id))]
+    packing = _Packing(store)
+    with packing.staging():
+        for number, job in enumerate(jobs, start=1):
+            if progress is not None:
+                progress(PackingStep(job.expert.id, job.precision, number, len(jobs)))
+            packing.draft(job)
+        packing.settle()
+    packing.collect_garbage({job.expert.id for job in jobs})
+    return packing.report()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    expert: Expert
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """An expert before its tensors are divided. ``staged`` holds all of its own segment if it was packed just now."""
+
+    manifest: Manifest
+    staged: Path | None
+
+    @property
+    def keys(self) -> tuple[TensorKey, ...]:
+        """Its tensors in its own order."""
+        specs = {spec.name: spec for segment in self.manifest.packed.segments for spec in segment.tensors}
+        return tuple(TensorKey.of(specs[name], sha256) for name, sha256 in self.manifest.tensor_sha256.items())
+
+    def keys_of(self, segment: Segment) -> tuple[TensorKey, ...]:
+        return tuple(TensorKey.of(spec, self.manifest.tensor_sha256[spec.name]) for spec in segment.tensors)
+
+
+class _Packing:
+    """One run: drafts first, then segments and manifests, then what is left over."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._manifests = ManifestFolder(store.directory / "manifests")
+        self._staging = store.directory / "staging"
+        self._drafts: defaultdict[Precision, dict[str, _Draft]] = defaultdict(dict)
+        self._packed: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
+        self._sources: dict[str, Source] = {}
+        self._failed: dict[str, ExpertError] = {}
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """A folder for unfinished files; what an earlier run left there goes first."""
+        shutil.rmtree(self._staging, ignore_errors=True)
+        for name in ("staging", "segments", "programs", "manifests"):
+            (self._store.directory / name).mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(self._staging)
+
+    def draft(self, job: _Job) -> None:
+        """Find the expert up to date, or pack it into the staging folder, or note why not."""
+        try:
+            draft = self._kept(job) or self._stage(job)
+        except ExpertError as error:
+            self._failed[job.expert.id] = error
+        except OSError as error:
+            self._failed[job.expert.id] = _unwritable(job.expert.id, error)
+        else:
+            self._drafts[job.precision][job.expert.id] = draft
+
+    def settle(self) -> None:
+        """Divide the tensors over segments, and give every segment and manifest its final name."""
+        for precision, drafts in self._drafts.items():
+            plan = plan_sharing({expert: draft.keys for expert, draft in drafts.items()})
+            shared = _shared_segments(drafts.values())
+            for expert, draft in drafts.items():
+                try:
+                    manifest = self._place(draft, plan[expert], shared)
+                except (OSError, ExpertError) as error:
+                    self._failed[expert] = error if isinstance(error, ExpertError) else _unwritable(expert, error)
+                    if draft.staged is not None:
+                        continue
+                    manifest = draft.manifest  # divided as it was, and still complete
+                self._packed[expert][precision] = manifest.packed
+                self._sources[expert] = manifest.source
+
+    def collect_garbage(self, line: Collection[str]) -> None:
+        """Forget experts that left the line or changed; then remove files without a manifest that names them."""
+        used: set[Path] = set()
+        for manifest in self._manifests.read_all():
+            packed = manifest.packed
+            current = self._sources.get(packed.expert, manifest.source)
+            if packed.expert not in line or current.sha256 != packed.source_sha256:
+                self._manifests.delete(packed.expert, packed.precision)
+                continue
+            used.update(self._files(packed))
+        for folder in ("segments", "programs"):
+            for path in (self._store.directory / folder).iterdir():
+                if path not in used:
+                    path.unlink()
+
+    def report(self) -> PackingReport:
+        return PackingReport(dict(self._packed), dict(self._failed))
+
+    def _kept(self, job: _Job) -> _Draft | None:
+        """The expert as packed earlier, if nothing that decides on its bytes has changed since."""
+        found = self._manifests.read(job.expert.id, job.precision)
+        status = _source_status(job.expert)
+        if found is None or found.source.recipe != _recipe(job.expert) or not self._is_complete(found.packed):
+            return None
+        if (status.st_size, status.st_mtime_ns) != (found.source.size_bytes, found.source.mtime_ns):
+            source = _source(job.expert)
+            if source.sha256 != found.source.sha256:
+                return None
+            found = replace(found, source=source)
+            self._manifests.write(found)
+        return _Draft(found, staged=None)
+
+    def _stage(self, job: _Job) -> _Draft:
+        source = _source(job.expert)
+        packable = backend_for(job.expert.architecture).pack(job.expert, job.precision)
+        program_sha256 = self._write_program(packable)
+        path = self._staging / f"{len(self._drafts[job.precision])}.{job.precision}.whole"
+        digests: dict[str, str] = {}
+        with SegmentWriter(path) as writer:
+            for name, tensor in packable.tensors.items():
+                dense = _dense(tensor)
+                dtype = str(dense.dtype).removeprefix("torch.")
+                digests[name] = writer.append(name, dtype, tuple(dense.shape), dense.stride(), _bytes_of(dense))
+            own = writer.finish()
+        packed = PackedExpert(
+            expert=job.expert.id,
+            architecture=job.expert.architecture,
+            precision=job.precision,
+            layout="",
+            source_sha256=source.sha256,
+            own=own,
+            shared=(),
+            program_sha256=program_sha256,
+        )
+        return _Draft(Manifest(packed, source, digests), staged=path)
+
+    def _write_program(self, packable: Packable) -> str | None:
+        if not packable.program:
+            return None
+        sha256 = hashlib.sha256(packable.program).hexdigest()
+        with replacing(self._store.program_path(sha256)) as file:
+            file.write(packable.program)
+        return sha256
+
+    def _place(self, draft: _Draft, partition: Partition, shared: dict[tuple[TensorKey, ...], Segment]) -> Manifest:
+        """Segments under their final names, then the manifest that refers to them."""
+        for group in partition.shared:
+            if group not in shared:
+                shared[group] = self._write_segment(draft, group)
+        packed = replace(
+            draft.manifest.packed,
+            own=self._own_segment(draft, partition),
+            shared=tuple(shared[group] for group in partition.shared),
+        )
+        manifest = replace(draft.manifest, packed=replace(packed, layout=layout_digest(packed)))
+        if manifest != draft.manifest:
+            self._manifests.write(manifest)
+        if draft.staged is not None:
+            draft.staged.unlink(missing_ok=True)
+        return manifest
+
+    def _own_segment(self, draft: _Draft, partition: Partition) -> Segment:
+        own = draft.manifest.packed.own
+        if draft.keys_of(own) != partition.own:
+            return self._write_segment(draft, partition.own)
+        if draft.staged is not None:
+            self._finish(draft.staged, own)
+        return own
+
+    def _write_segment(self, draft: _Draft, keys: tuple[TensorKey, ...]) -> Segment:
+        """A new segment of tensors that the draft's files hold."""
+        places = self._places(draft)
+        path = self._staging / "part"
+        with SegmentWriter(path) as writer:
+            for key in keys:
+                place = places[key.name]
+                if writer.append_key(key, _read_parts(place)) != key.sha256:
+                    raise WeightsCorrupt(
+                        draft.manifest.packed.expert, f"{place.path} is not what was packed: delete it and pack again"
+                    )
+            segment = writer.finish()
+        self._finish(path, segment)
+        return segment
+
+    def _finish(self, path: Path, segment: Segment) -> None:
+        final = self._store.segment_path(segment.sha256)
+        path.replace(final)
+        sync_directory(final.parent)
+
+    def _places(self, draft: _Draft) -> dict[str, _Place]:
+        packed = draft.manifest.packed
+        if draft.staged is not None:
+            return {spec.name: _Place(draft.staged, spec) for spec in packed.own.tensors}
+        return {
+            spec.name: _Place(self._store.segment_path(segment.sha256), spec)
+            for segment in packed.segments
+            for spec in segment.tensors
+        }
+
+    def _files(self, packed: PackedExpert) -> list[Path]:
+        files = [self._store.segment_path(segment.sha256) for segment in packed.segments]
+        return files if packed.program_sha256 is None else [*files, self._store.program_path(packed.program_sha256)]
+
+    def _is_complete(self, packed: PackedExpert) -> bool:
+        sizes = {self._store.segment_path(segment.sha256): segment.size_bytes for segment in packed.segments}
+        files = self._files(packed)
+        return all(path.is_file() and path.stat().st_size == sizes.get(path, path.stat().st_size) for path in files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one tensor's bytes lie at the moment."""
+
+    path: Path
+    spec: TensorSpec
+
+
+def layout_digest(packed: PackedExpert) -> str:
+    """The digest of everything that a skeleton's bindings depend on, and of nothing else."""
+    tables = [[astuple(spec) for spec in segment.tensors] for segment in packed.segments]
+    parts = [PACKING_FORMAT, packed.architecture, packed.precision, packed.program_sha256, tables]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _recipe(expert: Expert) -> str:
+    """What decides on the packed bytes beside the source file."""
+    size = [expert.input.height, expert.input.width]
+    return json.dumps([PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size])
+
+
+def _source_status(expert: Expert) -> os.stat_result:
+    try:
+        return expert.weights.stat()
+    except FileNotFoundError as error:
+        raise WeightsMissing(
+            expert.id, f"{expert.weights} is not there: copy it there, or correct `weights`"
+        ) from error
+    except OSError as error:
+        raise LoadFailed(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
+
+
+def _source(expert: Expert) -> Source:
+    status = _source_status(expert)
+    try:
+        with expert.weights.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise LoadFailed(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
+    return Source(sha256, status.st_size, status.st_mtime_ns, _recipe(expert))
+
+
+def _shared_segments(drafts: Iterable[_Draft]) -> dict[tuple[TensorKey, ...], Segment]:
+    """Shared segments that lie on disk already, by what they hold."""
+    return {draft.keys_of(segment): segment for draft in drafts for segment in draft.manifest.packed.shared}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor itself if its bytes lie without gaps in one of the two memory formats, else a copy that does."""
+    is_dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    return tensor if is_dense else tensor.contiguous()
+
+
+def _bytes_of(dense: Tensor) -> Iterator[memoryview]:
+    flat = dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    yield memoryview(flat.numpy())
+
+
+def _read_parts(place: _Place) -> Iterator[memoryview]:
+    with place.path.open("rb") as file:
+        file.seek(place.spec.offset_bytes)
+        left = place.spec.size_bytes
+        while left and (part := file.read(min(left, COPY_BYTES))):
+            left -= len(part)
+            yield memoryview(part)
+
+
+def _unwritable(expert: str, error: OSError) -> LoadFailed:
+    return LoadFailed(
+        expert, f"its packed weights cannot be written: {error.strerror or error}; make room and pack again"
+    )
