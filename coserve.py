@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from agent.cli import app
+from profiler.cli import bench_app
+
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
