@@ -1,0 +1,127 @@
+"""A real line in miniature: SqueezeNets at 64 px, packed once for all tests of the runtime."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torchvision import models
+
+from agent.runtime.slots import ExpertCopy
+from experts.backends import backend_for
+from experts.expert import Expert, InputSpec, Precision, Prediction
+from experts.packing import pack_line
+from experts.weights import SegmentStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LABELS = ("ok", "missing", "tombstone")
+SIZE = InputSpec(64, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Packed experts: ``own-*`` share nothing, ``twin-*`` share their features, ``kin-*`` share others of the same
+    layout, ``wide`` is of another architecture."""
+
+    segments: SegmentStore
+    copies: dict[str, ExpertCopy]
+
+    def copy(self, name: str) -> ExpertCopy:
+        """The copy of an expert named without its kind."""
+        return self.copies[f"cls/{name}@fp32"]
+
+    def file_of(self, name: str) -> Path:
+        """Where an expert's own bytes lie."""
+        return self.segments.segment_path(self.copy(name).packed.own.sha256)
+
+    def pixels(self, seed: int) -> np.ndarray:
+        """A made-up image, larger than the experts' input: every seed has a colour of its own, under noise."""
+        random = np.random.default_rng(seed)
+        colour = random.integers(0, 256, 3)
+        return np.clip(colour + random.integers(-60, 60, (70, 80, 3)), 0, 255).astype(np.uint8)
+
+    def predict(self, name: str, image: np.ndarray) -> Prediction:
+        """What an expert says without the runtime: a module of its own, made from its owner's file."""
+        expert = self.copy(name).expert
+        backend = backend_for(expert.architecture)
+        skeleton = backend.skeleton(expert, Precision.FP32, b"", "cpu")
+        skeleton.bind(backend.pack(expert, Precision.FP32).tensors)
+        return skeleton.infer(expert, [backend.prepare(expert, image)])[0]
+
+
+@pytest.fixture(scope="session")
+def packed_directory(tmp_path_factory) -> Path:
+    """Weights and packed files, made once and never written again."""
+    directory = tmp_path_factory.mktemp("line")
+    _write_weights(directory)
+    segments = SegmentStore(directory / "packed")
+    report = pack_line(experts_in(directory), lambda _: {Precision.FP32}, segments)
+    segments.close()
+    assert not report.failed
+    return directory
+
+
+@pytest.fixture
+def line(packed_directory) -> Iterator[Line]:
+    """The line, over its packed files as they are."""
+    yield from _opened(packed_directory)
+
+
+@pytest.fixture
+def breakable_line(packed_directory, tmp_path) -> Iterator[Line]:
+    """A line of its own, whose files a test may damage."""
+    shutil.copytree(packed_directory, tmp_path / "line", copy_function=shutil.copy2)
+    yield from _opened(tmp_path / "line")
+
+
+def experts_in(directory: Path) -> list[Expert]:
+    """The experts whose weights lie in a directory."""
+    return [
+        Expert(
+            f"cls/{file.stem}",
+            "shufflenet_v2_x0_5" if file.stem.startswith("wide") else "squeezenet1_1",
+            file,
+            LABELS,
+            SIZE,
+        )
+        for file in sorted(directory.glob("*.safetensors"))
+    ]
+
+
+def _opened(directory: Path) -> Iterator[Line]:
+    segments = SegmentStore(directory / "packed")
+    report = pack_line(experts_in(directory), lambda _: {Precision.FP32}, segments)
+    copies = [
+        ExpertCopy(f"{expert.id}@fp32", expert, report.packed[expert.id][Precision.FP32])
+        for expert in experts_in(directory)
+    ]
+    yield Line(segments, {copy.name: copy for copy in copies})
+    segments.close()
+
+
+def _write_weights(directory: Path) -> None:
+    for number in range(4):
+        save_file(_squeezenet(number), directory / f"own-{number}.safetensors")
+    for family, seed in (("twin", 100), ("kin", 200)):
+        trunk = {name: tensor for name, tensor in _squeezenet(seed).items() if name.startswith("features")}
+        for number in range(3 if family == "twin" else 2):
+            save_file(_squeezenet(seed + 1 + number) | trunk, directory / f"{family}-{number}.safetensors")
+    torch.manual_seed(0)
+    module = models.shufflenet_v2_x0_5(num_classes=len(LABELS))
+    save_file(module.state_dict(), directory / "wide.safetensors")
+
+
+def _squeezenet(seed: int) -> dict[str, torch.Tensor]:
+    """Random weights, scaled so that different images get different labels."""
+    torch.manual_seed(seed)
+    state = models.squeezenet1_1(num_classes=len(LABELS)).state_dict()
+    state["classifier.1.weight"] = state["classifier.1.weight"] * 40
+    return {name: tensor.contiguous() for name, tensor in state.items()}

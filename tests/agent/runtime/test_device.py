@@ -1,0 +1,127 @@
+"""The box as it is seen, and one contract for every memory."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from agent.runtime.device import (
+    CudaMemory,
+    EmulatedMemory,
+    HostMemory,
+    MpsMemory,
+    detect,
+    host_memory,
+    memory_for,
+    torch_device,
+)
+from experts.errors import BackendUnavailable, MemoryExceeded
+
+MIB = 1024 * 1024
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+NEEDS_MPS = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no Apple GPU here")
+MEMORIES = [
+    pytest.param(HostMemory, "cpu", id="host"),
+    pytest.param(lambda: EmulatedMemory(8 * MIB), "cpu", id="emulated"),
+    pytest.param(lambda: HostMemory(pinned=True), "cpu", id="pinned", marks=[pytest.mark.gpu, NEEDS_CUDA]),
+    pytest.param(CudaMemory, "cuda", id="cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]),
+    pytest.param(MpsMemory, "mps", id="mps", marks=[pytest.mark.mps, NEEDS_MPS]),
+]
+
+
+@pytest.mark.parametrize(("make", "device"), MEMORIES)
+def test_a_region_holds_what_was_copied_into_it(make, device):
+    memory = make()
+    region = memory.allocate(MIB)
+    source = torch.arange(4096, dtype=torch.int64).view(torch.uint8)
+    memory.fill(region, 4096, source)
+    held = region.tensor(device)
+    assert (region.size_bytes, held.numel(), held.dtype) == (MIB, MIB, torch.uint8)
+    assert torch.equal(held[4096 : 4096 + source.numel()].cpu(), source)
+    region.close()
+    region.close()
+
+
+@pytest.mark.parametrize(("make", "device"), MEMORIES)
+def test_a_region_refuses_a_device_that_cannot_see_it(make, device):
+    region = make().allocate(MIB)
+    with pytest.raises(BackendUnavailable):
+        region.tensor("xpu")
+    region.close()
+
+
+def test_host_regions_are_read_into_and_emulated_ones_are_not():
+    host, emulated = HostMemory().allocate(MIB), EmulatedMemory(MIB).allocate(MIB)
+    assert host.buffer is not None
+    assert host.buffer.tensor.data_ptr() == host.tensor("cpu").data_ptr()
+    assert emulated.buffer is None
+    host.close()
+    emulated.close()
+
+
+def test_the_emulated_arena_is_bounded_and_takes_closed_regions_back():
+    memory = EmulatedMemory(2 * MIB)
+    first, second = memory.allocate(MIB), memory.allocate(MIB)
+    with pytest.raises(MemoryExceeded) as refused:
+        memory.allocate(1)
+    assert (refused.value.wanted_bytes, refused.value.free_bytes) == (1, 0)
+    first.close()
+    first.close()
+    assert memory.held_bytes == MIB
+    memory.allocate(MIB).close()
+    second.close()
+    assert memory.held_bytes == 0
+
+
+def test_a_cpu_box_is_unified():
+    box = detect("cpu")
+    assert (box.processors, box.pools, box.is_split) == (("cpu",), ("host",), False)
+    assert box.pool_of("cpu") == "host"
+    assert box.size_of("host") == box.host
+    assert 0 < box.host.available_bytes <= box.host.total_bytes <= psutil.virtual_memory().total
+    assert box.cores >= 1
+    assert {"python", "torch", "torchvision"} <= dict(box.versions).keys()
+
+
+def test_an_emulated_box_is_split_and_runs_on_the_cpu():
+    box = detect("emulated")
+    assert (box.processors, box.pools) == (("emulated", "cpu"), ("host", "device"))
+    assert (box.pool_of("emulated"), box.pool_of("cpu")) == ("device", "host")
+    assert torch_device("emulated") == "cpu"
+    assert isinstance(memory_for(box, "device", MIB), EmulatedMemory)
+    assert isinstance(memory_for(box, "host", MIB), HostMemory)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_cuda_that_is_asked_for_and_absent_says_what_to_do():
+    with pytest.raises(BackendUnavailable, match="device: cpu"):
+        detect("cuda")
+
+
+def test_an_unknown_device_names_the_known_ones():
+    with pytest.raises(BackendUnavailable, match="auto, cpu, cuda, mps, emulated"):
+        detect("tpu")
+
+
+def test_a_processor_that_the_box_lacks_names_those_it_has():
+    with pytest.raises(BackendUnavailable, match="cpu"):
+        detect("cpu").pool_of("cuda")
+
+
+def test_the_tightest_control_group_limits_the_host(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/machine/unit\n")
+    unit = tmp_path / "groups" / "machine" / "unit"
+    unit.mkdir(parents=True)
+    (unit / "memory.max").write_text("max\n")
+    (unit.parent / "memory.max").write_text(f"{64 * MIB}\n")
+    (unit.parent / "memory.current").write_text(f"{40 * MIB}\n")
+    (unit.parent / "memory.stat").write_text(f"anon 1\ninactive_file {10 * MIB}\n")
+    size = host_memory(tmp_path / "groups", membership)
+    assert (size.total_bytes, size.available_bytes) == (64 * MIB, 34 * MIB)
+
+
+def test_a_host_without_control_groups_has_all_its_memory(tmp_path):
+    size = host_memory(tmp_path / "none", tmp_path / "none")
+    assert size.total_bytes == psutil.virtual_memory().total

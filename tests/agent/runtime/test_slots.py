@@ -1,0 +1,225 @@
+"""What a memory holds, byte for byte, and when a skeleton is made or bound."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from agent.runtime.device import EmulatedMemory, HostMemory
+from agent.runtime.slots import SkeletonShelf, SlotStore
+from experts.backends import backend_for
+from experts.errors import BackendUnavailable, IllegalMove, LoadFailed, MemoryExceeded
+
+ROOMY = 64 * 1024 * 1024
+
+
+def store_of(line, budget_bytes=ROOMY, devices=("cpu",), memory=None):
+    return SlotStore(memory or HostMemory(), budget_bytes, devices, SkeletonShelf(line.segments))
+
+
+def load(store, line, name):
+    """Reserve, materialise and fill one copy."""
+    copy = line.copy(name)
+    slot = store.reserve(copy)
+    store.materialise(slot)
+    for segment in copy.packed.segments:
+        line.segments.read(segment, slot.region_of(segment).buffer, copy.expert.id)
+    store.commit(slot)
+    return copy
+
+
+def own_bytes(line, *names):
+    return sum(line.copy(name).packed.own.slot_bytes for name in names)
+
+
+def test_it_counts_what_the_ledger_counts(line):
+    store = store_of(line)
+    first = load(store, line, "own-0")
+    load(store, line, "twin-0")
+    load(store, line, "twin-1")
+    trunk_bytes = sum(segment.slot_bytes for segment in line.copy("twin-0").packed.shared)
+    assert trunk_bytes > 0
+    assert store.statistics().used_bytes == own_bytes(line, "own-0", "twin-0", "twin-1") + trunk_bytes
+    assert store.statistics().shared_parts == 1
+    store.evict(first.name)
+    store.evict(line.copy("twin-0").name)
+    assert store.statistics().used_bytes == own_bytes(line, "twin-1") + trunk_bytes
+    store.evict(line.copy("twin-1").name)
+    assert (store.statistics().used_bytes, store.statistics().shared_parts) == (0, 0)
+    store.close()
+
+
+def test_a_reserved_slot_counts_before_it_has_memory_and_an_abandoned_one_no_more(line):
+    store = store_of(line)
+    slot = store.reserve(line.copy("twin-0"))
+    assert store.statistics().used_bytes > 0
+    store.abandon(slot)
+    assert store.statistics().used_bytes == 0
+    load(store, line, "twin-0")
+    store.close()
+
+
+def test_loading_over_an_expert_of_the_same_layout_makes_and_binds_nothing(line):
+    store = store_of(line, own_bytes(line, "own-0"))
+    for name in ("own-0", "own-1", "own-2", "own-0"):
+        store.evict(load(store, line, name).name)
+    statistics = store.statistics()
+    assert (statistics.regions_allocated, statistics.regions_reused, statistics.binds) == (1, 3, 1)
+    assert statistics.peak_held_bytes == own_bytes(line, "own-0")
+    store.close()
+
+
+def test_spares_of_another_size_make_way_before_the_budget_is_exceeded(line):
+    budget_bytes = own_bytes(line, "own-0")
+    memory = EmulatedMemory(budget_bytes)
+    store = store_of(line, budget_bytes, memory=memory)
+    for name in ("own-0", "wide", "own-1", "wide"):
+        slot = store.reserve(line.copy(name))
+        store.materialise(slot)
+        store.commit(slot)
+        assert memory.held_bytes <= budget_bytes
+        store.evict(slot.copy.name)
+    assert store.statistics().peak_held_bytes <= budget_bytes
+    store.close()
+    assert memory.held_bytes == 0
+
+
+def test_a_skeleton_whose_region_went_to_another_layout_is_taken_up_again(line):
+    shelf = SkeletonShelf(line.segments)
+    store = SlotStore(HostMemory(), own_bytes(line, "own-0"), ("cpu",), shelf)
+    for name in ("own-0", "wide", "own-1", "wide", "own-2"):
+        store.evict(load(store, line, name).name)
+    assert shelf.constructed == 2
+    store.close()
+
+
+def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line):
+    shelf = SkeletonShelf(line.segments)
+    store = SlotStore(HostMemory(), ROOMY, ("cpu",), shelf)
+    load(store, line, "twin-0")
+    load(store, line, "kin-0")
+    store.evict("cls/twin-0@fp32")
+    assert store.statistics().binds == 2
+    expert = load(store, line, "kin-1").expert
+    assert (store.statistics().binds, shelf.constructed) == (3, 2)
+    image = line.pixels(1)
+    with store.using("cls/kin-1@fp32") as slot:
+        prepared = backend_for(expert.architecture).prepare(expert, image)
+        assert slot.skeleton("cpu").infer(expert, [prepared]) == (line.predict("kin-1", image),)
+    store.close()
+
+
+def test_two_experts_of_one_trunk_run_from_one_region(line):
+    store = store_of(line)
+    load(store, line, "twin-0")
+    load(store, line, "twin-1")
+    with store.using("cls/twin-0@fp32") as first, store.using("cls/twin-1@fp32") as second:
+        trunk = first.copy.packed.shared[0]
+        assert first.region_of(trunk) is second.region_of(trunk)
+        assert first.region is not second.region
+    store.close()
+
+
+def test_what_runs_is_not_evicted(line):
+    store = store_of(line)
+    copy = load(store, line, "own-0")
+    with store.using(copy.name), pytest.raises(IllegalMove, match="in use"):
+        store.evict(copy.name)
+    store.evict(copy.name)
+    with pytest.raises(IllegalMove, match="absent"):
+        store.evict(copy.name)
+    store.close()
+
+
+def test_what_is_on_its_way_is_neither_run_nor_evicted_nor_loaded_twice(line):
+    store = store_of(line)
+    slot = store.reserve(line.copy("own-0"))
+    store.materialise(slot)
+    for misuse in (store.evict, lambda name: store.using(name).__enter__()):
+        with pytest.raises(IllegalMove, match="loading"):
+            misuse("cls/own-0@fp32")
+    with pytest.raises(IllegalMove, match="loading"):
+        store.reserve(line.copy("own-0"))
+    store.abandon(slot)
+    store.close()
+
+
+def test_a_memory_without_room_refuses_and_the_slot_can_be_abandoned(line):
+    memory = EmulatedMemory(own_bytes(line, "own-0"))
+    store = store_of(line, ROOMY, memory=memory)
+    first, second = store.reserve(line.copy("own-0")), store.reserve(line.copy("own-1"))
+    store.materialise(first)
+    with pytest.raises(MemoryExceeded):
+        store.materialise(second)
+    store.abandon(second)
+    store.abandon(first)
+    assert store.statistics().used_bytes == 0
+    store.close()
+
+
+def test_a_mere_cache_binds_no_skeleton(line):
+    shelf = SkeletonShelf(line.segments)
+    store = SlotStore(HostMemory(), ROOMY, (), shelf)
+    copy = load(store, line, "own-0")
+    assert shelf.constructed == 0
+    with store.using(copy.name) as slot, pytest.raises(LoadFailed, match="not bound for cpu"):
+        slot.skeleton("cpu")
+    store.close()
+
+
+@dataclass(slots=True, eq=False)
+class TorchRegion:
+    """Memory that only torch's own allocator knows, as a GPU's is."""
+
+    bytes_: torch.Tensor | None
+    size_bytes: int
+    buffer: None = None
+
+    def tensor(self, device):
+        if device != "cpu":
+            raise BackendUnavailable(device, "these bytes are on the CPU")
+        return self.bytes_
+
+    def close(self):
+        self.bytes_ = None
+
+
+class TorchMemory:
+    """A memory that is free only when no tensor shows it any more, as a GPU's is."""
+
+    pool = "device"
+    views_hold_bytes = True
+
+    def __init__(self):
+        self.arrays = []
+
+    def allocate(self, size_bytes):
+        array = np.zeros(size_bytes, dtype=np.uint8)
+        self.arrays.append(weakref.ref(array))
+        return TorchRegion(torch.from_numpy(array), size_bytes)
+
+    def fill(self, region, offset_bytes, source):
+        region.tensor("cpu")[offset_bytes : offset_bytes + source.numel()].copy_(source)
+
+
+def test_shelved_skeletons_hold_no_memory(line):
+    memory, shelf = TorchMemory(), SkeletonShelf(line.segments)
+    budget_bytes = own_bytes(line, "twin-0") + sum(s.slot_bytes for s in line.copy("twin-0").packed.shared)
+    store = SlotStore(memory, max(budget_bytes, own_bytes(line, "own-0")), ("cpu",), shelf)
+    for name in ("own-0", "twin-0", "wide", "own-0", "twin-1", "wide"):
+        slot = store.reserve(line.copy(name))
+        store.materialise(slot)
+        store.commit(slot)
+        store.evict(slot.copy.name)
+        del slot
+    gc.collect()
+    living_bytes = sum(array.nbytes for each in memory.arrays if (array := each()) is not None)
+    held_bytes = store.statistics().used_bytes + store.statistics().spare_bytes
+    assert living_bytes == held_bytes
+    assert shelf.constructed == 3
+    store.close()
