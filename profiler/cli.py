@@ -1,4 +1,4 @@
-"""The measuring commands: ``coserve bench``. Each prints what it measured, and says so where it is short of a target."""
+"""The measuring commands: ``coserve bench``. Each prints what it measured, and where it is short of a target."""
 
 from __future__ import annotations
 

@@ -95,9 +95,8 @@ def report() -> tuple[list[str], list[DecisionTimes]]:
     at_target = rows[1]
     verdict = "reached" if at_target.p99_s <= TARGET_P99_S else "SHORT of its target"
     lines.append(f"target: p99 at most {TARGET_P99_S * 1e6:.0f} us at {TARGET_QUEUED} queued: {verdict}")
-    lines.append(
-        f"growth of p99 from 1 000 to 100 000 queued: x{rows[2].p99_s / rows[0].p99_s:.2f}, of CPU time x{rows[2].cpu_p99_s / rows[0].cpu_p99_s:.2f}"
-    )
+    growth, cpu_growth = rows[2].p99_s / rows[0].p99_s, rows[2].cpu_p99_s / rows[0].cpu_p99_s
+    lines.append(f"growth of p99 from 1 000 to 100 000 queued: x{growth:.2f}, of its CPU time x{cpu_growth:.2f}")
     return lines, rows
 
 
