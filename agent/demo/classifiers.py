@@ -5,7 +5,7 @@ among its own component's labels. Then the trunk (everything before ``layer4``) 
 and each component's own ``layer4`` and head are trained on its crops' trunk features, from where the joint ones stand.
 So the experts of a line share their trunk bit for bit, and each still owns three quarters of its bytes.
 
-Why: a trunk that has seen all components needs few crops of each, and eight epochs in total instead of eight per expert.
+Why: a trunk that has seen all components needs few crops of each, and is trained once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torchvision
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import OneCycleLR
+
+from experts.backends.classifier import build_trainable
+from experts.backends.pixels import IMAGENET_DEVIATION, IMAGENET_MEAN
+from experts.expert import Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
 ARCHITECTURE = "resnet18"
 STEM = "3x3"
 OWN_STAGES = ("layer4.", "fc.")
-MEAN = (0.485, 0.456, 0.406)
-DEVIATION = (0.229, 0.224, 0.225)
 EVALUATION_BATCH = 128
 
 
@@ -37,7 +40,7 @@ EVALUATION_BATCH = 128
 class ClassifierPlan:
     """How long and at what size the classifiers are trained. ``joint_px``: the picture's side in each joint epoch.
 
-    Epochs below ``input_px`` cost less; with ``crops_centre`` they see the middle of a crop, else the crop made smaller.
+    Epochs below ``input_px`` cost less; with ``crops_centre`` they see a crop's middle, else all of it smaller.
     ``turns``: mirror images and quarter turns keep their label, which is untrue of parts with a polarity.
     """
 
@@ -53,7 +56,7 @@ class ClassifierPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassifierSet:
-    """The pictures and truths to train on. ``pictures``: uint8 (n, 3, side, side); labels count from 0 per component."""
+    """Pictures, uint8 (n, 3, side, side), and truths. Targets count a component's own labels from 0."""
 
     labels: dict[str, tuple[str, ...]]
     pictures: Tensor
@@ -79,16 +82,14 @@ def classifier_set(
 
 
 def pictures(crops: Sequence[LabelledCrop], side_px: int) -> Tensor:
-    """The crops' pixels: uint8 (n, 3, side_px, side_px)."""
-    shrunk = []
+    """The crops' pixels, scaled as the serving backend scales them: uint8 (n, 3, side_px, side_px)."""
+    scaled = []
     for crop in crops:
-        picture = torch.from_numpy(np.array(crop.pixels)).permute(2, 0, 1)
-        if picture.shape[1:] != (side_px, side_px):
-            picture = functional.interpolate(
-                picture[None], size=(side_px, side_px), mode="bilinear", antialias=True, align_corners=False
-            )[0]
-        shrunk.append(picture)
-    return torch.stack(shrunk)
+        image = Image.fromarray(crop.pixels)
+        if image.size != (side_px, side_px):
+            image = image.resize((side_px, side_px), Image.Resampling.BILINEAR)
+        scaled.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    return torch.stack(scaled)
 
 
 def train_trunk(
@@ -102,9 +103,7 @@ def train_trunk(
     count, size = len(data.pictures), min(plan.batch_size, len(data.pictures))
     steps = count // size * len(plan.joint_px)
     optimizer = torch.optim.AdamW(model.parameters(), plan.joint_learning_rate, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, plan.joint_learning_rate, total_steps=steps + 1, pct_start=0.25
-    )
+    schedule = OneCycleLR(optimizer, plan.joint_learning_rate, total_steps=steps + 1, pct_start=0.25)
     done = 0
     for side_px in plan.joint_px:
         order = torch.randperm(count, generator=generator)
@@ -159,9 +158,7 @@ def train_own_stages(
     optimizer = torch.optim.AdamW([*stage.parameters(), *head.parameters()], plan.own_learning_rate, weight_decay=0.01)
     size = min(32, len(members))
     steps = -(-len(members) // size) * plan.own_epochs
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, plan.own_learning_rate, total_steps=steps + 1, pct_start=0.2
-    )
+    schedule = OneCycleLR(optimizer, plan.own_learning_rate, total_steps=steps + 1, pct_start=0.2)
     for _ in range(plan.own_epochs):
         for picked in torch.randperm(len(members), generator=generator).split(size):
             with fast_math():
@@ -192,14 +189,16 @@ def merged_tensors(trunk: nn.Module, stage: nn.Module, head: nn.Module) -> dict[
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-def probabilities(trunk: nn.Module, classifier: TrainedClassifier, batch: Tensor) -> Tensor:
-    """What one trained expert says of these pictures (uint8): (n, labels), rows sum to 1."""
+def predict(trunk: nn.Module, classifier: TrainedClassifier, batch: Tensor) -> list[Prediction]:
+    """What one trained expert says of these pictures (uint8)."""
     stage, head = own_stages(trunk, range(len(classifier.labels)))
-    own = classifier.tensors
-    stage.load_state_dict({name.removeprefix("layer4."): own[name] for name in own if name.startswith("layer4.")})
-    head.load_state_dict({name.removeprefix("fc."): own[name] for name in own if name.startswith("fc.")})
+    for module, prefix in ((stage, "layer4."), (head, "fc.")):
+        own = {name: tensor for name, tensor in classifier.tensors.items() if name.startswith(prefix)}
+        module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in own.items()})
     with torch.inference_mode(), fast_math():
-        return head(stage(trunk_features(trunk, normalised(batch))).mean((2, 3))).float().softmax(1)
+        logits = head(stage(trunk_features(trunk, normalised(batch))).mean((2, 3)))
+    scores, rows = (values.tolist() for values in logits.float().softmax(1).max(1))
+    return [Prediction(classifier.labels[row], score) for row, score in zip(rows, scores, strict=True)]
 
 
 def trunk_features(trunk: nn.Module, batch: Tensor) -> Tensor:
@@ -213,11 +212,8 @@ def trunk_features(trunk: nn.Module, batch: Tensor) -> Tensor:
 
 
 def resnet(label_count: int) -> nn.Module:
-    """torchvision's ResNet18 with a 3x3 first convolution of stride 1, for crops of about 64 pixels."""
-    model = torchvision.models.resnet18(num_classes=label_count)
-    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
-    return model.to(memory_format=torch.channels_last)
+    """The architecture as it will be served, with random weights, in training mode."""
+    return build_trainable(ARCHITECTURE, label_count, STEM).to(memory_format=torch.channels_last)
 
 
 def varied(batch: Tensor, turns: bool, generator: torch.Generator) -> Tensor:
@@ -244,13 +240,14 @@ def smaller(batch: Tensor, side_px: int, crops_centre: bool) -> Tensor:
 
 def normalised(batch: Tensor) -> Tensor:
     """uint8 pictures as the serving backend feeds them: scaled to [0, 1], ImageNet's mean and deviation taken out."""
-    mean, deviation = torch.tensor(MEAN).view(1, 3, 1, 1), torch.tensor(DEVIATION).view(1, 3, 1, 1)
+    mean, deviation = torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1), torch.tensor(IMAGENET_DEVIATION).view(1, 3, 1, 1)
     return ((batch.float() / 255.0 - mean) / deviation).contiguous(memory_format=torch.channels_last)
 
 
 @contextmanager
 def fast_math() -> Iterator[None]:
     """bf16 where this processor multiplies it natively, else fp32."""
-    has_bf16 = bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    has_bf16 = bool(capabilities.get("avx512_bf16"))
     with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16):
         yield

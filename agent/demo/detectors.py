@@ -11,20 +11,30 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from agent.demo.classifiers import pictures
 from agent.demo.components import OK, Detector
-from experts.backends.detector import build_trainable
-from experts.expert import NOTHING_FOUND
+from agent.demo.crops import BODIES_FILE
+from experts.backends.detector import CONFIDENCE_MINIMUM, build_trainable
+from experts.errors import ConfigError
+from experts.expert import NOTHING_FOUND, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from agent.demo.crops import LabelledCrop
 
 ARCHITECTURE = "yolov5n"
-CONFIDENCE = 0.25  # below it the serving backend reports no box
 MAX_GRADIENT = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How many steps a network is trained, and its highest learning rate on the way."""
+
+    steps: int
+    learning_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +43,8 @@ class DetectorPlan:
 
     shared_by: Mapping[str, Detector]
     input_px: int = 64
-    joint_steps: int = 180
-    own_steps: int = 30
-    joint_learning_rate: float = 3e-3
-    own_learning_rate: float = 3e-4
+    joint: Pace = Pace(steps=170, learning_rate=3e-3)
+    own: Pace = Pace(steps=20, learning_rate=3e-4)
     batch_size: int = 64
 
 
@@ -62,14 +70,19 @@ class TrainedDetector:
 
 
 def concerned(crops: Sequence[LabelledCrop], plan: DetectorPlan, detector: Detector) -> list[LabelledCrop]:
-    """The crops that a detector would be asked about: its components' good parts, and those with its defect."""
-    return [
-        crop
-        for crop in crops
-        if crop.body is not None
-        and plan.shared_by.get(crop.component) is detector
-        and crop.label in {OK, detector.defect}
-    ]
+    """The crops that a detector would be asked about: its components' good parts, and those with its defect.
+
+    Raises ConfigError for one of them of which it is not known where in the crop the part lies.
+    """
+    labels = {OK, detector.defect}
+    chosen = [crop for crop in crops if plan.shared_by.get(crop.component) is detector and crop.label in labels]
+    for crop in chosen:
+        if crop.body is None:
+            raise ConfigError(
+                f"{crop.component}/{BODIES_FILE} does not say where the part lies in {crop.label}/{crop.file}: "
+                f"the {detector} detector needs it"
+            )
+    return chosen
 
 
 def train_detectors(
@@ -81,28 +94,18 @@ def train_detectors(
         return ()
     classes = [label for detector in asked for label in detector.labels]
     everything = detector_set([crop for chosen in asked.values() for crop in chosen], plan, classes)
-    steps = plan.joint_steps + plan.own_steps * len(asked)
+    total = plan.joint.steps + plan.own.steps * len(asked)
     generator = torch.Generator().manual_seed(seed)
-    joint = build_trainable(ARCHITECTURE, len(classes)).to(memory_format=torch.channels_last)
-    fit(
-        joint,
-        everything,
-        plan,
-        plan.joint_steps,
-        plan.joint_learning_rate,
-        generator,
-        lambda done: progress("detectors", done, steps),
-    )
+    joint = network(len(classes))
+    for done in fit(joint, everything, plan.joint, plan.batch_size, generator):
+        progress("detectors", done, total)
     trained = []
     for number, (detector, chosen) in enumerate(asked.items()):
-        before = plan.joint_steps + number * plan.own_steps
-        module = build_trainable(ARCHITECTURE, len(detector.labels)).to(memory_format=torch.channels_last)
+        module = network(len(detector.labels))
         inherit(module, joint, [classes.index(label) for label in detector.labels])
         own = detector_set(chosen, plan, list(detector.labels))
-        fit(
-            module, own, plan, plan.own_steps, plan.own_learning_rate, generator,
-            lambda done, before=before: progress("detectors", before + done, steps),
-        )  # fmt: skip
+        for done in fit(module, own, plan.own, plan.batch_size, generator):
+            progress("detectors", plan.joint.steps + number * plan.own.steps + done, total)
         trained.append(TrainedDetector(detector, module.eval()))
     return tuple(trained)
 
@@ -126,22 +129,19 @@ def inherit(module: nn.Module, joint: nn.Module, rows: list[int]) -> None:
     )
 
 
-def fit(
-    module: nn.Module,
-    data: DetectorSet,
-    plan: DetectorPlan,
-    steps: int,
-    learning_rate: float,
-    generator: torch.Generator,
-    progress: Callable[[int], None],
-) -> None:
-    """Train for a number of steps with the network's own detection loss."""
+def network(class_count: int) -> nn.Module:
+    """A fresh detector with random weights, ready to be trained."""
+    return build_trainable(ARCHITECTURE, class_count).to(memory_format=torch.channels_last)
+
+
+def fit(module: nn.Module, data: DetectorSet, pace: Pace, batch_size: int, generator: torch.Generator) -> Iterator[int]:
+    """Train with the network's own detection loss; gives the number of steps done, after each."""
     module.train()
-    optimizer = torch.optim.AdamW(module.parameters(), learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps + 1, pct_start=0.2)
-    count, size = len(data.pictures), min(plan.batch_size, len(data.pictures))
+    optimizer = torch.optim.AdamW(module.parameters(), pace.learning_rate, weight_decay=0.01)
+    schedule = OneCycleLR(optimizer, pace.learning_rate, total_steps=pace.steps + 1, pct_start=0.2)
+    count, size = len(data.pictures), min(batch_size, len(data.pictures))
     order = torch.randperm(count, generator=generator)
-    for step in range(steps):
+    for step in range(pace.steps):
         if len(order) < size:
             order = torch.cat([order, torch.randperm(count, generator=generator)])
         picked, order = order[:size], order[size:]
@@ -151,11 +151,11 @@ def fit(
         nn.utils.clip_grad_norm_(module.parameters(), MAX_GRADIENT)
         optimizer.step()
         schedule.step()
-        progress(step + 1)
+        yield step + 1
 
 
 def shifted_batch(data: DetectorSet, picked: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch as ultralytics' losses take it; all its pictures shifted by up to 3 pixels, each lit a little differently."""
+    """A batch as ultralytics' losses take it: shifted together by up to 3 pixels, each picture lit in its own way."""
     side_px = data.pictures.shape[2]
     right, down = (int(shift) - 3 for shift in torch.randint(0, 7, (2,), generator=generator))
     light = 1.0 + 0.15 * (torch.rand(len(picked), 1, 1, 1, generator=generator) - 0.5)
@@ -176,20 +176,20 @@ def scaled(batch: Tensor) -> Tensor:
     return (batch.float() / 255.0).contiguous(memory_format=torch.channels_last)
 
 
-def deciding_boxes(trained: TrainedDetector, batch: Tensor) -> list[tuple[str, float]]:
-    """For each picture (uint8) the label that decides its route, and its score.
+def predict(trained: TrainedDetector, batch: Tensor) -> list[Prediction]:
+    """For each picture (uint8) the box that decides its route, as the serving backend would find it.
 
-    A box with the defect decides, else the best box; a box below CONFIDENCE does not count. Suppressing overlapping boxes
-    of one class never changes the best of a class, so none are suppressed here.
+    A cell speaks for its best class only and counts above CONFIDENCE_MINIMUM; of these boxes one with the defect
+    decides, else the best. Suppression keeps the best box of each class, so it cannot change the answer.
     """
     with torch.inference_mode():
-        answer = trained.module(scaled(batch))
-    best = (answer[0] if isinstance(answer, (tuple, list)) else answer)[:, 4:].amax(2)
-    passing, defect = trained.detector.labels
-    decided = []
-    for good, bad in best.tolist():
-        if bad >= CONFIDENCE:
-            decided.append((defect, bad))
-        else:
-            decided.append((passing, good) if good >= CONFIDENCE else (NOTHING_FOUND, 0.0))
-    return decided
+        scores = trained.module(scaled(batch))[0][:, 4:]
+    best = scores.masked_fill(scores < scores.amax(1, keepdim=True), 0.0).amax(2)
+    return [decided(good, bad, trained.detector) for good, bad in best.tolist()]
+
+
+def decided(passing_score: float, defect_score: float, detector: Detector) -> Prediction:
+    passing, defect = detector.labels
+    if defect_score > CONFIDENCE_MINIMUM:
+        return Prediction(defect, defect_score)
+    return Prediction(passing, passing_score) if passing_score > CONFIDENCE_MINIMUM else Prediction(NOTHING_FOUND, 0.0)

@@ -58,7 +58,7 @@ class Part:
 
 
 def draw_part(type_: ComponentType, label: str, rng: np.random.Generator) -> Part:
-    """Draw one part with the defect that its label names. Alignment and polarity are the placement's, not the drawing's."""
+    """One part with the defect that its label names; how it lies (shifted, reversed) is not the drawing's business."""
     side_px = round(type_.window_px * 1.25)
     part = Part(type_, label, Canvas(side_px, rng), Canvas(side_px, rng), Canvas(side_px, rng), rng)
     PACKAGES[type_.package](part)
@@ -78,9 +78,9 @@ def draw_crack(part: Part, colour: Colour, half_width: float, half_height: float
     """A crack across the body, and the chip that broke off at its end."""
     top = part.rng.uniform(-0.45, 0.45) * half_width
     bottom = top + part.rng.uniform(-0.4, 0.4) * half_width
-    width = max(2.0, 0.11 * half_height)
+    width = max(2.6, 0.14 * half_height)
     part.body.crack((top, -half_height), (bottom, half_height), colour, width)
-    size = part.rng.uniform(0.35, 0.5) * half_height
+    size = part.rng.uniform(0.45, 0.6) * half_height
     part.body.polygon(
         [(bottom - size, half_height), (bottom + size, half_height), (bottom, half_height - size)], colour
     )
@@ -259,7 +259,7 @@ def bridge(part: Part, legs: list[tuple[float, float]]) -> None:
     """Solder that joins two neighbouring legs."""
     first = int(part.rng.integers(len(legs) - 1))
     (x0, y0), (x1, y1) = legs[first], legs[first + 1]
-    thick = part.rng.uniform(4.5, 6.0)
+    thick = part.rng.uniform(6.0, 8.0)
     part.cover.rectangle(
         min(x0, x1) - thick, min(y0, y1) - thick, max(x0, x1) + thick, max(y0, y1) + thick,
         part.tint((206, 210, 214)), radius=thick, shade="dome",

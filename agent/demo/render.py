@@ -227,7 +227,7 @@ def label_place(site: Site) -> tuple[float, float]:
     part = site.component
     tall = part.height_px if site.quarter_turns % 2 == 0 else part.width_px
     clearance = 28 if part.pins or part.height_px > 80 else 16
-    return site.x_px, site.y_px + min(tall / 2 + clearance, part.window_px / 2 - 2)
+    return site.x_px, site.y_px + min(tall / 2 + clearance, part.window_px / 2 + 6)
 
 
 def draw_traces(draw: ImageDraw.ImageDraw, sites: Sequence[Site], rng: np.random.Generator) -> None:

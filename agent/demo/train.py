@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,10 +83,10 @@ def train_experts(
         trained = train_all(parts.training, plan, seed, progress, watch)
         with watch.time("validation"):
             answers = answer_all(trained, parts.held_out, plan)
-    routes = choose_routes(parts.held_out, answers, plan)
+    routes = choose_routes(trained, parts.held_out, answers, plan)
     with watch.time("write"):
         experts = write_experts(trained, plan, directory, progress)
-    verdicts, labels = accuracy(parts.held_out, answers, ExpertGraph((expert.id for expert in experts), routes))
+    verdicts, labels = accuracy(parts.held_out, answers, graph_of(routes))
     return TrainedLine(experts, routes, watch.seconds, verdicts, labels)
 
 
@@ -168,41 +169,43 @@ def answer_all(
 ) -> list[dict[str, Prediction]]:
     """For each crop, what every expert of its component's route says of it."""
     answers: list[dict[str, Prediction]] = [{} for _ in crops]
-    for classifier in trained.classifiers:
-        members = [i for i, crop in enumerate(crops) if crop.component == classifier.component]
+
+    def ask(expert: str, components: set[str], side_px: int, predict: Callable[[Tensor], list[Prediction]]) -> None:
+        members = [number for number, crop in enumerate(crops) if crop.component in components]
         if members:
-            batch = classifiers.pictures([crops[i] for i in members], plan.classifiers.input_px)
-            scores = classifiers.probabilities(trained.trunk, classifier, batch)
-            for i, (score, label) in zip(
-                members, zip(*(part.tolist() for part in scores.max(1)), strict=True), strict=True
-            ):
-                answers[i][classifier_id(classifier.component)] = Prediction(classifier.labels[label], score)
-    for detector in trained.detectors:
-        asked = plan.detectors.shared_by
-        members = [i for i, crop in enumerate(crops) if asked.get(crop.component) is detector.detector]
-        if members:
-            batch = classifiers.pictures([crops[i] for i in members], plan.detectors.input_px)
-            for i, (label, score) in zip(members, detectors.deciding_boxes(detector, batch), strict=True):
-                answers[i][detector_id(detector.detector)] = Prediction(label, score)
+            batch = classifiers.pictures([crops[number] for number in members], side_px)
+            for number, prediction in zip(members, predict(batch), strict=True):
+                answers[number][expert] = prediction
+
+    for one in trained.classifiers:
+        predict = partial(classifiers.predict, trained.trunk, one)
+        ask(classifier_id(one.component), {one.component}, plan.classifiers.input_px, predict)
+    for shared in trained.detectors:
+        sharing = {name for name, detector in plan.detectors.shared_by.items() if detector is shared.detector}
+        ask(detector_id(shared.detector), sharing, plan.detectors.input_px, partial(detectors.predict, shared))
     return answers
 
 
 def choose_routes(
-    crops: Sequence[LabelledCrop], answers: Sequence[Mapping[str, Prediction]], plan: TrainingPlan
+    trained: TrainedModels,
+    crops: Sequence[LabelledCrop],
+    answers: Sequence[Mapping[str, Prediction]],
+    plan: TrainingPlan,
 ) -> dict[str, tuple[RouteStep, ...]]:
     """The routes with the one classifier threshold that judges most validation crops right; 0.5 if in doubt."""
+    components = [classifier.component for classifier in trained.classifiers]
 
     def routes_at(min_score: float) -> dict[str, tuple[RouteStep, ...]]:
-        return {
-            component: route(component, min_score, plan) for component in sorted({crop.component for crop in crops})
-        }
+        return {component: route(component, min_score, plan) for component in components}
 
-    def verdicts_right(min_score: float) -> float:
-        routes = routes_at(min_score)
-        graph = ExpertGraph({step.expert for steps in routes.values() for step in steps}, routes)
-        return accuracy(crops, answers, graph)[0]
+    def verdict_accuracy(min_score: float) -> float:
+        return accuracy(crops, answers, graph_of(routes_at(min_score)))[0]
 
-    return routes_at(max(SCORE_CANDIDATES, key=verdicts_right))
+    return routes_at(max(SCORE_CANDIDATES, key=verdict_accuracy))
+
+
+def graph_of(routes: Mapping[str, tuple[RouteStep, ...]]) -> ExpertGraph:
+    return ExpertGraph((step.expert for steps in routes.values() for step in steps), routes)
 
 
 def route(component: str, min_score: float, plan: TrainingPlan) -> tuple[RouteStep, ...]:
@@ -215,7 +218,7 @@ def route(component: str, min_score: float, plan: TrainingPlan) -> tuple[RouteSt
 def accuracy(
     crops: Sequence[LabelledCrop], answers: Sequence[Mapping[str, Prediction]], graph: ExpertGraph
 ) -> tuple[float, float]:
-    """The shares of crops with the right verdict and with the right label; a part passed by its whole route counts as ok."""
+    """The shares of crops with the right verdict and the right label; a part passed by its whole route is ok."""
     verdicts = labels = 0
     for crop, answer in zip(crops, answers, strict=True):
         judgement = walk(crop.component, answer, graph)

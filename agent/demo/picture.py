@@ -1,0 +1,83 @@
+"""A rendered board with its verdicts drawn in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from PIL import Image, ImageDraw
+
+from agent.demo.canvas import font
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agent.demo.components import Colour
+    from agent.demo.render import Placement, RenderedBoard
+
+COLOURS: dict[Verdict, Colour] = {
+    Verdict.OK: (86, 214, 126),
+    Verdict.NG: (255, 72, 62),
+    Verdict.UNKNOWN: (255, 184, 48),
+}
+WIDTHS_PX = {Verdict.OK: 1, Verdict.NG: 4, Verdict.UNKNOWN: 4}
+TAG_PX = 19
+STRIP_PX = 56
+
+
+@dataclass(frozen=True, slots=True)
+class PartVerdict:
+    """What the line said of one part."""
+
+    verdict: Verdict
+    label: str
+
+
+def draw_verdicts(board: RenderedBoard, verdicts: Mapping[str, PartVerdict]) -> Image.Image:
+    """The board with a box around each part by its ref: OK thin green, NG red with its label, UNKNOWN amber.
+
+    A part without a verdict is UNKNOWN. Below the board stands how many there are of each.
+    """
+    width, height = board.image.size
+    picture = Image.new("RGB", (width, height + STRIP_PX), (16, 18, 20))
+    picture.paste(board.image)
+    draw = ImageDraw.Draw(picture, "RGBA")
+    nothing = PartVerdict(Verdict.UNKNOWN, "no verdict")
+    judged = [(placement, verdicts.get(placement.ref, nothing)) for placement in board.placements]
+    for placement, part in sorted(judged, key=lambda pair: WIDTHS_PX[pair[1].verdict]):
+        draw_part_verdict(draw, placement, part, width)
+    draw_strip(draw, board.name, [part.verdict for _, part in judged], height)
+    return picture
+
+
+def draw_part_verdict(draw: ImageDraw.ImageDraw, placement: Placement, part: PartVerdict, picture_width: int) -> None:
+    colour = COLOURS[part.verdict]
+    if part.verdict is Verdict.OK:
+        draw.rounded_rectangle(placement.window, radius=5, outline=(*colour, 150), width=WIDTHS_PX[part.verdict])
+        return
+    draw.rounded_rectangle(
+        placement.window, radius=7, outline=colour, fill=(*colour, 26), width=WIDTHS_PX[part.verdict]
+    )
+    words = f"{placement.ref} {part.label}"
+    left, top = placement.window[0], placement.window[1] - TAG_PX - 7
+    tag_width = draw.textlength(words, font=font(TAG_PX)) + 14
+    left = max(4, min(left, round(picture_width - tag_width) - 4))
+    top = top if top > 4 else placement.window[3] + 3
+    draw.rounded_rectangle((left, top, left + tag_width, top + TAG_PX + 6), radius=5, fill=colour)
+    draw.text((left + 7, top + (TAG_PX + 6) / 2), words, font=font(TAG_PX), fill=(20, 12, 12), anchor="lm")
+
+
+def draw_strip(draw: ImageDraw.ImageDraw, name: str, verdicts: list[Verdict], top: int) -> None:
+    """The board's name, its own verdict and the counts."""
+    overall = next((v for v in (Verdict.NG, Verdict.UNKNOWN) if v in verdicts), Verdict.OK)
+    middle = top + STRIP_PX / 2
+    draw.rounded_rectangle((24, top + 10, 24 + 130, top + STRIP_PX - 10), radius=7, fill=COLOURS[overall])
+    draw.text((24 + 65, middle), overall.value, font=font(24), fill=(20, 12, 12), anchor="mm")
+    draw.text((180, middle), name, font=font(24), fill=(232, 234, 232), anchor="lm")
+    x = 560.0
+    for verdict in Verdict:
+        draw.ellipse((x, middle - 8, x + 16, middle + 8), fill=COLOURS[verdict])
+        words = f"{verdicts.count(verdict)} {verdict.value}"
+        draw.text((x + 28, middle), words, font=font(22), fill=(206, 210, 208), anchor="lm")
+        x += 28 + draw.textlength(words, font=font(22)) + 46
