@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Evict, StartLoad
     from agent.runtime.device import Memory, Region
     from agent.runtime.slots import ExpertCopy, Slot, SlotStore
+    from experts.direct_reads import FilePart
     from experts.weights import AlignedBuffer, Segment, SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -199,8 +200,8 @@ class Transfers:
         with self._staging.borrowed() as buffer:
             source = buffer.tensor
 
-            def copy_on(offset_bytes: int, start: int, size_bytes: int) -> None:
-                memory.fill(region, offset_bytes, source[start : start + size_bytes])
+            def copy_on(part: FilePart) -> None:
+                memory.fill(region, part.start_bytes, source[part.at_bytes : part.at_bytes + len(part.content)])
 
             self._segments.stream(segment, buffer, expert, copy_on)
 

@@ -54,7 +54,8 @@ class Line:
         backend = backend_for(expert.architecture)
         skeleton = backend.skeleton(expert, Precision.FP32, b"", "cpu")
         skeleton.bind(backend.pack(expert, Precision.FP32).tensors)
-        return skeleton.infer(expert, [backend.prepare(expert, image)])[0]
+        predicted = skeleton.infer(expert, [backend.prepare(expert, image)])[0]
+        return Prediction(predicted.label, pytest.approx(predicted.score, rel=1e-3), predicted.boxes)
 
 
 @pytest.fixture(scope="session")

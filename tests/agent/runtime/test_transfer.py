@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from queue import SimpleQueue
@@ -16,7 +17,8 @@ from agent.runtime.device import EmulatedMemory, HostMemory
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
-from experts.weights import SegmentStore
+from experts.backends import backend_for
+from experts.weights import Segment, SegmentStore
 
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
@@ -61,8 +63,6 @@ class Yard:
     def predictions(self, name, store, image):
         expert = self.line.copy(name).expert
         with store.using(f"cls/{name}@fp32") as slot:
-            from experts.backends import backend_for
-
             prepared = backend_for(expert.architecture).prepare(expert, image)
             return slot.skeleton("cpu").infer(expert, [prepared])[0]
 
@@ -114,10 +114,6 @@ def test_every_byte_of_a_large_segment_passes_through_the_small_staging_buffer(y
 
 def large_segment(segments):
     """A segment of more parts than the staging buffer holds, the last one short."""
-    import hashlib
-
-    from experts.weights import Segment
-
     content = bytes(torch.randint(0, 256, (41 * 1024 * 1024 + 4096,), dtype=torch.uint8).numpy())
     sha256 = hashlib.sha256(content).hexdigest()
     segments.segment_path(sha256).write_bytes(content)

@@ -1,0 +1,185 @@
+"""A batch's way through an executor's thread: every request has its answer, whatever its image or weights are."""
+
+from __future__ import annotations
+
+import io
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from agent.core.events import BatchFailed, Finished
+from agent.core.performance import ExecutorSpec
+from agent.core.request import Batch, Rejected
+from agent.runtime.device import HostMemory, detect
+from agent.runtime.executor import BatchExecutor, Preparation, checked, is_out_of_memory, judge, threads_per_executor
+from agent.runtime.slots import SkeletonShelf, SlotStore
+from experts.errors import MemoryExceeded, OutputInvalid
+from experts.expert import Box, Prediction
+
+ROOMY = 64 * 1024 * 1024
+PATIENCE_S = 30.0
+
+
+class Desk:
+    """One executor over a host memory, driven by hand."""
+
+    def __init__(self, line):
+        self.line = line
+        self.store = SlotStore(HostMemory(), ROOMY, ("cpu",), SkeletonShelf(line.segments))
+        self.answers = SimpleQueue()
+        self.preparation = Preparation(2, max_pixels=1_000_000)
+        spec = ExecutorSpec(0, "cpu", "host")
+        self.executor = BatchExecutor(spec, self.store, self.preparation, self.answers.put, threads=1)
+        self.executor.start()
+        self.batches = 0
+
+    def load(self, name):
+        copy = self.line.copy(name)
+        slot = self.store.reserve(copy)
+        self.store.materialise(slot)
+        for segment in copy.packed.segments:
+            self.line.segments.read(segment, slot.region_of(segment).buffer, copy.expert.id)
+        self.store.commit(slot)
+        return slot
+
+    def run(self, name, *images):
+        self.batches += 1
+        copy = self.line.copy(name)
+        batch = Batch(self.batches, 0, copy.expert.id, copy.name, tuple(range(len(images))), 0)
+        self.executor.start_batch(batch, copy.expert, images)
+        return self.answers.get(timeout=PATIENCE_S)
+
+    def close(self):
+        self.executor.stop()
+        self.preparation.stop()
+        assert self.answers.empty(), "a batch was answered twice"
+        self.store.close()
+
+
+@pytest.fixture
+def desk(line):
+    desk = Desk(line)
+    yield desk
+    desk.close()
+
+
+def encoded(image, form="png"):
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, form)
+    return file.getvalue()
+
+
+def test_results_come_in_the_order_of_the_requests(desk, line):
+    desk.load("own-0")
+    images = [line.pixels(seed) for seed in range(5)]
+    finished = desk.run("own-0", *images)
+    assert finished == Finished(1, tuple(line.predict("own-0", image) for image in images))
+
+
+def test_pixels_bytes_and_paths_are_the_same_image(desk, line, tmp_path):
+    desk.load("own-0")
+    image = line.pixels(1)
+    file = tmp_path / "crop.png"
+    file.write_bytes(encoded(image))
+    answer = desk.run("own-0", image, encoded(image), file)
+    assert set(answer.results) == {answer.results[0]}
+    assert answer.results[0] == line.predict("own-0", image)
+
+
+def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
+    desk.load("own-0")
+    good = line.pixels(2)
+    missing = tmp_path / "gone.png"
+    huge = np.zeros((1200, 1000, 3), dtype=np.uint8)
+    answer = desk.run("own-0", encoded(good)[:-20], good, missing, b"", encoded(huge))
+    kinds = [type(result) for result in answer.results]
+    assert kinds == [Rejected, Prediction, Rejected, Rejected, Rejected]
+    assert answer.results[1] == line.predict("own-0", good)
+    assert "gone.png" in answer.results[2].reason
+    assert "max_pixels" in answer.results[4].reason
+    statistics = desk.executor.statistics()
+    assert (statistics.batches, statistics.images, statistics.rejected) == (1, 5, 4)
+
+
+def test_a_batch_of_broken_images_only_is_finished_without_the_model(desk):
+    answer = desk.run("own-0", b"no image")
+    assert isinstance(answer, Finished)
+    assert isinstance(answer.results[0], Rejected)
+
+
+def test_pixels_of_a_wrong_form_reject_their_request_and_the_thread_lives(desk, line):
+    desk.load("own-0")
+    answer = desk.run("own-0", np.zeros((4, 4), dtype=np.uint8), line.pixels(0))
+    assert [type(result) for result in answer.results] == [Rejected, Prediction]
+    assert isinstance(desk.run("own-0", line.pixels(0)).results[0], Prediction)
+
+
+def test_weights_that_are_no_numbers_never_become_a_label(desk, line):
+    slot = desk.load("own-0")
+    slot.region.tensor("cpu").view(torch.float32).fill_(float("nan"))
+    answer = desk.run("own-0", line.pixels(0), line.pixels(1))
+    assert [type(result) for result in answer.results] == [Rejected, Rejected]
+    assert "cls/own-0" in answer.results[0].reason
+
+
+def test_a_batch_on_an_absent_expert_fails_and_the_next_one_runs(desk, line):
+    failed = desk.run("own-0", line.pixels(0))
+    assert isinstance(failed, BatchFailed)
+    assert not failed.out_of_memory
+    desk.load("own-0")
+    assert isinstance(desk.run("own-0", line.pixels(0)), Finished)
+    assert desk.executor.statistics().failed == 1
+
+
+def test_no_expert_can_be_evicted_under_a_batch_and_any_can_after_it(desk, line):
+    desk.load("own-0")
+    desk.run("own-0", line.pixels(0))
+    desk.store.evict("cls/own-0@fp32")
+
+
+class PickySkeleton:
+    """Answers what is no number for a dark image, and nothing else with it in one batch."""
+
+    def bind(self, tensors):
+        """It has no weights."""
+
+    def infer(self, expert, batch):
+        if any(prepared < 0 for prepared in batch):
+            raise OutputInvalid(expert.id, "its output is not a number")
+        return tuple(Prediction("ok", prepared) for prepared in batch)
+
+
+def test_an_output_that_is_no_number_rejects_only_the_image_that_causes_it(line):
+    answers = judge(PickySkeleton(), line.copy("own-0").expert, [0.5, -1.0, 0.25])
+    assert [getattr(answer, "score", None) for answer in answers] == [0.5, None, 0.25]
+    assert isinstance(answers[1], Rejected)
+
+
+def test_scores_of_boxes_must_be_numbers_too(line):
+    expert = line.copy("own-0").expert
+    sound = Prediction("ok", 0.5, (Box("ok", 0.5, 0, 0, 1, 1),))
+    broken = Prediction("ok", 0.5, (Box("ok", float("inf"), 0, 0, 1, 1),))
+    assert checked(sound, expert) == sound
+    assert isinstance(checked(broken, expert), Rejected)
+
+
+def test_an_allocation_that_torch_refuses_is_out_of_memory():
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(refused.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(MemoryExceeded("host", 2, 1))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_cores_are_shared_among_the_executors_that_compute_on_them():
+    box = detect("emulated")
+    one = [ExecutorSpec(0, "emulated", "device")]
+    two = [*one, ExecutorSpec(1, "cpu", "host")]
+    assert threads_per_executor(box, one) == box.cores
+    assert threads_per_executor(box, two) == max(box.cores // 2, 1)
+    assert threads_per_executor(box, [ExecutorSpec(0, "cuda", "device")]) == box.cores
