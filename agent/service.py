@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from agent.assembly import Agent, build_agent
 from agent.boards import BoardLedger, BoardManifest, Inspection
 from agent.inspection import box_json
 from agent.intake.folder import FolderIntake
+from agent.intake.naming import naming_of
 from agent.listing import results_file
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_S = 25.0  # systemd waits 30 s before it kills
+COMMIT_S = 3.0
 HOUSEKEEPING_S = 0.5
 IN_FLIGHT_LIMIT = 2000  # images taken from folders and not judged yet; the rest waits as files
 REPLAYED_DAYS = 8  # boards wait a day at most by default; a week of results rebuilds every open one
@@ -46,7 +49,6 @@ class Taken:
 
     arrival: Arrival
     intake: FolderIntake
-    at: datetime
 
 
 class LineService:
@@ -57,6 +59,7 @@ class LineService:
         self._taken: dict[int, Taken] = {}
         self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
         self._counts = dict.fromkeys(Verdict, 0)
+        self._stored = 0
         self._ledger_guard = threading.Lock()
         self._sha256 = config.catalog.sha256
         self._agent: Agent = build_agent(config, self._judged, progress)
@@ -72,6 +75,11 @@ class LineService:
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
 
     @property
+    def judged(self) -> int:
+        """Images whose verdict is stored, refused files included, since the start."""
+        return self._stored
+
+    @property
     def agent(self) -> Agent:
         """The agent behind it, for its statistics."""
         return self._agent
@@ -81,7 +89,14 @@ class LineService:
         self._replay_boards()
         self._agent.start()
         for folder in self._config.intake.folders:
-            intake = FolderIntake(folder, self._arrived_at(len(self._intakes)), self._refused, has_room=self._has_room)
+            intake = FolderIntake(
+                folder,
+                naming_of(folder, self._config),
+                self._arrived_at(len(self._intakes)),
+                self._refused,
+                owner=self._config.line,
+                has_room=self._has_room,
+            )
             self._intakes.append(intake)
         for intake in self._intakes:
             intake.start()
@@ -93,14 +108,15 @@ class LineService:
 
     def stop(self) -> dict[str, Any]:
         """Finish what was taken, store it, end; what was done, for the closing line."""
-        self._stopping.set()
-        for intake in self._intakes:
-            intake.stop()
+        self._stopping.set()  # from here on no folder has room
         if not self._agent.loop.wait_until_idle(DRAIN_S):
             log.warning("not_drained images=%d they wait in .work for the next start", len(self._taken))
         statistics = self._agent.loop.statistics()
         self._agent.stop()
         self._housekeeper.join()
+        self._wait_for_commits()
+        for intake in self._intakes:
+            intake.stop()  # moves the files whose verdicts were just stored
         if not self._store.close():
             log.error("results_not_stored: their images wait in .work for the next start")
         counts = {str(verdict).lower(): count for verdict, count in self._counts.items()}
@@ -125,30 +141,34 @@ class LineService:
             return
         with self._guard:
             number = self._agent.loop.submit(arrival.path, component=arrival.component)
-            self._taken[number] = Taken(arrival, intake, datetime.now(UTC))
+            self._taken[number] = Taken(arrival, intake)
 
     def _refused(self, refusal: Refusal) -> None:
         """A file that no request can be made of: UNKNOWN, with the reason in its row."""
-        now = datetime.now(UTC)
         self._counts[Verdict.UNKNOWN] += 1
-        log.warning("image_refused image=%s reason=%s", refusal.relpath, refusal.reason)
         self._store.record(
             Result(
-                key=refusal.key,
+                key=f"refused:{refusal.relpath}:{refusal.at.isoformat()}",
                 line=self._config.line,
                 component="",
                 image=refusal.relpath,
                 verdict=Verdict.UNKNOWN,
-                arrived_at=now,
-                finished_at=now,
+                arrived_at=refusal.at,
+                finished_at=refusal.at,
                 seconds=0.0,
                 config_sha256=self._sha256,
                 reason=refusal.reason,
-            )
+            ),
+            lambda _: self._count_stored(),
         )
 
     def _has_room(self) -> bool:
-        return self._agent.loop.requests_in_flight < IN_FLIGHT_LIMIT
+        return not self._stopping.is_set() and self._agent.loop.requests_in_flight < IN_FLIGHT_LIMIT
+
+    def _wait_for_commits(self) -> None:
+        deadline = time.monotonic() + COMMIT_S
+        while self._store.statistics().pending and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     # -- out: on the loop's thread, then on the store's --
 
@@ -160,7 +180,7 @@ class LineService:
         self._store.record(result, lambda recorded: self._committed(taken, result, recorded))
 
     def _result(self, taken: Taken, outcome: Outcome) -> Result:
-        arrival, now = taken.arrival, datetime.now(UTC)
+        arrival, now = taken.arrival, datetime.now(UTC).astimezone()
         steps = [
             {
                 "expert": step.expert,
@@ -176,9 +196,9 @@ class LineService:
             component=arrival.component,
             image=arrival.relpath,
             verdict=outcome.verdict,
-            arrived_at=taken.at,
+            arrived_at=arrival.arrived_at,
             finished_at=now,
-            seconds=(now - taken.at).total_seconds(),
+            seconds=(now - arrival.arrived_at).total_seconds(),
             config_sha256=self._sha256,
             board=arrival.board,
             board_type=arrival.board_type,
@@ -190,7 +210,11 @@ class LineService:
             detail={"steps": steps},
         )
 
+    def _count_stored(self) -> None:
+        self._stored += 1  # on the store's thread only
+
     def _committed(self, taken: Taken, result: Result, _: Recorded) -> None:
+        self._count_stored()
         taken.intake.settle(taken.arrival, result.verdict, result.reason)
         with self._ledger_guard:
             verdict = self._count_on_board(result)

@@ -1,0 +1,327 @@
+"""``coserve demo``: from nothing, or from a folder of crops, to a judged line and its report.
+
+What runs here is the agent that ``coserve serve`` runs: files dropped into an inbox, a memory budget that holds a third
+of the experts, verdicts read back from the results file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from agent.config import read_line
+from agent.demo.components import OK, synthetic_components
+from agent.demo.crops import divide, load_crops, write_crops
+from agent.demo.inbox import Specimen, write_board, write_held_out
+from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml
+from agent.demo.picture import PartVerdict, draw_verdicts
+from agent.demo.render import RenderedBoard, render_board
+from agent.demo.train import real_plan, synthetic_plan, train_experts
+from agent.listing import result_rows
+from agent.service import LineService
+from experts.errors import ConfigError, CoServeError
+from experts.expert import Precision, Verdict
+from experts.packing import pack_line
+from experts.weights import SegmentStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.demo.crops import LabelledCrop
+    from agent.demo.train import TrainedLine
+    from agent.runtime.loop import LoopStatistics
+    from experts.weights import PackedExpert
+
+    Progress = Callable[[str, int, int], None]  # stage, done, total
+
+MARKER = ".coserve-demo"  # a folder that holds it was made by a demo, and may be made again
+CROPS_PER_LABEL = 60
+HELD_OUT_BOARDS = 8
+DEFECT_RATE = 0.12
+HELD_OUT_FRACTION = 0.2
+RESIDENT_FRACTION = 1 / 3
+WORKSPACE_BYTES = 64 * MEBIBYTE
+JUDGING_LIMIT_S = 600.0
+MEMORY_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """What the demo did. Accuracies over the held-out images; bytes as measured."""
+
+    line_file: Path
+    picture: Path | None
+    experts: int
+    expert_bytes: int
+    budget_bytes: int
+    held_bytes: int  # most that the ledger counted at any moment
+    grown_bytes: int  # most that the process grew over its size before the agent took any memory
+    requests: int
+    ok: int
+    ng: int
+    unknown: int
+    accuracy: float
+    label_accuracy: float
+    missed: int  # defective, and judged OK
+    false_alarms: int  # good, and judged NG
+    images_per_s: float
+    judging_s: float
+    switches: int
+    evictions: int
+    bytes_read: int
+    seconds: float
+    stage_s: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        plain = asdict(self)
+        plain["line_file"] = str(self.line_file)
+        plain["picture"] = str(self.picture) if self.picture else None
+        return plain
+
+
+def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) -> DemoReport:
+    """Make and judge a line in ``directory``. Raises ConfigError for a folder not made by a demo, or unusable DATA."""
+    started = time.monotonic()
+    folder = fresh_folder(directory)
+    threads = os.cpu_count() or 1
+    boards: tuple[RenderedBoard, ...] = ()
+    held_out: Sequence[LabelledCrop] = ()
+    if data is None:
+        write_crops(folder / "crops", synthetic_components(), CROPS_PER_LABEL, seed, threads, progress)
+        crops, plan = load_crops(folder / "crops"), synthetic_plan()
+        boards = tuple(held_out_boards(seed, progress))
+    else:
+        division = divide(load_crops(data), HELD_OUT_FRACTION, seed)
+        crops, held_out, plan = division.training, division.held_out, real_plan(division.training)
+    trained = train_experts(crops, plan, folder, progress, threads, seed)
+    del crops
+    expert_bytes = packed_bytes(folder, trained, progress)
+    budget_bytes = int(expert_bytes * RESIDENT_FRACTION) + WORKSPACE_BYTES
+    line_file = folder / "line.yaml"
+    quantities = {"demo-board": synthetic_board()} if data is None else {}
+    write_line_yaml(line_file, trained, budget_bytes, quantities)
+    drop = folder / "drop"
+    drop.mkdir()
+    specimens = [specimen for board in boards for specimen in write_board(drop, board)]
+    specimens += write_held_out(drop, held_out)
+    judged = judge(line_file, specimens, progress)
+    picture = paint(folder / "board.png", boards, judged.verdicts) if boards else None
+    return report(line_file, picture, trained, expert_bytes, specimens, judged, time.monotonic() - started)
+
+
+def fresh_folder(directory: Path) -> Path:
+    """An empty demo folder; an earlier demo's is made anew. Raises ConfigError for anything else that is there."""
+    folder = directory.absolute()
+    if folder.exists():
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARKER).is_file()):
+            raise ConfigError(f"{folder} is there and was not made by a demo - name another folder with --dir")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
+    return folder
+
+
+def held_out_boards(seed: int, progress: Progress) -> Iterator[RenderedBoard]:
+    """Boards that no training crop comes from."""
+    for number in range(HELD_OUT_BOARDS):
+        yield render_board(seed * 1000 + 500 + number, DEFECT_RATE, name=f"B{number + 1:03d}")
+        progress("render held-out boards", number + 1, HELD_OUT_BOARDS)
+
+
+def packed_bytes(folder: Path, trained: TrainedLine, progress: Progress) -> int:
+    """Pack the trained experts where the line will look for them; what holding all of them would cost."""
+    store = SegmentStore(folder / "state" / "packed")
+    try:
+        packing = pack_line(
+            trained.experts,
+            lambda _: {Precision.FP32},
+            store,
+            lambda step: progress("pack experts", step.number, step.total),
+        )
+    finally:
+        store.close()
+    for error in packing.failed.values():
+        raise error
+    return held_bytes(packed for each in packing.packed.values() for packed in each.values())
+
+
+def held_bytes(packed: Iterable[PackedExpert]) -> int:
+    """The memory that all of these take together: shared parts once."""
+    segments = {segment.sha256: segment.slot_bytes for each in packed for segment in each.segments}
+    return sum(segments.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the agent said, by file name, and what it took."""
+
+    verdicts: Mapping[str, PartVerdict]
+    statistics: LoopStatistics
+    budget_bytes: int
+    grown_bytes: int
+    judging_s: float
+
+
+def judge(line_file: Path, specimens: Sequence[Specimen], progress: Progress) -> Judged:
+    """Serve the line, drop the images into its inbox as a camera would, wait for all verdicts, stop."""
+    config = read_line(line_file, environment={})
+    service = LineService(config, progress)
+    inbox = line_file.parent / INBOX
+    inbox.mkdir(exist_ok=True)
+    service.start()
+    started = time.monotonic()
+    with MemoryWatch(service.agent.rss_before_bytes) as watch:
+        for specimen in specimens:
+            specimen.file.rename(inbox / specimen.file.name)
+        try:
+            wait_for(service, len(specimens), progress)
+            judging_s = time.monotonic() - started
+            statistics = service.agent.loop.statistics()
+        finally:
+            service.stop()
+    verdicts = {
+        str(row["image"]): PartVerdict(Verdict(str(row["verdict"])), str(row["label"] or row["reason"]))
+        for row in result_rows(config, None, None, None)
+    }
+    budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.pools)
+    return Judged(verdicts, statistics, budget_bytes, watch.grown_bytes, judging_s)
+
+
+def wait_for(service: LineService, images: int, progress: Progress) -> None:
+    """Until so many images have their verdict. Raises CoServeError when the agent stands still for too long."""
+    deadline = time.monotonic() + JUDGING_LIMIT_S
+    while (done := service.judged) < images:
+        progress("judge held-out images", done, images)
+        if time.monotonic() > deadline:
+            raise CoServeError(f"only {done} of {images} images were judged within {JUDGING_LIMIT_S:.0f} s")
+        time.sleep(0.05)
+    progress("judge held-out images", images, images)
+
+
+class MemoryWatch:
+    """The most that this process grows beyond a given size, looked at twenty times a second."""
+
+    def __init__(self, before_bytes: int) -> None:
+        self.grown_bytes = 0
+        self._before_bytes = before_bytes
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        process = psutil.Process()
+        while not self._over.wait(0.05):
+            self.grown_bytes = max(self.grown_bytes, process.memory_info().rss - self._before_bytes)
+
+
+def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, PartVerdict]) -> Path:
+    """The first board with something NG on it, its verdicts drawn in."""
+
+    def of(board: RenderedBoard) -> dict[str, PartVerdict]:
+        prefix = f"{board.name}_"
+        return {
+            name.removesuffix(".png").rpartition("_")[2]: verdict
+            for name, verdict in verdicts.items()
+            if name.startswith(prefix)
+        }
+
+    shown = next((each for each in boards if any(v.verdict is Verdict.NG for v in of(each).values())), boards[0])
+    draw_verdicts(shown, of(shown)).save(file, optimize=True)
+    return file
+
+
+def report(
+    line_file: Path,
+    picture: Path | None,
+    trained: TrainedLine,
+    expert_bytes: int,
+    specimens: Sequence[Specimen],
+    judged: Judged,
+    seconds: float,
+) -> DemoReport:
+    """Hold the verdicts against the truth."""
+    said = [(specimen, judged.verdicts[specimen.file.name]) for specimen in specimens]
+    verdicts = [verdict.verdict for _, verdict in said]
+    truth = [Verdict.OK if specimen.label == OK else Verdict.NG for specimen, _ in said]
+    engine = judged.statistics.engine
+    return DemoReport(
+        line_file=line_file,
+        picture=picture,
+        experts=len(trained.experts),
+        expert_bytes=expert_bytes,
+        budget_bytes=judged.budget_bytes,
+        held_bytes=sum(pool.peak_used_bytes for pool in engine.pools),
+        grown_bytes=judged.grown_bytes,
+        requests=len(said),
+        ok=verdicts.count(Verdict.OK),
+        ng=verdicts.count(Verdict.NG),
+        unknown=verdicts.count(Verdict.UNKNOWN),
+        accuracy=sum(v is t for v, t in zip(verdicts, truth, strict=True)) / len(said),
+        label_accuracy=sum(shown_label(v) == s.label for s, v in said) / len(said),
+        missed=sum(v is Verdict.OK and t is Verdict.NG for v, t in zip(verdicts, truth, strict=True)),
+        false_alarms=sum(v is Verdict.NG and t is Verdict.OK for v, t in zip(verdicts, truth, strict=True)),
+        images_per_s=len(said) / judged.judging_s,
+        judging_s=judged.judging_s,
+        switches=engine.switches,
+        evictions=engine.evictions,
+        bytes_read=engine.bytes_read,
+        seconds=seconds,
+        stage_s=dict(trained.seconds),
+    )
+
+
+def shown_label(verdict: PartVerdict) -> str:
+    """A part that passed its whole route is ``ok``, whatever its last expert calls that."""
+    return OK if verdict.verdict is Verdict.OK else verdict.label
+
+
+def show_report(shown: DemoReport) -> None:
+    """The closing table, and what to type next."""
+
+    def mib(size_bytes: int) -> str:
+        return f"{size_bytes / MEBIBYTE:,.0f} MiB"
+
+    within = shown.grown_bytes <= shown.budget_bytes * (1 + MEMORY_TOLERANCE)
+    table = Table(title="Verdicts against the truth, images the experts never saw", show_header=False, box=None)
+    table.add_row("images", f"{shown.requests}: {shown.ok} OK, {shown.ng} NG, {shown.unknown} UNKNOWN")
+    missed = f"{shown.missed} defects missed, {shown.false_alarms} false alarms"
+    table.add_row("verdict accuracy", f"{shown.accuracy:.4f}   ({missed})")
+    table.add_row("label accuracy", f"{shown.label_accuracy:.4f}")
+    table.add_row("throughput", f"{shown.images_per_s:.1f} images/s ({shown.judging_s:.1f} s)")
+    table.add_row("experts", f"{shown.experts}, {mib(shown.expert_bytes)} in all; budget {mib(shown.budget_bytes)}")
+    moved = f"{shown.switches} switches, {shown.evictions} evictions, {mib(shown.bytes_read)} read from SSD"
+    table.add_row("expert management", moved)
+    table.add_row("weights held, by the ledger", f"at most {mib(shown.held_bytes)}")
+    held = "within the budget + 5 %" if within else "MORE than the budget + 5 %"
+    table.add_row("process grew by", f"at most {mib(shown.grown_bytes)}: {held}")
+    table.add_row("time in all", f"{shown.seconds:.0f} s")
+    Console(width=100 if not sys.stdout.isatty() else None, highlight=False).print(table)
+    folder = os.path.relpath(shown.line_file.parent)
+    line = os.path.relpath(shown.line_file)
+    if shown.picture is not None:
+        print(f"\nA judged board: {os.path.relpath(shown.picture)}")  # noqa: T201 - the report is this command's output
+    lines = (
+        "\nNext:",
+        f"  coserve serve {line}          then copy images into {folder}/{INBOX} (done, ng and failed lie beside them)",
+        f"  coserve results {line} --verdict NG",
+        f"  coserve experts list {line}",
+    )
+    print("\n".join(lines))  # noqa: T201 - likewise
