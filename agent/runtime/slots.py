@@ -370,7 +370,10 @@ class SlotStore:
 
     def _shelve(self, binding: Binding, device: str) -> None:
         if self.memory.views_hold_bytes:
-            binding.skeleton.bind(_weightless_tensors(binding.packed, device))
+            try:
+                binding.skeleton.bind(_weightless_tensors(binding.packed, device))
+            except ValueError:  # it wants dense tensors, as ONNX Runtime does: let it go, its session is kept elsewhere
+                return
         self._shelf.put(binding.packed, device, binding.skeleton)
 
     def _bind(self, slot: Slot, housing: Housing, device: str) -> None:

@@ -1,0 +1,258 @@
+"""A whole agent in one process: real Engine, real files, real threads."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from agent.core import effects
+from agent.core.engine import Engine
+from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Limits, Performance, PoolSpec
+from agent.core.policy import PRESETS
+from agent.runtime.device import detect
+from agent.runtime.loop import AgentLoop, LoopOptions, assemble, decision_times
+from agent.runtime.probe import footprint_of
+from experts.errors import MemoryExceeded
+from experts.expert import Verdict
+from experts.graph import ExpertGraph, RouteStep
+
+PATIENCE_S = 60.0
+WORKSPACE_BYTES = 64 * 1024 * 1024
+PERFORMANCE = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 * 1024 * 1024)
+ANY = frozenset({"ok", "missing", "tombstone"})
+
+
+class Agent:
+    """An agent over a line, with its outcomes in ``outcomes``."""
+
+    def __init__(self, line, *, box="cpu", executors=None, room=3, policy="coserve", on_outcome=None):
+        self.line = line
+        self.outcomes = {}
+        self.box = detect(box)
+        specs = executors or [ExecutorSpec(0, "cpu", "host")]
+        largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
+        pools = [PoolSpec("host", room * largest, WORKSPACE_BYTES)]
+        if self.box.is_split:
+            pools.append(PoolSpec("device", 2 * largest, WORKSPACE_BYTES, cache="host"))
+        limits = Limits(tuple(pools), load_backoff_s=0.001)
+        self.engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
+        self.loop = assemble(
+            self.engine, self.box, specs, limits, line.copies, line.segments,
+            on_outcome or self.outcomes.__setitem__, LoopOptions(checks_invariants=True),
+        )  # fmt: skip
+
+    def graph(self):
+        names = sorted(copy.expert.id for copy in self.line.copies.values())
+        direct = {name.removeprefix("cls/"): (RouteStep(name, ANY),) for name in names}
+        two_steps = {"chain": (RouteStep("cls/twin-0", frozenset({"ok", "missing"})), RouteStep("cls/wide", ANY))}
+        return ExpertGraph(names, direct | two_steps)
+
+    def profile(self, specs):
+        rows = {
+            copy.expert.id: ExpertProfile(copy.name, PERFORMANCE, footprint_of(copy.packed), {SSD: 0.01, "host": 0.002})
+            for copy in self.line.copies.values()
+        }
+        return DeviceProfile({spec.processor: rows for spec in specs})
+
+    def __enter__(self):
+        self.loop.start()
+        return self
+
+    def __exit__(self, *_):
+        self.loop.stop()
+
+    def settle(self):
+        assert self.loop.wait_until_idle(PATIENCE_S)
+
+
+def expected_of(line, component, image):
+    """The verdict and label of a route, by running its models directly."""
+    if component != "chain":
+        return Verdict.OK, line.predict(component, image).label
+    first = line.predict("twin-0", image)
+    if first.label == "tombstone":
+        return Verdict.NG, first.label
+    return Verdict.OK, line.predict("wide", image).label
+
+
+def run_mixed_requests(agent, count=60):
+    """Requests over every route; what was asked, by request."""
+    random = np.random.default_rng(1)
+    components = sorted(agent.graph().routes)
+    asked = {}
+    for number in range(count):
+        component = components[random.integers(len(components))]
+        image = agent.line.pixels(number % 12)
+        asked[agent.loop.submit(image, component=component)] = (component, image)
+    agent.settle()
+    return asked
+
+
+def assert_verdicts(agent, asked):
+    assert agent.outcomes.keys() == asked.keys()
+    for request, (component, image) in asked.items():
+        outcome = agent.outcomes[request]
+        assert (outcome.verdict, outcome.label) == expected_of(agent.line, component, image)
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_every_policy_gives_every_request_the_verdict_of_its_models(line, policy):
+    with Agent(line, policy=policy) as agent:
+        assert_verdicts(agent, run_mixed_requests(agent))
+        statistics = agent.loop.statistics()
+    assert (statistics.engine.completed, statistics.engine.failed, statistics.requests_in_flight) == (60, 0, 0)
+    assert statistics.engine.evictions > 0
+    assert statistics.transfers.loads == statistics.engine.loads
+    assert statistics.transfers.failed == 0
+
+
+def test_several_executors_share_copies_and_memory(line):
+    executors = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "cpu", "host")]
+    with Agent(line, executors=executors) as agent:
+        assert_verdicts(agent, run_mixed_requests(agent))
+        assert all(executor.batches > 0 for executor in agent.loop.statistics().executors)
+
+
+def test_three_tiers_give_the_same_verdicts(line):
+    executors = [ExecutorSpec(0, "emulated", "device"), ExecutorSpec(1, "cpu", "host")]
+    with Agent(line, box="emulated", executors=executors) as agent:
+        assert_verdicts(agent, run_mixed_requests(agent, 80))
+        statistics = agent.loop.statistics()
+    pools = {pool.pool: pool for pool in statistics.slots}
+    assert pools["device"].peak_held_bytes <= pools["device"].budget_bytes
+    assert statistics.transfers.loads.get("host_device", 0) + statistics.transfers.loads.get("ssd_device", 0) > 0
+
+
+def test_an_expert_asked_for_directly_answers_without_a_verdict(line):
+    with Agent(line) as agent:
+        request = agent.loop.submit(line.pixels(1), expert="cls/own-1")
+        agent.settle()
+    outcome = agent.outcomes[request]
+    assert (outcome.verdict, outcome.label) == (Verdict.UNKNOWN, line.predict("own-1", line.pixels(1)).label)
+
+
+def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(breakable_line):
+    breakable_line.file_of("own-1").unlink()
+    with Agent(breakable_line) as agent:
+        bad = [agent.loop.submit(breakable_line.pixels(n), component="own-1") for n in range(3)]
+        good = [agent.loop.submit(breakable_line.pixels(n), component="own-2") for n in range(3)]
+        agent.settle()
+        statistics = agent.loop.statistics()
+    assert {agent.outcomes[request].verdict for request in bad} == {Verdict.UNKNOWN}
+    assert all("pack the line again" in agent.outcomes[request].reason for request in bad)
+    assert {agent.outcomes[request].verdict for request in good} == {Verdict.OK}
+    assert list(statistics.engine.quarantined) == ["cls/own-1"]
+
+
+def test_a_broken_image_is_unknown_and_its_batch_is_judged(line):
+    with Agent(line) as agent:
+        broken = agent.loop.submit(b"not an image", component="own-0")
+        whole = agent.loop.submit(line.pixels(0), component="own-0")
+        agent.settle()
+    assert agent.outcomes[broken].verdict is Verdict.UNKNOWN
+    assert "not an image" in agent.outcomes[broken].reason
+    assert agent.outcomes[whole].verdict is Verdict.OK
+
+
+def test_requests_from_many_threads_have_numbers_and_outcomes_of_their_own(line):
+    with Agent(line) as agent:
+        numbers = []
+
+        def submit():
+            numbers.extend(agent.loop.submit(line.pixels(n), component="own-0") for n in range(10))
+
+        threads = [threading.Thread(target=submit) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        agent.settle()
+    assert sorted(numbers) == sorted(agent.outcomes) == list(range(1, 41))
+
+
+def test_cancelled_requests_have_an_outcome_too(line):
+    with Agent(line) as agent:
+        numbers = [agent.loop.submit(line.pixels(n), component="own-0") for n in range(20)]
+        for number in numbers:
+            agent.loop.cancel(number)
+        agent.loop.cancel(10_000)
+        agent.settle()
+        assert agent.loop.requests_in_flight == 0
+        assert agent.loop.statistics().engine.unexpected_events >= 1
+    assert sorted(agent.outcomes) == numbers
+
+
+def test_a_quarantined_expert_is_not_asked_any_more(line):
+    with Agent(line) as agent:
+        agent.loop.quarantine("cls/own-0", "the operator said so")
+        request = agent.loop.submit(line.pixels(0), component="own-0")
+        agent.settle()
+    assert "the operator said so" in agent.outcomes[request].reason
+
+
+def test_a_draining_agent_finishes_what_it_took_and_takes_nothing_new(line):
+    with Agent(line) as agent:
+        before = [agent.loop.submit(line.pixels(n), component="own-0") for n in range(5)]
+        agent.loop.drain()
+        after = agent.loop.submit(line.pixels(0), component="own-0")
+        agent.settle()
+        assert agent.loop.statistics().engine.is_draining
+    assert {agent.outcomes[request].verdict for request in before} == {Verdict.OK}
+    assert "stopping" in agent.outcomes[after].reason
+
+
+def test_a_request_names_a_component_or_an_expert(line):
+    with Agent(line) as agent:
+        for wrong in ({}, {"component": "own-0", "expert": "cls/own-0"}):
+            with pytest.raises(ValueError, match="exactly one"):
+                agent.loop.submit(line.pixels(0), **wrong)
+
+
+def test_the_latest_decisions_can_be_read_and_are_bounded(line):
+    with Agent(line, policy="samba") as agent:
+        run_mixed_requests(agent)
+        records = agent.loop.decisions()
+    kinds = {type(record.decision) for record in records}
+    assert kinds == {effects.Assigned, effects.Evict}
+    assert [record.at_s for record in records] == sorted(record.at_s for record in records)
+    assert len(records) <= LoopOptions().decision_records
+
+
+def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
+    def broken(_request, _outcome):
+        raise OSError("the results cannot be written")
+
+    agent = Agent(line, on_outcome=broken)
+    agent.loop.start()
+    agent.loop.submit(line.pixels(0), component="own-0")
+    with pytest.raises(OSError, match="results"):
+        agent.loop.wait_until_idle(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="stopped"):
+        agent.loop.submit(line.pixels(0), component="own-0")
+    assert agent.loop.statistics().engine.arrived == 1
+    with pytest.raises(OSError, match="results"):
+        agent.loop.stop()
+
+
+def test_a_stopped_agent_takes_nothing_and_can_still_be_read(line):
+    agent = Agent(line)
+    with agent:
+        agent.loop.submit(line.pixels(0), component="own-0")
+        agent.settle()
+    assert isinstance(agent.loop, AgentLoop)
+    assert agent.loop.statistics().engine.completed == 1
+    with pytest.raises(RuntimeError, match="stopped"):
+        agent.loop.submit(line.pixels(0), component="own-0")
+
+
+def test_an_expert_larger_than_its_memory_is_refused_at_the_start(line):
+    with pytest.raises(MemoryExceeded):
+        Agent(line, room=0)
+
+
+def test_decision_times_are_percentiles():
+    times = decision_times(500, [number / 1000 for number in range(100, 0, -1)])
+    assert (times.count, times.p50_s, times.p99_s, times.longest_s) == (500, 0.051, 0.1, 0.1)
+    assert decision_times(0, []).p99_s == 0.0

@@ -1,0 +1,87 @@
+"""A rough matrix in seconds: measured over the real path, exact where bytes are concerned."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.engine import Engine
+from agent.core.performance import SSD, ExecutorSpec, Limits, PoolSpec
+from agent.core.policy import PRESETS
+from agent.runtime.device import detect
+from agent.runtime.probe import BATCH_SIZES, LEAST_S, fit, footprint_of, larger_batch, plateau, probe
+from experts.graph import ExpertGraph
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_every_expert_has_a_row_on_every_processor(line, device):
+    box = detect(device)
+    copies = {processor: list(line.copies.values()) for processor in box.processors}
+    found = probe(box, copies, line.segments, {"cls/own-0": 0.5}, threads=1)
+    assert found.failed == {}
+    assert found.profile.usage == {"cls/own-0": 0.5}
+    assert found.links.ssd_bytes_per_s > 0
+    for processor in box.processors:
+        rows = found.profile.experts[processor]
+        assert rows.keys() == {copy.expert.id for copy in line.copies.values()}
+        for copy in line.copies.values():
+            row = rows[copy.expert.id]
+            assert (row.copy, row.footprint) == (copy.name, footprint_of(copy.packed))
+            assert row.performance.K_s >= LEAST_S
+            assert row.performance.B_s >= LEAST_S
+            assert row.performance.max_batch in BATCH_SIZES
+            assert row.performance.workspace_for(1) > 0
+            sources = {SSD, "host"} if box.pool_of(processor) == "device" else {SSD}
+            assert row.load_s.keys() == sources
+            assert all(seconds > 0 for seconds in row.load_s.values())
+    assert rows["cls/own-0"].performance == rows["cls/own-3"].performance, "one kind is measured once"
+
+
+def test_an_engine_starts_from_it(line):
+    box = detect("cpu")
+    found = probe(box, {"cpu": list(line.copies.values())}, line.segments, {}, threads=1)
+    limits = Limits((PoolSpec("host", 64 * 1024 * 1024, 256 * 1024 * 1024),))
+    graph = ExpertGraph([copy.expert.id for copy in line.copies.values()], {})
+    Engine(graph, found.profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits).check_invariants()
+
+
+def test_a_broken_expert_is_passed_over_and_its_kind_measured_on_the_next(breakable_line):
+    breakable_line.file_of("kin-0").unlink()
+    box = detect("cpu")
+    found = probe(box, {"cpu": list(breakable_line.copies.values())}, breakable_line.segments, {}, threads=1)
+    assert found.failed == {}
+    assert "cls/own-0" in found.profile.experts["cpu"]
+
+
+def test_a_kind_of_which_nothing_loads_has_no_row_but_a_reason(breakable_line):
+    breakable_line.file_of("wide").unlink()
+    box = detect("cpu")
+    found = probe(box, {"cpu": list(breakable_line.copies.values())}, breakable_line.segments, {}, threads=1)
+    assert found.failed.keys() == {"cls/wide"}
+    assert "pack the line again" in found.failed["cls/wide"]
+    assert "cls/wide" not in found.profile.experts["cpu"]
+
+
+def test_a_line_without_experts_has_an_empty_matrix(line):
+    found = probe(detect("cpu"), {"cpu": []}, line.segments, {}, threads=1)
+    assert found.profile.experts == {"cpu": {}}
+
+
+def test_two_points_give_k_and_b():
+    assert fit(0.012, 0.042, 4) == pytest.approx((0.010, 0.002))
+
+
+def test_noise_never_makes_work_free():
+    assert fit(0.010, 0.009, 8) == pytest.approx((LEAST_S, 0.010 - LEAST_S))
+    assert fit(0.010, 0.200, 8)[1] == LEAST_S
+    assert fit(0.010, 0.010, 1) == (0.010, LEAST_S)
+
+
+def test_batches_grow_until_an_image_gets_no_cheaper():
+    assert plateau(per_image_s=0.001, fixed_s=0.010) == 8
+    assert plateau(per_image_s=0.100, fixed_s=0.001) == 4
+
+
+def test_the_larger_batch_fits_into_the_time():
+    assert larger_batch(alone_s=0.001, limit_s=0.6) == 8
+    assert larger_batch(alone_s=0.040, limit_s=0.6) == 2
+    assert larger_batch(alone_s=10.0, limit_s=0.6) == 1
