@@ -38,10 +38,12 @@ if TYPE_CHECKING:
 
 LIFTED_BYTES = 1024  # a float constant of this size is a weight, whatever reads it
 WEIGHT_READERS = frozenset(
-    "Add BatchNormalization Conv ConvTranspose Div Gemm GroupNormalization InstanceNormalization LayerNormalization "
-    "MatMul Mul PRelu Sub".split()
+    {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
+    | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}
 )  # a smaller one is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
 ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
+NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 REFUSALS = (
     ort_errors.Fail,
     ort_errors.InvalidArgument,
@@ -85,7 +87,7 @@ class OnnxSkeleton:
     def _run(self, images: Tensor) -> np.ndarray:
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
-            element = numpy_type(tensor)
+            element = NUMPY_TYPES[tensor.dtype]
             feeds.bind_input(
                 name, self._device.type, self._device.index or 0, element, list(tensor.shape), tensor.data_ptr()
             )
@@ -130,11 +132,6 @@ class OnnxBackend:
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
 
 
-def numpy_type(tensor: Tensor) -> type[np.generic]:
-    """The type that ONNX Runtime is told for a tensor's elements."""
-    return {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}[tensor.dtype]
-
-
 def _filled(images: Tensor, size: int) -> Tensor:
     """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
     if len(images) == size:
@@ -155,7 +152,7 @@ def _predictions(expert: Expert, rows: np.ndarray) -> tuple[Prediction, ...]:
 @lru_cache(maxsize=64)
 def _session(program: bytes, threads: int, device: str) -> onnxruntime.InferenceSession:
     """Raises BackendUnavailable rather than run on another processor than was asked for."""
-    provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(torch.device(device).type)
+    provider = PROVIDERS.get(torch.device(device).type, "none")
     if provider not in onnxruntime.get_available_providers():
         raise BackendUnavailable(f"onnxruntime on {device}", "this ONNX Runtime has no provider for it; run it on cpu")
     options = _options(threads)

@@ -1,0 +1,166 @@
+"""Tiny experts of every backend, written as real files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from safetensors.torch import save_file
+
+from experts.backends import backend_for
+from experts.expert import Expert, InputSpec, Precision
+from experts.weights import AlignedBuffer, SegmentStore, tensor_views
+
+LABELS = ("ok", "missing", "shifted")
+torch.set_num_threads(2)
+
+
+class Slot:
+    """One expert's memory: buffers of its segments, and a skeleton bound to them."""
+
+    def __init__(self, expert, packed, store):
+        self.store = store
+        self.buffers = [AlignedBuffer(segment.slot_bytes) for segment in packed.segments]
+        self.load(expert, packed)
+        precision = Precision(packed.precision)
+        self.skeleton = backend_for(expert.architecture).skeleton(expert, precision, store.program(packed), "cpu")
+        views = {}
+        for buffer, segment in zip(self.buffers, packed.segments, strict=True):
+            views |= tensor_views(buffer.tensor, segment)
+        self.skeleton.bind(views)
+
+    def load(self, expert, packed):
+        for buffer, segment in zip(self.buffers, packed.segments, strict=True):
+            self.store.read(segment, buffer, expert.id)
+
+    def infer(self, expert, *images):
+        backend = backend_for(expert.architecture)
+        return self.skeleton.infer(expert, [backend.prepare(expert, image) for image in images])
+
+
+class ExpertFiles:
+    """Writes weights into one folder and describes the experts that own them."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def expert(self, name, architecture, weights, labels=LABELS, size=64, stem=None):
+        return Expert(name, architecture, weights, tuple(labels), InputSpec(size, size), stem=stem)
+
+    def path(self, name, suffix):
+        return self.folder / f"{name.replace('/', '-')}{suffix}"
+
+    def torch_module(self, name, module, architecture, labels=LABELS, size=64, stem=None):
+        path = self.path(name, ".safetensors")
+        save_file({key: tensor.clone() for key, tensor in module.state_dict().items()}, path)
+        return self.expert(name, architecture, path, labels, size, stem)
+
+    def classifier(self, name, architecture="resnet18", seed=0, labels=LABELS, size=64, stem=None):
+        module = trained_looking(self.build(architecture, len(labels), stem), seed)
+        return self.torch_module(name, module, architecture, labels, size, stem)
+
+    def build(self, architecture, label_count, stem=None):
+        from experts.backends.classifier import build_trainable
+
+        return build_trainable(architecture, label_count, stem)
+
+    def detector(self, name, architecture="yolov5n", seed=0, labels=LABELS, size=64):
+        from experts.backends.detector import build_trainable
+
+        module = trained_looking(build_trainable(architecture, len(labels)), seed)
+        for key, parameter in module.named_parameters():
+            if ".cv3." in key and key.endswith(".2.bias"):
+                parameter.data += 8  # untrained heads answer far below the confidence that a box needs
+        return self.torch_module(name, module, architecture, labels, size)
+
+    def fake(self, name, weight_bytes=300_001, labels=LABELS, size=16, **declared):
+        path = self.path(name, ".yaml")
+        path.write_text(json.dumps({"weight_bytes": weight_bytes, **declared}))
+        return self.expert(name, "fake", path, labels, size)
+
+    def onnx(self, name, seed=0, labels=LABELS, size=32, batch="n", outputs=None):
+        path = self.path(name, ".onnx")
+        onnx.save_model(onnx_classifier(seed, outputs or len(labels), size, batch), path)
+        return self.expert(name, "onnx", path, labels, size)
+
+
+def trained_looking(module, seed):
+    """Weights in which every tensor counts, BatchNorm's statistics included."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, tensor in module.state_dict().items():
+            if key.endswith("running_var"):
+                tensor.uniform_(0.5, 1.5, generator=generator)
+            elif key.endswith("running_mean"):
+                tensor.normal_(0, 0.2, generator=generator)
+            elif tensor.is_floating_point() and tensor.dim() > 1 and "dfl" not in key:
+                tensor.normal_(0, (2 / tensor[0].numel()) ** 0.5, generator=generator)
+            elif tensor.is_floating_point() and key.endswith("bias"):
+                tensor.normal_(0, 0.1, generator=generator)
+    return module.eval()
+
+
+def onnx_classifier(seed, outputs, size, batch):
+    """Conv, BatchNorm, Relu, pooling and a linear layer, as an exporter would write them."""
+    random = np.random.default_rng(seed)
+    weights = {
+        "conv.weight": random.normal(0, 0.3, (16, 3, 3, 3)),
+        "norm.weight": random.uniform(0.5, 1.5, 16),
+        "norm.bias": random.normal(0, 0.1, 16),
+        "norm.mean": random.normal(0, 0.2, 16),
+        "norm.var": random.uniform(0.5, 1.5, 16),
+        "fc.weight": random.normal(0, 1, (outputs, 16)),
+        "fc.bias": random.normal(0, 0.5, outputs),
+    }
+    nodes = [
+        helper.make_node("Conv", ["image", "conv.weight"], ["c"], pads=[1, 1, 1, 1], strides=[2, 2]),
+        helper.make_node("BatchNormalization", ["c", "norm.weight", "norm.bias", "norm.mean", "norm.var"], ["b"]),
+        helper.make_node("Relu", ["b"], ["r"]),
+        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("Gemm", ["f", "fc.weight", "fc.bias"], ["logits"], transB=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "classifier",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, 3, size, size])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, outputs])],
+        [numpy_helper.from_array(values.astype(np.float32), name) for name, values in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.fixture
+def files(tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    return ExpertFiles(folder)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = SegmentStore(tmp_path / "packed")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def image():
+    """A picture with structure, larger than any expert's input and not square."""
+    rows, columns = np.mgrid[0:90, 0:140]
+    layers = [(rows * 3 + columns) % 256, (columns * 2) % 256, (rows * columns // 16) % 256]
+    return np.stack(layers, axis=2).astype(np.uint8)
+
+
+@pytest.fixture(scope="session")
+def make_slot():
+    return Slot
+
+
+@pytest.fixture(scope="session")
+def make_files():
+    return ExpertFiles

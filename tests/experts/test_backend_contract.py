@@ -1,0 +1,146 @@
+"""What every backend promises, asked of each: pack, lie on disk, load into memory, switch by bytes, answer."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from experts.backends import backend_for
+from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.expert import NOTHING_FOUND, Precision
+from experts.packing import pack_line
+from experts.weights import SegmentStore
+
+FAMILIES = {
+    "resnet18": lambda files, name, seed: files.classifier(name, "resnet18", seed, size=32),
+    "resnet18-3x3": lambda files, name, seed: files.classifier(name, "resnet18", seed, size=32, stem="3x3"),
+    "mobilenet_v3_small": lambda files, name, seed: files.classifier(name, "mobilenet_v3_small", seed),
+    "yolov5n": lambda files, name, seed: files.detector(name, "yolov5n", seed),
+    "onnx": lambda files, name, seed: files.onnx(name, seed),
+    "fake": lambda files, name, seed: files.fake(name),
+}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Two experts of one form with different weights, packed."""
+
+    experts: tuple
+    store: SegmentStore
+    forms: tuple
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def packed(request, tmp_path_factory, make_files):
+    folder = tmp_path_factory.mktemp(request.param)
+    files = make_files(folder)
+    experts = tuple(FAMILIES[request.param](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
+    store = SegmentStore(folder / "packed")
+    report = pack_line(experts, lambda expert: {Precision.FP32}, store)
+    assert report.failed == {}
+    yield Packed(experts, store, tuple(report.packed[expert.id][Precision.FP32] for expert in experts))
+    store.close()
+
+
+@pytest.fixture
+def slot(packed, make_slot):
+    """The first expert, loaded."""
+    return make_slot(packed.experts[0], packed.forms[0], packed.store)
+
+
+@pytest.fixture
+def broken(packed, tmp_path):
+    """The first expert, with a copy of its weights to spoil."""
+    expert = packed.experts[0]
+    copy = tmp_path / expert.weights.name
+    shutil.copyfile(expert.weights, copy)
+    return replace(expert, weights=copy)
+
+
+def test_overwriting_the_bytes_is_a_complete_switch(packed, slot, make_slot, image):
+    (first, second), forms = packed.experts, packed.forms
+    fresh = make_slot(second, forms[1], packed.store).infer(second, image)
+    before = slot.infer(first, image)
+    assert forms[0].layout == forms[1].layout
+    slot.load(second, forms[1])
+    assert slot.infer(second, image) == fresh
+    assert before != fresh or first.architecture == "fake"  # a fake's answer comes from the image alone
+
+
+def test_every_image_of_a_batch_is_answered_in_order(packed, slot, image):
+    expert = packed.experts[0]
+    images = [image, image[::-1].copy(), 255 - image]
+    alone = [slot.infer(expert, each)[0] for each in images]
+    together = slot.infer(expert, *images)
+    assert [each.label for each in together] == [each.label for each in alone]
+    assert [each.score for each in together] == pytest.approx([each.score for each in alone], abs=1e-4)
+    assert all(each.label in {*expert.labels, NOTHING_FOUND} and 0 <= each.score <= 1 for each in together)
+
+
+def test_an_empty_batch_is_the_callers_error(packed, slot):
+    with pytest.raises(ValueError, match="empty batch"):
+        slot.infer(packed.experts[0])
+
+
+def test_several_threads_may_share_a_bound_skeleton(packed, slot, image):
+    expert = packed.experts[0]
+    batches = [[image] * count for count in (1, 2, 3, 1, 2, 3)]
+    expected = [slot.infer(expert, *batch) for batch in batches]
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(lambda batch: slot.infer(expert, *batch), batches))
+    for found, wanted in zip(answers, expected, strict=True):
+        assert [each.label for each in found] == [each.label for each in wanted]
+        assert [each.score for each in found] == pytest.approx([each.score for each in wanted], abs=1e-5)
+
+
+def test_tensors_of_another_form_do_not_bind(slot):
+    with pytest.raises(ValueError, match="do not fit"):
+        slot.skeleton.bind({"elsewhere": torch.zeros(3)})
+
+
+def test_workspace_grows_linearly_with_the_batch(packed):
+    expert = packed.experts[0]
+    backend = backend_for(expert.architecture)
+    one, two, four = (backend.workspace_bytes(expert, Precision.FP32, count) for count in (1, 2, 4))
+    assert four - two == 2 * (two - one)
+    assert one >= 4 * 3 * expert.input.height * expert.input.width or expert.architecture == "fake"
+
+
+def test_an_image_of_another_kind_is_the_callers_error(packed, image):
+    expert = packed.experts[0]
+    for wrong in (image.astype(np.float32), image[:, :, 0], image[:0]):
+        with pytest.raises(ValueError, match="uint8"):
+            backend_for(expert.architecture).prepare(expert, wrong)
+
+
+def test_truncated_weights_are_corrupt(broken):
+    content = broken.weights.read_bytes()
+    broken.weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(WeightsCorrupt, match=broken.id):
+        backend_for(broken.architecture).pack(broken, Precision.FP32)
+
+
+def test_absent_weights_are_missing(broken):
+    broken.weights.unlink()
+    with pytest.raises(WeightsMissing, match=str(broken.weights)):
+        backend_for(broken.architecture).pack(broken, Precision.FP32)
+
+
+def test_another_number_of_labels_is_a_mismatch_that_says_so(packed):
+    expert = replace(packed.experts[0], labels=("a", "b", "c", "d"))
+    if expert.architecture == "fake":
+        pytest.skip("a fake answers with whatever labels the line names")
+    with pytest.raises(WeightsMismatch, match=r"tells 3 labels apart.* the line names 4"):
+        backend_for(expert.architecture).pack(expert, Precision.FP32)
+
+
+def test_a_pickle_is_never_read(packed, broken):
+    if broken.architecture == "fake":
+        pytest.skip("a fake has no weights file but its declaration")
+    pickled = broken.weights.with_suffix(".pt")
+    torch.save({"weight": torch.zeros(2)}, pickled)
+    with pytest.raises(WeightsRefused):
+        backend_for(broken.architecture).pack(replace(broken, weights=pickled), Precision.FP32)

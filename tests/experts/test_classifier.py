@@ -1,0 +1,152 @@
+"""Torchvision classifiers: folded, cast and rebound, they answer as torchvision's own module does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts.backends.classifier import ClassifierBackend, build_trainable
+from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch
+from experts.expert import Precision
+
+BACKEND = ClassifierBackend()
+FAMILIES = ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_x_400mf"]
+
+
+def scores_of(expert, packable, precision, prepared):
+    skeleton = BACKEND.skeleton(expert, precision, b"", "cpu")
+    skeleton.bind(packable.tensors)
+    return skeleton.infer(expert, prepared)
+
+
+def reference(module, expert, prepared):
+    with torch.inference_mode():
+        probabilities = module.eval()(torch.stack([each.tensor for each in prepared])).softmax(dim=1)
+    scores, winners = probabilities.max(dim=1)
+    return [expert.labels[winner] for winner in winners.tolist()], scores.tolist()
+
+
+def loaded(expert, **arguments):
+    from safetensors.torch import load_file
+
+    module = build_trainable(expert.architecture, len(expert.labels), expert.stem, **arguments)
+    module.load_state_dict(load_file(expert.weights))
+    return module
+
+
+def check_against_torchvision(expert, image, precision=Precision.FP32, tolerance=1e-4):
+    prepared = [BACKEND.prepare(expert, each) for each in (image, image[::-1].copy(), 255 - image)]
+    labels, scores = reference(loaded(expert), expert, prepared)
+    answers = scores_of(expert, BACKEND.pack(expert, precision), precision, prepared)
+    assert [answer.label for answer in answers] == labels
+    assert [answer.score for answer in answers] == pytest.approx(scores, abs=tolerance)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_fp32_answers_as_torchvision(files, image, architecture):
+    check_against_torchvision(files.classifier("cls/x", architecture), image)
+
+
+def test_a_transformer_answers_as_torchvision(files, image):
+    expert = files.classifier("cls/x", "swin_t")
+    check_against_torchvision(expert, image)
+    check_against_torchvision(expert, image, Precision.BF16, tolerance=0.1)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+def test_half_precisions_agree_on_the_label(files, image, precision):
+    expert = files.classifier("cls/x", "resnet18", size=32)
+    packable = BACKEND.pack(expert, precision)
+    assert all(tensor.element_size() == 2 for tensor in packable.tensors.values())
+    check_against_torchvision(expert, image, precision, tolerance=0.1)
+
+
+def test_the_small_stem_keeps_the_size_of_small_crops(files, image):
+    expert = files.classifier("cls/x", "resnet18", size=32, stem="3x3")
+    packable = BACKEND.pack(expert, Precision.FP32)
+    assert packable.tensors["conv1.weight"].shape == (64, 3, 3, 3)
+    check_against_torchvision(expert, image)
+
+
+def test_batchnorm_is_gone_where_a_convolution_takes_it(files):
+    packable = BACKEND.pack(files.classifier("cls/x", "resnet18"), Precision.FP32)
+    assert not [name for name in packable.tensors if "running" in name or "bn" in name]
+    assert packable.tensors["layer1.0.conv1.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_batchnorm_before_a_convolution_stays(files, image):
+    expert = files.classifier("cls/x", "densenet121")
+    names = BACKEND.pack(expert, Precision.FP32).tensors.keys()
+    assert "features.denseblock1.denselayer1.norm1.running_mean" in names  # a ReLU stands before its convolution
+    assert "features.denseblock1.denselayer1.norm2.running_mean" not in names
+    check_against_torchvision(expert, image)
+
+
+def test_auxiliary_heads_of_a_training_checkpoint_are_left_out(files):
+    from torchvision import models
+
+    module = models.googlenet(weights=None, num_classes=3, aux_logits=True, init_weights=False)
+    expert = files.torch_module("cls/x", module, "googlenet")
+    assert not [name for name in BACKEND.pack(expert, Precision.FP32).tensors if name.startswith("aux")]
+
+
+def test_another_architecture_is_a_mismatch_that_names_tensors(files):
+    expert = replace(files.classifier("cls/x", "resnet18"), architecture="resnet50")
+    with pytest.raises(WeightsMismatch, match=r"not a resnet50: missing: layer1\.0\.conv3\.weight.*of another shape"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def test_an_unknown_architecture_names_its_neighbours(files):
+    expert = replace(files.classifier("cls/x", "squeezenet1_1"), architecture="resnet110")
+    with pytest.raises(WeightsMismatch, match="resnet101"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+@pytest.mark.parametrize(("architecture", "stem"), [("squeezenet1_1", "3x3"), ("resnet18", "5x5")])
+def test_a_stem_that_does_not_exist_is_refused(files, architecture, stem):
+    expert = replace(files.classifier("cls/x", "squeezenet1_1"), architecture=architecture, stem=stem)
+    with pytest.raises(WeightsMismatch, match="stem"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def test_values_that_are_not_numbers_are_corrupt(files):
+    module = build_trainable("squeezenet1_1", 3)
+    next(module.parameters()).data[0] = float("nan")
+    with pytest.raises(WeightsCorrupt, match=r"features\.0\.weight holds values that are not numbers"):
+        BACKEND.pack(files.torch_module("cls/x", module, "squeezenet1_1"), Precision.FP32)
+
+
+def test_values_beyond_the_precision_are_a_mismatch(files):
+    module = build_trainable("squeezenet1_1", 3)
+    next(module.parameters()).data[0] = 1e6
+    expert = files.torch_module("cls/x", module, "squeezenet1_1")
+    with pytest.raises(WeightsMismatch, match="too large for fp16"):
+        BACKEND.pack(expert, Precision.FP16)
+    BACKEND.pack(expert, Precision.BF16)
+
+
+def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
+    module = build_trainable("squeezenet1_1", 3)
+    for parameter in module.parameters():
+        parameter.data.fill_(1e30)
+    expert = files.torch_module("cls/x", module, "squeezenet1_1")
+    with pytest.raises(OutputInvalid):
+        scores_of(expert, BACKEND.pack(expert, Precision.FP32), Precision.FP32, [BACKEND.prepare(expert, image)])
+
+
+def test_the_estimated_workspace_is_near_what_the_largest_layers_need(files):
+    expert = files.classifier("cls/x", "resnet18", size=64)
+    need_bytes = BACKEND.workspace_bytes(expert, Precision.FP32, 9) - BACKEND.workspace_bytes(expert, Precision.FP32, 8)
+    first_layer_bytes = 64 * 32 * 32 * 4
+    assert 2 * first_layer_bytes <= need_bytes <= 4 * first_layer_bytes
+
+
+def test_imagenet_normalisation_is_torchvisions(files, image):
+    from torchvision.transforms import Normalize
+
+    expert = files.classifier("cls/x", "squeezenet1_1", size=90)
+    square = image[:, :90]
+    expected = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))(
+        torch.from_numpy(square.copy()).permute(2, 0, 1) / 255
+    )
+    assert torch.allclose(BACKEND.prepare(expert, square).tensor, expected, atol=1e-5)

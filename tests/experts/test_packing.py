@@ -1,0 +1,281 @@
+"""Packing a line: incremental, shared where tensors are the same, and safe at any point."""
+
+import json
+import os
+import resource
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experts.errors import LoadFailed, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.expert import Precision
+from experts.manifests import ManifestFolder
+from experts.packing import pack_line
+
+MIB = 1024 * 1024
+
+
+def pack(store, experts, precision=Precision.FP32):
+    return pack_line(experts, lambda expert: {precision}, store)
+
+
+def packed_in(store, experts):
+    report = pack(store, experts)
+    assert report.failed == {}
+    return {name: forms[Precision.FP32] for name, forms in report.packed.items()}
+
+
+def files_of(store):
+    return {path: path.stat().st_mtime_ns for path in store.directory.rglob("*") if path.is_file()}
+
+
+def check_sound(store, packed):
+    """All files of all experts, and no others, lie there as the manifests say."""
+    for form in packed.values():
+        for segment in form.segments:
+            store.verify(segment, form.expert)
+        store.program(form)
+    segments = {store.segment_path(segment.sha256) for form in packed.values() for segment in form.segments}
+    assert set((store.directory / "segments").iterdir()) == segments
+    assert not (store.directory / "staging").exists()
+
+
+def test_a_second_start_touches_nothing(files, store):
+    experts = [files.fake(f"cls/{number}") for number in range(3)]
+    first = packed_in(store, experts)
+    before = files_of(store)
+    assert packed_in(store, experts) == first
+    assert files_of(store) == before
+    check_sound(store, first)
+
+
+def test_a_source_that_was_only_touched_is_not_packed_again(files, store):
+    expert = files.fake("cls/x")
+    packed = packed_in(store, [expert])
+    before = files_of(store)[store.segment_path(packed[expert.id].own.sha256)]
+    os.utime(expert.weights, ns=(1, 1))
+    assert packed_in(store, [expert]) == packed
+    assert files_of(store)[store.segment_path(packed[expert.id].own.sha256)] == before
+    source = ManifestFolder(store.directory / "manifests").read(expert.id, "fp32").source
+    assert source.mtime_ns == 1  # and the next start need not hash it
+
+
+def test_a_source_that_changed_is_packed_again_and_its_old_bytes_go(files, store):
+    experts = [files.fake("cls/x", weight_bytes=10_000), files.fake("cls/y")]
+    before = packed_in(store, experts)
+    files.fake("cls/x", weight_bytes=20_000)
+    after = packed_in(store, experts)
+    assert after["cls/x"].own.size_bytes > before["cls/x"].own.size_bytes
+    assert after["cls/y"] == before["cls/y"]
+    check_sound(store, after)
+
+
+def test_another_number_of_labels_is_looked_at_anew(files, store):
+    expert = files.onnx("cls/x")
+    packed_in(store, [expert])
+    report = pack(store, [replace(expert, labels=("ok", "ng"))])
+    assert isinstance(report.failed["cls/x"], WeightsMismatch)
+    assert report.packed == {}
+
+
+def test_a_manifest_that_makes_no_sense_counts_as_absent(files, store):
+    expert = files.fake("cls/x")
+    packed = packed_in(store, [expert])
+    manifest = ManifestFolder(store.directory / "manifests").path("cls/x", "fp32")
+    for content in ("", "{", "[]", "{}", json.dumps({"packed": {}, "source": {}, "tensor_sha256": {}}), "\x00\xff"):
+        manifest.write_text(content)
+        assert packed_in(store, [expert]) == packed
+        assert json.loads(manifest.read_text())["packed"]["expert"] == "cls/x"
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 4096)])
+def test_a_packed_file_that_is_gone_or_short_is_packed_again(files, store, damage):
+    expert = files.fake("cls/x")
+    packed = packed_in(store, [expert])
+    damage(store.segment_path(packed["cls/x"].own.sha256))
+    assert packed_in(store, [expert]) == packed
+    check_sound(store, packed)
+
+
+def test_broken_experts_do_not_stop_the_others(files, store):
+    sound = files.fake("cls/sound")
+    missing = files.fake("cls/missing")
+    missing.weights.unlink()
+    truncated = files.classifier("cls/truncated", "squeezenet1_1")
+    truncated.weights.write_bytes(truncated.weights.read_bytes()[:10_000])
+    pickled = replace(sound, id="cls/pickled", architecture="resnet18", weights=files.folder / "x.pt")
+    torch.save({}, pickled.weights)
+    report = pack(store, [missing, truncated, sound, pickled])
+    assert list(report.packed) == ["cls/sound"]
+    assert {name: type(error) for name, error in report.failed.items()} == {
+        "cls/missing": WeightsMissing,
+        "cls/truncated": WeightsCorrupt,
+        "cls/pickled": WeightsRefused,
+    }
+    assert "coserve experts import" in str(report.failed["cls/pickled"])
+    check_sound(store, {"cls/sound": report.packed["cls/sound"][Precision.FP32]})
+
+
+def test_a_precision_that_fails_leaves_the_other(files, store):
+    expert = files.onnx("cls/x")
+    report = pack_line([expert], {"cls/x": {Precision.FP32, Precision.BF16}}, store)
+    assert list(report.packed["cls/x"]) == [Precision.FP32]
+    assert "fp32 only" in str(report.failed["cls/x"])
+
+
+def test_progress_counts_every_expert_and_precision(files, store):
+    experts = [files.fake("cls/a"), files.fake("cls/b")]
+    steps = []
+    pack_line(experts, lambda expert: {Precision.FP32, Precision.BF16}, store, steps.append)
+    assert [(step.expert, step.precision, step.number, step.total) for step in steps] == [
+        ("cls/a", "bf16", 1, 4),
+        ("cls/a", "fp32", 2, 4),
+        ("cls/b", "bf16", 3, 4),
+        ("cls/b", "fp32", 4, 4),
+    ]
+
+
+def test_an_expert_that_left_the_line_leaves_the_disk(files, store):
+    experts = [files.fake("cls/a"), files.fake("cls/b")]
+    packed_in(store, experts)
+    check_sound(store, packed_in(store, experts[:1]))
+    assert ManifestFolder(store.directory / "manifests").read("cls/b", "fp32") is None
+
+
+def test_what_several_experts_hold_in_common_is_stored_once(files, store):
+    experts = [files.fake(f"cls/{number}", shared={"backbone": 2 * MIB}) for number in range(3)]
+    packed = packed_in(store, experts)
+    assert len({form.shared for form in packed.values()}) == 1
+    assert len(packed["cls/0"].shared) == 1
+    assert len({form.own.sha256 for form in packed.values()}) == 3
+    assert len({form.layout for form in packed.values()}) == 1
+    check_sound(store, packed)
+
+
+def test_little_in_common_is_not_worth_a_file(files, store):
+    experts = [files.fake(f"cls/{number}", shared={"backbone": MIB - 1}) for number in range(2)]
+    assert all(form.shared == () for form in packed_in(store, experts).values())
+
+
+def test_each_set_of_holders_has_a_segment_of_its_own(files, store):
+    packed = packed_in(
+        store,
+        [
+            files.fake("cls/a", shared={"all": MIB, "two": MIB}),
+            files.fake("cls/b", shared={"all": MIB, "two": MIB}),
+            files.fake("cls/c", shared={"all": MIB}),
+        ],
+    )
+    assert len(packed["cls/a"].shared) == len(packed["cls/b"].shared) == 2
+    assert packed["cls/c"].shared[0] in packed["cls/a"].shared
+    check_sound(store, packed)
+
+
+def test_an_expert_added_later_shares_with_those_packed_before(files, store, make_slot, image):
+    old, other = files.fake("cls/old", shared={"backbone": 2 * MIB}), files.fake("cls/other")
+    before = packed_in(store, [old, other])
+    other_written = files_of(store)[store.segment_path(before["cls/other"].own.sha256)]
+    assert before["cls/old"].shared == ()
+    new = files.fake("cls/new", shared={"backbone": 2 * MIB})
+    after = packed_in(store, [old, other, new])
+    assert after["cls/old"].shared == after["cls/new"].shared != ()
+    assert after["cls/other"] == before["cls/other"]
+    assert files_of(store)[store.segment_path(before["cls/other"].own.sha256)] == other_written
+    check_sound(store, after)
+    for expert in (old, new):
+        make_slot(expert, after[expert.id], store).infer(expert, image)  # a fake checks its bytes
+    shared_written = files_of(store)[store.segment_path(after["cls/old"].shared[0].sha256)]
+    alone = packed_in(store, [old, other])
+    assert alone["cls/old"].own == before["cls/old"].own
+    check_sound(store, alone)
+    assert shared_written
+
+
+def test_a_third_holder_reuses_the_shared_file(files, store):
+    experts = [files.fake(f"cls/{number}", shared={"backbone": 2 * MIB}) for number in range(3)]
+    two = packed_in(store, experts[:2])
+    written = files_of(store)
+    three = packed_in(store, experts)
+    assert three["cls/2"].shared == two["cls/0"].shared
+    path = store.segment_path(two["cls/0"].shared[0].sha256)
+    assert files_of(store)[path] == written[path]
+
+
+def test_a_frozen_backbone_of_classifiers_is_shared_after_folding(files, store, make_slot, image):
+    module = files.build("mobilenet_v3_small", 3)
+    first = files.torch_module("cls/first", module.eval(), "mobilenet_v3_small")
+    with torch.no_grad():
+        for parameter in module.classifier[-1].parameters():
+            parameter.normal_()
+    second = files.torch_module("cls/second", module, "mobilenet_v3_small")
+    packed = packed_in(store, [first, second])
+    assert packed["cls/first"].own.size_bytes == 4096 * -(-(3 * 1024 + 3) * 4 // 4096)  # the head alone
+    assert packed["cls/first"].shared == packed["cls/second"].shared
+    assert packed["cls/first"].layout == packed["cls/second"].layout
+    answers = [make_slot(expert, packed[expert.id], store).infer(expert, image) for expert in (first, second)]
+    assert answers[0] != answers[1]
+
+
+def test_experts_with_equal_weights_have_nothing_of_their_own(files, store, make_slot, image):
+    first = files.classifier("cls/first", "squeezenet1_1")
+    second = replace(first, id="cls/second")
+    packed = packed_in(store, [first, second])
+    assert packed["cls/first"].own == packed["cls/second"].own
+    assert packed["cls/first"].own.size_bytes == 4096
+    slots = [make_slot(expert, packed[expert.id], store) for expert in (first, second)]
+    assert slots[0].infer(first, image) == slots[1].infer(second, image)
+
+
+def test_tensors_start_at_cache_lines_and_files_end_at_blocks(files, store):
+    form = packed_in(store, [files.classifier("cls/x", "squeezenet1_1")])["cls/x"]
+    assert all(spec.offset_bytes % 64 == 0 for spec in form.own.tensors)
+    assert form.own.size_bytes % 4096 == 0
+
+
+def test_a_full_disk_leaves_what_was_there(files, store):
+    """The system refuses to let any file grow beyond a limit: the same error as a full disk, at the same place."""
+    small = files.fake("cls/small", weight_bytes=10_000)
+    before = packed_in(store, [small])
+    large = files.fake("cls/large", weight_bytes=3 * MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signalled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        report = pack(store, [small, large])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, signalled)
+    assert isinstance(report.failed["cls/large"], LoadFailed)
+    assert "make room" in str(report.failed["cls/large"])
+    assert report.packed["cls/small"][Precision.FP32] == before["cls/small"]
+    check_sound(store, before)
+    check_sound(store, packed_in(store, [small, large]))
+
+
+def test_unfinished_files_of_an_earlier_run_are_removed(files, store):
+    expert = files.fake("cls/x")
+    packed = packed_in(store, [expert])
+    staging = store.directory / "staging"
+    staging.mkdir()
+    (staging / "0.fp32.whole").write_bytes(b"half")
+    (store.directory / "segments" / f"{'0' * 64}.bin").write_bytes(b"nobody's")
+    assert packed_in(store, [expert]) == packed
+    check_sound(store, packed)
+
+
+def test_an_id_cannot_lead_out_of_the_store(store):
+    for name in ("../x", "cls/../../x", "cls//x", "/x"):
+        with pytest.raises(ValueError, match="cannot be an expert's id"):
+            ManifestFolder(store.directory).path(name, "fp32")
+
+
+def test_names_and_order_of_the_source_do_not_reach_the_layout(files, store):
+    first = files.classifier("cls/first", "squeezenet1_1", seed=1)
+    second = files.classifier("cls/second", "squeezenet1_1", seed=2)
+    tensors = load_file(second.weights)
+    save_file(dict(sorted(tensors.items(), reverse=True)), second.weights)
+    packed = packed_in(store, [first, second])
+    assert packed["cls/first"].layout == packed["cls/second"].layout

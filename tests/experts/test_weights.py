@@ -1,0 +1,223 @@
+"""Packed weights on disk and in memory: direct reads, verification, views."""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing
+from experts.weights import AlignedBuffer, PackedExpert, Segment, SegmentStore, TensorSpec, tensor_views
+
+PARTS_BYTES = 8 * 1024 * 1024 * 2 + 4096  # more than one part of a parallel read, and not a multiple of it
+
+
+def written(store, content):
+    sha256 = hashlib.sha256(content).hexdigest()
+    path = store.segment_path(sha256)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return Segment(sha256, len(content), ())
+
+
+def random_bytes(size_bytes, seed=0):
+    return np.random.default_rng(seed).bytes(size_bytes)
+
+
+def spoil(path, place=5000):
+    """Flip one bit without changing the file's size."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.fixture
+def buffer():
+    buffer = AlignedBuffer(PARTS_BYTES)
+    yield buffer
+    buffer.close()
+
+
+@pytest.mark.parametrize("size_bytes", [4096, 8192, PARTS_BYTES])
+def test_a_read_fills_the_head_of_the_buffer(store, buffer, size_bytes):
+    content = random_bytes(size_bytes)
+    buffer.view[-1] = 7
+    store.read(written(store, content), buffer, "cls/x")
+    assert buffer.view[:size_bytes] == content
+    assert size_bytes == PARTS_BYTES or buffer.view[-1] == 7
+
+
+def test_memory_that_is_not_aligned_is_read_through_the_cache(store, buffer):
+    content = random_bytes(PARTS_BYTES - 4096)
+    store.read(written(store, content), buffer.view[3:], "cls/x")
+    assert buffer.view[3 : 3 + len(content)] == content
+
+
+def test_several_reads_at_once_share_the_threads(store):
+    contents = [random_bytes(1024 * 1024, seed) for seed in range(6)]
+    segments = [written(store, content) for content in contents]
+    buffers = [AlignedBuffer(1024 * 1024) for _ in contents]
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda pair: store.read(*pair, "cls/x"), zip(segments, buffers, strict=True)))
+    assert all(buffer.view == content for buffer, content in zip(buffers, contents, strict=True))
+
+
+def test_a_buffer_too_small_is_the_callers_error(store, buffer):
+    segment = written(store, random_bytes(8192))
+    with pytest.raises(ValueError, match="4096 cannot take a segment of 8192"):
+        store.read(segment, buffer.view[:4096], "cls/x")
+
+
+def test_a_flipped_bit_is_found_by_the_first_read_of_a_process(store, buffer):
+    segment = written(store, random_bytes(PARTS_BYTES))
+    spoil(store.segment_path(segment.sha256))
+    with pytest.raises(WeightsCorrupt, match=f"cls/x.*{segment.sha256}"):
+        store.read(segment, buffer, "cls/x")
+
+
+def test_a_file_changed_after_it_was_verified_is_verified_again(store, buffer):
+    content = random_bytes(16384)
+    segment = written(store, content)
+    store.read(segment, buffer, "cls/x")
+    path = store.segment_path(segment.sha256)
+    spoil(path)
+    with pytest.raises(WeightsCorrupt):
+        store.read(segment, buffer, "cls/x")
+    path.write_bytes(content)
+    store.read(segment, buffer, "cls/x")
+    assert buffer.view[:16384] == content
+
+
+def test_an_unchanged_file_is_hashed_once(store, buffer):
+    """Shown with a change that leaves inode, size and time as they were: only `verify` sees it."""
+    segment = written(store, random_bytes(16384))
+    store.read(segment, buffer, "cls/x")
+    path = store.segment_path(segment.sha256)
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"other")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    store.read(segment, buffer, "cls/x")
+    with pytest.raises(WeightsCorrupt):
+        store.verify(segment, "cls/x")
+    with pytest.raises(WeightsCorrupt):
+        store.read(segment, buffer, "cls/x")
+
+
+def test_verify_accepts_what_is_sound(store):
+    store.verify(written(store, random_bytes(PARTS_BYTES)), "cls/x")
+
+
+def test_a_truncated_file_is_corrupt(store, buffer):
+    segment = written(store, random_bytes(8192))
+    os.truncate(store.segment_path(segment.sha256), 4096)
+    for check in (lambda: store.read(segment, buffer, "cls/x"), lambda: store.verify(segment, "cls/x")):
+        with pytest.raises(WeightsCorrupt, match="4096 bytes, 8192 expected"):
+            check()
+
+
+def test_a_verified_file_that_went_away_is_missing(store, buffer):
+    segment = written(store, random_bytes(8192))
+    store.read(segment, buffer, "cls/x")
+    store.segment_path(segment.sha256).unlink()
+    for check in (lambda: store.read(segment, buffer, "cls/x"), lambda: store.verify(segment, "cls/x")):
+        with pytest.raises(WeightsMissing):
+            check()
+
+
+def test_what_the_system_refuses_is_a_failed_load_that_may_be_retried(store, buffer):
+    segment = Segment("0" * 64, 4096, ())
+    store.segment_path(segment.sha256).mkdir(parents=True)
+    with pytest.raises((LoadFailed, WeightsCorrupt)):
+        store.read(segment, buffer, "cls/x")
+    segments = store.directory / "segments" / "below"
+    store.directory.joinpath("segments", f"{'1' * 64}.bin").write_bytes(b"")
+    with pytest.raises(LoadFailed):
+        SegmentStore(store.directory / "segments" / f"{'1' * 64}.bin").read(segment, buffer, "cls/x")
+    assert not segments.exists()
+
+
+def test_a_program_is_checked_whenever_it_is_read(store):
+    program = b"graph"
+    sha256 = hashlib.sha256(program).hexdigest()
+    packed = PackedExpert("cls/x", "onnx", "fp32", "", "", Segment("", 0, ()), (), sha256)
+    with pytest.raises(WeightsMissing):
+        store.program(packed)
+    path = store.program_path(sha256)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(program)
+    assert store.program(packed) == program
+    path.write_bytes(b"grape")
+    with pytest.raises(WeightsCorrupt):
+        store.program(packed)
+
+
+def test_views_show_every_dtype_and_memory_format_in_place(buffer):
+    torch.manual_seed(0)
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        "c": torch.randn(7).to(torch.bfloat16),
+        "d": torch.tensor(41, dtype=torch.int64),
+        "e": torch.tensor([True, False, True]),
+        "f": torch.empty(0),
+    }
+    specs, offset = [], 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(name, dtype, tuple(tensor.shape), tensor.stride(), offset))
+        offset += -(-specs[-1].size_bytes // 64) * 64
+    views = tensor_views(buffer.tensor, Segment("", 4096, tuple(specs)))
+    for name, tensor in tensors.items():
+        views[name].copy_(tensor)
+    again = tensor_views(buffer.tensor, Segment("", 4096, tuple(specs)))
+    for name, tensor in tensors.items():
+        assert torch.equal(again[name], tensor)
+        assert again[name].stride() == tensor.stride()
+    buffer.view[:20] = bytes(20)
+    assert not views["a"].flatten()[:5].any()
+
+
+def test_views_of_a_part_of_a_larger_buffer_stay_in_it(buffer):
+    spec = TensorSpec("a", "float32", (4,), (1,), 64)
+    part = buffer.tensor[8192:]
+    tensor_views(part, Segment("", 4096, (spec,)))["a"].fill_(1)
+    assert buffer.tensor.nonzero().min() >= 8192 + 64
+
+
+def test_views_need_a_flat_buffer_of_bytes_that_is_long_enough(buffer):
+    segment = Segment("", 8192, ())
+    for wrong in (buffer.tensor[:4096], buffer.tensor.view(torch.float32), buffer.tensor[:8192].view(2, -1)):
+        with pytest.raises(ValueError, match="flat uint8 buffer of 8192 bytes"):
+            tensor_views(wrong, segment)
+
+
+def test_a_closed_buffer_has_given_its_memory_back():
+    buffer = AlignedBuffer(64 * 1024 * 1024)
+    tensor = buffer.tensor.fill_(1)
+    before = resident_bytes()
+    buffer.close()
+    buffer.close()
+    assert before - resident_bytes() > 60 * 1024 * 1024  # though a tensor over it still lives
+    assert tensor.numel() == 64 * 1024 * 1024
+    with pytest.raises(ValueError, match="closed"):
+        _ = buffer.view
+    with pytest.raises(ValueError, match="0 bytes"):
+        AlignedBuffer(0)
+
+
+def test_a_buffer_is_aligned_for_direct_reads(buffer):
+    assert buffer.tensor.data_ptr() % 4096 == 0
+
+
+def test_slots_come_in_quanta_so_that_similar_heads_share_them():
+    assert Segment("", 4096, ()).slot_bytes == Segment("", 262144, ()).slot_bytes == 262144
+    assert Segment("", 262145, ()).slot_bytes == 524288
+
+
+def resident_bytes():
+    import psutil
+
+    return psutil.Process().memory_info().rss
