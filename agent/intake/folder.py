@@ -1,0 +1,419 @@
+"""Folder intake: the files of one watched folder, each offered exactly once, when it is complete.
+
+Guarantees: an incomplete file is never offered. A file is claimed by one rename before it is offered, so that of
+several agents one gets it; its identity (path, inode, size, time of change) survives a crash, and what was claimed but
+not settled is offered again, under the same key, at the next start. Nothing is lost when the disk is full or the share
+is gone: it is tried again.
+Structure: `step` does everything, under a clock that is given; the thread around it only waits. Events are hints
+that wake it early; a rescan finds what they missed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from agent.filesystem import filesystem_type, tells_changes
+from agent.intake.filing import Filing, Shelves, printable
+from agent.intake.hints import Hint, Hints
+from agent.intake.inbox import MARKER, Claimed, Inbox
+from agent.intake.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Candidate, Evidence, Rule, Sighting
+from agent.intake.waiting import Waiting
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from agent.config import FolderSection
+    from agent.intake.naming import ImageName, Naming
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.5  # between two looks into a file that has settled but is not complete
+NO_ROOM_S = 0.25  # between two questions whether the agent has room again
+BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
+SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
+
+
+class SourceState(StrEnum):
+    """Whether the folder can be read."""
+
+    STOPPED = "stopped"
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now."""
+
+    key: str
+    path: Path
+    relpath: str
+    board: str
+    component: str
+    ref: str
+    board_type: str | None
+    arrived_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A file that can never be judged, and why; it goes to `failed/`, unless files are kept where they are."""
+
+    relpath: str
+    reason: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeStatistics:
+    """A snapshot. ``stale``: files that stay incomplete; ``alarm``: what keeps files from being moved, else None."""
+
+    state: SourceState
+    is_polled: bool
+    waiting: int
+    stale: tuple[str, ...]
+    in_flight: int
+    offered: int
+    refused: int
+    filed: int
+    unfiled: int
+    alarm: str | None
+
+
+def _room_always() -> bool:
+    return True
+
+
+def _local_time() -> datetime:
+    return datetime.now(UTC).astimezone()
+
+
+class FolderIntake:
+    """One watched folder. ``submit`` and ``refuse`` are called by the intake's thread; they neither block nor raise.
+
+    ``has_room`` is asked before each claim: while it says no, files wait where they are. ``owner`` names the agent
+    (its line) in `.work/`: two agents on one folder need two names.
+    """
+
+    def __init__(
+        self,
+        config: FolderSection,
+        naming: Naming,
+        submit: Callable[[Arrival], None],
+        refuse: Callable[[Refusal], None],
+        *,
+        owner: str,
+        has_room: Callable[[], bool] = _room_always,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = _local_time,
+    ) -> None:
+        self._config = config
+        self._naming = naming
+        self._submit = submit
+        self._refuse_callback = refuse
+        self._has_room = has_room
+        self._clock = clock
+        self._wall = wall
+        self._rule = _rule(config)
+        self._inbox = Inbox(config.path, owner)
+        self._shelves = Shelves(self._inbox, config.after == "delete", wall)
+        self._hints: Hints | None = None
+        self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
+        self._settled: queue.SimpleQueue[Filing] = queue.SimpleQueue()
+        self._waiting = Waiting(self._rule)
+        self._recovered: deque[Claimed] = deque()
+        self._in_flight: set[str] = set()
+        self._state = SourceState.STOPPED
+        self._claim_alarm: str | None = None
+        self._is_polled = True
+        self._was_online = False
+        self._ignores_next_scan = config.ignore_existing
+        self._next_scan = float("-inf")
+        self._offered = 0
+        self._refused = 0
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._snapshot = self._statistics()
+
+    def start(self) -> None:
+        """Watch, in a thread of its own. The folder is made if it is not there; one that cannot be made is OFFLINE."""
+        try:
+            self._config.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("intake_folder_not_made folder=%s reason=%s", self._config.path, error.strerror)
+        self._thread = threading.Thread(target=self._run, name=f"intake-{self._config.path.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop taking files, put away what was settled, and return within about ``timeout_s``.
+
+        What is in flight stays claimed and is offered again at the next start.
+        """
+        self._stopping.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def settle(self, arrival: Arrival, verdict: Verdict, reason: str | None = None) -> None:
+        """The arrival's verdict is stored: put its file away. Any thread; returns at once."""
+        self._settled.put(Filing(arrival.path, arrival.relpath, arrival.key, verdict, reason))
+        self._wake.set()
+
+    def statistics(self) -> IntakeStatistics:
+        """The snapshot taken at the end of the last step."""
+        return self._snapshot
+
+    def step(self, now: float) -> float:
+        """Do everything that is due; how many seconds the next step may wait. For the thread, and for tests."""
+        self._take_settled()
+        self._shelves.work(now)
+        self._take_notes(now)
+        if now >= self._next_scan:
+            self._scan(now)
+        if self._state is SourceState.ONLINE:
+            self._offer_recovered()
+            self._consider(now)
+        self._snapshot = self._statistics()
+        return max(self._next_step(now) - now, 0.0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                delay_s = self.step(self._clock())
+            except Exception:  # the boundary of the intake's thread: the folder is looked at again, and nothing is lost
+                log.exception("intake_step_failed folder=%s", self._config.path)
+                delay_s = self._config.poll_s
+            self._wake.wait(delay_s)
+            self._wake.clear()
+            self._stopping.wait(BREATH_S)
+        self._stop_hints()
+        self._take_settled()
+        self._shelves.work(float("inf"))
+        self._state = SourceState.STOPPED
+        self._snapshot = self._statistics()
+
+    def _note(self, hint: Hint) -> None:
+        self._notes.put(hint)
+        self._wake.set()
+
+    def _take_settled(self) -> None:
+        while not self._settled.empty():
+            filing = self._settled.get()
+            if filing.key not in self._in_flight:
+                log.warning("intake_settled_twice file=%s", filing.relpath)
+                continue
+            self._in_flight.discard(filing.key)
+            if self._config.after != "keep":
+                self._shelves.add(filing)
+
+    def _take_notes(self, now: float) -> None:
+        strongest: dict[str, Evidence] = {}
+        while not self._notes.empty():
+            hint = self._notes.get()
+            if hint.relpath is None or hint.relpath.endswith(MARKER):
+                self._next_scan = min(self._next_scan, now)
+            else:
+                strongest[hint.relpath] = max(strongest.get(hint.relpath, Evidence.NONE), hint.evidence)
+        for relpath, evidence in strongest.items():
+            try:
+                found = self._inbox.look(relpath)
+            except OSError:  # the folder went away under us: the next scan will say so
+                continue
+            if found is not None:
+                self._waiting.see(found, now, evidence)
+
+    def _scan(self, now: float) -> None:
+        started = self._clock()
+        try:
+            listed = list(self._inbox.scan())
+        except OSError as error:
+            self._go_offline(error)
+            self._next_scan = now + self._config.poll_s
+            return
+        self._go_online()
+        if self._ignores_next_scan:
+            self._ignores_next_scan = False
+            for found in listed:
+                self._waiting.pass_over(found.relpath, found.sighting)
+        self._waiting.see_all(listed, now)
+        for relpath in self._waiting.find_stale(now):
+            log.warning("intake_stale file=%s: incomplete, or held open by its writer", printable(relpath))
+        self._next_scan = now + max(self._config.poll_s, SCAN_SHARE * (self._clock() - started))
+
+    def _go_online(self) -> None:
+        if self._state is SourceState.ONLINE:
+            return
+        self._state = SourceState.ONLINE
+        tells = tells_changes(filesystem_type(self._config.path))
+        if tells and self._thread is not None:
+            self._hints = Hints(self._config.path, self._note)
+            tells = self._hints.start()
+        self._is_polled = not tells
+        log.info("intake_online folder=%s polled=%s", self._config.path, self._is_polled)
+        if not self._was_online:
+            self._was_online = True
+            self._recovered.extend(self._inbox.recover())
+            log.info("intake_recovered folder=%s files=%d", self._config.path, len(self._recovered))
+
+    def _go_offline(self, error: OSError) -> None:
+        if self._state is not SourceState.OFFLINE:
+            log.error("intake_offline folder=%s reason=%s: looked for again", self._config.path, error.strerror)
+        self._state = SourceState.OFFLINE
+        self._stop_hints()
+        self._waiting.clear()
+
+    def _stop_hints(self) -> None:
+        hints, self._hints = self._hints, None
+        if hints is not None:
+            hints.stop(timeout_s=1.0)
+
+    def _offer_recovered(self) -> None:
+        while self._recovered and self._has_room():
+            claimed = self._recovered.popleft()
+            try:
+                name = self._naming.read(claimed.relpath)
+            except ValueError as error:
+                self._refuse(claimed.relpath, claimed.sighting, str(error), claimed.path)
+            else:
+                self._offer(claimed, name)
+
+    def _consider(self, now: float) -> None:
+        for candidate in self._waiting.due(now):
+            if not self._has_room():
+                return
+            try:
+                self._try_to_take(candidate.relpath, now)
+            except FileNotFoundError:  # its owner, or another agent, was faster
+                self._waiting.forget(candidate.relpath)
+            except OSError as error:
+                self._hold(candidate, now, error)
+
+    def _try_to_take(self, relpath: str, now: float) -> None:
+        found = self._inbox.look(relpath)
+        if found is None:
+            self._waiting.forget(relpath)
+            return
+        self._waiting.see(found, now)
+        candidate = self._waiting[relpath]
+        if not self._rule.is_due(candidate, now):
+            return
+        if found.objection is not None:
+            self._refuse(relpath, found.sighting, found.objection)
+            return
+        try:
+            probe = self._inbox.probe(relpath)
+        except PermissionError:
+            self._refuse(relpath, found.sighting, "not permitted to read it")
+            return
+        if self._rule.is_ready(candidate, now, probe.lease, probe.completeness):
+            self._take(candidate)
+        elif found.sighting.size_bytes == 0 and now - candidate.unchanged_since >= self._rule.stale_after_s:
+            self._refuse(relpath, found.sighting, "the file is empty")
+        else:
+            self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
+
+    def _take(self, candidate: Candidate) -> None:
+        relpath, sighting = candidate.relpath, candidate.sighting
+        try:
+            name = self._naming.read(relpath)
+        except ValueError as error:
+            self._refuse(relpath, sighting, str(error))
+            return
+        if self._config.after == "keep":
+            self._waiting.pass_over(relpath, sighting)
+            claimed = Claimed(relpath, sighting, self._config.path / relpath)
+        else:
+            claimed = self._inbox.claim(relpath, sighting)
+            if self._inbox.sighting(claimed) != sighting:  # its writer was not done after all
+                self._inbox.unclaim(claimed)
+                self._waiting.forget(relpath)
+                return
+            self._waiting.forget(relpath)
+            self._inbox.drop_marker(relpath)
+        self._claim_alarm = None
+        self._offer(claimed, name)
+
+    def _offer(self, claimed: Claimed, name: ImageName) -> None:
+        key = self._inbox.key(claimed.relpath, claimed.sighting)
+        self._in_flight.add(key)
+        self._offered += 1
+        self._submit(
+            Arrival(
+                key=key,
+                path=claimed.path,
+                relpath=claimed.relpath,
+                board=name.board,
+                component=name.component,
+                ref=name.ref,
+                board_type=name.board_type,
+                arrived_at=self._wall(),
+            )
+        )
+
+    def _refuse(self, relpath: str, sighting: Sighting, reason: str, path: Path | None = None) -> None:
+        if path is None:
+            self._waiting.pass_over(relpath, sighting)  # until it has moved, and for good where files are kept
+        self._refused += 1
+        log.warning("intake_refused file=%s reason=%s", printable(relpath), reason)
+        if self._config.after != "keep":
+            key = self._inbox.key(relpath, sighting)
+            self._shelves.add(Filing(path or self._config.path / relpath, relpath, key, Verdict.UNKNOWN, reason))
+        self._refuse_callback(Refusal(printable(relpath), reason, self._wall()))
+
+    def _hold(self, candidate: Candidate, now: float, error: OSError) -> None:
+        """The filesystem refuses (full, read-only, an I/O error): the file waits where it is."""
+        if error.errno == errno.ENAMETOOLONG:
+            self._refuse(candidate.relpath, candidate.sighting, "the name is too long")
+            return
+        reason = error.strerror or str(error)
+        if self._claim_alarm != reason:
+            log.error("intake_not_claimed file=%s reason=%s: left and retried", candidate.relpath, reason)
+        self._claim_alarm = reason
+        self._waiting.postpone(candidate.relpath, now + self._config.poll_s)
+
+    def _next_step(self, now: float) -> float:
+        times = [self._next_scan]
+        if self._shelves.next_retry is not None:
+            times.append(self._shelves.next_retry)
+        due = self._waiting.next_due
+        if self._recovered or (due is not None and due <= now):
+            due = now + NO_ROOM_S
+        if due is not None:
+            times.append(due)
+        return min(times)
+
+    def _statistics(self) -> IntakeStatistics:
+        return IntakeStatistics(
+            state=self._state,
+            is_polled=self._is_polled,
+            waiting=len(self._waiting) + len(self._recovered),
+            stale=self._waiting.stale,
+            in_flight=len(self._in_flight),
+            offered=self._offered,
+            refused=self._refused,
+            filed=self._shelves.filed,
+            unfiled=self._shelves.pending,
+            alarm=self._claim_alarm or self._shelves.alarm,
+        )
+
+
+def _rule(config: FolderSection) -> Rule:
+    settle_s = None if config.settle_ms is None else config.settle_ms / 1000
+    return Rule(
+        mode=config.ready,
+        closed_settle_s=CLOSED_SETTLE_S if settle_s is None else settle_s,
+        unseen_settle_s=UNSEEN_SETTLE_S if settle_s is None else settle_s,
+        stale_after_s=config.stale_after_s,
+    )

@@ -1,0 +1,113 @@
+"""When a file is complete: a pure decision over what was seen of it.
+
+No single sign can be trusted: an event may be lost, a first close may come before the bytes, an unchanged size may be a
+preallocation. So a file is taken only when all hold, in this order: a sign that its writer is done (it was renamed in,
+a marker lies beside it, its writer closed it; where none can be seen, a longer wait), nobody has it open for writing
+as far as the system tells, it has not changed for the settling time, and its own bytes say that it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
+
+from experts.images import Completeness
+
+CLOSED_SETTLE_S = 0.2  # after a close that was seen
+UNSEEN_SETTLE_S = 2.0  # where closing cannot be seen
+ZERO_TAIL_SETTLE_S = 10.0  # black pixels at the end of a bitmap, or a writer that preallocated and fills later
+
+
+class Evidence(IntEnum):
+    """The strongest sign that the writer is done with the file as it is now."""
+
+    NONE = 0
+    CLOSED = 1
+    RENAMED = 2
+    MARKED = 3
+
+
+class Lease(StrEnum):
+    """Whether some process has the file open for writing."""
+
+    FREE = "free"
+    HELD = "held"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What identifies a file's content without reading it; renaming keeps all three."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A file that waits to be taken. Times are monotonic, in seconds."""
+
+    relpath: str
+    sighting: Sighting
+    unchanged_since: float
+    evidence: Evidence = Evidence.NONE
+    not_before: float = float("-inf")
+
+    def seen(self, sighting: Sighting, now: float) -> Candidate:
+        """After another look: a change starts the wait anew, and voids what was known before it."""
+        if sighting == self.sighting:
+            return self
+        return Candidate(self.relpath, sighting, unchanged_since=now)
+
+    def shown(self, evidence: Evidence) -> Candidate:
+        """With this sign of completeness, unless a stronger one is known."""
+        return replace(self, evidence=evidence) if evidence > self.evidence else self
+
+    def postponed(self, until: float) -> Candidate:
+        """Not to be looked into before then: it has settled but is not complete."""
+        return replace(self, not_before=until)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one folder's files show that they are complete; ``mode`` as configured."""
+
+    mode: str = "auto"
+    closed_settle_s: float = CLOSED_SETTLE_S
+    unseen_settle_s: float = UNSEEN_SETTLE_S
+    stale_after_s: float = 60.0
+
+    def settle_s(self, evidence: Evidence) -> float | None:
+        """How long the file must have been unchanged; None while a sign is missing without which no wait is enough."""
+        if self.mode == "marker":
+            return self.closed_settle_s if evidence is Evidence.MARKED else None
+        if self.mode == "stable":
+            return self.unseen_settle_s
+        if self.mode == "rename" or evidence is not Evidence.NONE:
+            return self.closed_settle_s
+        return self.unseen_settle_s
+
+    def due_at(self, candidate: Candidate) -> float | None:
+        """When it will have settled, so that looking into it makes sense; None while a sign is missing."""
+        settle_s = self.settle_s(candidate.evidence)
+        return None if settle_s is None else max(candidate.unchanged_since + settle_s, candidate.not_before)
+
+    def is_due(self, candidate: Candidate, now: float) -> bool:
+        """Whether it has settled."""
+        due_at = self.due_at(candidate)
+        return due_at is not None and now >= due_at
+
+    def is_ready(self, candidate: Candidate, now: float, lease: Lease, completeness: Completeness) -> bool:
+        """Whether a settled file may be taken, given who holds it open and what its bytes say."""
+        if not self.is_due(candidate, now) or lease is Lease.HELD or completeness is Completeness.CUT:
+            return False
+        if completeness is not Completeness.ZERO_TAILED:
+            return True
+        is_vouched = self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
+        return is_vouched or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
+
+    def is_stale(self, candidate: Candidate, now: float) -> bool:
+        """Whether it has been unchanged for long and is still not complete, as far as anybody looked."""
+        was_looked_into = candidate.not_before > float("-inf") or self.due_at(candidate) is None
+        return was_looked_into and now - candidate.unchanged_since >= self.stale_after_s

@@ -1,0 +1,724 @@
+"""Folder intake under a clock of the test's own: real files, real renames, and no waiting."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from agent.config import FolderSection
+from agent.intake.folder import Arrival, FolderIntake, Refusal, SourceState
+from agent.intake.inbox import Inbox, is_ignored, lease_of
+from agent.intake.naming import ImageName, Naming
+from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
+from experts.expert import Verdict
+from experts.images import Completeness
+
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
+NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+PIXELS = np.random.default_rng(3).integers(1, 255, (80, 80, 3), dtype=np.uint8)
+WAIT_S = 30.0
+
+
+def encoded(image_format: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
+PNG = encoded("PNG")
+IMAGES = {"png": PNG, "jpg": encoded("JPEG", quality=95), "bmp": encoded("BMP"), "tiff": encoded("TIFF")}
+
+
+class Line:
+    """An intake whose clock the test turns, and what it offered and refused."""
+
+    def __init__(self, root: Path, owner: str = "demo", **config: Any) -> None:
+        self.root = root
+        self.now = 0.0
+        self.room = 10_000
+        self.arrivals: list[Arrival] = []
+        self.refusals: list[Refusal] = []
+        self.config = FolderSection.model_validate(
+            {"path": str(root), "pattern": PATTERN, **config}, context={"folder": root.parent}
+        )
+        root.mkdir(exist_ok=True)
+        self.intake = FolderIntake(
+            self.config,
+            NAMING,
+            self.arrivals.append,
+            self.refusals.append,
+            owner=owner,
+            has_room=lambda: len(self.arrivals) < self.room,
+            clock=lambda: self.now,
+            wall=lambda: NOON,
+        )
+
+    def run(self, seconds: float) -> None:
+        """Turn the clock, with a step each tenth of a second."""
+        for _ in range(round(seconds * 10) + 1):
+            self.intake.step(self.now)
+            self.now = round(self.now + 0.1, 3)
+
+    @property
+    def offered(self) -> list[str]:
+        return [arrival.relpath for arrival in self.arrivals]
+
+    @property
+    def refused(self) -> dict[str, str]:
+        return {refusal.relpath: refusal.reason for refusal in self.refusals}
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Line:
+    return Line(tmp_path / "inbox")
+
+
+# --- the decision, as a pure function -------------------------------------------------------------------------------
+
+SEEN = Candidate("a.png", Sighting(1, 100, 5), unchanged_since=0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "evidence", "settled_at"),
+    [
+        ("auto", Evidence.NONE, 2.0),
+        ("auto", Evidence.CLOSED, 0.2),
+        ("auto", Evidence.RENAMED, 0.2),
+        ("auto", Evidence.MARKED, 0.2),
+        ("stable", Evidence.RENAMED, 2.0),
+        ("rename", Evidence.NONE, 0.2),
+        ("marker", Evidence.RENAMED, None),
+        ("marker", Evidence.MARKED, 0.2),
+    ],
+)
+def test_each_mode_waits_for_its_sign(mode: str, evidence: Evidence, settled_at: float | None) -> None:
+    assert Rule(mode).due_at(SEEN.shown(evidence)) == settled_at
+
+
+@pytest.mark.parametrize(
+    ("lease", "completeness", "evidence", "now", "is_ready"),
+    [
+        (Lease.FREE, Completeness.WHOLE, Evidence.CLOSED, 0.1, False),
+        (Lease.FREE, Completeness.WHOLE, Evidence.CLOSED, 0.2, True),
+        (Lease.UNKNOWN, Completeness.WHOLE, Evidence.CLOSED, 0.2, True),
+        (Lease.FREE, Completeness.UNKNOWN, Evidence.CLOSED, 0.2, True),
+        (Lease.HELD, Completeness.WHOLE, Evidence.RENAMED, 99, False),
+        (Lease.FREE, Completeness.CUT, Evidence.MARKED, 99, False),
+        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.CLOSED, 9.9, False),
+        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.CLOSED, 10, True),
+        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.RENAMED, 0.2, True),
+    ],
+)
+def test_a_file_is_ready_only_when_every_sign_agrees(
+    lease: Lease, completeness: Completeness, evidence: Evidence, now: float, is_ready: bool
+) -> None:
+    assert Rule().is_ready(SEEN.shown(evidence), now, lease, completeness) is is_ready
+
+
+def test_a_change_starts_the_wait_anew_and_voids_what_was_known() -> None:
+    changed = SEEN.shown(Evidence.CLOSED).seen(Sighting(1, 200, 6), now=7.0)
+    assert changed == Candidate("a.png", Sighting(1, 200, 6), unchanged_since=7.0)
+    assert SEEN.seen(SEEN.sighting, now=7.0) is SEEN
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_tells_board_component_and_ref() -> None:
+    assert NAMING.read("sub/b1_r_R7.png") == ImageName("b1", "r", "R7", "main")
+    constant = Naming(re.compile(r"(?P<board>\w+)/(?P<ref>\w+)\.png"), frozenset({"r"}), component="r")
+    assert constant.read("b1/R7.png") == ImageName("b1", "r", "R7", None)
+    typed = Naming(re.compile(r"(?P<type>\w+)-" + PATTERN), frozenset({"r"}), ("one", "two"))
+    assert typed.read("two-b1_r_R7.png").board_type == "two"
+
+
+@pytest.mark.parametrize(
+    ("relpath", "reason"),
+    [("x.png", "does not match the pattern"), ("b1_x_R7.png", "no route for the component 'x'")],
+)
+def test_a_name_that_does_not_tell_is_refused(relpath: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        NAMING.read(relpath)
+
+
+HIDDEN = (".x.png", ".sub/x.png", ".work/demo/x.png", ".~lock.x#", "~$x.png")
+UNFINISHED = ("x.png.part", "x.TMP", "up.tmp/x.png", "x.filepart", "x.crdownload", "x.png.done")
+SHELVED = ("done/x.png", "ng/2026-01-01/x.png", "failed/x.png")
+
+
+@pytest.mark.parametrize("relpath", [*HIDDEN, *UNFINISHED, *SHELVED])
+def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath: str) -> None:
+    assert is_ignored(relpath)
+    assert not is_ignored("sub/done/x.png")
+
+
+# --- completeness ---------------------------------------------------------------------------------------------------
+
+
+def test_a_settled_file_is_claimed_and_offered_once(line: Line) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(1.5)
+    assert line.arrivals == []
+    line.run(20)
+    (arrival,) = line.arrivals
+    assert (arrival.relpath, arrival.board, arrival.component, arrival.ref) == ("b1_r_R7.png", "b1", "r", "R7")
+    assert (arrival.board_type, arrival.arrived_at) == ("main", NOON)
+    assert arrival.path.read_bytes() == PNG
+    assert arrival.path.is_relative_to(line.root / ".work" / "demo")
+    assert line.intake.statistics().in_flight == 1
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line, suffix: str) -> None:
+    content = IMAGES[suffix]
+    with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
+        for part in range(10):
+            file.write(content[len(content) * part // 10 : len(content) * (part + 1) // 10])
+            file.flush()
+            line.run(5)
+            assert line.arrivals == [], part
+    line.run(15)
+    assert line.arrivals[0].path.read_bytes() == content
+    assert len(line.arrivals) == 1
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_a_writer_killed_midway_leaves_a_stale_file_that_is_never_offered(line: Line, suffix: str) -> None:
+    name = f"b1_r_R7.{suffix}"
+    (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
+    line.run(59)
+    assert line.intake.statistics().stale == ()
+    line.run(10)
+    assert line.intake.statistics().stale == (name,)
+    line.run(100)
+    assert line.arrivals == []
+    assert line.files() == {name}
+    (line.root / name).write_bytes(IMAGES[suffix])
+    line.run(5)
+    assert line.offered == [name]
+    assert line.intake.statistics().stale == ()
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.7])
+def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Line, suffix: str, kept: float) -> None:
+    content, file = IMAGES[suffix], line.root / f"b1_r_R7.{suffix}"
+    file.write_bytes(content[: int(len(content) * kept)].ljust(len(content), b"\0"))
+    line.run(3)
+    assert line.arrivals == []
+    with file.open("r+b") as stream:
+        stream.write(content)
+    line.run(5)
+    assert line.arrivals[0].path.read_bytes() == content
+
+
+def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
+    with (line.root / "b1_r_R7.png").open("wb") as file:
+        file.write(PNG)
+        file.flush()
+        if lease_of(os.open(line.root / "b1_r_R7.png", os.O_RDONLY)) is Lease.UNKNOWN:
+            pytest.skip("this filesystem grants no leases")
+        line.run(100)
+        assert line.arrivals == []
+        assert line.intake.statistics().stale == ("b1_r_R7.png",)
+    line.run(1)
+    assert line.offered == ["b1_r_R7.png"]
+
+
+def test_readers_hold_nobody_up(line: Line) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    with (line.root / "b1_r_R7.png").open("rb"):
+        line.run(3)
+    assert line.offered == ["b1_r_R7.png"]
+
+
+def test_a_black_bitmap_waits_longer_and_is_offered(line: Line) -> None:
+    black = io.BytesIO()
+    Image.new("RGB", (80, 80)).save(black, "BMP")
+    (line.root / "b1_r_R7.bmp").write_bytes(black.getvalue())
+    line.run(9)
+    assert line.arrivals == []
+    line.run(3)
+    assert line.offered == ["b1_r_R7.bmp"]
+
+
+def test_markers_are_waited_for_and_cleaned_up(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="marker")
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(70)
+    assert line.arrivals == []
+    assert line.intake.statistics().stale == ("b1_r_R1.png", "b1_r_R2.png")
+    (line.root / "b1_r_R1.png.done").touch()
+    (line.root / "b1_r_R2.done").touch()
+    line.run(3)
+    assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png"]
+    assert all(name.startswith(".work/") for name in line.files())
+
+
+def test_renamed_files_settle_quickly(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="rename", poll_s=0.1)
+    (line.root / "b1_r_R7.png.part").write_bytes(PNG)
+    line.run(5)
+    assert line.arrivals == []
+    (line.root / "b1_r_R7.png.part").rename(line.root / "b1_r_R7.png")
+    line.run(0.5)
+    assert line.offered == ["b1_r_R7.png"]
+
+
+# --- what was there before, and in which order ----------------------------------------------------------------------
+
+
+def test_files_from_before_the_start_are_caught_up_in_the_order_they_were_written(line: Line) -> None:
+    for number, age in ((1, 30), (2, 10), (3, 20)):
+        file = line.root / f"b1_r_R{number}.png"
+        file.write_bytes(PNG)
+        os.utime(file, (1_000_000 - age, 1_000_000 - age))
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png", "b1_r_R3.png", "b1_r_R2.png"]
+
+
+def test_files_from_before_the_start_may_be_ignored(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ignore_existing=True)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    (line.root / "b1_r_R2.png").write_bytes(PNG)
+    line.run(5)
+    (line.root / "b1_r_R2.png").write_bytes(IMAGES["jpg"])
+    (line.root / "b1_r_R3.png").write_bytes(PNG)
+    line.run(5)
+    assert sorted(line.offered) == ["b1_r_R2.png", "b1_r_R3.png"]
+
+
+def test_nested_folders_are_part_of_the_inbox(line: Line) -> None:
+    (line.root / "a" / "b").mkdir(parents=True)
+    (line.root / "a" / "b" / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    assert line.offered == ["a/b/b1_r_R1.png"]
+    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.run(1)
+    assert line.files() == {"done/2026-05-01/a/b/b1_r_R1.png"}
+
+
+def test_the_same_name_with_new_bytes_is_a_new_inspection(line: Line) -> None:
+    for _ in range(2):
+        (line.root / "b1_r_R1.png").write_bytes(PNG)
+        line.run(5)
+    first, second = line.arrivals
+    assert first.key != second.key
+    assert first.path != second.path
+    for arrival in line.arrivals:
+        line.intake.settle(arrival, Verdict.OK)
+    line.run(1)
+    assert len(line.files()) == 2
+    assert all(re.fullmatch(r"done/2026-05-01/b1_r_R1(~[0-9a-f-]+)?\.png", name) for name in line.files())
+
+
+# --- settling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict", "left"),
+    [
+        ("move", Verdict.OK, {"done/2026-05-01/b1_r_R1.png"}),
+        ("move", Verdict.NG, {"ng/2026-05-01/b1_r_R1.png"}),
+        ("move", Verdict.UNKNOWN, {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}),
+        ("delete", Verdict.OK, set()),
+        ("delete", Verdict.NG, set()),
+        ("delete", Verdict.UNKNOWN, {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}),
+        ("keep", Verdict.OK, {"b1_r_R1.png"}),
+        ("keep", Verdict.UNKNOWN, {"b1_r_R1.png"}),
+    ],
+)
+def test_a_judged_file_goes_where_it_belongs(tmp_path: Path, after: str, verdict: Verdict, left: set[str]) -> None:
+    line = Line(tmp_path / "inbox", after=after)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    line.intake.settle(line.arrivals[0], verdict, "weights are missing" if verdict is Verdict.UNKNOWN else None)
+    line.run(20)
+    assert line.files() == left
+    assert len(line.arrivals) == 1
+    assert line.intake.statistics().in_flight == 0
+    if "failed/b1_r_R1.png" in left:
+        error = json.loads((line.root / "failed/b1_r_R1.png.error.json").read_text())
+        assert (error["file"], error["reason"]) == ("b1_r_R1.png", "weights are missing")
+        assert error["key"] == line.arrivals[0].key
+
+
+def test_a_kept_file_that_changes_is_a_new_inspection(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", after="keep")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    (line.root / "b1_r_R1.png").write_bytes(IMAGES["jpg"])
+    line.run(5)
+    assert len({arrival.key for arrival in line.arrivals}) == 2
+
+
+def test_settling_twice_moves_once(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    for verdict in (Verdict.OK, Verdict.NG):
+        line.intake.settle(line.arrivals[0], verdict)
+    line.run(1)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_without_room_files_wait_where_they_are(line: Line) -> None:
+    line.room = 1
+    for number in range(5):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(90)
+    assert len(line.arrivals) == 1
+    assert line.intake.statistics().waiting == 4
+    assert line.intake.statistics().stale == ()
+    line.room = 10_000
+    line.run(1)
+    assert len(line.arrivals) == 5
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line: Line, tmp_path: Path) -> None:
+    outside = tmp_path / "secret.png"
+    outside.write_bytes(PNG)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    (line.root / "noname.png").write_bytes(PNG)
+    (line.root / "b1_x_R1.png").write_bytes(PNG)
+    (line.root / "b1_r_R2.png").write_bytes(b"")
+    (line.root / "b1_r_R3.png").symlink_to(outside)
+    (line.root / "sub").symlink_to(tmp_path)
+    os.mkfifo(line.root / "b1_r_R4.png")
+    (Path(os.fsdecode(os.fsencode(line.root) + b"/b1_r_\xff.png"))).write_bytes(PNG)
+    line.run(70)
+    assert line.offered == ["b1_r_R1.png"]
+    reasons = {
+        "noname.png": "the name does not match",
+        "b1_x_R1.png": "no route for the component 'x'",
+        "b1_r_R2.png": "the file is empty",
+        "b1_r_R3.png": "a symbolic link",
+        "sub": "a symbolic link",
+        "b1_r_R4.png": "not a regular file",
+        "b1_r_\\xff.png": "the name is not UTF-8",
+    }
+    assert line.refused.keys() == reasons.keys()
+    for name, reason in reasons.items():
+        assert line.refused[name].startswith(reason)
+    failed = sorted(os.listdir(os.fsencode(line.root / "failed")))
+    assert len(failed) == 2 * len(reasons)
+    assert b"b1_r_\xff.png.error.json" in failed
+    explained = json.loads((line.root / "failed/noname.png.error.json").read_text())
+    assert explained["reason"].startswith("the name does not match the pattern")
+    assert outside.read_bytes() == PNG
+    assert line.intake.statistics().refused == len(reasons)
+
+
+def test_text_that_claims_to_be_an_image_is_left_to_the_decoder(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(b"hello")
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png"]
+
+
+@pytest.mark.parametrize("mode", ["keep", "move"])
+def test_a_refused_file_is_refused_once(tmp_path: Path, mode: str) -> None:
+    line = Line(tmp_path / "inbox", after=mode)
+    (line.root / "noname.png").write_bytes(PNG)
+    line.run(20)
+    assert len(line.refusals) == 1
+    assert ("noname.png" in line.files()) is (mode == "keep")
+
+
+def test_a_name_that_is_too_long_to_claim_is_refused(line: Line) -> None:
+    name = f"b1_r_{'R' * 240}.png"
+    (line.root / name).write_bytes(PNG)
+    line.run(5)
+    assert line.refused == {name: "the name is too long"}
+
+
+UNREADABLE = """
+import os, sys
+sys.path.insert(0, {root!r})
+import importlib.util
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("lines", {module!r})
+lines = importlib.util.module_from_spec(spec); sys.modules["lines"] = lines; spec.loader.exec_module(lines)
+if os.geteuid() == 0:
+    os.chown({folder!r}, 65534, 65534)
+    os.seteuid(65534)
+line = lines.Line(Path({folder!r}))
+(line.root / "b1_r_R1.png").write_bytes(lines.PNG)
+os.chmod(line.root / "b1_r_R1.png", 0)
+(line.root / "b1_r_R2.png").write_bytes(lines.PNG)
+line.run(5)
+print(line.offered, line.refused, sorted(os.listdir(line.root / "failed")))
+"""
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "inbox"
+    folder.mkdir()
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "test_")):
+            above.chmod(0o755)
+    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), module=__file__, folder=str(folder))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("['b1_r_R2.png'] {'b1_r_R1.png': 'not permitted to read it'}")
+
+
+# --- crashes, other agents, and a filesystem that says no -----------------------------------------------------------
+
+
+def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line: Line) -> None:
+    (line.root / "sub").mkdir()
+    for name in ("b1_r_R1.png", "sub/b1_r_R2.png"):
+        (line.root / name).write_bytes(PNG)
+    line.run(5)
+    again = Line(line.root)
+    again.run(1)
+    assert {(one.key, one.relpath, one.path) for one in again.arrivals} == {
+        (one.key, one.relpath, one.path) for one in line.arrivals
+    }
+    for arrival in again.arrivals:
+        again.intake.settle(arrival, Verdict.NG)
+    again.run(1)
+    assert again.files() == {"ng/2026-05-01/b1_r_R1.png", "ng/2026-05-01/sub/b1_r_R2.png"}
+    third = Line(line.root)
+    third.run(5)
+    assert third.arrivals == []
+
+
+def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    shelf = line.root / "done" / "2026-05-01"
+    shelf.mkdir(parents=True)
+    os.link(line.arrivals[0].path, shelf / "b1_r_R1.png")
+    again = Line(line.root)
+    again.run(1)
+    assert again.arrivals[0].key == line.arrivals[0].key
+    again.intake.settle(again.arrivals[0], Verdict.OK)
+    again.run(1)
+    assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    again = Line(line.root)
+    again.intake._naming = replace(NAMING, components=frozenset({"c"}))
+    again.run(1)
+    assert again.refused == {"b1_r_R1.png": "no route for the component 'r'"}
+    assert again.files() == {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}
+
+
+def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path: Path) -> None:
+    lines = [Line(tmp_path / "inbox", owner=owner) for owner in ("one", "two")]
+    for number in range(200):
+        (lines[0].root / f"b1_r_R{number}.png").write_bytes(PNG)
+    for line in lines:
+        line.intake.step(0.0)
+    threads = [threading.Thread(target=line.intake.step, args=(5.0,)) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    taken = [name for line in lines for name in line.offered]
+    assert sorted(taken) == sorted(set(taken)) == sorted(f"b1_r_R{number}.png" for number in range(200))
+    restarted = Line(tmp_path / "inbox", owner="one")
+    restarted.run(1)
+    assert sorted(restarted.offered) == sorted(lines[0].offered)
+
+
+def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
+    line.run(1)
+    assert line.intake.statistics().state is SourceState.ONLINE
+    moved = line.root.with_name("unmounted")
+    line.root.rename(moved)
+    line.run(3)
+    assert line.intake.statistics().state is SourceState.OFFLINE
+    assert not line.root.exists()
+    moved.rename(line.root)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(6)
+    assert line.intake.statistics().state is SourceState.ONLINE
+    assert line.offered == ["b1_r_R1.png"]
+
+
+def test_a_settled_file_waits_for_a_folder_that_is_gone(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    moved = line.root.with_name("unmounted")
+    line.root.rename(moved)
+    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.run(5)
+    statistics = line.intake.statistics()
+    assert (statistics.unfiled, statistics.alarm) == (1, "the folder is gone")
+    moved.rename(line.root)
+    line.run(40)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+    assert (line.intake.statistics().unfiled, line.intake.statistics().alarm) == (0, None)
+
+
+def test_what_cannot_be_moved_is_kept_and_retried(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    (line.root / "done").write_text("a file where the shelf should be")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.run(10)
+    assert line.intake.statistics().unfiled == 1
+    assert line.intake.statistics().alarm is not None
+    assert line.arrivals[0].path.exists()
+    assert caplog.text.count("intake_not_filed") == 1
+    (line.root / "done").unlink()
+    line.run(40)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_what_cannot_be_claimed_is_left_and_retried(line: Line) -> None:
+    (line.root / ".work").write_text("a file where the claims should be")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(10)
+    assert line.arrivals == []
+    assert line.intake.statistics().alarm is not None
+    (line.root / ".work").unlink()
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png"]
+    assert line.intake.statistics().alarm is None
+
+
+def test_a_file_that_changes_while_it_is_claimed_goes_back(tmp_path: Path) -> None:
+    inbox = Inbox(tmp_path, "demo")
+    (tmp_path / "b1_r_R1.png").write_bytes(PNG)
+    found = inbox.look("b1_r_R1.png")
+    assert found is not None
+    claimed = inbox.claim("b1_r_R1.png", found.sighting)
+    with claimed.path.open("ab") as late:
+        late.write(b"more")
+    assert inbox.sighting(claimed) != found.sighting
+    inbox.unclaim(claimed)
+    assert (tmp_path / "b1_r_R1.png").read_bytes() == PNG + b"more"
+
+
+# --- the thread, and real events ------------------------------------------------------------------------------------
+
+
+class Service:
+    """A running intake, and what it offered."""
+
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.arrivals: queue.Queue[Arrival] = queue.Queue()
+        section = FolderSection.model_validate(
+            {"path": str(root), "pattern": PATTERN, **config}, context={"folder": root}
+        )
+        self.intake = FolderIntake(section, NAMING, self.arrivals.put, lambda _: None, owner="demo", wall=lambda: NOON)
+
+    def __enter__(self) -> Service:
+        self.intake.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.intake.stop()
+
+    def next(self) -> Arrival:
+        return self.arrivals.get(timeout=WAIT_S)
+
+
+def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
+    root, beside = tmp_path / "inbox", tmp_path / "beside"
+    beside.mkdir()
+    for number in range(6):
+        (beside / f"b1_r_R{number}.png").write_bytes(PNG)
+    with Service(root, settle_ms=50, poll_s=0.1) as service:
+        (root / "b1_r_R0.png").write_bytes(PNG)
+        (beside / "b1_r_R1.png").rename(root / "b1_r_R1.png")
+        os.link(beside / "b1_r_R2.png", root / "b1_r_R2.png")
+        (beside / "b1_r_R2.png").unlink()
+        (root / "new" / "deep").mkdir(parents=True)
+        (root / "new" / "deep" / "b1_r_R3.png").write_bytes(PNG)
+        (root / "b1_r_R4.png.part").write_bytes(PNG)
+        (root / "b1_r_R4.png.part").rename(root / "b1_r_R4.png")
+        shutil.copy2(beside / "b1_r_R5.png", root / "b1_r_R5.png")
+        arrivals = [service.next() for _ in range(6)]
+        for arrival in arrivals:
+            service.intake.settle(arrival, Verdict.OK)
+    assert sorted(arrival.ref for arrival in arrivals) == [f"R{number}" for number in range(6)]
+    assert service.arrivals.empty()
+    shelf = root / "done" / "2026-05-01"
+    assert {str(file.relative_to(shelf)) for file in shelf.rglob("*.png")} == {
+        *(f"b1_r_R{number}.png" for number in (0, 1, 2, 4, 5)),
+        "new/deep/b1_r_R3.png",
+    }
+    assert service.intake.statistics().state is SourceState.STOPPED
+
+
+def test_events_make_it_quick_without_a_rescan(tmp_path: Path) -> None:
+    with Service(tmp_path / "inbox", settle_ms=20, poll_s=3600) as service:
+        warm = tmp_path / "inbox" / "b1_r_R0.png"
+        warm.write_bytes(PNG)
+        assert service.next().ref == "R0"
+        if service.intake.statistics().is_polled:
+            pytest.skip("this filesystem tells no changes")
+        (tmp_path / "b1_r_R1.png").write_bytes(PNG)
+        (tmp_path / "b1_r_R1.png").rename(tmp_path / "inbox" / "b1_r_R1.png")
+        assert service.next().ref == "R1"
+        (tmp_path / "inbox" / "b1_r_R2.png").write_bytes(PNG)
+        assert service.next().ref == "R2"
+
+
+def test_a_burst_of_files_arrives_whole_and_each_once(tmp_path: Path) -> None:
+    root = tmp_path / "inbox"
+    with Service(root, poll_s=0.1) as service:
+        for number in range(1500):
+            (root / f"b1_r_R{number}.png").write_bytes(PNG[:200] + PNG[-12:])
+        refs = [service.next().ref for _ in range(1500)]
+    assert sorted(refs) == sorted(f"R{number}" for number in range(1500))
+    assert service.arrivals.empty()
+
+
+def test_stopping_leaves_what_is_in_flight_for_the_next_start(tmp_path: Path) -> None:
+    root = tmp_path / "inbox"
+    with Service(root, settle_ms=10, poll_s=0.1) as service:
+        (root / "b1_r_R1.png").write_bytes(PNG)
+        first = service.next()
+    with Service(root, settle_ms=10, poll_s=0.1) as service:
+        assert service.next().key == first.key
+
+
+def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "x.png"
+    file.write_bytes(PNG)
+    stop = threading.Event()
+
+    def write_again_and_again() -> None:
+        while not stop.is_set():
+            with file.open("r+b"):
+                pass
+
+    writer = threading.Thread(target=write_again_and_again)
+    writer.start()
+    try:
+        for _ in range(2000):
+            with file.open("rb") as reader:
+                assert lease_of(reader.fileno()) in set(Lease)
+    finally:
+        stop.set()
+        writer.join()
