@@ -238,11 +238,12 @@ class FolderIntake:
         started = self._clock()
         try:
             listed = list(self._inbox.scan())
+            if self._go_online():
+                listed = list(self._inbox.scan())  # what came before events began to be told
         except OSError as error:
             self._go_offline(error)
             self._next_scan = now + self._config.poll_s
             return
-        self._go_online()
         if self._ignores_next_scan:
             self._ignores_next_scan = False
             for found in listed:
@@ -252,9 +253,10 @@ class FolderIntake:
             log.warning("intake_stale file=%s: incomplete, or held open by its writer", printable(relpath))
         self._next_scan = now + max(self._config.poll_s, SCAN_SHARE * (self._clock() - started))
 
-    def _go_online(self) -> None:
+    def _go_online(self) -> bool:
+        """Begin to watch a folder that can be read (again); False if it is watched already."""
         if self._state is SourceState.ONLINE:
-            return
+            return False
         self._state = SourceState.ONLINE
         tells = tells_changes(filesystem_type(self._config.path))
         if tells and self._thread is not None:
@@ -266,6 +268,7 @@ class FolderIntake:
             self._was_online = True
             self._recovered.extend(self._inbox.recover())
             log.info("intake_recovered folder=%s files=%d", self._config.path, len(self._recovered))
+        return True
 
     def _go_offline(self, error: OSError) -> None:
         if self._state is not SourceState.OFFLINE:
