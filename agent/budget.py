@@ -77,11 +77,15 @@ def _workspace_bytes(
     config: LineConfig, budget_bytes: int, users: Sequence[ExecutorSpec], profile: DeviceProfile
 ) -> int:
     """What batches may take: as much as all executors can use at once, a quarter at most, one image each at least."""
-    if config.memory.workspace is not None:
-        return config.memory.workspace
     columns = [profile.experts[spec.processor].values() for spec in users]
     useful = sum(_largest(column, at_maximum=True) for column in columns)
     least = sum(_largest(column, at_maximum=False) for column in columns)
+    given = config.memory.workspace
+    if given is not None:
+        if given < least:
+            needs = f"one image on each of {len(users)} executors needs {_mib(least)}"
+            raise config.document.error(f"{_mib(given)} is too little - {needs}", "memory", "workspace")
+        return given
     return max(min(useful, int(budget_bytes * WORKSPACE_FRACTION)), least)
 
 

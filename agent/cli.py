@@ -82,7 +82,7 @@ def inspect(
 ) -> None:
     """Judge images now, without the agent: nothing is moved, nothing is stored."""
     from agent.config import read_line
-    from agent.inspection import inspect_images
+    from agent.inspection import inspect_images, outputs_sha256
     from agent.progress import progress_on_stderr
 
     _log_to_stderr(logging.WARNING)
@@ -91,7 +91,7 @@ def inspect(
         with progress_on_stderr() as progress:
             results = inspect_images(config, images, component, progress)
     if as_json:
-        print(json.dumps({"results": results}))
+        print(json.dumps({"results": results, "outputs_sha256": outputs_sha256(row["label"] for row in results)}))
         return
     for result in results:
         score = "" if result["score"] is None else f" {result['score']:.3f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from experts.errors import ConfigError, ExpertError
 from experts.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -43,6 +44,14 @@ def inspect_images(
     finally:
         agent.stop()
     return [rows[number] for number in started]
+
+
+def outputs_sha256(labels: Iterable[str | None]) -> str:
+    """A digest over (request number, label): two policies that judge the same images must agree on it in fp32."""
+    digest = hashlib.sha256()
+    for number, label in enumerate(labels):
+        digest.update(f"{number} {label}\n".encode())
+    return digest.hexdigest()
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:

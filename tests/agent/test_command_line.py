@@ -1,0 +1,321 @@
+"""The commands as a line engineer types them: real processes, real files, the fake backend where no model is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from safetensors.torch import save_file
+
+from agent.config import read_line
+from agent.core.policy import PRESETS
+from agent.inspection import inspect_images, outputs_sha256
+
+ROOT = Path(__file__).parents[2]
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+DEADLINE_S = 90.0
+BROKEN_PNG = b"\x89PNG\r\n\x1a\n" + b"rubbish" * 50 + b"\x00\x00\x00\x00IEND\xaeB`\x82"
+
+
+def coserve(*words, environment=None, check=None):
+    """Run the command to its end; its outcome."""
+    command = [sys.executable, str(ROOT / "coserve.py"), *map(str, words)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | (environment or {}), check=False
+    )
+    if check is not None:
+        assert done.returncode == check, done.stderr
+    return done
+
+
+def write_line(folder, experts=3, weight_bytes=2_000_000, memory="9MiB", workspace="2MiB", extra=""):
+    """A line of fake experts cls/f<n> with routes c<n>, one image of each on a board."""
+    (folder / "weights").mkdir(parents=True, exist_ok=True)
+    lines = ["line: test", "state: ./state", "experts:"]
+    for number in range(experts):
+        declared = {"weight_bytes": weight_bytes, "workspace_bytes": 1000, "label": "ok"}
+        (folder / "weights" / f"f{number}.yaml").write_text(json.dumps(declared))
+        lines += [
+            f"  cls/f{number}:",
+            "    architecture: fake",
+            f"    weights: weights/f{number}.yaml",
+            "    labels: [ok, bad]",
+            "    input: {size: [8, 8]}",
+        ]
+    lines += ["routes:"] + [f"  c{number}: [{{expert: cls/f{number}, pass: [ok]}}]" for number in range(experts)]
+    quantities = ", ".join(f"c{number}: 1" for number in range(experts))
+    lines += [f"boards: {{main: {{components: {{{quantities}}}, takt_s: 60}}}}"]
+    lines += [f"memory: {{host: {memory}, workspace: {workspace}}}"]
+    lines += [f"intake: {{folders: [{{path: ./inbox, pattern: '{PATTERN}', settle_ms: 0}}]}}", extra]
+    file = folder / "line.yaml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def drop(folder, name, content=None):
+    """Rename a finished file into the inbox."""
+    ready = folder / "ready"
+    ready.mkdir(exist_ok=True)
+    (folder / "inbox").mkdir(exist_ok=True)
+    if content is None:
+        Image.new("RGB", (8, 8), (10, 200, 30)).save(ready / name)
+    else:
+        (ready / name).write_bytes(content)
+    (ready / name).rename(folder / "inbox" / name)
+
+
+class Serving:
+    """`coserve serve` in its own process."""
+
+    def __init__(self, line):
+        self.line = line
+        command = [sys.executable, str(ROOT / "coserve.py"), "serve", str(line), "--json"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def rows(self):
+        """What is stored, whatever the agent does meanwhile."""
+        file = self.line.parent / "state" / "results.db"
+        if not file.exists():
+            return {}
+        with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+            try:
+                found = connection.execute("SELECT image, verdict, reason FROM results").fetchall()
+            except sqlite3.OperationalError:  # it is about to make its tables
+                return {}
+        return {image: (verdict, reason) for image, verdict, reason in found}
+
+    def wait_for(self, images):
+        """Until so many images have a verdict; they are returned."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(rows := self.rows()) < images:
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert time.monotonic() < deadline, f"only {rows}"
+            time.sleep(0.02)
+        return rows
+
+    def stop(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def serve():
+    running = []
+
+    def start(line):
+        running.append(Serving(line))
+        return running[-1]
+
+    yield start
+    for serving in running:
+        if serving.process.poll() is None:
+            serving.process.kill()
+        serving.process.communicate()
+
+
+def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cleanly(tmp_path, serve):
+    line = write_line(tmp_path)
+    drop(tmp_path, "B1_c0_R1.png")
+    serving = serve(line)
+    serving.wait_for(1)
+    drop(tmp_path, "B1_c1_R1.png")
+    drop(tmp_path, "B1_c2_R1.png")
+    rows = serving.wait_for(3)
+    code, out, _ = serving.stop()
+    assert code == 0
+    assert {verdict for verdict, _ in rows.values()} == {"OK"}
+    assert json.loads(out)["requests"] == 3
+    assert len(list((tmp_path / "inbox" / "done").rglob("*.png"))) == 3
+    boards = json.loads(coserve("results", line, "--boards", "--json", check=0).stdout)["results"]
+    assert [(board["serial"], board["verdict"]) for board in boards] == [("B1", "OK")]
+
+
+def test_bad_images_are_unknown_with_a_reason_and_everything_else_goes_on(tmp_path, serve):
+    line = write_line(tmp_path)
+    good = tmp_path / "good.png"
+    Image.new("RGB", (64, 64)).save(good)
+    drop(tmp_path, "B1_c0_broken.png", BROKEN_PNG)
+    drop(tmp_path, "B1_c0_text.png", b"not an image at all")
+    drop(tmp_path, "B1_nobody_R1.png")
+    drop(tmp_path, "misnamed.png")
+    drop(tmp_path, "B1_c0_good.png")
+    serving = serve(line)
+    rows = serving.wait_for(5)
+    serving.stop()
+    unknown = {image: reason for image, (verdict, reason) in rows.items() if verdict == "UNKNOWN"}
+    assert unknown.keys() == {"B1_c0_broken.png", "B1_c0_text.png", "B1_nobody_R1.png", "misnamed.png"}
+    assert all(unknown.values())
+    assert rows["B1_c0_good.png"][0] == "OK"
+    failed = {file.name for file in (tmp_path / "inbox" / "failed").rglob("*.png")}
+    assert failed == unknown.keys()
+
+
+def test_broken_weights_quarantine_their_expert_only(tmp_path, serve):
+    line = write_line(tmp_path)
+    (tmp_path / "weights" / "f1.yaml").unlink()
+    for number in range(3):
+        drop(tmp_path, f"B1_c{number}_R1.png")
+    serving = serve(line)
+    rows = serving.wait_for(3)
+    code, _, err = serving.stop()
+    assert code == 0
+    assert {image: verdict for image, (verdict, _) in rows.items()} == {
+        "B1_c0_R1.png": "OK",
+        "B1_c1_R1.png": "UNKNOWN",
+        "B1_c2_R1.png": "OK",
+    }
+    assert "cls/f1" in rows["B1_c1_R1.png"][1]
+    assert "f1.yaml" in err
+
+
+def test_a_flipped_byte_in_packed_weights_is_found_before_anything_is_judged_with_it(tmp_path, serve):
+    line = write_line(tmp_path)
+    packed = json.loads(coserve("experts", "verify", line, "--json", check=0).stdout)["experts"]
+    assert all(row["ok"] for row in packed)
+    segments = sorted((tmp_path / "state" / "packed" / "segments").glob("*.bin"))
+    for segment in segments:
+        status = segment.stat()
+        damaged = bytearray(segment.read_bytes())
+        damaged[1000] ^= 1
+        segment.write_bytes(damaged)
+        os.utime(segment, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert coserve("experts", "verify", line).returncode == 1
+    drop(tmp_path, "B1_c0_R1.png")
+    serving = serve(line)
+    rows = serving.wait_for(1)
+    serving.stop()
+    assert rows["B1_c0_R1.png"][0] == "UNKNOWN"
+    assert "sha256" in rows["B1_c0_R1.png"][1]
+
+
+def test_after_kill_9_nothing_is_lost_or_counted_twice(tmp_path, serve):
+    line = write_line(tmp_path)
+    names = [f"B{board}_c{number}_R1.png" for board in range(20) for number in range(3)]
+    serving = serve(line)
+    for name in names:
+        drop(tmp_path, name)
+    serving.wait_for(5)
+    serving.stop(signal.SIGKILL)
+    again = serve(line)
+    rows = again.wait_for(len(names))
+    again.stop()
+    assert rows.keys() == set(names)
+    moved = [file.name for file in (tmp_path / "inbox" / "done").rglob("*.png")]
+    assert sorted(moved) == sorted(names)
+
+
+def test_a_second_agent_on_the_same_line_is_refused_and_the_first_goes_on(tmp_path, serve):
+    line = write_line(tmp_path)
+    serving = serve(line)
+    drop(tmp_path, "B1_c0_R1.png")
+    serving.wait_for(1)
+    second = coserve("serve", line)
+    assert second.returncode == 1
+    assert "another agent" in second.stderr
+    drop(tmp_path, "B1_c1_R1.png")
+    serving.wait_for(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("memory:", "memroy:"), "memroy"),
+        (("expert: cls/f0", "expert: cls/f9"), "cls/f9"),
+        (("[{expert: cls/f0, pass: [ok]}]", "[{expert: cls/f0, pass: [ok]}, {expert: cls/f0, pass: [ok]}]"), "c0"),
+    ],
+)
+def test_a_wrong_line_file_ends_with_78_naming_file_line_and_key(tmp_path, change, says):
+    line = write_line(tmp_path)
+    line.write_text(line.read_text().replace(*change))
+    for command in (("config", "check"), ("serve",)):
+        done = coserve(*command, line, check=78)
+        assert f"{line}:" in done.stderr
+        assert says in done.stderr
+        assert not (tmp_path / "state").exists()
+
+
+def test_a_circle_of_experts_ends_with_78(tmp_path):
+    line = write_line(tmp_path)
+    text = line.read_text()
+    text = text.replace(
+        "c0: [{expert: cls/f0, pass: [ok]}]", "c0: [{expert: cls/f0, pass: [ok]}, {expert: cls/f1, pass: [ok]}]"
+    )
+    text = text.replace(
+        "c1: [{expert: cls/f1, pass: [ok]}]", "c1: [{expert: cls/f1, pass: [ok]}, {expert: cls/f0, pass: [ok]}]"
+    )
+    line.write_text(text)
+    done = coserve("serve", line, check=78)
+    assert "cls/f0" in done.stderr
+    assert "cls/f1" in done.stderr
+
+
+def test_an_expert_larger_than_the_budget_ends_with_78_naming_it(tmp_path):
+    line = write_line(tmp_path, weight_bytes=20_000_000)
+    drop(tmp_path, "B1_c0_R1.png")
+    done = coserve("serve", line, check=78)
+    assert "cls/f0" in done.stderr
+    assert f"{line}:" in done.stderr
+    assert "memory.host" in done.stderr
+    assert (tmp_path / "inbox" / "B1_c0_R1.png").exists()
+
+
+def test_wrong_words_end_with_2():
+    assert coserve("inspect").returncode == 2
+    assert coserve("no-such-command").returncode == 2
+
+
+def write_real_line(folder, *, experts=4):
+    """Real ResNet18s that share all but their last stage, at 32 pixels."""
+    (folder / "weights").mkdir(parents=True)
+    torch.manual_seed(0)
+    base = torchvision.models.resnet18(num_classes=3).state_dict()
+    lines = ["line: real", "state: ./state", "experts:"]
+    for number in range(experts):
+        own = torchvision.models.resnet18(num_classes=3).state_dict()
+        mixed = {name: own[name] if name.startswith(("layer4", "fc")) else base[name] for name in own}
+        save_file(mixed, folder / "weights" / f"r{number}.safetensors")
+        lines += [
+            f"  cls/r{number}:",
+            "    architecture: resnet18",
+            f"    weights: weights/r{number}.safetensors",
+            "    labels: [ok, missing, bent]",
+            "    input: {size: [32, 32]}",
+        ]
+    lines += ["routes:"]
+    lines += [f"  c{number}: [{{expert: cls/r{number}, pass: [ok, missing, bent]}}]" for number in range(experts - 1)]
+    last = experts - 1
+    lines[-1] = (
+        f"  c{last - 1}: [{{expert: cls/r{last - 1}, pass: [ok, missing, bent]}}, {{expert: cls/r{last}, pass: [ok]}}]"
+    )
+    lines += ["memory: {host: 150MiB, device: 110MiB, workspace: 25MiB}"]
+    file = folder / "line.yaml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_every_preset_and_the_three_tier_path_give_the_same_labels_in_fp32(tmp_path):
+    line = write_real_line(tmp_path)
+    images = []
+    for number in range(6):
+        noise = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+        images.append(tmp_path / f"{number}.png")
+        Image.fromarray(noise.numpy()).save(images[-1])
+    digests = {}
+    for device in ("cpu", "emulated"):
+        for policy in PRESETS if device == "cpu" else ("coserve", "samba"):
+            config = read_line(line, {"COSERVE__POLICY": policy, "COSERVE__DEVICE": device})
+            rows = inspect_images(config, images, "c2", lambda stage, done, total: None)
+            digests[policy, device] = outputs_sha256(row["label"] for row in rows)
+    assert len(set(digests.values())) == 1, digests
