@@ -13,16 +13,13 @@ closing, the serial may open a new run of the board (rework). Times are wall-clo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
-    from datetime import datetime
-
-    from agent.config import BoardSection
+    from datetime import datetime, timedelta
 
 SEVERITY = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
 
@@ -33,14 +30,6 @@ class BoardManifest:
 
     components: Mapping[str, int]
     timeout: timedelta
-
-
-def manifests(boards: Mapping[str, BoardSection]) -> dict[str, BoardManifest]:
-    """The manifests of a line's configured board types."""
-    return {
-        name: BoardManifest(section.components, timedelta(seconds=section.patience_s))
-        for name, section in boards.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)

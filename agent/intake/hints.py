@@ -7,6 +7,7 @@ every network share. Whoever uses them rescans anyway.
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ class Hints:
 
     def start(self) -> bool:
         """Watch. False, with a line in the log, where the system offers no events: rescans then do all the work."""
+        # a folder made while it is being added is added twice, which watchdog tells as a warning and does right
+        warnings.filterwarnings("ignore", "Callback with id", RuntimeWarning, r"watchdog\.")
         try:
             from watchdog.observers.inotify import InotifyObserver
 
