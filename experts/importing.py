@@ -35,9 +35,9 @@ def import_weights(source: Path, destination: Path) -> str:
         raise WeightsRefused(str(source), f"its import is a {wanted} file: name the destination so, not {destination}")
     if not source.is_file():
         raise WeightsMissing(str(source), "there is no such file")
-    destination.parent.mkdir(parents=True, exist_ok=True)
     candidate = destination.with_name(f".{destination.stem}.import{wanted}")
     try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix in PICKLES:
             _unpickle(source, candidate)
         else:
@@ -50,7 +50,8 @@ def import_weights(source: Path, destination: Path) -> str:
     except OSError as error:
         raise LoadFailed(str(source), f"cannot be imported: {error}") from error
     finally:
-        candidate.unlink(missing_ok=True)
+        if candidate.is_file():
+            candidate.unlink()
 
 
 def _unpickle(source: Path, candidate: Path) -> None:

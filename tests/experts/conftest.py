@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 
 import numpy as np
@@ -16,7 +18,6 @@ from experts.expert import Expert, InputSpec, Precision
 from experts.weights import AlignedBuffer, SegmentStore, tensor_views
 
 LABELS = ("ok", "missing", "shifted")
-torch.set_num_threads(2)
 
 
 class Slot:
@@ -69,9 +70,7 @@ class ExpertFiles:
         return build_trainable(architecture, label_count, stem)
 
     def detector(self, name, architecture="yolov5n", seed=0, labels=LABELS, size=64):
-        from experts.backends.detector import build_trainable
-
-        module = trained_looking(build_trainable(architecture, len(labels)), seed)
+        module = trained_looking(copy.deepcopy(fresh_detector(architecture, len(labels))), seed)
         for key, parameter in module.named_parameters():
             if ".cv3." in key and key.endswith(".2.bias"):
                 parameter.data += 8  # untrained heads answer far below the confidence that a box needs
@@ -86,6 +85,13 @@ class ExpertFiles:
         path = self.path(name, ".onnx")
         onnx.save_model(onnx_classifier(seed, outputs or len(labels), size, batch), path)
         return self.expert(name, "onnx", path, labels, size)
+
+
+@functools.cache
+def fresh_detector(architecture, label_count):
+    from experts.backends.detector import build_trainable
+
+    return build_trainable(architecture, label_count)
 
 
 def trained_looking(module, seed):
@@ -132,6 +138,15 @@ def onnx_classifier(seed, outputs, size, batch):
         [numpy_helper.from_array(values.astype(np.float32), name) for name, values in weights.items()],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Small inputs gain nothing from more, and threads of several processes on few cores wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

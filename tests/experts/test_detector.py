@@ -1,0 +1,172 @@
+"""YOLO detectors: the same boxes as ultralytics finds, in the image's own pixels."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experts.backends.base import Prepared
+from experts.backends.detector import DetectorBackend, build_trainable
+from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import NOTHING_FOUND, Precision
+
+BACKEND = DetectorBackend()
+
+
+def skeleton_of(expert, precision=Precision.FP32):
+    skeleton = BACKEND.skeleton(expert, precision, b"", "cpu")
+    skeleton.bind(BACKEND.pack(expert, precision).tensors)
+    return skeleton
+
+
+def ultralytics_boxes(expert, image):
+    """What ultralytics' own model, suppression and scaling make of the image: rows of corners, score and label."""
+    from ultralytics.utils.nms import non_max_suppression
+    from ultralytics.utils.ops import scale_boxes
+
+    model = build_trainable(expert.architecture, len(expert.labels))
+    model.load_state_dict(load_file(expert.weights))
+    prepared = BACKEND.prepare(expert, image)
+    with torch.no_grad():
+        rows = non_max_suppression(model.eval()(prepared.tensor.unsqueeze(0)))[0]
+    way_back = ((prepared.scale, prepared.scale), (prepared.pad_left, prepared.pad_top))
+    rows[:, :4] = scale_boxes((96, 96), rows[:, :4], image.shape[:2], ratio_pad=way_back)
+    return rows
+
+
+@pytest.mark.parametrize("architecture", ["yolov5n", "yolo11n", "yolo26n"])
+def test_boxes_are_those_of_ultralytics(files, image, architecture):
+    expert = files.detector("det/x", architecture, size=96)
+    prediction = skeleton_of(expert).infer(expert, [BACKEND.prepare(expert, image)])[0]
+    rows = ultralytics_boxes(expert, image)
+    assert len(prediction.boxes) == len(rows) > 0
+    found = torch.tensor([[box.left, box.top, box.right, box.bottom, box.score] for box in prediction.boxes])
+    distances = torch.cdist(found, rows[:, :5])  # boxes of nearly equal scores may come in another order
+    assert max(distances.amin(dim=0).max(), distances.amin(dim=1).max()) < 0.01
+    assert [box.score for box in prediction.boxes] == pytest.approx(rows[:, 4].tolist(), abs=1e-4)
+    assert (prediction.label, prediction.score) == (prediction.boxes[0].label, prediction.boxes[0].score)
+
+
+def test_half_precision_finds_the_same_label(files, image):
+    expert = files.detector("det/x")
+    prepared = [BACKEND.prepare(expert, image)]
+    full = skeleton_of(expert).infer(expert, prepared)[0]
+    half = skeleton_of(expert, Precision.BF16).infer(expert, prepared)[0]
+    assert half.score == pytest.approx(full.score, abs=0.05)
+
+
+@pytest.mark.parametrize("shape", [(90, 140), (140, 90), (64, 64), (1, 500), (500, 1), (33, 31), (640, 480)])
+def test_letterboxing_keeps_proportions_and_leads_back(files, shape):
+    from ultralytics.data.augment import LetterBox
+
+    expert = files.expert("det/x", "yolov5n", files.folder / "none.safetensors", size=64)
+    image = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    prepared = BACKEND.prepare(expert, image)
+    params = LetterBox((64, 64)).get_params({"img": image})
+    assert prepared.tensor.shape == (3, 64, 64)
+    assert prepared.scale == params["ratio"][0]
+    assert (prepared.pad_left, prepared.pad_top) == (params["left"], params["top"])
+    assert (prepared.image_height, prepared.image_width) == shape
+
+
+def test_boxes_are_cut_at_the_edges_of_the_image(files, image):
+    expert = files.detector("det/x", size=96)
+    height, width = image.shape[:2]
+    boxes = skeleton_of(expert).infer(expert, [BACKEND.prepare(expert, image)])[0].boxes
+    assert all(0 <= box.left <= box.right <= width and 0 <= box.top <= box.bottom <= height for box in boxes)
+
+
+def test_no_box_is_nothing_found(files, image):
+    model = build_trainable("yolov5n", 3)  # untrained: far below the confidence that a box needs
+    expert = files.torch_module("det/x", model, "yolov5n")
+    prediction = skeleton_of(expert).infer(expert, [BACKEND.prepare(expert, image)])[0]
+    assert (prediction.label, prediction.score, prediction.boxes) == (NOTHING_FOUND, 0.0, ())
+
+
+def test_an_answer_that_is_not_a_number_is_no_prediction(files):
+    expert = files.detector("det/x")
+    image = torch.full((3, 64, 64), float("inf"))
+    with pytest.raises(OutputInvalid):
+        skeleton_of(expert).infer(expert, [Prepared(image, 64, 64)])
+
+
+def test_one_skeleton_takes_images_of_several_sizes(files, image):
+    expert = files.detector("det/x", size=64)
+    larger = replace(expert, input=replace(expert.input, width=96))
+    skeleton = skeleton_of(expert)
+    alone = skeleton.infer(expert, [BACKEND.prepare(expert, image)])
+    skeleton.infer(larger, [BACKEND.prepare(larger, image)] * 2)
+    assert skeleton.infer(expert, [BACKEND.prepare(expert, image)]) == alone
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "model.model."])
+def test_names_with_and_without_prefix_are_the_same(files, prefix):
+    expert = files.detector("det/x")
+    expected = BACKEND.pack(expert, Precision.FP32).tensors
+    tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in load_file(expert.weights).items()}
+    save_file(tensors, expert.weights)
+    found = BACKEND.pack(expert, Precision.FP32).tensors
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("architecture", ["yolov5z", "yolov8n-seg", "rtdetr-l"])
+def test_what_is_no_plain_detector_is_a_mismatch(files, architecture):
+    expert = replace(files.detector("det/x"), architecture=architecture)
+    with pytest.raises(WeightsMismatch, match=architecture):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def test_a_size_that_the_strides_do_not_divide_is_a_mismatch(files):
+    expert = files.detector("det/x", size=80)
+    with pytest.raises(WeightsMismatch, match="multiples of 32, not 80x80"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def test_another_size_of_the_family_is_a_mismatch(files):
+    expert = replace(files.detector("det/x", "yolov5n"), architecture="yolov5s")
+    with pytest.raises(WeightsMismatch, match="not a yolov5s"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def test_a_trainable_model_has_a_loss_that_reaches_its_weights():
+    model = build_trainable("yolov5n", 2)
+    batch = {
+        "img": torch.rand(2, 3, 64, 64),
+        "cls": torch.tensor([[0.0], [1.0]]),
+        "bboxes": torch.tensor([[0.5, 0.5, 0.4, 0.4], [0.3, 0.3, 0.2, 0.2]]),
+        "batch_idx": torch.tensor([0.0, 1.0]),
+    }
+    model.loss(batch)[0].sum().backward()
+    assert model.model[0].conv.weight.grad.abs().sum() > 0
+
+
+def test_importing_it_changes_nothing_outside(tmp_path):
+    """In a fresh process: torch.save is torch's, nothing is printed, no file is written into the home folder."""
+    program = (
+        "import torch; save = torch.save\n"
+        "import experts.backends.detector as detector\n"
+        "from ultralytics.utils import ONLINE, SETTINGS, AUTOINSTALL\n"
+        "assert torch.save is save and not ONLINE and not AUTOINSTALL and SETTINGS['sync'] is False\n"
+        "detector.build_trainable('yolov5n', 2)\n"
+    )
+    unset = {"YOLO_CONFIG_DIR", "YOLO_OFFLINE", "YOLO_AUTOINSTALL", "YOLO_VERBOSE"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    home = tmp_path / "home"
+    home.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, "HOME": str(home), "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    assert list(home.iterdir()) == []
+    assert not list(tmp_path.glob("coserve-ultralytics-*"))

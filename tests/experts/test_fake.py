@@ -1,0 +1,81 @@
+"""The fake: real bytes, real time, and proof of whose bytes it ran from."""
+
+import time
+
+import pytest
+
+from experts.backends.fake import FakeBackend
+from experts.errors import WeightsCorrupt, WeightsMismatch
+from experts.expert import Precision
+from experts.packing import pack_line
+
+BACKEND = FakeBackend()
+
+
+def packed_in(store, experts):
+    report = pack_line(experts, lambda expert: {Precision.FP32}, store)
+    return {name: forms[Precision.FP32] for name, forms in report.packed.items()}
+
+
+def test_it_has_as_many_bytes_as_it_declares(files):
+    tensors = BACKEND.pack(files.fake("cls/x", weight_bytes=1_000_003, shared={"b": 5}), Precision.BF16).tensors
+    assert {name: tensor.numel() for name, tensor in tensors.items()} == {"own": 1_000_003, "shared.b": 5}
+
+
+def test_running_it_over_another_experts_bytes_is_found_out(files, store, make_slot, image):
+    first, second = files.fake("cls/first"), files.fake("cls/second")
+    packed = packed_in(store, [first, second])
+    slot = make_slot(first, packed["cls/first"], store)
+    slot.infer(first, image)
+    slot.load(second, packed["cls/second"])
+    with pytest.raises(WeightsCorrupt, match="cls/first"):
+        slot.infer(first, image)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_bytes_that_were_not_loaded_to_the_end_are_found_out(files, store, make_slot, image, place):
+    expert = files.fake("cls/x", weight_bytes=5)
+    slot = make_slot(expert, packed_in(store, [expert])["cls/x"], store)
+    slot.buffers[0].tensor[:5][place] ^= 1
+    with pytest.raises(WeightsCorrupt, match="cls/x"):
+        slot.infer(expert, image)
+
+
+def test_its_label_follows_the_picture_and_nothing_else(files, store, make_slot, image):
+    expert = files.fake("cls/x", labels=[str(number) for number in range(50)])
+    slot = make_slot(expert, packed_in(store, [expert])["cls/x"], store)
+    pictures = [image, 255 - image, image // 2, image // 4]
+    alone = [slot.infer(expert, picture)[0].label for picture in pictures]
+    assert [each.label for each in slot.infer(expert, *pictures)] == alone
+    assert len(set(alone)) > 1
+
+
+def test_a_fixed_label_is_always_answered(files, store, make_slot, image):
+    expert = files.fake("cls/x", label="missing")
+    slot = make_slot(expert, packed_in(store, [expert])["cls/x"], store)
+    assert [each.label for each in slot.infer(expert, image, 255 - image)] == ["missing", "missing"]
+    with pytest.raises(WeightsMismatch, match="none of the line's"):
+        BACKEND.pack(files.fake("cls/y", label="elsewhere"), Precision.FP32)
+
+
+def test_a_batch_takes_the_time_it_declares(files, store, make_slot, image):
+    expert = files.fake("cls/x", K_s=0.02, B_s=0.01)
+    slot = make_slot(expert, packed_in(store, [expert])["cls/x"], store)
+    start = time.monotonic()
+    slot.infer(expert, image, image)
+    assert time.monotonic() - start >= 0.05
+
+
+def test_workspace_is_what_it_declares(files):
+    assert BACKEND.workspace_bytes(files.fake("cls/x", workspace_bytes=100), Precision.FP32, 3) == 300
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", "{}", "weight_bytes: 0", "weight_bytes: many", "{weight_bytes: 1, K_s: -1}", "{weight_bytes: 1, k: 2}"],
+)
+def test_a_declaration_that_makes_no_sense_is_corrupt(files, content):
+    expert = files.fake("cls/x")
+    expert.weights.write_text(content)
+    with pytest.raises(WeightsCorrupt, match="does not declare a fake"):
+        BACKEND.pack(expert, Precision.FP32)

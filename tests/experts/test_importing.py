@@ -1,0 +1,103 @@
+"""Importing weights: pickles become tensors in a process of their own, or are refused."""
+
+import hashlib
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.packing import import_weights
+
+
+class Malicious:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def saved(path, document):
+    torch.save(document, path)
+    return path
+
+
+def test_a_state_dict_becomes_safetensors(tmp_path):
+    tensors = {"a": torch.randn(3), "b": torch.arange(4)}
+    tensors["tied"] = tensors["a"]
+    tensors["part"] = torch.randn(4, 4).t()[1:]
+    target = tmp_path / "out" / "x.safetensors"
+    sha256 = import_weights(saved(tmp_path / "x.pt", tensors), target)
+    found = load_file(target)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert sha256 == hashlib.sha256(target.read_bytes()).hexdigest()
+
+
+def test_a_checkpoint_gives_up_its_state_dict(tmp_path):
+    source = saved(tmp_path / "x.pth", {"state_dict": {"a": torch.ones(2)}, "epoch": 3, "optimizer": {"lr": 0.1}})
+    import_weights(source, tmp_path / "x.safetensors")
+    assert load_file(tmp_path / "x.safetensors").keys() == {"a"}
+
+
+def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
+    marker, target = tmp_path / "it-ran", tmp_path / "x.safetensors"
+    wrapped = saved(tmp_path / "zip.pt", {"a": torch.ones(1), "b": Malicious(marker)})
+    bare = tmp_path / "bare.pt"
+    bare.write_bytes(pickle.dumps(Malicious(marker)))
+    for source in (wrapped, bare):
+        with pytest.raises(WeightsRefused, match=r"save model\.state_dict"):
+            import_weights(source, target)
+    assert not marker.exists()
+    assert not target.exists()
+
+
+def test_a_state_dict_with_something_else_in_it_names_it(tmp_path):
+    with pytest.raises(WeightsRefused, match="entry 'epoch' is a int"):
+        import_weights(saved(tmp_path / "x.pt", {"a": torch.ones(1), "epoch": 3}), tmp_path / "x.safetensors")
+
+
+def test_what_is_no_pickle_at_all_is_corrupt(tmp_path):
+    source = saved(tmp_path / "x.pt", {"a": torch.ones(1000)})
+    content = source.read_bytes()
+    for broken in (b"hello", content[: len(content) // 2]):
+        source.write_bytes(broken)
+        with pytest.raises(WeightsCorrupt):
+            import_weights(source, tmp_path / "x.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]
+
+
+def test_safe_formats_are_copied_and_checked(tmp_path, files):
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    sources = [tmp_path / "a.safetensors", files.onnx("cls/x").weights]
+    for source in sources:
+        target = tmp_path / "out" / source.name
+        import_weights(source, target)
+        assert target.read_bytes() == source.read_bytes()
+        source.write_bytes(source.read_bytes()[:40])
+        with pytest.raises(WeightsCorrupt):
+            import_weights(source, target)
+        assert len(target.read_bytes()) > 40  # what was there before is there still
+
+
+def test_names_that_mislead_are_refused(tmp_path):
+    source = saved(tmp_path / "x.pt", {"a": torch.ones(1)})
+    with pytest.raises(WeightsRefused, match=r"\.safetensors file"):
+        import_weights(source, tmp_path / "x.onnx")
+    with pytest.raises(WeightsRefused, match="unknown format"):
+        import_weights(tmp_path / "x.bin", tmp_path / "x.safetensors")
+    with pytest.raises(WeightsMissing):
+        import_weights(tmp_path / "none.pt", tmp_path / "x.safetensors")
+
+
+def test_a_destination_that_cannot_be_written_is_a_failed_load(tmp_path):
+    source = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(3)}, source)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(LoadFailed):
+        import_weights(source, tmp_path / "file" / "x.safetensors")

@@ -1,0 +1,165 @@
+"""ONNX graphs: weights lifted out, one session per program, the same answers as the graph as it came."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from experts.backends.onnx import OnnxBackend
+from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
+from experts.expert import Precision
+
+BACKEND = OnnxBackend()
+
+
+def bound(expert, packable):
+    skeleton = BACKEND.skeleton(expert, Precision.FP32, packable.program, "cpu")
+    skeleton.bind(packable.tensors)
+    return skeleton
+
+
+def answers(expert, *images):
+    prepared = [BACKEND.prepare(expert, image) for image in images]
+    return bound(expert, BACKEND.pack(expert, Precision.FP32)).infer(expert, prepared)
+
+
+def reference(expert, image):
+    session = onnxruntime.InferenceSession(str(expert.weights), providers=["CPUExecutionProvider"])
+    logits = session.run(None, {"image": BACKEND.prepare(expert, image).tensor.unsqueeze(0).numpy()})[0]
+    return torch.from_numpy(logits).softmax(dim=1)[0]
+
+
+def edited(expert, edit):
+    model = onnx.load_model(expert.weights)
+    edit(model.graph)
+    onnx.save_model(model, expert.weights)
+    return expert
+
+
+def test_answers_are_those_of_the_graph_as_it_came(files, image):
+    expert = files.onnx("cls/x")
+    probabilities = reference(expert, image)
+    found = answers(expert, image)[0]
+    assert found.label == expert.labels[int(probabilities.argmax())]
+    assert found.score == pytest.approx(float(probabilities.max()), abs=1e-5)
+
+
+def test_equal_graphs_become_equal_programs_without_weights(files):
+    first, second = (BACKEND.pack(files.onnx(f"cls/{seed}", seed), Precision.FP32) for seed in (1, 2))
+    assert first.program == second.program
+    assert first.tensors.keys() == second.tensors.keys()
+    assert onnx.load_from_string(first.program).graph.initializer == []
+    sizes = sorted(tensor.numel() for tensor in first.tensors.values())
+    assert sizes == [3, 16, 16 * 3, 16 * 3 * 9]  # BatchNorm went into the convolution, which got a bias
+
+
+def test_skeletons_of_one_program_share_a_session(files):
+    packables = [BACKEND.pack(files.onnx(f"cls/{seed}", seed), Precision.FP32) for seed in (1, 2)]
+    expert = files.onnx("cls/1", 1)
+    assert bound(expert, packables[0])._session is bound(expert, packables[1])._session
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_fixed_batch_is_filled_up(files, image, batch):
+    free, fixed = files.onnx("cls/free", 5), files.onnx("cls/fixed", 5, batch=batch)
+    images = [image, 255 - image, image[::-1].copy()]
+    expected = answers(free, *images)
+    found = answers(fixed, *images)
+    assert [each.label for each in found] == [each.label for each in expected]
+    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=1e-5)
+
+
+def test_probabilities_are_taken_as_they_are(files, image):
+    expert = files.onnx("cls/x")
+    expected = answers(expert, image)
+
+    def add_softmax(graph):
+        graph.node[-1].output[0] = "raw"
+        graph.node.append(helper.make_node("Softmax", ["raw"], ["logits"], axis=1))
+
+    assert answers(edited(expert, add_softmax), image)[0].score == pytest.approx(expected[0].score, abs=1e-5)
+
+
+def test_other_precisions_are_refused_not_ignored(files):
+    with pytest.raises(WeightsMismatch, match="fp32 only, not in bf16"):
+        BACKEND.pack(files.onnx("cls/x"), Precision.BF16)
+    assert BACKEND.precisions == {Precision.FP32}
+
+
+def test_another_input_size_is_a_mismatch_that_shows_both(files):
+    expert = files.onnx("cls/x", size=32)
+    with pytest.raises(WeightsMismatch, match=r"FLOAT \[None, 3, 32, 32\].*FLOAT \[None, 3, 48, 48\]"):
+        BACKEND.pack(replace(expert, input=replace(expert.input, height=48, width=48)), Precision.FP32)
+
+
+def test_a_graph_with_two_inputs_is_a_mismatch(files):
+    def add_input(graph):
+        graph.input.append(helper.make_tensor_value_info("mask", TensorProto.FLOAT, ["n", 1]))
+
+    with pytest.raises(WeightsMismatch, match="it has image, mask"):
+        BACKEND.pack(edited(files.onnx("cls/x"), add_input), Precision.FP32)
+
+
+def test_a_graph_that_only_claims_any_batch_is_a_mismatch(files):
+    def fix_inside(graph):
+        graph.node[-2].CopyFrom(helper.make_node("Reshape", ["p", "shape"], ["f"]))
+        graph.initializer.append(numpy_helper.from_array(np.array([1, 16], dtype=np.int64), "shape"))
+
+    with pytest.raises(WeightsMismatch, match="does not run on ONNX Runtime"):
+        BACKEND.pack(edited(files.onnx("cls/x"), fix_inside), Precision.FP32)
+
+
+def test_values_that_are_not_numbers_are_corrupt(files):
+    def spoil(graph):
+        weights = np.full((3, 16), np.nan, dtype=np.float32)
+        index = [tensor.name for tensor in graph.initializer].index("fc.weight")
+        graph.initializer[index].CopyFrom(numpy_helper.from_array(weights, "fc.weight"))
+
+    with pytest.raises(WeightsCorrupt, match=r"fc\.weight holds values that are not numbers"):
+        BACKEND.pack(edited(files.onnx("cls/x"), spoil), Precision.FP32)
+
+
+def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
+    expert = files.onnx("cls/x")
+    skeleton = bound(expert, BACKEND.pack(expert, Precision.FP32))
+    skeleton._tensors["fc.bias"].fill_(float("nan"))
+    with pytest.raises(OutputInvalid):
+        skeleton.infer(expert, [BACKEND.prepare(expert, image)])
+
+
+def test_weights_in_other_files_are_refused(files):
+    expert = files.onnx("cls/x")
+    model = onnx.load_model(expert.weights)
+    onnx.save_model(model, expert.weights, save_as_external_data=True, location="x.data", size_threshold=0)
+    with pytest.raises(WeightsRefused, match="save it as one file"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def test_small_constants_that_steer_shapes_stay_in_the_program(files, image):
+    def resize_first(graph):
+        scales = np.array([1, 1, 2, 2], dtype=np.float32)
+        graph.initializer.append(numpy_helper.from_array(scales, "scales"))
+        graph.node[0].input[0] = "resized"
+        graph.node.insert(0, helper.make_node("Resize", ["image", "", "scales"], ["resized"], mode="linear"))
+
+    expert = edited(files.onnx("cls/x"), resize_first)
+    assert "scales" not in BACKEND.pack(expert, Precision.FP32).tensors
+    assert answers(expert, image)[0].score == pytest.approx(float(reference(expert, image).max()), abs=1e-5)
+
+
+def test_a_processor_that_is_not_there_is_said_so(files):
+    expert = files.onnx("cls/x")
+    program = BACKEND.pack(expert, Precision.FP32).program
+    absent = "mps" if "CUDAExecutionProvider" in onnxruntime.get_available_providers() else "cuda"
+    with pytest.raises(BackendUnavailable, match=f"onnxruntime on {absent}"):
+        BACKEND.skeleton(expert, Precision.FP32, program, absent)
+
+
+def test_the_estimated_workspace_follows_the_largest_layers(files):
+    need_bytes = BACKEND.workspace_bytes(files.onnx("cls/x", size=32), Precision.FP32, 1)
+    layer_bytes = 16 * 16 * 16 * 4  # the convolution's output at half the size; two of them are alive at once
+    assert need_bytes == 2 * layer_bytes

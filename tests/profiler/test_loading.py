@@ -1,0 +1,28 @@
+"""The measurement of loading: it runs, cleans up behind itself, and says so when the target is missed."""
+
+from dataclasses import replace
+
+import pytest
+
+from profiler.loading import LoadingTimes, measure_loading, report
+
+TIMES = LoadingTimes("resnet101", 8, 3, 178_700_000, raw_s=0.05, load_s=0.055, first_load_s=0.15, bind_s=0.004)
+
+
+def test_it_measures_real_files_and_removes_them(tmp_path):
+    times = measure_loading(tmp_path, "squeezenet1_1", files=2, repeats=1)
+    assert times.file_bytes > 2_000_000
+    assert min(times.raw_s, times.load_s, times.first_load_s, times.bind_s) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_names_both_times_and_the_ratio():
+    text = report(TIMES)
+    for part in ("50.0 ms", "55.0 ms", "3574 MB/s", "178.7 MB", "1.100: reaches its target of 1.15"):
+        assert part in text
+
+
+def test_the_report_says_when_the_target_is_missed():
+    missed = replace(TIMES, load_s=0.06)
+    assert missed.ratio == pytest.approx(1.2)
+    assert "1.200: is short of its target of 1.15" in report(missed)
