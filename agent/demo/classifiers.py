@@ -49,9 +49,10 @@ class ClassifierPlan:
     crops_centre: bool = True
     turns: bool = True
     joint_learning_rate: float = 3e-3
-    own_epochs: int = 3
+    joint_batch_size: int = 64
+    own_epochs: int = 2
     own_learning_rate: float = 2e-4
-    batch_size: int = 64
+    own_batch_size: int = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,9 +101,9 @@ def train_trunk(
     union = union_labels(data)
     masks, targets = masks_and_targets(data, union)
     model = resnet(len(union)).train()
-    count, size = len(data.pictures), min(plan.batch_size, len(data.pictures))
+    count, size = len(data.pictures), min(plan.joint_batch_size, len(data.pictures))
     steps = count // size * len(plan.joint_px)
-    optimizer = torch.optim.AdamW(model.parameters(), plan.joint_learning_rate, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), plan.joint_learning_rate, weight_decay=0.05, fused=True)
     schedule = OneCycleLR(optimizer, plan.joint_learning_rate, total_steps=steps + 1, pct_start=0.25)
     done = 0
     for side_px in plan.joint_px:
@@ -155,8 +156,10 @@ def train_own_stages(
     features = trunk_features(trunk, varied(data.pictures[members], plan.turns, generator))
     targets = data.targets[members]
     stage, head = own_stages(trunk, [union_labels(data).index(label) for label in labels])
-    optimizer = torch.optim.AdamW([*stage.parameters(), *head.parameters()], plan.own_learning_rate, weight_decay=0.01)
-    size = min(32, len(members))
+    optimizer = torch.optim.AdamW(
+        [*stage.parameters(), *head.parameters()], plan.own_learning_rate, weight_decay=0.01, fused=True
+    )
+    size = min(plan.own_batch_size, len(members))
     steps = -(-len(members) // size) * plan.own_epochs
     schedule = OneCycleLR(optimizer, plan.own_learning_rate, total_steps=steps + 1, pct_start=0.2)
     for _ in range(plan.own_epochs):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from agent.demo.render import Fractions
 
 BODIES_FILE = "bodies.json"
+CROPS_PER_LABEL = 24  # enough for every rendered defect; ok gets twice as many
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training, validation and held-out
 
 

@@ -137,7 +137,7 @@ def network(class_count: int) -> nn.Module:
 def fit(module: nn.Module, data: DetectorSet, pace: Pace, batch_size: int, generator: torch.Generator) -> Iterator[int]:
     """Train with the network's own detection loss; gives the number of steps done, after each."""
     module.train()
-    optimizer = torch.optim.AdamW(module.parameters(), pace.learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(module.parameters(), pace.learning_rate, weight_decay=0.01, fused=True)
     schedule = OneCycleLR(optimizer, pace.learning_rate, total_steps=pace.steps + 1, pct_start=0.2)
     count, size = len(data.pictures), min(batch_size, len(data.pictures))
     order = torch.randperm(count, generator=generator)

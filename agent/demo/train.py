@@ -57,7 +57,10 @@ class TrainedLine:
 def synthetic_plan() -> TrainingPlan:
     """For rendered crops: parts have an upper side, and fill their crops."""
     shared_by = {component.name: component.detector for component in synthetic_components() if component.detector}
-    return TrainingPlan(ClassifierPlan(crops_centre=False, turns=False), DetectorPlan(shared_by))
+    return TrainingPlan(
+        ClassifierPlan(crops_centre=False, turns=False, joint_batch_size=32, joint_learning_rate=2e-3),
+        DetectorPlan(shared_by),
+    )
 
 
 def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:

@@ -1,0 +1,103 @@
+"""Rendered boards: the same for a seed, true to their labels, cut into the crops that their placements name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from agent.demo.components import OK, Detector, synthetic_components
+from agent.demo.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, product_layout
+from agent.demo.render import CROP_PX, crop, render_board, render_panels
+
+
+@pytest.fixture(scope="module")
+def board():
+    return render_board(seed=5, defect_rate=0.5)
+
+
+def component(name):
+    return next(each for each in synthetic_components() if each.name == name)
+
+
+def test_catalogue_is_rich_enough():
+    components = synthetic_components()
+    assert len({each.name for each in components}) == len(components) >= 24
+    assert all(each.labels[0] == OK and len(set(each.labels)) == len(each.labels) >= 3 for each in components)
+    assert all("_" not in each.name and "." not in each.name for each in components)
+    for detector in Detector:
+        assert sum(each.detector is detector for each in components) >= 5
+
+
+def test_product_carries_every_component_apart_from_the_others():
+    sites = product_layout()
+    counts = {each.name: sum(site.component is each for site in sites) for each in synthetic_components()}
+    assert counts == {each.name: each.quantity for each in synthetic_components()}
+    assert len({site.ref for site in sites}) == len(sites)
+    for number, site in enumerate(sites):
+        assert 0 < site.x_px < BOARD_WIDTH_PX
+        assert 0 < site.y_px < BOARD_HEIGHT_PX
+        for other in sites[:number]:
+            distance = max(abs(site.x_px - other.x_px), abs(site.y_px - other.y_px))
+            assert distance >= (site.component.window_px + other.component.window_px) // 2
+
+
+def test_same_seed_gives_the_same_board(board):
+    again = render_board(seed=5, defect_rate=0.5)
+    assert again.image.tobytes() == board.image.tobytes()
+    assert again.placements == board.placements
+    assert render_board(seed=6, defect_rate=0.5).placements != board.placements
+
+
+def test_labels_are_of_the_component_and_follow_the_rate(board):
+    labels = {each.name: each.labels for each in synthetic_components()}
+    assert all(placement.label in labels[placement.component] for placement in board.placements)
+    defective = sum(placement.label != OK for placement in board.placements)
+    assert 0.3 < defective / len(board.placements) < 0.7
+    assert all(placement.label == OK for placement in render_board(seed=1, defect_rate=0.0).placements)
+
+
+def test_crops_are_square_and_upright(board):
+    assert {crop(board, placement).size for placement in board.placements} == {(CROP_PX, CROP_PX)}
+    some, others, reverse = (
+        mean_crop("ic-soic8", OK, 0),
+        mean_crop("ic-soic8", OK, 1),
+        mean_crop("ic-soic8", "reversed", 0),
+    )
+    assert np.abs(some - others).mean() < 0.5 * np.abs(some - reverse).mean()  # whichever way each lies on its panel
+
+
+def mean_crop(name, label, seed):
+    parts = [(component(name), label)] * 6
+    crops = [crop(panel, each) for panel in render_panels(parts, seed) for each in panel.placements]
+    return np.mean([np.asarray(each, np.float64)[20:44, 14:50] for each in crops], axis=0)
+
+
+def test_missing_parts_have_no_body_and_shifted_ones_lie_elsewhere():
+    chip = component("resistor-1206")
+    parts = [(chip, label) for label in ("missing", "ok", "shifted") for _ in range(8)]
+    (panel,) = render_panels(parts, seed=3)
+    bodies = {label: [p.body for p in panel.placements if p.label == label] for label in chip.labels}
+    assert bodies["missing"] == [None] * 8
+    areas = [(right - left, bottom - top) for left, top, right, bottom in bodies["ok"]]
+    expected = (chip.width_px / chip.window_px, chip.height_px / chip.window_px)
+    assert np.allclose(areas, expected, atol=0.06)
+    ok_middles = [middle(body) for body in bodies["ok"]]
+    assert np.allclose(ok_middles, 0.5, atol=0.02)
+    moved = [np.abs(np.subtract(middle(body), 0.5)).max() > 0.08 for body in bodies["shifted"]]
+    turned = [(body[3] - body[1]) > 1.2 * expected[1] for body in bodies["shifted"]]
+    assert all(shift or turn for shift, turn in zip(moved, turned, strict=True))
+
+
+def middle(body):
+    left, top, right, bottom = body
+    return (left + right) / 2, (top + bottom) / 2
+
+
+def test_panels_hold_the_wanted_parts_whatever_the_threads():
+    large = component("electrolytic-6mm")
+    parts = [(large, label) for label in large.labels for _ in range(10)]
+    one, two = (list(render_panels(parts, seed=4, threads=threads)) for threads in (1, 2))
+    assert len(one) > 1
+    assert [panel.image.tobytes() for panel in one] == [panel.image.tobytes() for panel in two]
+    held = sorted((p.component, p.label) for panel in one for p in panel.placements)
+    assert held == sorted((large.name, label) for _, label in parts)
