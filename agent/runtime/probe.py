@@ -1,8 +1,9 @@
 """Probe: a rough performance matrix in seconds, at start, until a full device profile exists.
 
-One expert of each kind (architecture, input, precision) is loaded over the real path and run on each processor, alone
-and in one larger batch; two points give K and B (CoServe, section 4.2). Footprints are exact, workspaces estimated from
-shapes, and load times follow from the bytes and the measured speed of each link.
+One expert of each kind (architecture, input, precision, program) is loaded over the real path and run by a real
+executor on each processor, alone and in one larger batch; two points give K and B (CoServe, section 4.2), with the
+preparation of images and the handing over of batches in them. Footprints are exact, workspaces estimated from shapes,
+and load times follow from the bytes and the measured speed of each link.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from agent.core.effects import StartLoad
-from agent.core.events import Loaded, LoadFailed
-from agent.core.performance import SSD, DeviceProfile, ExpertProfile, Footprint, Performance, SharedPart
+from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
+from agent.core.performance import (
+    SSD,
+    DeviceProfile,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Performance,
+    SharedPart,
+)
+from agent.core.request import Batch, Rejected
 from agent.runtime.device import DEVICE, HOST, HostMemory, memory_for, torch_device
+from agent.runtime.executor import BatchExecutor, Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
 from experts import errors
@@ -31,9 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from agent.runtime.device import Box
-    from agent.runtime.slots import ExpertCopy, Slot
-    from experts.backends.base import Prepared, Skeleton
-    from experts.expert import Expert, InputSpec
+    from agent.runtime.slots import ExpertCopy
+    from experts.expert import InputSpec
     from experts.weights import PackedExpert, SegmentStore
 
 BATCH_SIZES = (1, 2, 4, 8)
@@ -42,6 +51,7 @@ KIND_LIMIT_S = 0.6  # spent on running one kind on one processor
 PLATEAU = 1.02  # a larger batch has to make an image at least this much cheaper
 LEAST_MAX_BATCH = 4  # even so: the images of one batch are decoded at the same time
 LEAST_S = 1e-4  # handing a batch over costs about as much, so K and B are never less
+PREPARATION_THREADS = 2  # as many as an agent has, unless it is told otherwise
 UNMEASURED_BYTES_PER_S = 500e6  # arbitrary: a SATA drive, for a line of which nothing can be loaded
 
 
@@ -71,12 +81,13 @@ class Kind:
     stem: str | None
     input: InputSpec
     precision: str
+    program_sha256: str | None  # of one ONNX graph or another
 
     @classmethod
     def of(cls, copy: ExpertCopy) -> Kind:
         """The kind of a copy."""
         expert = copy.expert
-        return cls(expert.architecture, expert.stem, expert.input, copy.packed.precision)
+        return cls(expert.architecture, expert.stem, expert.input, copy.packed.precision, copy.packed.program_sha256)
 
 
 def probe(
@@ -134,14 +145,15 @@ def measure_links(box: Box, copies: Mapping[str, Sequence[ExpertCopy]], segments
     """The speed of each link, over the largest expert that loads; its second load counts, the first one is hashed."""
     everything = {copy.name: copy for listed in copies.values() for copy in listed}
     largest_first = sorted(everything.values(), key=lambda copy: -copy.packed.own.size_bytes)
-    with _Rig(box, None, largest_first, segments).opened() as rig:
+    with _Rig(box, box.processors[0], largest_first, segments, threads=1).opened() as rig:
         for copy in largest_first:
             try:
                 rig.load(copy, HOST)
-                rig.evict(copy, HOST)
+                rig.clear()
                 ssd_s = rig.load(copy, HOST)
                 copy_s = rig.load(copy, DEVICE) if box.is_split else None
             except errors.ExpertError:
+                rig.clear()
                 continue
             size_bytes = footprint_of(copy.packed).total_bytes
             return LinkSpeeds(size_bytes / ssd_s, None if copy_s is None else size_bytes / copy_s)
@@ -172,31 +184,30 @@ def larger_batch(alone_s: float, limit_s: float) -> int:
 def _measure_first(
     box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int
 ) -> Performance:
-    """The performance of a kind, measured on its first expert that can be loaded. Raises the last one's error."""
-    with _Rig(box, processor, copies, segments).opened() as rig:
+    """The performance of a kind, measured on its first expert that can be run. Raises the last one's error."""
+    with _Rig(box, processor, copies, segments, threads).opened() as rig:
         for copy in copies:
             try:
-                slot = rig.bring(copy)
+                rig.bring(copy)
+                return _measure(rig, copy)
             except errors.ExpertError as error:
                 broken = error
-                continue
-            return _measure(copy, slot.skeleton(torch_device(processor)), threads)
+            finally:
+                rig.clear()
     raise broken
 
 
-def _measure(copy: ExpertCopy, skeleton: Skeleton, threads: int) -> Performance:
-    backend, expert = backend_for(copy.expert.architecture), copy.expert
-    with _torch_threads(threads), torch.inference_mode():
-        prepared, prepare_s = _prepared(expert)
-        runs = _Runs(skeleton, expert, prepared)
-        larger = larger_batch(runs.seconds_of(1), KIND_LIMIT_S)
-        alone_s, larger_s = runs.alternating(1, larger)
+def _measure(rig: _Rig, copy: ExpertCopy) -> Performance:
+    alone_s = larger_s = rig.fastest_s(copy, 1, repeats=1)
+    larger = larger_batch(alone_s, KIND_LIMIT_S)
+    if larger > 1:
+        alone_s, larger_s = rig.fastest_s(copy, 1, REPEATS), rig.fastest_s(copy, larger, REPEATS)
     per_image_s, fixed_s = fit(alone_s, larger_s, larger)
-    precision = Precision(copy.packed.precision)
-    workspace_of_one = backend.workspace_bytes(expert, precision, 1)
-    per_image_bytes = backend.workspace_bytes(expert, precision, 2) - workspace_of_one
+    backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
+    workspace_of_one = backend.workspace_bytes(copy.expert, precision, 1)
+    per_image_bytes = backend.workspace_bytes(copy.expert, precision, 2) - workspace_of_one
     return Performance(
-        K_s=per_image_s + prepare_s,
+        K_s=per_image_s,
         B_s=fixed_s,
         max_batch=plateau(per_image_s, fixed_s),
         workspace_bytes=per_image_bytes,
@@ -204,81 +215,46 @@ def _measure(copy: ExpertCopy, skeleton: Skeleton, threads: int) -> Performance:
     )
 
 
-def _prepared(expert: Expert) -> tuple[Prepared, float]:
-    """An image of the expert's own size, prepared, and the seconds that took once warm."""
-    image = np.random.default_rng(0).integers(0, 256, (expert.input.height, expert.input.width, 3), dtype=np.uint8)
-    backend = backend_for(expert.architecture)
-    backend.prepare(expert, image)
-    started = time.monotonic()
-    prepared = backend.prepare(expert, image)
-    return prepared, time.monotonic() - started
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Timed batches of one image."""
-
-    skeleton: Skeleton
-    expert: Expert
-    prepared: Prepared
-
-    def seconds_of(self, size: int) -> float:
-        """One batch, once warm."""
-        for _ in range(2):
-            started = time.monotonic()
-            self.skeleton.infer(self.expert, [self.prepared] * size)
-            seconds = time.monotonic() - started
-        return seconds
-
-    def alternating(self, alone: int, larger: int) -> tuple[float, float]:
-        """The fastest of a few runs of each size, in turns, so that a busy moment meets both."""
-        found = [(self.seconds_of(alone), self.seconds_of(larger)) for _ in range(REPEATS)]
-        return min(pair[0] for pair in found), min(pair[1] for pair in found)
-
-
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _Rig:
-    """Memories just large enough for one expert at a time, and the loads into them, as the agent does them."""
+    """Memories just large enough for one expert at a time, and what loads and runs it there, as the agent does."""
 
-    def __init__(self, box: Box, processor: str | None, copies: Sequence[ExpertCopy], segments: SegmentStore) -> None:
+    def __init__(
+        self, box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int
+    ) -> None:
         budget_bytes = max((footprint_of(copy.packed).total_bytes for copy in copies), default=0)
         shelf = SkeletonShelf(segments)
-        self._target = HOST if processor is None else box.pool_of(processor)
+        self._target = box.pool_of(processor)
         self._stores = {}
         for pool in box.pools:
-            devices = [torch_device(processor)] if processor is not None and pool == self._target else []
+            devices = [torch_device(processor)] if pool == self._target else []
             self._stores[pool] = SlotStore(memory_for(box, pool, budget_bytes), budget_bytes, devices, shelf)
-        self._answers: SimpleQueue[Loaded | LoadFailed] = SimpleQueue()
+        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed] = SimpleQueue()
         by_name = {copy.name: copy for copy in copies}
         staging = HostMemory(pinned=box.name == "cuda")
         self._transfers = Transfers(self._stores, segments, by_name, staging, self._answers.put, workers=1)
+        self._preparation = Preparation(min(box.cores, PREPARATION_THREADS))
+        spec = ExecutorSpec(0, processor, self._target)
+        target = self._stores[self._target]
+        self._executor = BatchExecutor(spec, target, self._preparation, self._answers.put, threads)
 
     @contextmanager
     def opened(self) -> Iterator[_Rig]:
         """The rig, until its memory is given back."""
+        self._executor.start()
         try:
             yield self
         finally:
+            self._executor.stop()
+            self._preparation.stop()
             self._transfers.stop()
             for store in self._stores.values():
                 store.close()
 
-    def bring(self, copy: ExpertCopy) -> Slot:
-        """A copy, bound and ready where its processor runs from. Raises LoadFailed."""
+    def bring(self, copy: ExpertCopy) -> None:
+        """Have a copy where the processor runs from. Raises LoadFailed."""
         self.load(copy, HOST)
         if self._target != HOST:
             self.load(copy, self._target)
-        with self._stores[self._target].using(copy.name) as slot:
-            return slot
 
     def load(self, copy: ExpertCopy, pool: str) -> float:
         """Load into a memory, from the one in front of it; how long it took, in seconds. Raises LoadFailed."""
@@ -290,6 +266,26 @@ class _Rig:
             raise errors.LoadFailed(copy.expert.id, answer.reason)
         return max(time.monotonic() - started, LEAST_S)
 
-    def evict(self, copy: ExpertCopy, pool: str) -> None:
+    def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
+        """The fastest of a few batches, after one to warm up. Raises LoadFailed when the expert cannot be run."""
+        shape = (copy.expert.input.height, copy.expert.input.width, 3)
+        images = [np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)] * size
+        batch = Batch(0, 0, copy.expert.id, copy.name, tuple(range(size)), 0)
+        return min([self._batch_s(copy, batch, images) for _ in range(1 + repeats)][1:])
+
+    def clear(self) -> None:
         """Make room for the next one."""
-        self._stores[pool].evict(copy.name)
+        for store in self._stores.values():
+            for name in store.ready():
+                store.evict(name)
+
+    def _batch_s(self, copy: ExpertCopy, batch: Batch, images: Sequence[np.ndarray]) -> float:
+        started = time.monotonic()
+        self._executor.start_batch(batch, copy.expert, images)
+        answer = self._answers.get()
+        seconds = time.monotonic() - started
+        if isinstance(answer, BatchFailed):
+            raise errors.LoadFailed(copy.expert.id, answer.reason)
+        if isinstance(answer, Finished) and isinstance(answer.results[0], Rejected):
+            raise errors.LoadFailed(copy.expert.id, answer.results[0].reason)
+        return seconds

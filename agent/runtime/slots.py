@@ -241,6 +241,11 @@ class SlotStore:
                 raise IllegalMove(copy, state, "evict")
             self._release(slot)
 
+    def ready(self) -> tuple[str, ...]:
+        """The copies that can run, or be copied on, right now."""
+        with self._lock:
+            return tuple(name for name, slot in self._slots.items() if slot.state is SlotState.READY)
+
     @contextmanager
     def using(self, copy: str) -> Iterator[Slot]:
         """A copy to run or to copy from, not to be evicted meanwhile. Raises IllegalMove for one that is not ready."""

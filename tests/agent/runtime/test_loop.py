@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ class Agent:
     def __init__(self, line, *, box="cpu", executors=None, room=3, policy="coserve", on_outcome=None):
         self.line = line
         self.outcomes = {}
-        self.box = detect(box)
+        self.box = replace(detect(box), cores=1)
         specs = executors or [ExecutorSpec(0, "cpu", "host")]
         largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
         pools = [PoolSpec("host", room * largest, WORKSPACE_BYTES)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from agent.core.engine import Engine
@@ -50,6 +54,24 @@ def test_a_broken_expert_is_passed_over_and_its_kind_measured_on_the_next(breaka
     found = probe(box, {"cpu": list(breakable_line.copies.values())}, breakable_line.segments, {}, threads=1)
     assert found.failed == {}
     assert "cls/own-0" in found.profile.experts["cpu"]
+
+
+def test_an_expert_that_answers_no_numbers_does_not_speak_for_its_kind(breakable_line):
+    spoil(breakable_line, "own-0")
+    copies = [breakable_line.copy("own-0"), breakable_line.copy("own-1")]
+    found = probe(detect("cpu"), {"cpu": copies}, breakable_line.segments, {}, threads=1)
+    assert found.failed == {}
+    found = probe(detect("cpu"), {"cpu": copies[:1]}, breakable_line.segments, {}, threads=1)
+    assert "not a number" in found.failed["cls/own-0"]
+
+
+def spoil(line, name):
+    """Replace an expert's packed bytes by ones that are no numbers, as if they had been trained so."""
+    copy = line.copy(name)
+    content = np.full(copy.packed.own.size_bytes // 4, np.nan, dtype=np.float32).tobytes()
+    own = replace(copy.packed.own, sha256=hashlib.sha256(content).hexdigest())
+    line.segments.segment_path(own.sha256).write_bytes(content)
+    line.copies[copy.name] = replace(copy, packed=replace(copy.packed, own=own))
 
 
 def test_a_kind_of_which_nothing_loads_has_no_row_but_a_reason(breakable_line):
