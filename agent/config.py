@@ -232,7 +232,8 @@ class FolderSection(Section):
         description="seconds between two looks at the folder, 0.05 to 3600; default 2",
     )
     stale_after_s: Seconds = Field(
-        60.0, description="a file that is still not complete is reported after so many seconds; default 60"
+        60.0,
+        description="a file that is incomplete, and that nobody writes, is UNKNOWN after so many seconds; default 60",
     )
     after: Literal["keep", "move", "delete"] = Field(
         "move",

@@ -324,6 +324,8 @@ class FolderIntake:
             self._take(candidate)
         elif found.sighting.size_bytes == 0 and now - candidate.unchanged_since >= self._rule.stale_after_s:
             self._refuse(relpath, found.sighting, "the file is empty")
+        elif self._rule.is_truncated(candidate, now, probe.lease, probe.completeness):
+            self._refuse(relpath, found.sighting, "truncated: the end of the image is missing")
         else:
             self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
 

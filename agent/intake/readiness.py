@@ -104,8 +104,17 @@ class Rule:
             return False
         if completeness is not Completeness.ZERO_TAILED:
             return True
-        is_vouched = self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
-        return is_vouched or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
+        return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
+
+    def is_truncated(self, candidate: Candidate, now: float, lease: Lease, completeness: Completeness) -> bool:
+        """Whether nobody will complete it any more: its end is missing, nobody writes, and its writer called it done,
+        or let it lie for ``stale_after_s``."""
+        if lease is Lease.HELD or completeness is not Completeness.CUT or not self.is_due(candidate, now):
+            return False
+        return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= self.stale_after_s
+
+    def _is_vouched_for(self, candidate: Candidate) -> bool:
+        return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
     def is_stale(self, candidate: Candidate, now: float) -> bool:
         """Whether it has been unchanged for long and is still not complete, as far as anybody looked."""

@@ -202,20 +202,28 @@ def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
-def test_a_writer_killed_midway_leaves_a_stale_file_that_is_never_offered(line: Line, suffix: str) -> None:
+def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_refused(
+    line: Line, suffix: str
+) -> None:
     name = f"b1_r_R7.{suffix}"
     (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
     line.run(59)
-    assert line.intake.statistics().stale == ()
-    line.run(10)
-    assert line.intake.statistics().stale == (name,)
-    line.run(100)
-    assert line.arrivals == []
     assert line.files() == {name}
-    (line.root / name).write_bytes(IMAGES[suffix])
-    line.run(5)
-    assert line.offered == [name]
-    assert line.intake.statistics().stale == ()
+    assert line.refusals == []
+    line.run(10)
+    (refusal,) = line.refusals
+    assert refusal.relpath == name
+    assert "truncated" in refusal.reason
+    assert line.files() == {f"failed/{name}", f"failed/{name}.error.json"}
+    assert line.arrivals == []
+
+
+def test_a_truncated_file_that_its_writer_called_done_is_refused_at_once(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="rename")
+    (line.root / "b1_r_R7.png").write_bytes(PNG[: len(PNG) // 2])
+    line.run(3)
+    (refusal,) = line.refusals
+    assert "truncated" in refusal.reason
 
 
 @pytest.mark.parametrize("suffix", IMAGES)
