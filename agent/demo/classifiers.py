@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import OneCycleLR
 
+from agent.demo.learning import Descent, Pace
 from experts.backends.classifier import build_trainable
 from experts.backends.pixels import IMAGENET_DEVIATION, IMAGENET_MEAN
 from experts.expert import Prediction
@@ -34,6 +34,7 @@ ARCHITECTURE = "resnet18"
 STEM = "3x3"
 OWN_STAGES = ("layer4.", "fc.")
 EVALUATION_BATCH = 128
+FOREIGN_LOGIT = -1e4  # of a label that the crop's component does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class ClassifierPlan:
     joint_batch_size: int = 64
     own_epochs: int = 2
     own_learning_rate: float = 2e-4
-    own_batch_size: int = 64
+    own_batch_size: int = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +104,7 @@ def train_trunk(
     model = resnet(len(union)).train()
     count, size = len(data.pictures), min(plan.joint_batch_size, len(data.pictures))
     steps = count // size * len(plan.joint_px)
-    optimizer = torch.optim.AdamW(model.parameters(), plan.joint_learning_rate, weight_decay=0.05, fused=True)
-    schedule = OneCycleLR(optimizer, plan.joint_learning_rate, total_steps=steps + 1, pct_start=0.25)
+    descent = Descent(model.parameters(), Pace(steps, plan.joint_learning_rate), weight_decay=0.05)
     done = 0
     for side_px in plan.joint_px:
         order = torch.randperm(count, generator=generator)
@@ -113,11 +113,7 @@ def train_trunk(
             batch = smaller(varied(data.pictures[picked], plan.turns, generator), side_px, plan.crops_centre)
             with fast_math():
                 logits = model(batch).float()
-            loss = functional.cross_entropy(logits.masked_fill(masks[picked], -1e4), targets[picked])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+            descent.step(functional.cross_entropy(logits.masked_fill(masks[picked], FOREIGN_LOGIT), targets[picked]))
             done += 1
             progress("trunk", done, steps)
     return model.eval()
@@ -156,21 +152,14 @@ def train_own_stages(
     features = trunk_features(trunk, varied(data.pictures[members], plan.turns, generator))
     targets = data.targets[members]
     stage, head = own_stages(trunk, [union_labels(data).index(label) for label in labels])
-    optimizer = torch.optim.AdamW(
-        [*stage.parameters(), *head.parameters()], plan.own_learning_rate, weight_decay=0.01, fused=True
-    )
     size = min(plan.own_batch_size, len(members))
-    steps = -(-len(members) // size) * plan.own_epochs
-    schedule = OneCycleLR(optimizer, plan.own_learning_rate, total_steps=steps + 1, pct_start=0.2)
+    pace = Pace(-(-len(members) // size) * plan.own_epochs, plan.own_learning_rate)
+    descent = Descent([*stage.parameters(), *head.parameters()], pace, weight_decay=0.01)
     for _ in range(plan.own_epochs):
         for picked in torch.randperm(len(members), generator=generator).split(size):
             with fast_math():
                 logits = head(stage(features[picked]).mean((2, 3))).float()
-            loss = functional.cross_entropy(logits, targets[picked])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+            descent.step(functional.cross_entropy(logits, targets[picked]))
     return TrainedClassifier(component, labels, merged_tensors(trunk, stage, head))
 
 

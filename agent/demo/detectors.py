@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
 
 from agent.demo.classifiers import pictures
 from agent.demo.components import OK, Detector
 from agent.demo.crops import BODIES_FILE
+from agent.demo.learning import Descent, Pace
 from experts.backends.detector import CONFIDENCE_MINIMUM, build_trainable
 from experts.errors import ConfigError
 from experts.expert import NOTHING_FOUND, Prediction
@@ -26,15 +26,8 @@ if TYPE_CHECKING:
     from agent.demo.crops import LabelledCrop
 
 ARCHITECTURE = "yolov5n"
-MAX_GRADIENT = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How many steps a network is trained, and its highest learning rate on the way."""
-
-    steps: int
-    learning_rate: float
+JOINT_PACE = Pace(steps=170, learning_rate=3e-3)
+OWN_PACE = Pace(steps=20, learning_rate=3e-4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +36,8 @@ class DetectorPlan:
 
     shared_by: Mapping[str, Detector]
     input_px: int = 64
-    joint: Pace = Pace(steps=170, learning_rate=3e-3)
-    own: Pace = Pace(steps=20, learning_rate=3e-4)
+    joint: Pace = JOINT_PACE
+    own: Pace = OWN_PACE
     batch_size: int = 64
 
 
@@ -137,20 +130,14 @@ def network(class_count: int) -> nn.Module:
 def fit(module: nn.Module, data: DetectorSet, pace: Pace, batch_size: int, generator: torch.Generator) -> Iterator[int]:
     """Train with the network's own detection loss; gives the number of steps done, after each."""
     module.train()
-    optimizer = torch.optim.AdamW(module.parameters(), pace.learning_rate, weight_decay=0.01, fused=True)
-    schedule = OneCycleLR(optimizer, pace.learning_rate, total_steps=pace.steps + 1, pct_start=0.2)
+    descent = Descent(module.parameters(), pace, weight_decay=0.01)
     count, size = len(data.pictures), min(batch_size, len(data.pictures))
     order = torch.randperm(count, generator=generator)
     for step in range(pace.steps):
         if len(order) < size:
             order = torch.cat([order, torch.randperm(count, generator=generator)])
         picked, order = order[:size], order[size:]
-        loss = module.loss(shifted_batch(data, picked, generator))[0].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), MAX_GRADIENT)
-        optimizer.step()
-        schedule.step()
+        descent.step(module.loss(shifted_batch(data, picked, generator))[0].sum())
         yield step + 1
 
 

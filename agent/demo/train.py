@@ -55,12 +55,12 @@ class TrainedLine:
 
 
 def synthetic_plan() -> TrainingPlan:
-    """For rendered crops: parts have an upper side, and fill their crops."""
+    """For rendered crops: parts have an upper side, and fill their crops; few crops of each, so small batches."""
     shared_by = {component.name: component.detector for component in synthetic_components() if component.detector}
-    return TrainingPlan(
-        ClassifierPlan(crops_centre=False, turns=False, joint_batch_size=32, joint_learning_rate=2e-3),
-        DetectorPlan(shared_by),
+    small_batches = ClassifierPlan(
+        crops_centre=False, turns=False, joint_batch_size=32, joint_learning_rate=2e-3, own_epochs=3, own_batch_size=16
     )
+    return TrainingPlan(small_batches, DetectorPlan(shared_by))
 
 
 def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:

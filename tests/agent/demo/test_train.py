@@ -13,7 +13,8 @@ from agent.config import read_line
 from agent.demo.classifiers import ClassifierPlan
 from agent.demo.components import OK, Detector, synthetic_components
 from agent.demo.crops import LabelledCrop, load_crops, write_crops
-from agent.demo.detectors import DetectorPlan, Pace
+from agent.demo.detectors import DetectorPlan
+from agent.demo.learning import Descent, Pace
 from agent.demo.line import scalar, synthetic_board, write_line_yaml
 from agent.demo.train import TrainingPlan, real_plan, synthetic_plan, train_experts
 from experts.backends import backend_for
@@ -144,3 +145,12 @@ def test_real_crops_are_turned_unless_a_label_speaks_of_orientation():
     assert real_plan([crop_of("b", "short", "1.png")]).classifiers.turns
     assert not real_plan([crop_of("b", "reversed", "1.png")]).classifiers.turns
     assert Detector.POLARITY.defect == "reversed"
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_descent_goes_downhill_for_any_number_of_steps(steps):
+    weight = torch.nn.Parameter(torch.tensor([4.0]))
+    descent = Descent([weight], Pace(steps, learning_rate=0.1), weight_decay=0.0)
+    for _ in range(steps):
+        descent.step((weight**2).sum())
+    assert 0.0 < weight.item() < 4.0

@@ -1,0 +1,46 @@
+"""Gradient descent at a pace: the learning rate rises for a quarter of the steps, then falls to nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from torch.nn import Parameter
+
+RISING_FRACTION = 0.25
+MAX_GRADIENT = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How many steps a network is trained, and its highest learning rate on the way."""
+
+    steps: int
+    learning_rate: float
+
+
+class Descent:
+    """AdamW on some parameters; exactly ``pace.steps`` steps."""
+
+    def __init__(self, parameters: Iterable[Parameter], pace: Pace, weight_decay: float) -> None:
+        self._parameters = list(parameters)
+        self._optimizer = AdamW(self._parameters, pace.learning_rate, weight_decay=weight_decay, fused=True)
+        total_steps = pace.steps + 1  # the last of the schedule has a rate of almost nothing
+        rising = max(RISING_FRACTION, 1.5 / total_steps)  # the schedule divides by zero at a rise of exactly one step
+        self._schedule = OneCycleLR(self._optimizer, pace.learning_rate, total_steps=total_steps, pct_start=rising)
+
+    def step(self, loss: Tensor) -> None:
+        """Learn from one batch's loss."""
+        self._optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(self._parameters, MAX_GRADIENT)
+        self._optimizer.step()
+        self._schedule.step()
