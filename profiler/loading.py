@@ -14,14 +14,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
-
 from experts.backends import backend_for
-from experts.backends.classifier import build_trainable
+from experts.backends.classifier import write_random_weights
 from experts.direct_reads import DirectReader
 from experts.expert import Expert, InputSpec, Precision
 from experts.packing import pack_line
@@ -91,8 +89,8 @@ def report(times: LoadingTimes) -> str:
     return "\n".join(
         (
             f"machine    {platform.machine()}, {platform.system()} {platform.release()}, "
-            f"Python {sys.version.split()[0]}, torch {torch.__version__}",
-            f"files      {times.files} x {times.file_bytes / 1e6:.1f} MB ({times.architecture}), {times.repeats} repeats",
+            f"Python {sys.version.split()[0]}, torch {version('torch')}",
+            f"files      {times.files} x {times.file_bytes / 1e6:.1f} MB {times.architecture}, {times.repeats} repeats",
             f"raw read   {times.raw_s * 1e3:.1f} ms, {times.raw_bytes_per_s / 1e6:.0f} MB/s",
             f"load       {times.load_s * 1e3:.1f} ms, {times.load_bytes_per_s / 1e6:.0f} MB/s, SSD to runnable",
             f"first load {times.first_load_s * 1e3:.1f} ms, with its sha256",
@@ -103,9 +101,8 @@ def report(times: LoadingTimes) -> str:
 
 
 def _random_expert(folder: Path, architecture: str, seed: int) -> Expert:
-    torch.manual_seed(seed)
     path = folder / f"{seed}.safetensors"
-    save_file(build_trainable(architecture, len(LABELS)).state_dict(), path)
+    write_random_weights(path, architecture, len(LABELS), seed)
     return Expert(f"cls/{seed}", architecture, path, LABELS, InputSpec(224, 224))
 
 

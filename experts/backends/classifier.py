@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import Conv2d
 from torchvision import models
 
@@ -29,6 +30,7 @@ from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import numpy as np
     from torch import Tensor
@@ -117,6 +119,13 @@ def build_trainable(architecture: str, class_count: int, stem: str | None = None
     Raises ValueError for an architecture or a stem that is not known.
     """
     return _build(_form_of(architecture, class_count, stem, (image_size, image_size)), init_weights=True).train()
+
+
+def write_random_weights(path: Path, architecture: str, class_count: int, seed: int) -> None:
+    """A .safetensors file of untrained weights, for measuring: the same ones for the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        save_file(build_trainable(architecture, class_count).state_dict(), path)
 
 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 
 import numpy as np
 import onnx
@@ -71,9 +72,7 @@ class ExpertFiles:
 
     def detector(self, name, architecture="yolov5n", seed=0, labels=LABELS, size=64):
         module = trained_looking(copy.deepcopy(fresh_detector(architecture, len(labels))), seed)
-        for key, parameter in module.named_parameters():
-            if ".cv3." in key and key.endswith(".2.bias"):
-                parameter.data += 8  # untrained heads answer far below the confidence that a box needs
+        spread_scores(module)
         return self.torch_module(name, module, architecture, labels, size)
 
     def fake(self, name, weight_bytes=300_001, labels=LABELS, size=16, **declared):
@@ -92,6 +91,21 @@ def fresh_detector(architecture, label_count):
     from experts.backends.detector import build_trainable
 
     return build_trainable(architecture, label_count)
+
+
+def spread_scores(detector):
+    """Give a detector scores around the confidence that a box needs, and far enough apart that no two of them tie."""
+    last = re.compile(r"cv3\.\d\.2\.(weight|bias)$")  # the class branch's last convolution, on each level
+    heads = {key: tensor for key, tensor in detector.named_parameters() if last.search(key)}
+    with torch.no_grad():
+        pixels = torch.from_numpy(picture(96, 96)).permute(2, 0, 1).unsqueeze(0) / 255
+        raw = detector(pixels)[1]
+        deviation, mean = torch.std_mean(raw.get("one2many", raw)["scores"])
+        for key, tensor in heads.items():
+            if key.endswith("bias"):
+                tensor.sub_(mean).mul_(1.5 / deviation).sub_(1)
+            else:
+                tensor.mul_(1.5 / deviation)
 
 
 def trained_looking(module, seed):
@@ -165,8 +179,13 @@ def store(tmp_path):
 
 @pytest.fixture
 def image():
-    """A picture with structure, larger than any expert's input and not square."""
-    rows, columns = np.mgrid[0:90, 0:140]
+    """Larger than most experts' input, and not square."""
+    return picture(90, 140)
+
+
+def picture(height, width):
+    """An image with structure."""
+    rows, columns = np.mgrid[0:height, 0:width]
     layers = [(rows * 3 + columns) % 256, (columns * 2) % 256, (rows * columns // 16) % 256]
     return np.stack(layers, axis=2).astype(np.uint8)
 
