@@ -213,7 +213,9 @@ class SegmentStore:
         except FileNotFoundError as error:
             raise WeightsMissing(packed.expert, f"{path} is not there: pack the line again") from error
         if hashlib.sha256(program).hexdigest() != packed.program_sha256:
-            raise WeightsCorrupt(packed.expert, f"{path} is not what was packed: delete it and pack the line again")
+            raise WeightsCorrupt(
+                packed.expert, f"{path} does not have the sha256 it was packed with: delete it and start again"
+            )
         return program
 
     def _read_hashed(self, segment: Segment, target: memoryview, expert: str) -> None:
@@ -232,7 +234,9 @@ class SegmentStore:
                 self._verified.pop(segment.sha256, None)
         if not is_sound:
             path = self.segment_path(segment.sha256)
-            raise WeightsCorrupt(expert, f"{path} is not what was packed: delete it and pack the line again")
+            raise WeightsCorrupt(
+                expert, f"{path} does not have the sha256 it was packed with: delete it and start again"
+            )
 
     def _stamp_now(self, segment: Segment, expert: str) -> FileStamp:
         path = self.segment_path(segment.sha256)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 MARKER = ".coserve-demo"  # a folder that holds it was made by a demo, and may be made again
-CROPS_PER_LABEL = 60
+CROPS_PER_LABEL = 16
 HELD_OUT_BOARDS = 8
 DEFECT_RATE = 0.12
 HELD_OUT_FRACTION = 0.2

@@ -108,10 +108,10 @@ def probe(
     for processor, listed in copies.items():
         experts[processor] = {}
         for kind_copies in by_kind(listed).values():
-            try:
-                performance = _measure_first(box, processor, kind_copies, segments, threads)
-            except errors.ExpertError as error:
-                failed.update((copy.expert.id, str(error)) for copy in kind_copies)
+            broken: dict[str, str] = {}
+            performance = _measure_first(box, processor, kind_copies, segments, threads, broken)
+            if performance is None:
+                failed.update(broken)
                 continue
             for copy in kind_copies:
                 experts[processor][copy.expert.id] = expert_profile(copy, performance, links, box.pool_of(processor))
@@ -180,19 +180,27 @@ def larger_batch(alone_s: float, limit_s: float) -> int:
 
 
 def _measure_first(
-    box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int
-) -> Performance:
-    """The performance of a kind, measured on its first expert that can be run. Raises the last one's error."""
+    box: Box,
+    processor: str,
+    copies: Sequence[ExpertCopy],
+    segments: SegmentStore,
+    threads: int,
+    broken: dict[str, str],
+) -> Performance | None:
+    """The performance of a kind, measured on its first expert that can be run; ``broken`` gets those before it.
+
+    None when no expert of the kind can be run.
+    """
     with _Rig(box, processor, copies, segments, threads).opened() as rig:
         for copy in copies:
             try:
                 rig.bring(copy)
                 return _measure(rig, copy)
             except errors.ExpertError as error:
-                broken = error
+                broken[copy.expert.id] = error.message
             finally:
                 rig.clear()
-    raise broken
+    return None
 
 
 def _measure(rig: _Rig, copy: ExpertCopy) -> Performance:

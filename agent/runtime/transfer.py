@@ -151,7 +151,7 @@ class Transfers:
         try:
             self._load(effect, store, slot)
         except errors.WeightsError as error:
-            answer: Loaded | LoadFailed = self._failed(effect, str(error), permanent=True)
+            answer: Loaded | LoadFailed = self._failed(effect, error.message, permanent=True)
         except (errors.CoServeError, OSError, MemoryError) as error:
             answer = self._failed(effect, str(error) or type(error).__name__, permanent=False)
         except Exception as error:
