@@ -42,4 +42,4 @@ def load(
     if as_json:
         print(json.dumps(asdict(measured)))
     else:
-        print("\n".join(report(measured)))
+        print(report(measured))
