@@ -298,7 +298,7 @@ class LineSections(CatalogSections):
     )
     memory: MemorySection = Field(MemorySection(), description="memory budgets; default auto")
     precision: OptionalPrecision = Field(
-        None, description="auto (the fastest that agrees with fp32), fp32, bf16 or fp16; default auto"
+        None, description="auto (fp32 until a device profile proves a faster one), fp32, bf16 or fp16; default auto"
     )
     device: Device = Field("auto", description="auto, cpu, cuda, mps or emulated; default auto")
     executors: ExecutorCounts = Field(
