@@ -205,7 +205,8 @@ class LineService:
             ref=arrival.ref,
             label=outcome.label,
             score=outcome.score,
-            reason=outcome.reason,
+            # whoever reads it knows the file by the name it came with, not by the one it has while claimed
+            reason=outcome.reason and outcome.reason.replace(arrival.path.name, arrival.relpath),
             experts=tuple(step.expert for step in outcome.steps),
             detail={"steps": steps},
         )
