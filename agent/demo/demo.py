@@ -20,7 +20,7 @@ from rich.table import Table
 
 from agent.config import read_line
 from agent.demo.components import OK, synthetic_components
-from agent.demo.crops import divide, load_crops, write_crops
+from agent.demo.crops import CROPS_PER_LABEL, divide, load_crops, write_crops
 from agent.demo.inbox import Specimen, write_board, write_held_out
 from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml
 from agent.demo.picture import PartVerdict, draw_verdicts
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 MARKER = ".coserve-demo"  # a folder that holds it was made by a demo, and may be made again
-CROPS_PER_LABEL = 16
 HELD_OUT_BOARDS = 8
 DEFECT_RATE = 0.12
 HELD_OUT_FRACTION = 0.2
