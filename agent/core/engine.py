@@ -7,7 +7,8 @@ Guarantees, whatever comes and in whatever order:
     the same events at the same times give the same effects;
     with an overlapping policy no executor is idle while it has a request whose expert is resident;
     with a bounded policy, a group that has stood at the head of its queue for ``max_overtake_s`` gets the next room
-    that comes free, and no request is overtaken by one that came ``max_overtake_s`` or more after it.
+    that comes free and the next place on the link, and no request whose expert is resident is overtaken by one that
+    came ``max_overtake_s`` or more after it; while its expert is on its way, others may run meanwhile.
 Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
 another event, a Tick comes.
 """
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from agent.core import events
 from agent.core.effects import Complete, Fail, StartBatch
 from agent.core.performance import SSD
-from agent.core.placement import Answer, Claim, Placement, footprints_in, pinned_homes
+from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
 from agent.core.pool import ModelPool, PoolStatistics, misfits
 from agent.core.prefetch import Wish, demands, initial_placement, upcoming
 from agent.core.request import Batch, Outcome, Rejected, StepResult
@@ -106,7 +107,7 @@ class Engine:
         self._scheduler = Scheduler(executors, profile, policy, limits.max_overtake_s, self._switch_s)
         self._queues = {queue.spec.id: queue for queue in self._scheduler.queues}
         self._pools = {spec.name: ModelPool(spec) for spec in limits.pools}
-        homes = pinned_homes(limits.pinned, self._scheduler.queues, profile.experts)
+        homes = pinned_homes(limits.pinned, [queue.spec for queue in self._scheduler.queues], profile.experts)
         self._refuse_misfits(homes)
         self._placement = Placement(self._pools, self._scheduler.queues, graph, profile, policy, limits, homes)
         self._splitter = BatchSplitter()
@@ -137,10 +138,11 @@ class Engine:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about an event. ``now``: seconds, monotonic; an earlier time counts as the latest one seen."""
-        self._now = max(self._now, now)
+        before, self._now = self._now, max(self._now, now)
         effects: list[Effect] = []
         answer = self._answers.get(type(event))
-        if self._unexpected() if answer is None else answer(event, effects):
+        may_move = self._unexpected() if answer is None else answer(event, effects)
+        if may_move or self._placement.is_retry_due(before, self._now):
             self._advance(effects)
         return effects
 
@@ -194,13 +196,18 @@ class Engine:
     def _started(self, _: events.Started, effects: list[Effect]) -> bool:
         profiles = {processor: dict(experts) for processor, experts in self._profile.experts.items()}
         executors = [queue.spec for queue in self._scheduler.queues]
-        pinned = [(self._first_spec(pool), expert) for expert, pool in self._homes.items()]
+        pinned = [(spec, expert) for expert, spec in self._homes.items()]
         usage = {expert: self._profile.usage.get(expert, 0.0) for expert in self._graph.experts}
         placed = initial_placement(usage, executors, profiles) if self._policy.placing else []
         for spec, expert in pinned + placed:
             profile = profiles[spec.processor][expert]
             self._initial.append(Wish(spec, expert, profile, self._now, self._now))
         return True
+
+    def _place_pinned(self, expert: str) -> None:
+        spec = self._homes[expert]
+        profile = self._profile.experts[spec.processor][expert]
+        self._initial.append(Wish(spec, expert, profile, self._now, self._now))
 
     def _arrived(self, event: events.Arrived, effects: list[Effect]) -> bool:
         if event.request in self._tickets:
@@ -224,8 +231,7 @@ class Engine:
         if load is None:
             return self._unexpected()
         self._placement.loaded(load)
-        waiting = (queue for queue in self._scheduler.queues if queue.spec.pool == load.pool)
-        if any(queue.first_group(load.expert) is not None for queue in waiting):
+        if any(self._waits_for(queue, load) for queue in self._scheduler.queues if queue.spec.pool == load.pool):
             self._counts["switches"] += 1
         self._discard_if_quarantined(load.expert, effects)
         return True
@@ -237,6 +243,8 @@ class Engine:
         attempts = self._placement.load_failed(load, self._now)
         if event.permanent or attempts >= self._limits.load_attempts:
             self._put_in_quarantine(load.expert, event.reason, effects)
+        elif load.expert in self._homes:
+            self._place_pinned(load.expert)
         self._discard_if_quarantined(load.expert, effects)
         return True
 
@@ -297,6 +305,8 @@ class Engine:
 
     def _drained(self, _: events.Drain, effects: list[Effect]) -> bool:
         self._is_draining = True
+        self._initial.clear()
+        self._speculations.clear()
         return False
 
     # -- requests --
@@ -378,7 +388,7 @@ class Engine:
         return min(runnable, key=lambda group: group.order, default=None)
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
-        spec, performance = queue.spec, group.profile.performance
+        spec, performance, is_head = queue.spec, group.profile.performance, group is queue.head
         pool = self._pools[spec.pool]
         waiting = 1 if group.alone else len(group.requests)
         free_bytes = pool.workspace_for(spec.id)
@@ -393,6 +403,7 @@ class Engine:
         pool.start_use(batch.copy)
         pool.take_workspace(spec.id, workspace_bytes)
         queue.running_until_s = self._now + performance.latency_s(size)
+        queue.is_overtaken = not is_head
         self._batches[batch.id] = batch
         self._running[spec.id] = batch.id
         effects.append(StartBatch(batch))
@@ -431,10 +442,11 @@ class Engine:
     def _advance(self, effects: list[Effect]) -> None:
         """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
         full: set[str] = set()  # memories where an older claim waits for room: nothing younger may take it
+        self._placement.release_links()
         if self._policy.bounded:
             for wish in demands(self._scheduler.queues):
                 if self._now - wish.since_s >= self._limits.max_overtake_s:
-                    self._claim(wish, Claim.OVERDUE, full, effects)
+                    self._claim_overdue(wish, full, effects)
         self._start_batches(effects)
         for wish in demands(self._scheduler.queues):
             if self._policy.overlapping or wish.spec.id not in self._running:
@@ -445,12 +457,18 @@ class Engine:
                     break
         self._use_spare_room(full, effects)
 
+    def _claim_overdue(self, wish: Wish, full: set[str], effects: list[Effect]) -> None:
+        if self._claim(wish, Claim.OVERDUE, full, effects) in (Answer.NO_ROOM, Answer.BUSY):
+            full.add(wish.spec.pool)
+            self._placement.keep_free(wish)
+
     def _is_there(self, spec: ExecutorSpec, profile: ExpertProfile) -> bool:
         return self._pools[spec.pool].entry(profile.copy) is not None
 
     def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:
-            return Answer.NO_ROOM
+            stages = claim is Claim.PREFETCH
+            return self._placement.stage(wish, self._now, effects) if stages else Answer.NO_ROOM
         answer = self._placement.bring(wish, claim, self._now, effects)
         if answer is Answer.NO_ROOM:
             full.add(wish.spec.pool)
@@ -462,12 +480,17 @@ class Engine:
             wish = self._speculations.popleft()
             if wish.spec.pool not in full and wish.expert not in self._quarantine:
                 self._placement.bring(wish, Claim.SPARE, self._now, effects)
-        while self._initial:
-            wish = self._initial[0]
-            skip = wish.spec.pool in full or wish.expert in self._quarantine
-            if not skip and self._placement.bring(wish, Claim.SPARE, self._now, effects) is Answer.BUSY:
+        for _ in range(len(self._initial)):
+            wish = self._initial.popleft()
+            if wish.expert in self._quarantine:
+                continue
+            is_full = wish.spec.pool in full
+            answer = Answer.NO_ROOM if is_full else self._placement.bring(wish, Claim.SPARE, self._now, effects)
+            if answer is Answer.BUSY:
+                self._initial.appendleft(wish)
                 return
-            self._initial.popleft()
+            if answer in (Answer.NO_ROOM, Answer.WAIT) and wish.expert in self._homes:
+                self._initial.append(wish)  # a pinned expert is placed sooner or later
 
     def _speculate(self, spec: ExecutorSpec, expert: str) -> None:
         """A preliminary expert runs: what may come after it is worth having, if there is room."""
@@ -499,30 +522,34 @@ class Engine:
         if expert in self._quarantine:
             self._placement.discard(expert, effects)
 
-    def _refuse_misfits(self, homes: dict[str, str]) -> None:
+    def _refuse_misfits(self, homes: dict[str, ExecutorSpec]) -> None:
         for name, pool in self._pools.items():
-            users = [queue for queue in self._scheduler.queues if queue.spec.pool == name]
+            users = [queue.spec for queue in self._scheduler.queues if queue.spec.pool == name]
             needs = misfits(footprints_in(name, users, self._profile.experts, homes), pool.spec.expert_bytes)
             if needs:
                 expert = max(needs, key=lambda each: needs[each])
                 raise MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
-            for queue in users:
-                profiles = self._profile.experts[queue.spec.processor].values()
+            for spec in users:
+                profiles = self._profile.experts[spec.processor].values()
                 largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
-                pool.guaranteed_workspace[queue.spec.id] = largest
+                pool.guaranteed_workspace[spec.id] = largest
             owed = sum(pool.guaranteed_workspace.values())
             if owed > pool.spec.workspace_bytes:
                 raise MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
 
     # -- small answers --
 
+    def _waits_for(self, queue: ExecutorQueue, load: Load) -> bool:
+        """Does the head of this queue wait for this load, and not for its executor?"""
+        head = queue.head
+        if head is None or head.profile.copy != load.copy:
+            return False
+        return queue.spec.id not in self._running or queue.is_overtaken
+
     def _load_paths(self) -> list[str]:
         """``source_pool`` of every way a load can go on this box."""
         sources = ((source, pool.name) for pool in self._pools.values() for source in (SSD, pool.spec.cache))
         return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
-
-    def _first_spec(self, pool: str) -> ExecutorSpec:
-        return next(queue.spec for queue in self._scheduler.queues if queue.spec.pool == pool)
 
     def _queue_statistics(self, queue: ExecutorQueue) -> QueueStatistics:
         batch = self._batches.get(self._running.get(queue.spec.id, 0))

@@ -99,26 +99,32 @@ def victims(
         freed += _freed_by_one_more(candidate, leaving, part_holders, kept_parts)
     if freed < needed_bytes:
         return None
+    spared = set()
     for candidate in reversed(chosen[:-1]):
-        without = [other for other in chosen if other is not candidate]
-        if _freed(without, part_holders, kept_parts) >= needed_bytes:
-            chosen = without
-    return tuple(chosen)
-
-
-def _freed(chosen: Iterable[Candidate], part_holders: Callable[[str], int], kept_parts: frozenset[str]) -> int:
-    """What these would free together."""
-    leaving: dict[str, int] = {}
-    return sum(_freed_by_one_more(each, leaving, part_holders, kept_parts) for each in chosen)
+        worth = _freed_by_last_one(candidate, leaving, part_holders, kept_parts)
+        if freed - worth >= needed_bytes:
+            freed -= worth
+            spared.add(candidate.copy)
+            for part in candidate.footprint.shared:
+                leaving[part.id] -= 1
+    return tuple(each for each in chosen if each.copy not in spared)
 
 
 def _freed_by_one_more(
     candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: frozenset[str]
 ) -> int:
     """What one more frees, after those already counted in ``leaving`` (shared part -> holders that leave)."""
-    freed = candidate.footprint.own_bytes
     for part in candidate.footprint.shared:
         leaving[part.id] = leaving.get(part.id, 0) + 1
+    return _freed_by_last_one(candidate, leaving, part_holders, kept_parts)
+
+
+def _freed_by_last_one(
+    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: frozenset[str]
+) -> int:
+    """What one of those counted in ``leaving`` adds to what they free together."""
+    freed = candidate.footprint.own_bytes
+    for part in candidate.footprint.shared:
         if leaving[part.id] == part_holders(part.id) and part.id not in kept_parts:
             freed += part.size_bytes
     return freed

@@ -5,9 +5,11 @@ needs their room; no more than ``loads_in_flight`` loads from one source at a ti
 failure is tried again after a pause that doubles, a permanent one is the Engine's to quarantine.
 
 How strong a claim to room is, from strong to weak:
-    OVERDUE   head of a queue for longer than the overtaking bound: evicts whatever may go, even bit by bit
+    OVERDUE   head of a queue for longer than the overtaking bound: evicts whatever may go, even bit by bit, and
+              keeps its place on the link it needs: nobody younger loads from there before it
     DEMAND    head of a queue: evicts by rank, but not what stands at the head of another queue
     PREFETCH  a later group: evicts only what is not queued, or is queued for later than itself
+    STAGE     a later group's copy, for the host while the device is full: evicts only what is not queued
     CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
     SPARE     initial placement and speculation: free room only
 """
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agent.core.effects import Effect
-    from agent.core.performance import DeviceProfile, ExpertProfile, Footprint, Limits
+    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Limits
     from agent.core.policy import Policy
     from agent.core.pool import Entry, ModelPool
     from agent.core.prefetch import Wish
@@ -42,6 +44,7 @@ class Claim(Enum):
     OVERDUE = auto()
     DEMAND = auto()
     PREFETCH = auto()
+    STAGE = auto()
     CACHE = auto()
     SPARE = auto()
 
@@ -86,7 +89,7 @@ class Placement:
         profile: DeviceProfile,
         policy: Policy,
         limits: Limits,
-        homes: Mapping[str, str],
+        homes: Mapping[str, ExecutorSpec],
     ) -> None:
         self.pools = dict(pools)
         self.loads: dict[int, Load] = {}
@@ -96,9 +99,10 @@ class Placement:
         self._usage = profile.usage
         self._policy = policy
         self._limits = limits
-        self._homes = homes  # pinned expert -> the pool it never leaves
+        self._homes = homes
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()
+        self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
         self._setbacks: dict[tuple[str, str], Setback] = {}
         self._last_load = 0
         self._users = {name: tuple(q for q in queues if q.spec.pool == name) for name in self.pools}
@@ -117,11 +121,29 @@ class Placement:
                 if not cached.is_resident:
                     return Answer.WAIT
                 source = cache.name
-            elif claim in (Claim.DEMAND, Claim.PREFETCH):
+            elif claim in (Claim.OVERDUE, Claim.DEMAND, Claim.PREFETCH):
                 answer = self._start(cache, SSD, wish, Claim.CACHE, now, effects)
                 if answer is not Answer.NO_ROOM:
                     return answer
         return self._start(pool, source, wish, claim, now, effects)
+
+    def stage(self, wish: Wish, now: float, effects: list[Effect]) -> Answer:
+        """Have a copy in the memory in front of the wish's pool, while that one is full."""
+        pool, copy = self.pools[wish.spec.pool], wish.profile.copy
+        if pool.spec.cache is None or pool.entry(copy) is not None:
+            return Answer.NO_ROOM
+        cache = self.pools[pool.spec.cache]
+        if cache.entry(copy) is not None:
+            return Answer.HERE
+        return self._start(cache, SSD, wish, Claim.STAGE, now, effects)
+
+    def keep_free(self, wish: Wish) -> None:
+        """Nobody younger takes the place on the link that this wish waits for, until ``release_links``."""
+        self._kept_free[self.source_of(self.pools[wish.spec.pool], wish.profile.copy)] += 1
+
+    def release_links(self) -> None:
+        """A new look at everything: the oldest claim comes first again."""
+        self._kept_free.clear()
 
     def loaded(self, load: Load) -> None:
         """A load is complete."""
@@ -156,6 +178,10 @@ class Placement:
         """When the next failed load may be tried again; those whose time has come wait for somebody to want them."""
         return min((setback.retry_s for setback in self._setbacks.values() if setback.retry_s > now), default=None)
 
+    def is_retry_due(self, after_s: float, until_s: float) -> bool:
+        """Did the pause of a failed load end in this span?"""
+        return any(after_s < setback.retry_s <= until_s for setback in self._setbacks.values())
+
     def _end(self, load: Load) -> None:
         self._in_flight[load.source] -= 1
         if load.source != SSD:
@@ -166,7 +192,7 @@ class Placement:
     ) -> Answer:
         copy = wish.profile.copy
         setback = self._setbacks.get((pool.name, copy))
-        if self._in_flight[source] >= self._limits.loads_in_flight:
+        if self._in_flight[source] + self._kept_free[source] >= self._limits.loads_in_flight:
             return Answer.BUSY
         if setback is not None and now < setback.retry_s:
             return Answer.WAIT
@@ -174,7 +200,8 @@ class Placement:
             return Answer.NO_ROOM
         if source != SSD:
             self.pools[source].start_use(copy)
-        pinned = self._homes.get(wish.expert) == pool.name
+        home = self._homes.get(wish.expert)
+        pinned = home is not None and home.pool == pool.name
         size_bytes = pool.start_load(copy, wish.expert, wish.profile.footprint, pinned=pinned)
         self._presence[wish.expert] += 1
         self._in_flight[source] += 1
@@ -209,6 +236,8 @@ class Placement:
         """May this candidate be taken for this claim? See the module's table of claims."""
         if claim is Claim.CACHE:
             return self._is_worth_less(candidate, pool, wish)
+        if claim is Claim.STAGE:
+            return candidate.next_use_s is None
         if claim is Claim.PREFETCH and candidate.next_use_s is not None and candidate.next_use_s <= wish.starts_s:
             return False
         for queue in self._users[pool.name]:
@@ -272,28 +301,28 @@ class Placement:
 
 
 def pinned_homes(
-    pinned: frozenset[str], executors: Sequence[ExecutorQueue], profiles: Mapping[str, Mapping[str, ExpertProfile]]
-) -> dict[str, str]:
-    """The memory that each pinned expert never leaves: that of the first executor that can run it."""
+    pinned: frozenset[str], executors: Sequence[ExecutorSpec], profiles: Mapping[str, Mapping[str, ExpertProfile]]
+) -> dict[str, ExecutorSpec]:
+    """The executor in whose memory each pinned expert stays for good: the first one that can run it."""
     homes = {}
     for expert in sorted(pinned):
-        for queue in executors:
-            if expert in profiles[queue.spec.processor]:
-                homes[expert] = queue.spec.pool
-                break
+        able = (spec for spec in executors if expert in profiles[spec.processor])
+        home = next(able, None)
+        if home is not None:
+            homes[expert] = home
     return homes
 
 
 def footprints_in(
     pool: str,
-    executors: Sequence[ExecutorQueue],
+    executors: Sequence[ExecutorSpec],
     profiles: Mapping[str, Mapping[str, ExpertProfile]],
-    homes: Mapping[str, str],
+    homes: Mapping[str, ExecutorSpec],
 ) -> list[tuple[str, Footprint, bool]]:
     """(expert, footprint, pinned) of everything that may have to run in a memory."""
-    processors = sorted({queue.spec.processor for queue in executors if queue.spec.pool == pool})
+    processors = sorted({spec.processor for spec in executors if spec.pool == pool})
     return [
-        (expert, profile.footprint, homes.get(expert) == pool)
+        (expert, profile.footprint, expert in homes and homes[expert].pool == pool)
         for processor in processors
         for expert, profile in sorted(profiles[processor].items())
     ]

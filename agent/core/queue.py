@@ -40,6 +40,7 @@ class ExecutorQueue:
         self.head: Group | None = None
         self.tail: Group | None = None
         self.running_until_s: float | None = None
+        self.is_overtaken = False  # what runs, or ran last, was not the head: its expert was still on its way
         self.request_count = 0
         self._pending_s = 0.0
         self._groups_of: dict[str, deque[Group]] = {}

@@ -1,13 +1,13 @@
 """Predict, assign, arrange (section 4.2): which executor gets a request, and where in its queue it stands.
 
 Guarantees: O(executors) a request, whatever is queued; the same queues and the same request give the same answer.
-With a bounded policy no request is overtaken by one that comes ``max_overtake_s`` or more after it was queued: a
+With a bounded policy nobody joins a group ahead of a request ``max_overtake_s`` or more after that was queued: a
 group stops growing once the next one has stood behind it for that long.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent.core.effects import Assigned, AssignmentCandidate
 from agent.core.policy import Assigning
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
     from agent.core.policy import Policy
     from agent.core.queue import Group
+
+
+class _Option(NamedTuple):
+    """One queue that could take the request: the group it would join (None: it opens one), and what it would add."""
+
+    queue: ExecutorQueue
+    profile: ExpertProfile
+    group: Group | None
+    addition_s: float
+    load_s: float
 
 
 class Scheduler:
@@ -43,20 +53,23 @@ class Scheduler:
     def place(self, request: int, expert: str, now: float) -> tuple[Group, Assigned] | None:
         """Queue a request: its group and the decision. None when no executor can run the expert."""
         options = [
-            (index, queue, profile)
-            for index, queue in enumerate(self.queues)
+            self._option(queue, expert, profile, now)
+            for queue in self.queues
             if (profile := self._profile.experts[queue.spec.processor].get(expert)) is not None
         ]
         if not options:
             return None
         candidates = tuple(
-            AssignmentCandidate(queue.spec.id, queue.length_s(now), self._addition_s(queue, expert, profile, now))
-            for _, queue, profile in options
+            AssignmentCandidate(option.queue.spec.id, option.queue.length_s(now), option.addition_s)
+            for option in options
         )
-        chosen = self._choose(candidates)
-        _, queue, profile = options[chosen]
-        group, joined = self._arrange(queue, expert, profile, request, now)
-        return group, Assigned(request, expert, queue.spec.id, joined, candidates)
+        chosen = options[self._choose(candidates)]
+        group = chosen.group
+        if group is None:
+            group = chosen.queue.open(expert, chosen.profile, request, now, chosen.load_s)
+        else:
+            chosen.queue.join(group, request)
+        return group, Assigned(request, expert, chosen.queue.spec.id, chosen.group is not None, candidates)
 
     def _choose(self, candidates: tuple[AssignmentCandidate, ...]) -> int:
         if self._policy.assigning is not Assigning.MAKESPAN:
@@ -64,25 +77,14 @@ class Scheduler:
             return (self._turn - 1) % len(candidates)
         return shortest_makespan(candidates)
 
-    def _addition_s(self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float) -> float:
+    def _option(self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float) -> _Option:
         """What the request would add to this queue: K, and for one that opens a group also B and the switch."""
         performance = profile.performance
-        if self._group_to_join(queue, expert, now) is not None:
-            return performance.K_s
-        awaited = queue.first_group(expert) is not None
-        switch_s = 0.0 if awaited else self._switch_s(queue.spec, profile)
-        return performance.K_s + performance.B_s + switch_s
-
-    def _arrange(
-        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, request: int, now: float
-    ) -> tuple[Group, bool]:
         group = self._group_to_join(queue, expert, now)
         if group is not None:
-            queue.join(group, request)
-            return group, True
-        awaited = queue.first_group(expert) is not None
-        load_s = 0.0 if awaited else self._switch_s(queue.spec, profile)
-        return queue.open(expert, profile, request, now, load_s), False
+            return _Option(queue, profile, group, performance.K_s, 0.0)
+        load_s = 0.0 if queue.first_group(expert) is not None else self._switch_s(queue.spec, profile)
+        return _Option(queue, profile, None, performance.K_s + performance.B_s + load_s, load_s)
 
     def _group_to_join(self, queue: ExecutorQueue, expert: str, now: float) -> Group | None:
         group = queue.last_group(expert)
