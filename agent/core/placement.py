@@ -319,10 +319,11 @@ def footprints_in(
     profiles: Mapping[str, Mapping[str, ExpertProfile]],
     homes: Mapping[str, ExecutorSpec],
 ) -> list[tuple[str, Footprint, bool]]:
-    """(expert, footprint, pinned) of everything that may have to run in a memory."""
+    """(expert, footprint, pinned) of every copy that may have to run in a memory."""
     processors = sorted({spec.processor for spec in executors if spec.pool == pool})
-    return [
-        (expert, profile.footprint, expert in homes and homes[expert].pool == pool)
+    copies = {
+        profile.copy: (expert, profile.footprint, expert in homes and homes[expert].pool == pool)
         for processor in processors
         for expert, profile in sorted(profiles[processor].items())
-    ]
+    }
+    return list(copies.values())

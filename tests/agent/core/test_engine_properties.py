@@ -21,13 +21,15 @@ from agent.core.performance import (
     PoolSpec,
     SharedPart,
 )
-from agent.core.policy import PRESETS
+from agent.core.policy import PRESETS, Assigning
 from agent.core.request import Rejected
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 
 OK = frozenset({"ok"})
 MAX_OVERTAKE_S = 1.0
+CPU_ONLY, SPLIT, UNIFIED = {"cpu": "host"}, {"cpu": "host", "gpu": "device"}, {"cpu": "host", "gpu": "host"}
+BOXES = (CPU_ONLY, SPLIT, UNIFIED)
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,17 @@ def setups(draw, policies=tuple(PRESETS)):
         name: Performance(0.01, 0.02, draw(st.integers(1, 4)), draw(st.integers(0, 2)), draw(st.integers(0, 1)))
         for name in experts
     }
-    split = draw(st.booleans())
     same_precision = draw(st.booleans())
-    processors = {"cpu": "host", "gpu": "device"} if split else {"cpu": "host"}
+    processors = draw(st.sampled_from(BOXES))
     profiles = {}
     for processor in processors:
         precision = "fp32" if processor == "cpu" or same_precision else "fp16"
         load_s = {SSD: 0.3, "host": 0.05} if processor == "gpu" else {SSD: 0.2}
+        unable = draw(st.sets(st.sampled_from(experts), max_size=2)) if processor == "gpu" else set()
         profiles[processor] = {
-            name: ExpertProfile(f"{name}@{precision}", performances[name], footprints[name], load_s) for name in experts
+            name: ExpertProfile(f"{name}@{precision}", performances[name], footprints[name], load_s)
+            for name in experts
+            if name not in unable
         }
     executors = tuple(
         ExecutorSpec(number, processor, processors[processor])
@@ -80,11 +84,11 @@ def setups(draw, policies=tuple(PRESETS)):
     pools = tuple(
         PoolSpec(
             name,
-            expert_bytes=2 * largest + draw(st.integers(0, 30)),
+            expert_bytes=3 * largest + draw(st.integers(0, 30)),
             workspace_bytes=3 * len(executors) + draw(st.integers(0, 8)),
             cache="host" if name == "device" else None,
         )
-        for name in processors.values()
+        for name in dict.fromkeys(processors.values())
     )
     limits = Limits(pools, MAX_OVERTAKE_S, loads_in_flight=draw(st.integers(1, 3)), pinned=pinned)
     usage = {name: draw(st.floats(0, 1)) for name in experts}
@@ -157,13 +161,13 @@ class Shell:
             self.ended[effect.request] = effect.outcome.verdict
 
     def check_pin(self, effect: Evict) -> None:
-        if effect.expert in self.setup.limits.pinned and effect.expert not in self.engine.statistics().quarantined:
-            used = (
-                self.setup.executors[:1]
-                if "samba" in self.setup.policy and self.setup.policy != "samba-parallel"
-                else self.setup.executors
-            )
-            assert effect.pool != used[0].pool
+        """Who is pinned never leaves the memory of the first executor that can run it, but for quarantine."""
+        if effect.expert not in self.setup.limits.pinned or effect.expert in self.engine.statistics().quarantined:
+            return
+        first_only = PRESETS[self.setup.policy].assigning is Assigning.FIRST
+        executors = self.setup.executors[:1] if first_only else self.setup.executors
+        able = (each.pool for each in executors if effect.expert in self.setup.profile.experts[each.processor])
+        assert effect.pool != next(able, None)
 
     def check_batch(self, effect: StartBatch) -> None:
         batch = effect.batch
@@ -250,12 +254,28 @@ def play(setup: Setup, data, *, may_fail: bool, requests: int = 40) -> Shell:
                 shell.answer_something()
         if may_fail and data.draw(st.integers(0, 9)) == 0:
             shell.handle(events.Cancelled(data.draw(st.integers(0, number))))
-        if may_fail and data.draw(st.integers(0, 19)) == 0:
-            shell.handle(data.draw(st.sampled_from([events.Loaded(10**6), events.Finished(10**6, ()), events.Tick()])))
+        if may_fail and data.draw(st.integers(0, 9)) == 0:
+            shell.handle(data.draw(st.sampled_from(odd_events(setup, shell, number))))
     while len(shell.ended) < count:
         shell.now += 0.01
         shell.answer_something()
     return shell
+
+
+def odd_events(setup: Setup, shell: Shell, number: int) -> list:
+    """What a confused, or a stopping, shell may say at any time."""
+    twice = [] if number in shell.ended else [events.Arrived(number, "c0")]
+    return [
+        *twice,
+        events.Loaded(10**6),
+        events.LoadFailed(10**6, "no such load", permanent=True),
+        events.Finished(10**6, ()),
+        events.BatchFailed(10**6, "no such batch"),
+        events.Quarantined(min(setup.graph.experts), "somebody said so"),
+        events.Quarantined("no/such-expert", "somebody said so"),
+        events.Drain(),
+        events.Tick(),
+    ]
 
 
 SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

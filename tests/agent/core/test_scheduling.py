@@ -300,3 +300,87 @@ def test_an_unknown_component_is_unknown_with_its_name():
 def test_an_expert_larger_than_its_memory_is_refused_at_construction():
     with pytest.raises(MemoryExceeded, match="1 bytes wanted, 0 free"):
         build_engine(capacity=0)
+
+
+def test_a_retry_is_not_forgotten_when_other_events_pass_its_moment():
+    for event in (events.Arrived(1, "nobody"), events.Drain(), events.Cancelled(99)):
+        engine = build_engine(placed=False, load_backoff_s=1.0)
+        (load,) = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+        engine.handle(events.LoadFailed(load.load, "I/O error", permanent=False), 0.0)
+        assert of(StartLoad, engine.handle(event, 1.5)), event
+
+
+def build_split_engine(policy="coserve", host=6, device=1, **limits):
+    """Experts a to f on a device of its own memory, and x0 to x9 on the CPU; one executor each."""
+    on_device, on_cpu = list("abcdef"), [f"x{number}" for number in range(10)]
+    routes = {name.upper(): (RouteStep(name, OK),) for name in on_device + on_cpu}
+    performance = Performance(0.01, 0.02, 4, workspace_bytes=1)
+    columns = {
+        "gpu": {n: ExpertProfile(n, performance, Footprint(1), {SSD: 0.1, "host": 0.02}) for n in on_device},
+        "cpu": {n: ExpertProfile(n, performance, Footprint(1), {SSD: 0.1}) for n in on_cpu},
+    }
+    executors = [ExecutorSpec(0, "gpu", "device"), ExecutorSpec(1, "cpu", "host")]
+    pools = (PoolSpec("host", host, 8), PoolSpec("device", device, 8, cache="host"))
+    graph = ExpertGraph(on_device + on_cpu, routes)
+    return Engine(graph, DeviceProfile(columns), executors, PRESETS[policy], Limits(pools, **limits))
+
+
+def test_a_head_that_waited_too_long_gets_the_next_place_on_a_busy_link():
+    """The CPU's loads keep the SSD busy, and a hot expert keeps the device's only room: A must get through both."""
+    engine = build_split_engine(max_overtake_s=1.0, loads_in_flight=1)
+    now, started_at, open_loads, open_batches = 0.0, None, [], []
+
+    def take(effects):
+        nonlocal started_at
+        open_loads.extend(of(StartLoad, effects))
+        open_batches.extend(of(StartBatch, effects))
+        if any(started.batch.expert == "a" for started in of(StartBatch, effects)):
+            started_at = now
+
+    take(engine.handle(events.Arrived(10_000, "C"), now))
+    for step in range(400):
+        now += 0.01
+        if step % 4 == 0:
+            take(engine.handle(events.Arrived(step, "C"), now))
+            take(engine.handle(events.Arrived(1000 + step, f"X{step // 4 % 10}"), now))
+        if step == 100:
+            take(engine.handle(events.Arrived(20_000, "A"), now))
+        if open_loads and step % 10 == 0:
+            take(engine.handle(events.Loaded(open_loads.pop(0).load), now))
+        if open_batches and step % 2 == 0:
+            take(engine.handle(answer(open_batches.pop(0).batch), now))
+    assert started_at is not None
+    assert started_at - 1.01 <= 1.0 + 0.5  # the bound, a load that was under way, its own, and a batch
+
+
+def test_what_is_queued_is_staged_in_the_host_while_the_device_is_full():
+    engine = build_split_engine(host=6, device=2)
+    effects = []
+    for number, component in enumerate("ABCDEF"):
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    effects = settle_loads(engine, effects, 0.0)
+    host = next(pool for pool in engine.statistics().pools if pool.name == "host")
+    assert set(host.resident) == set("abcdef")
+
+
+def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():
+    performance = Performance(0.01, 0.02, 4, workspace_bytes=1)
+    row = ExpertProfile("a", performance, Footprint(1), {SSD: 0.1})
+    profile = DeviceProfile({"gpu": {}, "cpu": {"a": row}})
+    executors = [ExecutorSpec(0, "gpu", "host"), ExecutorSpec(1, "cpu", "host")]
+    limits = Limits((PoolSpec("host", 2, 8),), pinned=frozenset({"a"}))
+    engine = Engine(ExpertGraph("a", {"A": (RouteStep("a", OK),)}), profile, executors, PRESETS["samba"], limits)
+    assert of(StartLoad, engine.handle(events.Started(), 0.0)) == []  # Samba-CoE uses the first executor alone
+    engine = Engine(ExpertGraph("a", {"A": (RouteStep("a", OK),)}), profile, executors, PRESETS["coserve"], limits)
+    assert [load.expert for load in of(StartLoad, engine.handle(events.Started(), 0.0))] == ["a"]
+
+
+def test_a_switch_is_a_load_that_a_request_had_to_wait_for():
+    engine = build_engine(capacity=3, placed=False)
+    effects = []
+    for number, component in enumerate("AB"):
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    first, second = of(StartLoad, effects)
+    engine.handle(events.Loaded(first.load), 0.0)  # a's head waited for it
+    engine.handle(events.Loaded(second.load), 0.0)  # b's turn had not come: a runs
+    assert engine.statistics().switches == 1
