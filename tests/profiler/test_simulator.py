@@ -112,3 +112,26 @@ def test_the_same_trace_gives_the_same_effects():
     first, second = (build("coserve", 20, 6, executors=3, usage=usage).run(trace) for _ in range(2))
     assert first.effects == second.effects
     assert any(isinstance(effect, StartLoad) for _, effect in first.effects)
+
+
+def test_a_head_that_waited_too_long_gets_through_a_busy_link_and_past_a_hot_expert():
+    """Split memory: the CPU's loads keep the SSD busy, and a hot expert keeps the device's only room."""
+    on_cpu = [f"x{number}" for number in range(40)]
+    routes = {name: (RouteStep(name, frozenset({"ok"})),) for name in ["rare", "hot", *on_cpu]}
+    performance = Performance(0.01, 0.01, 4, workspace_bytes=1)
+    columns = {
+        "gpu": {n: ExpertProfile(n, performance, Footprint(1), {SSD: 0.1, "host": 0.02}) for n in ("rare", "hot")},
+        "cpu": {n: ExpertProfile(n, performance, Footprint(1), {SSD: 0.1}) for n in on_cpu},
+    }
+    profile = DeviceProfile(columns, dict.fromkeys(on_cpu, 0.02) | {"rare": 0.001, "hot": 0.2})
+    executors = [ExecutorSpec(0, "gpu", "device"), ExecutorSpec(1, "cpu", "host")]
+    pools = (PoolSpec("host", 6, 8), PoolSpec("device", 1, 8, cache="host"))
+    engine = Engine(ExpertGraph(routes, routes), profile, executors, PRESETS["coserve"], Limits(pools, BOUND_S))
+    trace = [Arrival(number / 12, on_cpu[number % 40]) for number in range(12 * 20)]
+    trace += [Arrival(2.0 + number / 60, "hot") for number in range(60 * 18)]
+    trace = sorted([*trace, Arrival(5.0, "rare")], key=lambda arrival: arrival.at_s)
+    simulation = Simulator(engine, profile, executors).run(trace, warm_s=0.0)
+    started = next(
+        now for now, effect in simulation.effects if isinstance(effect, StartBatch) and effect.batch.expert == "rare"
+    )
+    assert started - 5.0 <= BOUND_S + 4 * 0.1 + performance.latency_s(4)  # loads under way, its own, a batch

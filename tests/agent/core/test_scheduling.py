@@ -325,34 +325,6 @@ def build_split_engine(policy="coserve", host=6, device=1, **limits):
     return Engine(graph, DeviceProfile(columns), executors, PRESETS[policy], Limits(pools, **limits))
 
 
-def test_a_head_that_waited_too_long_gets_the_next_place_on_a_busy_link():
-    """The CPU's loads keep the SSD busy, and a hot expert keeps the device's only room: A must get through both."""
-    engine = build_split_engine(max_overtake_s=1.0, loads_in_flight=1)
-    now, started_at, open_loads, open_batches = 0.0, None, [], []
-
-    def take(effects):
-        nonlocal started_at
-        open_loads.extend(of(StartLoad, effects))
-        open_batches.extend(of(StartBatch, effects))
-        if any(started.batch.expert == "a" for started in of(StartBatch, effects)):
-            started_at = now
-
-    take(engine.handle(events.Arrived(10_000, "C"), now))
-    for step in range(400):
-        now += 0.01
-        if step % 4 == 0:
-            take(engine.handle(events.Arrived(step, "C"), now))
-            take(engine.handle(events.Arrived(1000 + step, f"X{step // 4 % 10}"), now))
-        if step == 100:
-            take(engine.handle(events.Arrived(20_000, "A"), now))
-        if open_loads and step % 10 == 0:
-            take(engine.handle(events.Loaded(open_loads.pop(0).load), now))
-        if open_batches and step % 2 == 0:
-            take(engine.handle(answer(open_batches.pop(0).batch), now))
-    assert started_at is not None
-    assert started_at - 1.01 <= 1.0 + 0.5  # the bound, a load that was under way, its own, and a batch
-
-
 def test_what_is_queued_is_staged_in_the_host_while_the_device_is_full():
     engine = build_split_engine(host=6, device=2)
     effects = []
