@@ -19,7 +19,7 @@ from agent.core.policy import PRESETS
 from agent.runtime.device import detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
-from agent.runtime.probe import probe
+from agent.runtime.probe import estimated_profile, probe
 from agent.runtime.slots import ExpertCopy
 from experts.backends import family
 from experts.errors import BackendUnavailable, ConfigError
@@ -51,7 +51,7 @@ class Agent:
     loop: AgentLoop
     segments: SegmentStore
     broken: Mapping[str, str]
-    rss_before_bytes: int  # of this process, before any expert's memory was taken
+    rss_before_bytes: int  # of this process, before it touched any weights
 
     def start(self) -> None:
         """Begin to place experts and take requests."""
@@ -72,6 +72,7 @@ def build_agent(
     options: LoopOptions | None = None,
 ) -> Agent:
     """An agent for a line. Raises ConfigError for what must not start."""
+    rss_before_bytes = psutil.Process().memory_info().rss
     box = _detect(config)
     executors = executor_specs(config, box)
     segments = SegmentStore(packed_folder(config))
@@ -88,12 +89,13 @@ def build_agent(
         ]
         for processor, wanted in precisions.items()
     }
+    usage = usage_probabilities(config)
+    pool_specs(config, box, executors, estimated_profile(box, copies, usage))  # what cannot fit is not even probed
     progress("probe", 0, 1)
     threads = threads_per_executor(box, executors)
-    probed = probe(box, copies, segments, usage_probabilities(config), threads)
+    probed = probe(box, copies, segments, usage, threads)
     progress("probe", 1, 1)
     pools = pool_specs(config, box, executors, probed.profile)
-    rss_before_bytes = psutil.Process().memory_info().rss
     pinned = frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
     limits = Limits(pools, config.scheduling.max_overtake_s, pinned=pinned)
     engine = Engine(config.catalog.graph, probed.profile, executors, PRESETS[config.policy], limits)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.core.placement import footprints_in, pinned_homes
+from agent.core.policy import PRESETS, Assigning
 from agent.core.pool import misfits
 from experts.errors import ConfigError
 
@@ -35,6 +37,8 @@ def executor_specs(config: LineConfig, box: Box) -> tuple[ExecutorSpec, ...]:
             raise config.document.error(f"this box has no {processor!r} - use {there}", "executors", processor)
     ordered = sorted(counts, key=lambda processor: (processor == "cpu", processor))
     processors = [processor for processor in ordered for _ in range(counts[processor])]
+    if PRESETS[config.policy].assigning is Assigning.FIRST:
+        processors = processors[:1]  # one executor does everything: it gets all threads and the whole workspace
     if not processors:
         raise config.document.error("no executor at all - give one at least", "executors")
     return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
@@ -53,7 +57,7 @@ def pool_specs(
         expert_bytes = max(budget_bytes - workspace_bytes, 0)
         cache = "host" if box.is_split and pool == "device" else None
         specs.append(PoolSpec(pool, expert_bytes, workspace_bytes, cache))
-        problems += _misfit_problems(config, pool, expert_bytes, budget_bytes, users, profile)
+        problems += _misfit_problems(config, pool, expert_bytes, budget_bytes, executors, profile)
     if problems:
         raise ConfigError.of(problems)
     return tuple(specs)
@@ -99,14 +103,14 @@ def _misfit_problems(
     pool: str,
     expert_bytes: int,
     budget_bytes: int,
-    users: Sequence[ExecutorSpec],
+    executors: Sequence[ExecutorSpec],
     profile: DeviceProfile,
 ) -> list[ConfigError]:
-    pinned = {name: expert.pin for name, expert in config.catalog.experts.items()}
-    column = {name: each for spec in users for name, each in profile.experts[spec.processor].items()}
-    needs = misfits(((name, each.footprint, pinned[name]) for name, each in sorted(column.items())), expert_bytes)
+    pinned = frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
+    homes = pinned_homes(pinned, executors, profile.experts)
+    needs = misfits(footprints_in(pool, executors, profile.experts, homes), expert_bytes)
     left = f"memory.{pool} leaves {_mib(expert_bytes)} of its {_mib(budget_bytes)} to experts"
-    beside = " with all pinned experts" if any(pinned.values()) else ""
+    beside = " with all pinned experts" if homes else ""
     advice = f"raise memory.{pool}, or take a smaller model"
     return [
         config.document.error(f"needs {_mib(needed)}{beside}, but {left} - {advice}", "experts", name)

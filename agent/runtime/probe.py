@@ -8,6 +8,7 @@ and load times follow from the bytes and the measured speed of each link.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from agent.runtime.slots import ExpertCopy
     from experts.expert import InputSpec
     from experts.weights import PackedExpert, SegmentStore
+
+logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8)
 REPEATS = 2  # each after a run to warm up
@@ -103,19 +106,45 @@ def probe(
     """
     started = time.monotonic()
     links = measure_links(box, copies, segments)
+    refused: dict[str, str] = {}
     experts: dict[str, dict[str, ExpertProfile]] = {}
-    failed: dict[str, str] = {}
     for processor, listed in copies.items():
         experts[processor] = {}
         for kind_copies in by_kind(listed).values():
             broken: dict[str, str] = {}
             performance = _measure_first(box, processor, kind_copies, segments, threads, broken)
             if performance is None:
-                failed.update(broken)
+                refused.update(broken)
+                logger.warning("kind_cannot_run processor=%s experts=%s reasons=%s", processor, *_listed(broken))
                 continue
             for copy in kind_copies:
                 experts[processor][copy.expert.id] = expert_profile(copy, performance, links, box.pool_of(processor))
+    able = {expert for column in experts.values() for expert in column}
+    failed = {expert: reason for expert, reason in refused.items() if expert not in able}
     return Probed(DeviceProfile(experts, dict(usage)), links, failed, time.monotonic() - started)
+
+
+def _listed(broken: Mapping[str, str]) -> tuple[str, str]:
+    return ",".join(broken), "; ".join(sorted(set(broken.values())))
+
+
+def estimated_profile(
+    box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float]
+) -> DeviceProfile:
+    """What is known of a line before anything of it is loaded: footprints are exact, workspaces are from shapes.
+
+    Times are one second each and no batch is larger than one image: good for asking what fits, and for nothing else.
+    """
+    links = LinkSpeeds(UNMEASURED_BYTES_PER_S, UNMEASURED_BYTES_PER_S if box.is_split else None)
+    experts = {
+        processor: {
+            copy.expert.id: expert_profile(copy, performance_of(copy, 1.0, 1.0, 1), links, box.pool_of(processor))
+            for kind_copies in by_kind(listed).values()
+            for copy in kind_copies
+        }
+        for processor, listed in copies.items()
+    }
+    return DeviceProfile(experts, dict(usage))
 
 
 def expert_profile(copy: ExpertCopy, performance: Performance, links: LinkSpeeds, pool: str) -> ExpertProfile:
@@ -209,13 +238,18 @@ def _measure(rig: _Rig, copy: ExpertCopy) -> Performance:
     if larger > 1:
         alone_s, larger_s = rig.fastest_s(copy, 1, REPEATS), rig.fastest_s(copy, larger, REPEATS)
     per_image_s, fixed_s = fit(alone_s, larger_s, larger)
+    return performance_of(copy, per_image_s, fixed_s, plateau(per_image_s, fixed_s))
+
+
+def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_batch: int) -> Performance:
+    """A kind's row: these times, and workspaces as its backend estimates them from shapes."""
     backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
     workspace_of_one = backend.workspace_bytes(copy.expert, precision, 1)
     per_image_bytes = backend.workspace_bytes(copy.expert, precision, 2) - workspace_of_one
     return Performance(
         K_s=per_image_s,
         B_s=fixed_s,
-        max_batch=plateau(per_image_s, fixed_s),
+        max_batch=max_batch,
         workspace_bytes=per_image_bytes,
         workspace_base_bytes=max(workspace_of_one - per_image_bytes, 0),
     )
