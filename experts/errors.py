@@ -17,7 +17,8 @@ CoServeError
 |  `- ImageTooLarge         more pixels than the limit
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
-`- AlreadyRunning           another agent holds this line's state directory
++- AlreadyRunning           another agent holds this line's state directory
+`- AgentCrashed             the agent's loop ended by an error of the program: nothing is judged any more
 """
 
 from __future__ import annotations
@@ -167,3 +168,13 @@ class AlreadyRunning(CoServeError):
     def __init__(self, lock: Path) -> None:
         super().__init__(f"{lock} is held by another agent: stop it first, or give this line its own state")
         self.lock = lock
+
+
+class AgentCrashed(CoServeError):
+    """The thread that decides has ended by ``error``; what it had taken has no outcome."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"the agent crashed: {type(error).__name__}: {error} - start it again: what was not judged waits in .work"
+        )
+        self.error = error

@@ -46,8 +46,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ImageSource = np.ndarray | bytes | Path  # pixels (height, width, 3) uint8 RGB, an encoded file's bytes, or its path
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """An image's file, with a limit of its own: one that has more pixels is rejected."""
+
+    path: Path
+    max_pixels: int
+
+
+# pixels (height, width, 3) uint8 RGB, an encoded file's bytes, or a file: with the agent's limit of pixels or its own
+ImageSource = np.ndarray | bytes | Path | ImageFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +102,19 @@ class Preparation:
 
     def _prepare(self, expert: Expert, image: ImageSource, name: str) -> Prepared | Rejected:
         try:
-            pixels = image if isinstance(image, np.ndarray) else read_image(image, name, self._max_pixels)
-            return backend_for(expert.architecture).prepare(expert, pixels)
+            return backend_for(expert.architecture).prepare(expert, self._pixels(image, name))
         except ImageError as error:
             return Rejected(str(error))
         except Exception as error:
             logger.exception("preparation_broke expert=%s image=%s", expert.id, name)
             return Rejected(f"{name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}")
+
+    def _pixels(self, image: ImageSource, name: str) -> np.ndarray:
+        if isinstance(image, np.ndarray):
+            return image
+        if isinstance(image, ImageFile):
+            return read_image(image.path, name, image.max_pixels)
+        return read_image(image, name, self._max_pixels)
 
 
 class BatchExecutor:
@@ -203,6 +220,8 @@ def own_stream(device: str) -> AbstractContextManager[object]:
 
 def image_name(image: ImageSource, request: int) -> str:
     """What messages call an image: its file's name, or its request."""
+    if isinstance(image, ImageFile):
+        return image.path.name
     return image.name if isinstance(image, Path) else f"image of request {request}"
 
 

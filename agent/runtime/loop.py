@@ -4,7 +4,8 @@ Guarantees: only this thread calls the Engine; every request that was submitted 
 while the loop runs; an image is kept from ``submit`` to its request's outcome and no longer; what other threads read
 are frozen snapshots.
 Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. If it does raise, or the Engine does,
-the loop has crashed: it takes nothing more, says so in the log, and ``wait_until_idle`` and ``stop`` raise the error.
+the loop has crashed: it takes nothing more, says so in the log and to whoever asked with ``when_crashed``, and
+``wait_until_idle`` and ``stop`` raise AgentCrashed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from agent.runtime.device import HostMemory, memory_for, torch_device
 from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
+from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,8 +146,9 @@ class AgentLoop:
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
         self._records: deque[DecisionRecord] = deque(maxlen=options.decision_records)
-        self._crash: Exception | None = None
-        self._changed = Condition()
+        self._crash: AgentCrashed | None = None
+        self._on_crash: list[Callable[[AgentCrashed], None]] = []
+        self._changed = Condition()  # also guards the two above
         self._thread = Thread(target=self._run, name="agent-loop", daemon=True)
         self._carry_out: dict[type, Callable[..., None]] = {
             effects.StartLoad: self._start_load,
@@ -184,8 +187,22 @@ class AgentLoop:
         self._inbox.put(events.Quarantined(expert, reason))
 
     def drain(self) -> None:
-        """Take nothing new, and finish what was taken: then ``wait_until_idle``."""
+        """Take nothing new, and finish what was taken: then ``wait_until_drained``."""
         self._inbox.put(events.Drain())
+
+    def when_crashed(self, tell: Callable[[AgentCrashed], None]) -> None:
+        """Have this called once if the loop crashes, on its thread; at once and here if it has crashed already."""
+        with self._changed:
+            crash = self._crash
+            if crash is None:
+                self._on_crash.append(tell)
+        if crash is not None:
+            tell(crash)
+
+    @property
+    def crash(self) -> AgentCrashed | None:
+        """What ended the loop, if anything did."""
+        return self._crash
 
     @property
     def requests_in_flight(self) -> int:
@@ -201,17 +218,23 @@ class AgentLoop:
         return self._ask(self._snapshot)
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until no request, load or batch is under way; False if it took longer. Raises what crashed the loop."""
+        """Wait until no request, load or batch is under way; False if it took longer. Raises AgentCrashed."""
         with self._changed:
             idle = self._changed.wait_for(lambda: self._crash is not None or self._is_idle(), timeout_s)
         if self._crash is not None:
             raise self._crash
         return idle
 
+    def wait_until_drained(self, timeout_s: float) -> bool:
+        """Wait until no request or batch is under way, loads aside; False if it took longer, or it crashed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._crash is not None or self._is_drained(), timeout_s)
+        return self._crash is None and self._is_drained()
+
     def stop(self) -> None:
         """End: batches that run are finished, loads are broken off, requests under way stay without an outcome.
 
-        Raises what crashed the loop, after everything else has ended.
+        Raises AgentCrashed if it had crashed, after everything else has ended.
         """
         self._is_stopped = True
         self._inbox.put(Stop())
@@ -254,9 +277,16 @@ class AgentLoop:
                     self._look_around()
         except Exception as error:
             logger.exception("agent_loop_crashed")
-            with self._changed:
-                self._crash = error
-                self._changed.notify_all()
+            self._end(AgentCrashed(error))
+
+    def _end(self, crash: AgentCrashed) -> None:
+        crash.__cause__ = crash.error
+        with self._changed:
+            self._crash = crash
+            told, self._on_crash = self._on_crash, []
+            self._changed.notify_all()
+        for tell in told:
+            tell(crash)
 
     def _next(self) -> Message:
         """The next message; a Tick when the Engine's moment comes before one."""
@@ -311,11 +341,14 @@ class AgentLoop:
     def _is_idle(self) -> bool:
         return self._has_started and not (self._images or self._open_loads or self._open_batches)
 
+    def _is_drained(self) -> bool:
+        return not (self._images or self._open_batches)
+
     def _look_around(self) -> None:
         """If nothing is under way any more, tell whoever waits for that."""
-        if not self._is_idle():
+        if not self._is_drained():
             return
-        if self._options.checks_invariants and self._inbox.empty():
+        if self._options.checks_invariants and self._is_idle() and self._inbox.empty():
             self._check_invariants()
         with self._changed:
             self._changed.notify_all()

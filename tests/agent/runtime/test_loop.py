@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from agent.core import effects
 from agent.core.engine import Engine
 from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Limits, Performance, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.device import detect
+from agent.runtime.executor import ImageFile
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble, decision_times
 from agent.runtime.probe import footprint_of
-from experts.errors import MemoryExceeded
+from experts.errors import AgentCrashed, MemoryExceeded
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 
@@ -28,7 +31,9 @@ ANY = frozenset({"ok", "missing", "tombstone"})
 class Agent:
     """An agent over a line, with its outcomes in ``outcomes``."""
 
-    def __init__(self, line, *, box="cpu", executors=None, room=3, policy="coserve", on_outcome=None):
+    def __init__(
+        self, line, *, box="cpu", executors=None, room=3, policy="coserve", on_outcome=None, ssd_bytes_per_s=None
+    ):
         self.line = line
         self.outcomes = {}
         self.box = replace(detect(box), cores=1)
@@ -41,7 +46,8 @@ class Agent:
         self.engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
         self.loop = assemble(
             self.engine, self.box, specs, limits, line.copies, line.segments,
-            on_outcome or self.outcomes.__setitem__, LoopOptions(checks_invariants=True),
+            on_outcome or self.outcomes.__setitem__,
+            LoopOptions(checks_invariants=True, ssd_bytes_per_s=ssd_rate),
         )  # fmt: skip
 
     def graph(self):
@@ -226,15 +232,44 @@ def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
         raise OSError("the results cannot be written")
 
     agent = Agent(line, on_outcome=broken)
+    told = queue.SimpleQueue()
+    agent.loop.when_crashed(told.put)
     agent.loop.start()
     agent.loop.submit(line.pixels(0), component="own-0")
-    with pytest.raises(OSError, match="results"):
+    crash = told.get(timeout=PATIENCE_S)
+    assert isinstance(crash.error, OSError)
+    assert agent.loop.crash is crash
+    assert not agent.loop.wait_until_drained(PATIENCE_S)
+    with pytest.raises(AgentCrashed, match="results"):
         agent.loop.wait_until_idle(PATIENCE_S)
     with pytest.raises(RuntimeError, match="stopped"):
         agent.loop.submit(line.pixels(0), component="own-0")
     assert agent.loop.statistics().engine.arrived == 1
-    with pytest.raises(OSError, match="results"):
+    agent.loop.when_crashed(told.put)
+    assert told.get(timeout=PATIENCE_S) is crash
+    with pytest.raises(AgentCrashed, match="results"):
         agent.loop.stop()
+
+
+def test_draining_waits_for_requests_and_not_for_loads(line):
+    with Agent(line, ssd_rate=1.0) as agent:
+        agent.loop.drain()
+        assert agent.loop.wait_until_drained(PATIENCE_S)
+        statistics = agent.loop.statistics()
+        assert any(pool.loading for pool in statistics.engine.pools)
+        assert not agent.loop.wait_until_idle(0)
+
+
+def test_an_image_file_has_a_limit_of_pixels_of_its_own(line, tmp_path):
+    file = tmp_path / "image.png"
+    Image.fromarray(line.pixels(0)).save(file)  # 80 x 70
+    with Agent(line) as agent:
+        good = agent.loop.submit(ImageFile(file, 5600), component="own-0")
+        large = agent.loop.submit(ImageFile(file, 5599), component="own-0")
+        agent.settle()
+    assert agent.outcomes[good].verdict is Verdict.OK
+    assert agent.outcomes[large].verdict is Verdict.UNKNOWN
+    assert "image.png: 80 x 70 pixels are more than max_pixels 5599" in agent.outcomes[large].reason
 
 
 def test_a_stopped_agent_takes_nothing_and_can_still_be_read(line):
