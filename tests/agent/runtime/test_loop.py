@@ -31,9 +31,7 @@ ANY = frozenset({"ok", "missing", "tombstone"})
 class Agent:
     """An agent over a line, with its outcomes in ``outcomes``."""
 
-    def __init__(
-        self, line, *, box="cpu", executors=None, room=3, policy="coserve", on_outcome=None, ssd_bytes_per_s=None
-    ):
+    def __init__(self, line, *, box="cpu", executors=None, room=3, policy="coserve", on_outcome=None, ssd_rate=None):
         self.line = line
         self.outcomes = {}
         self.box = replace(detect(box), cores=1)
