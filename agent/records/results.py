@@ -1,7 +1,7 @@
 """Results and board verdicts in SQLite.
 
-Guarantees: a row is on the disk before its callback runs; rows have gap-free sequence numbers in the order of commit;
-a key is stored once, whoever sends it again; a disk that is full or a file that is locked loses nothing: the rows
+Guarantees: a row is on the disk before its callback runs, and pending until it has run; rows have gap-free sequence
+numbers in the order of commit; a key is stored once, whoever sends it again; a disk that is full or a file that is locked loses nothing: the rows
 wait, and are tried again until they are in.
 Why one writer thread: commits are synced to the disk, so that many rows share one (group commit).
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from agent.boards import BoardVerdict
+from agent.boards import BoardVerdict, Inspection
 from agent.records.database import BUSY_TIMEOUT_S, open_for_reading, open_for_writing
 from experts.expert import Verdict
 
@@ -154,7 +154,7 @@ class ResultReader:
         self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
     ) -> Iterator[ResultRow]:
         """Committed results in the order of their numbers: finished at ``since`` or later, of this verdict, so many."""
-        last, left = 0, limit
+        last, left = self._before(since), limit
         while left is None or left > 0:
             wanted = READ_ROWS if left is None else min(left, READ_ROWS)
             rows = self._rows(
@@ -167,6 +167,25 @@ class ResultReader:
                 return
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
 
+    def inspections(self, since: datetime) -> Iterator[Inspection]:
+        """What boards saw, finished at ``since`` or later, in the order in which it was stored."""
+        last = self._before(since)
+        while rows := self._rows(
+            "SELECT seq, board, board_type, component, ref, verdict, finished_at FROM results"
+            " WHERE seq > ? AND finished_at >= ? AND board_type IS NOT NULL AND board IS NOT NULL AND ref IS NOT NULL"
+            " ORDER BY seq LIMIT ?",
+            (last, _text(since), READ_ROWS),
+        ):
+            for _, serial, board_type, component, ref, verdict, finished_at in rows:
+                at = datetime.fromisoformat(finished_at)
+                yield Inspection(serial, board_type, component, ref, Verdict(verdict), at)
+            last = rows[-1]["seq"]
+
+    def latest_at(self) -> datetime | None:
+        """When the latest result was finished; None while there is none."""
+        text = self._rows("SELECT max(finished_at) FROM results", ())[0][0]
+        return None if text is None else datetime.fromisoformat(text)
+
     def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
         """Board verdicts closed at ``since`` or later; of these the newest ``limit``, oldest first."""
         rows = self._rows(
@@ -174,6 +193,15 @@ class ResultReader:
             (_text(since) if since else "", -1 if limit is None else limit),
         )
         return tuple(_board_row(row) for row in reversed(rows))
+
+    def _before(self, since: datetime | None) -> int:
+        """A number below those of all results finished at ``since`` or later: old rows are not read to be left out."""
+        if since is None:
+            return 0
+        first = self._rows(
+            "SELECT min(seq) FROM results INDEXED BY results_finished_at WHERE finished_at >= ?", (_text(since),)
+        )[0][0]
+        return 0 if first is None else first - 1
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[sqlite3.Row]:
         with closing(open_for_reading(self.path)) as connection:
@@ -219,7 +247,10 @@ class ResultStore(ResultReader):
             return StoreStatistics(self._pending, self._committed, self._duplicates, self._failed_commits, self._alarm)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up."""
+        """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up.
+
+        What callbacks record meanwhile is committed too; from anybody else it is a RuntimeError.
+        """
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -235,24 +266,23 @@ class ResultStore(ResultReader):
             if isinstance(value, str):
                 value.encode()  # here, in the caller's thread, and not for every other row of a group
         with self._lock:
-            if self._is_closed:
+            if self._is_closed and threading.current_thread() is not self._thread:
                 raise RuntimeError("the result store is closed")
             self._pending += 1
             self._queue.put(pending)
 
     def _run(self) -> None:
-        has_log = False
+        has_log = is_closing = False
         with closing(self._database):
-            while True:
+            while not (is_closing and self._queue.empty()) and not self._abandoned.is_set():
                 group, is_last = self._next_group()
+                is_closing = is_closing or is_last
                 if group:
                     self._commit(group)
                     has_log = True
-                elif has_log and not is_last:
+                elif has_log and not is_closing:
                     self._checkpoint()
                     has_log = False
-                if is_last or self._abandoned.is_set():
-                    return
 
     def _next_group(self) -> tuple[list[_Pending], bool]:
         """Up to GROUP_ROWS records, waiting GROUP_WAIT_S after the first; and whether the store is closing."""
@@ -287,7 +317,6 @@ class ResultStore(ResultReader):
 
     def _settle(self, group: list[_Pending], recorded: list[Recorded]) -> None:
         with self._lock:
-            self._pending -= len(group)
             self._committed += sum(one.is_new for one in recorded)
             self._duplicates += sum(not one.is_new for one in recorded)
             ended, self._alarm = self._alarm, None
@@ -296,6 +325,8 @@ class ResultStore(ResultReader):
         for pending, one in zip(group, recorded, strict=True):
             if pending.on_committed is not None:
                 _call(pending.on_committed, one)
+            with self._lock:
+                self._pending -= 1
 
     def _raise_alarm(self, error: sqlite3.DatabaseError, rows: int) -> None:
         with self._lock:

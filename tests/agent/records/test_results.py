@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.boards import BoardVerdict
+from agent.boards import BoardVerdict, Inspection
 from agent.filesystem import filesystem_type, is_shared, tells_changes
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
 from agent.records.results import Recorded, Result, ResultReader, ResultStore
@@ -144,6 +144,68 @@ def test_closing_commits_what_waits_and_refuses_more(tmp_path: Path) -> None:
     assert sum(1 for _ in store.query()) == 500
     with pytest.raises(RuntimeError, match="closed"):
         store.record(result())
+
+
+def test_a_row_is_pending_until_its_callback_has_run(tmp_path: Path) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def linger(_: Recorded) -> None:
+        entered.set()
+        leave.wait(WAIT_S)
+
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        store.record(result(1), linger)
+        assert entered.wait(WAIT_S)
+        assert store.statistics().pending == 1
+        leave.set()
+    assert store.statistics().pending == 0
+
+
+def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path: Path) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    board = BoardVerdict("b1", "main", Verdict.OK, NOON, NOON, {}, {})
+
+    def record_the_board(_: Recorded) -> None:
+        entered.set()
+        leave.wait(WAIT_S)
+        store.record_board(board, lambda _: store.record(result(2)))
+
+    store = ResultStore(tmp_path / "r.sqlite")
+    store.record(result(1), record_the_board)
+    assert entered.wait(WAIT_S)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    while not is_refusing(store):
+        pass
+    leave.set()
+    closer.join()
+    assert len(store.boards()) == 1
+    assert [row.result.key for row in store.query()] == ["key-1", "key-2"]
+
+
+def is_refusing(store: ResultStore) -> bool:
+    try:
+        store.record(result(1))
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_a_query_by_time_starts_at_the_first_row_of_that_time(tmp_path: Path) -> None:
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        assert store.latest_at() is None
+        stored(store, result(1), result(2, board=None), result(5), result(3))
+        assert store.latest_at() == NOON + timedelta(seconds=5)
+        seen = list(store.inspections(NOON + timedelta(seconds=2)))
+        assert [row.result.key for row in store.query(since=NOON + timedelta(seconds=6))] == []
+    assert seen == [
+        Inspection("b1", "main", "resistor-0402", f"R{n}", Verdict.OK, NOON + timedelta(seconds=n)) for n in (5, 3)
+    ]
+    with closing(sqlite3.connect(tmp_path / "r.sqlite")) as database:
+        plan = database.execute(
+            "EXPLAIN QUERY PLAN SELECT min(seq) FROM results INDEXED BY results_finished_at WHERE finished_at >= ''"
+        ).fetchall()
+    assert "SEARCH results USING COVERING INDEX results_finished_at" in plan[0][-1]
 
 
 def test_query_by_time_verdict_and_limit(tmp_path: Path) -> None:
