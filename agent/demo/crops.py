@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from agent.demo.render import Fractions
 
 BODIES_FILE = "bodies.json"
-CROPS_PER_LABEL = 24  # enough for every rendered defect; ok gets twice as many
+CROPS_PER_LABEL = 24  # enough for every rendered defect
+RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-lead": 2.0, "bent-pin": 2.0, "bridge": 1.5}
+CHIP_FRACTION = 0.6  # chips look so much alike that they learn from one another
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training, validation and held-out
 
 
@@ -58,7 +60,7 @@ def write_crops(
     threads: int,
     progress: Callable[[str, int, int], None],
 ) -> int:
-    """Render crops of each component in each state, twice as many ok ones, into the labelled-crops layout.
+    """Render crops of each component in each state into the labelled-crops layout.
 
     Returns how many were written.
     """
@@ -66,7 +68,7 @@ def write_crops(
         (component, label)
         for component in components
         for label in component.labels
-        for _ in range(crops_per_label * (2 if label == OK else 1))
+        for _ in range(crop_count(component, label, crops_per_label))
     ]
     bodies: dict[str, dict[str, Fractions]] = {component.name: {} for component in components}
     counts: Counter[tuple[str, str]] = Counter()
@@ -84,6 +86,12 @@ def write_crops(
     for component, boxes in bodies.items():
         (directory / component / BODIES_FILE).write_text(json.dumps(boxes, indent=0))
     return counts.total()
+
+
+def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
+    """How many crops to render: few of what is plain to see, more of a defect that may sit in many places."""
+    fraction = CHIP_FRACTION if component.package == "chip" else 1.0
+    return max(round(crops_per_label * fraction * RELATIVE_COUNTS.get(label, 1.0)), MIN_CROPS_PER_LABEL)
 
 
 def load_crops(directory: Path) -> tuple[LabelledCrop, ...]:

@@ -78,9 +78,9 @@ def draw_crack(part: Part, colour: Colour, half_width: float, half_height: float
     """A crack across the body, and the chip that broke off at its end."""
     top = part.rng.uniform(-0.45, 0.45) * half_width
     bottom = top + part.rng.uniform(-0.4, 0.4) * half_width
-    width = max(2.6, 0.14 * half_height)
+    width = max(2.6, 0.05 * part.type.window_px)
     part.body.crack((top, -half_height), (bottom, half_height), colour, width)
-    size = part.rng.uniform(0.45, 0.6) * half_height
+    size = part.rng.uniform(0.5, 0.65) * half_height
     part.body.polygon(
         [(bottom - size, half_height), (bottom + size, half_height), (bottom, half_height - size)], colour
     )
@@ -259,7 +259,7 @@ def bridge(part: Part, legs: list[tuple[float, float]]) -> None:
     """Solder that joins two neighbouring legs."""
     first = int(part.rng.integers(len(legs) - 1))
     (x0, y0), (x1, y1) = legs[first], legs[first + 1]
-    thick = part.rng.uniform(6.0, 8.0)
+    thick = part.rng.uniform(0.045, 0.055) * part.type.window_px
     part.cover.rectangle(
         min(x0, x1) - thick, min(y0, y1) - thick, max(x0, x1) + thick, max(y0, y1) + thick,
         part.tint((206, 210, 214)), radius=thick, shade="dome",
@@ -327,13 +327,13 @@ def draw_quad(part: Part) -> None:
 
 def bend_lead(part: Part, side: int, place: float, leg: float, metal: Colour) -> None:
     """A lead bent sideways across its neighbour, past its pad."""
-    slope = float(part.rng.choice((-1.0, 1.0))) * part.rng.uniform(16, 20)
-    base, tip = part.half_height * 0.8, part.half_height + 20
+    slope = float(part.rng.choice((-1.0, 1.0))) * part.rng.uniform(20, 24)
+    base, tip = part.half_height * 0.8, part.half_height + 26
     sign = side if side in (-1, 1) else side - 1
     points = [(place, sign * base), (place, sign * (base + 12)), (place + slope, sign * tip)]
     if side not in (-1, 1):
         points = [(y, x) for x, y in points]
-    part.cover.line(points, (222, 224, 226), 2 * leg + 3)
+    part.cover.line(points, (222, 224, 226), 2 * leg + 7)
 
 
 def draw_qfn(part: Part) -> None:
@@ -362,8 +362,8 @@ def draw_crystal(part: Part) -> None:
     part.body.text(0, 0, part.type.marking, h * 0.55, (70, 70, 74))
     if part.label == "dented":
         x, y = part.rng.uniform(-0.55, 0.55) * w, part.rng.uniform(-0.25, 0.25) * h
-        size = part.rng.uniform(0.36, 0.46) * h
-        part.body.ellipse(x, y, size * 1.5, size, (84, 84, 88))
+        size = part.rng.uniform(0.45, 0.58) * h
+        part.body.ellipse(x, y, size * 1.7, size, (70, 70, 74))
         part.body.ellipse(x + 3, y + 3, size * 1.1, size * 0.7, (226, 228, 230))
 
 
@@ -444,7 +444,7 @@ def draw_header(part: Part) -> None:
         part.body.rectangle(x - 13, y - 13, x + 13, y + 13, (20, 20, 22), radius=2.0)
         if number == bent:
             angle = part.rng.uniform(0, 2 * np.pi)
-            part.cover.line([(x, y), (x + 34 * np.cos(angle), y + 34 * np.sin(angle))], part.tint((226, 196, 112)), 10)
+            part.cover.line([(x, y), (x + 46 * np.cos(angle), y + 46 * np.sin(angle))], part.tint((236, 206, 122)), 15)
         else:
             part.body.rectangle(x - 6, y - 6, x + 6, y + 6, part.tint((222, 190, 104)), radius=1.0, shade="dome")
 

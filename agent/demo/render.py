@@ -117,11 +117,11 @@ def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> P
         sign = float(rng.choice((-1.0, 1.0)))
         kind = int(rng.integers(3))
         if kind == 0:
-            x += sign * rng.uniform(0.30, 0.42) * long
+            x += sign * rng.uniform(0.32, 0.44) * long
         elif kind == 1:
-            y += sign * rng.uniform(0.42, 0.62) * short
+            y += sign * rng.uniform(0.55, 0.75) * short
         else:
-            turn += sign * rng.uniform(16.0, 32.0)
+            turn += sign * rng.uniform(20.0, 35.0)
     if label == Detector.POLARITY.defect:
         turn += 180.0
     return Pose(float(x), float(y), turn)
