@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -26,7 +30,8 @@ from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml
 from agent.demo.picture import PartVerdict, draw_verdicts
 from agent.demo.render import RenderedBoard, render_board
 from agent.demo.train import real_plan, synthetic_plan, train_experts
-from agent.listing import result_rows
+from agent.listing import result_rows, results_file
+from agent.records.results import ResultReader
 from agent.service import LineService
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision, Verdict
@@ -64,7 +69,7 @@ class DemoReport:
     expert_bytes: int
     budget_bytes: int
     held_bytes: int  # most that the ledger counted at any moment
-    grown_bytes: int  # most that the process grew over its size before the agent took any memory
+    grown_bytes: int  # most that the agent's process grew over its size before it touched any weights
     requests: int
     ok: int
     ng: int
@@ -114,7 +119,7 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
     drop.mkdir()
     specimens = [specimen for board in boards for specimen in write_board(drop, board)]
     specimens += write_held_out(drop, held_out)
-    judged = judge(line_file, specimens, progress)
+    judged = judge_apart(line_file, specimens, progress)
     picture = paint(folder / "board.png", boards, judged.verdicts) if boards else None
     return report(line_file, picture, trained, expert_bytes, specimens, judged, time.monotonic() - started)
 
@@ -172,10 +177,22 @@ class Judged:
     judging_s: float
 
 
-def judge(line_file: Path, specimens: Sequence[Specimen], progress: Progress) -> Judged:
+def judge_apart(line_file: Path, specimens: Sequence[Specimen], progress: Progress) -> Judged:
+    """``judge`` in a process of its own: what training left in this one would hide what the agent takes."""
+    stored = ResultReader(results_file(read_line(line_file, environment={})))
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+        future = apart.submit(judge, line_file, specimens)
+        while not future.done():
+            wait([future], timeout=0.2)
+            with suppress(FileNotFoundError, sqlite3.OperationalError):  # the agent has not made its tables yet
+                progress("judge held-out images", sum(1 for _ in stored.query()), len(specimens))
+        return future.result()
+
+
+def judge(line_file: Path, specimens: Sequence[Specimen]) -> Judged:
     """Serve the line, drop the images into its inbox as a camera would, wait for all verdicts, stop."""
     config = read_line(line_file, environment={})
-    service = LineService(config, progress)
+    service = LineService(config, lambda stage, done, total: None)
     inbox = line_file.parent / INBOX
     inbox.mkdir(exist_ok=True)
     service.start()
@@ -184,7 +201,7 @@ def judge(line_file: Path, specimens: Sequence[Specimen], progress: Progress) ->
         for specimen in specimens:
             specimen.file.rename(inbox / specimen.file.name)
         try:
-            wait_for(service, len(specimens), progress)
+            wait_for(service, len(specimens))
             judging_s = time.monotonic() - started
             statistics = service.agent.loop.statistics()
         finally:
@@ -197,15 +214,13 @@ def judge(line_file: Path, specimens: Sequence[Specimen], progress: Progress) ->
     return Judged(verdicts, statistics, budget_bytes, watch.grown_bytes, judging_s)
 
 
-def wait_for(service: LineService, images: int, progress: Progress) -> None:
+def wait_for(service: LineService, images: int) -> None:
     """Until so many images have their verdict. Raises CoServeError when the agent stands still for too long."""
     deadline = time.monotonic() + JUDGING_LIMIT_S
     while (done := service.judged) < images:
-        progress("judge held-out images", done, images)
         if time.monotonic() > deadline:
             raise CoServeError(f"only {done} of {images} images were judged within {JUDGING_LIMIT_S:.0f} s")
         time.sleep(0.05)
-    progress("judge held-out images", images, images)
 
 
 class MemoryWatch:
