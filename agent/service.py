@@ -1,46 +1,51 @@
 """The composition root of ``coserve serve``: intake -> loop -> results -> boards -> the file's last place.
 
-Guarantees: an image's verdict is committed before its file is moved; a file whose verdict was committed before a crash
-is moved, not judged again; on stop nothing new is taken, what was taken is finished within ``DRAIN_S``, and what is
-not finished by then stays in its folder's ``.work`` for the next start.
+Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
+verdict was committed before a crash is moved, not judged again; on stop nothing new is taken, what was taken is
+finished within ``DRAIN_S``, and what is not finished by then stays in its folder's ``.work`` for the next start. When
+the agent crashes, nothing more is taken and everything ends, so that whoever started it can start it again.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
+import sqlite3
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from agent.assembly import Agent, build_agent
-from agent.boards import BoardLedger, BoardManifest, Inspection
-from agent.inspection import box_json
+from agent.boards import BoardLedger, BoardManifest
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
 from agent.listing import results_file
+from agent.recording import inspection_of, judged_result, refused_result
 from agent.records.database import StateLock
-from agent.records.results import Result, ResultStore
+from agent.records.results import ResultStore
+from agent.runtime.executor import ImageFile
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-    from agent.boards import BoardVerdict
+    from agent.boards import BoardVerdict, LedgerStatistics
     from agent.config import LineConfig
     from agent.core.request import Outcome
-    from agent.intake.folder import Arrival, Refusal
-    from agent.records.results import Recorded, ResultRow
+    from agent.intake.folder import Arrival, IntakeStatistics, Refusal
+    from agent.records.results import Recorded, Result, StoreStatistics
+    from experts.errors import AgentCrashed
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 25.0  # systemd waits 30 s before it kills
 COMMIT_S = 3.0
 HOUSEKEEPING_S = 0.5
-IN_FLIGHT_LIMIT = 2000  # images taken from folders and not judged yet; the rest waits as files
-REPLAYED_DAYS = 8  # boards wait a day at most by default; a week of results rebuilds every open one
+IN_FLIGHT_LIMIT = 2000  # images taken from folders whose verdict is not stored yet; the rest waits as files
+REPLAY_SLACK = timedelta(minutes=1)  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +56,38 @@ class Taken:
     intake: FolderIntake
 
 
-class LineService:
-    """One line, served. ``start`` it once, ``stop`` it once; in between it needs no thread of the caller's."""
+@dataclass(frozen=True, slots=True)
+class LineStatistics:
+    """A snapshot of all that surrounds the agent's loop; the loop has its own."""
 
-    def __init__(self, config: LineConfig, progress: Callable[[str, int, int], None]) -> None:
+    requests_in_flight: int
+    intakes: tuple[IntakeStatistics, ...]
+    store: StoreStatistics
+    boards: LedgerStatistics
+
+
+class LineService:
+    """One line, served. ``start`` it once, ``stop`` it once; in between it needs no thread of the caller's.
+
+    ``on_crash`` is called, from any thread, when the agent has crashed: then ``stop`` it.
+    """
+
+    def __init__(
+        self,
+        config: LineConfig,
+        progress: Callable[[str, int, int], None],
+        *,
+        on_crash: Callable[[], None] = lambda: None,
+        in_flight_limit: int = IN_FLIGHT_LIMIT,
+    ) -> None:
         self._config = config
+        self._in_flight_limit = in_flight_limit
         self._taken: dict[int, Taken] = {}
         self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
-        self._counts = dict.fromkeys(Verdict, 0)
-        self._stored = 0
+        self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
         self._ledger_guard = threading.Lock()
-        self._sha256 = config.catalog.sha256
         self._agent: Agent = build_agent(config, self._judged, progress)
+        self._agent.loop.when_crashed(lambda _: on_crash())
         self._store = ResultStore(results_file(config))
         self._ledger = BoardLedger(
             {
@@ -77,12 +102,24 @@ class LineService:
     @property
     def judged(self) -> int:
         """Images whose verdict is stored, refused files included, since the start."""
-        return self._stored
+        return sum(self._counts.values())
+
+    @property
+    def crash(self) -> AgentCrashed | None:
+        """What ended the agent, if anything did."""
+        return self._agent.loop.crash
 
     @property
     def agent(self) -> Agent:
         """The agent behind it, for its statistics."""
         return self._agent
+
+    def statistics(self) -> LineStatistics:
+        """A frozen snapshot."""
+        with self._ledger_guard:
+            boards = self._ledger.statistics()
+        intakes = tuple(intake.statistics() for intake in self._intakes)
+        return LineStatistics(self._agent.loop.requests_in_flight, intakes, self._store.statistics(), boards)
 
     def start(self) -> None:
         """Take up boards that were open, start the agent, then watch the folders."""
@@ -93,7 +130,7 @@ class LineService:
                 folder,
                 naming_of(folder, self._config),
                 self._arrived_at(len(self._intakes)),
-                self._refused,
+                self._refused_at(len(self._intakes)),
                 owner=self._config.line,
                 has_room=self._has_room,
             )
@@ -107,116 +144,110 @@ class LineService:
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), folders)
 
     def stop(self) -> dict[str, Any]:
-        """Finish what was taken, store it, end; what was done, for the closing line."""
-        self._stopping.set()  # from here on no folder has room
-        if not self._agent.loop.wait_until_idle(DRAIN_S):
-            log.warning("not_drained images=%d they wait in .work for the next start", len(self._taken))
-        statistics = self._agent.loop.statistics()
-        self._agent.stop()
-        self._housekeeper.join()
-        self._wait_for_commits()
-        for intake in self._intakes:
-            intake.stop()  # moves the files whose verdicts were just stored
-        if not self._store.close():
-            log.error("results_not_stored: their images wait in .work for the next start")
+        """Finish what was taken, store it, end; what was done, for the closing line.
+
+        Raises AgentCrashed if it had crashed, after everything has ended.
+        """
+        with self._guard:
+            self._stopping.set()  # from here on no folder has room, and what is under way to us stays in `.work`
+        with ExitStack() as ending:  # in the order from below
+            ending.callback(self._close_store)
+            ending.callback(self._stop_intakes)
+            ending.callback(self._wait_for_commits)
+            ending.callback(self._stop_housekeeper)
+            ending.callback(self._agent.stop)
+            self._drain()
+            engine = self._agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._counts.items()}
         return {
             "requests": sum(counts.values()),
             **counts,
-            "switches": statistics.engine.switches,
-            "loads": statistics.engine.loads,
-            "evictions": statistics.engine.evictions,
-            "bytes_read": statistics.engine.bytes_read,
+            "switches": engine.switches,
+            "loads": engine.loads,
+            "evictions": engine.evictions,
+            "bytes_read": engine.bytes_read,
         }
 
-    # -- in: on a folder's thread --
+    def _drain(self) -> None:
+        self._agent.loop.drain()
+        if not self._agent.loop.wait_until_drained(DRAIN_S):
+            log.warning("not_drained images=%d they wait in .work for the next start", len(self._taken))
 
-    def _arrived_at(self, index: int) -> Callable[[Arrival], None]:
-        return lambda arrival: self._arrived(arrival, self._intakes[index])
-
-    def _arrived(self, arrival: Arrival, intake: FolderIntake) -> None:
-        known = self._store.find(arrival.key)
-        if known is not None:
-            intake.settle(arrival, known.result.verdict, known.result.reason)
-            return
-        with self._guard:
-            number = self._agent.loop.submit(arrival.path, component=arrival.component)
-            self._taken[number] = Taken(arrival, intake)
-
-    def _refused(self, refusal: Refusal) -> None:
-        """A file that no request can be made of: UNKNOWN, with the reason in its row."""
-        self._counts[Verdict.UNKNOWN] += 1
-        self._store.record(
-            Result(
-                key=f"refused:{refusal.relpath}:{refusal.at.isoformat()}",
-                line=self._config.line,
-                component="",
-                image=refusal.relpath,
-                verdict=Verdict.UNKNOWN,
-                arrived_at=refusal.at,
-                finished_at=refusal.at,
-                seconds=0.0,
-                config_sha256=self._sha256,
-                reason=refusal.reason,
-            ),
-            lambda _: self._count_stored(),
-        )
-
-    def _has_room(self) -> bool:
-        return not self._stopping.is_set() and self._agent.loop.requests_in_flight < IN_FLIGHT_LIMIT
+    def _stop_housekeeper(self) -> None:
+        if self._housekeeper.is_alive():
+            self._housekeeper.join()
 
     def _wait_for_commits(self) -> None:
         deadline = time.monotonic() + COMMIT_S
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def _stop_intakes(self) -> None:
+        for intake in self._intakes:
+            intake.stop()  # moves the files whose verdicts were just stored
+
+    def _close_store(self) -> None:
+        if not self._store.close(COMMIT_S):
+            log.error("results_not_stored: their images wait in .work for the next start")
+
+    # -- in: on a folder's thread --
+
+    def _arrived_at(self, index: int) -> Callable[[Arrival], None]:
+        return lambda arrival: self._arrived(arrival, self._intakes[index])
+
+    def _refused_at(self, index: int) -> Callable[[Refusal], None]:
+        return lambda refusal: self._refused(refusal, self._intakes[index])
+
+    def _arrived(self, arrival: Arrival, intake: FolderIntake) -> None:
+        if self._is_known(arrival, intake):
+            return
+        with self._guard:
+            if self._stopping.is_set() or self._agent.loop.crash is not None:
+                return  # it was claimed while we ended: the next start offers it again
+            image = ImageFile(arrival.path, arrival.max_pixels)
+            number = self._agent.loop.submit(image, component=arrival.component)
+            self._taken[number] = Taken(arrival, intake)
+
+    def _refused(self, refusal: Refusal, intake: FolderIntake) -> None:
+        """A file that no request can be made of: UNKNOWN, with the reason in its row."""
+        if not self._is_known(refusal, intake):
+            self._record(refused_result(self._config, refusal), refusal, intake)
+
+    def _is_known(self, judged: Arrival | Refusal, intake: FolderIntake) -> bool:
+        """Whether its verdict was stored before a restart; then its file goes where that says."""
+        try:
+            known = self._store.find(judged.key)
+        except sqlite3.Error as error:  # then it is judged again, and the row that is there stays
+            log.warning("results_not_read key=%s reason=%s", judged.key, error)
+            return False
+        if known is None:
+            return False
+        intake.settle(judged, known.result.verdict, known.result.reason)
+        return True
+
+    def _has_room(self) -> bool:
+        if self._stopping.is_set() or self._agent.loop.crash is not None:
+            return False
+        waiting = self._agent.loop.requests_in_flight + self._store.statistics().pending
+        return waiting < self._in_flight_limit
+
     # -- out: on the loop's thread, then on the store's --
 
     def _judged(self, number: int, outcome: Outcome) -> None:
         with self._guard:
             taken = self._taken.pop(number)
-        result = self._result(taken, outcome)
-        self._counts[outcome.verdict] += 1
-        self._store.record(result, lambda recorded: self._committed(taken, result, recorded))
+        self._record(judged_result(self._config, taken.arrival, outcome), taken.arrival, taken.intake)
 
-    def _result(self, taken: Taken, outcome: Outcome) -> Result:
-        arrival, now = taken.arrival, datetime.now(UTC).astimezone()
-        steps = [
-            {
-                "expert": step.expert,
-                "label": step.prediction.label,
-                "score": step.prediction.score,
-                "boxes": [box_json(box) for box in step.prediction.boxes],
-            }
-            for step in outcome.steps
-        ]
-        return Result(
-            key=arrival.key,
-            line=self._config.line,
-            component=arrival.component,
-            image=arrival.relpath,
-            verdict=outcome.verdict,
-            arrived_at=arrival.arrived_at,
-            finished_at=now,
-            seconds=(now - arrival.arrived_at).total_seconds(),
-            config_sha256=self._sha256,
-            board=arrival.board,
-            board_type=arrival.board_type,
-            ref=arrival.ref,
-            label=outcome.label,
-            score=outcome.score,
-            # whoever reads it knows the file by the name it came with, not by the one it has while claimed
-            reason=outcome.reason and outcome.reason.replace(arrival.path.name, arrival.relpath),
-            experts=tuple(step.expert for step in outcome.steps),
-            detail={"steps": steps},
-        )
+    def _record(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake) -> None:
+        self._store.record(result, lambda recorded: self._committed(result, judged, intake, recorded))
 
-    def _count_stored(self) -> None:
-        self._stored += 1  # on the store's thread only
-
-    def _committed(self, taken: Taken, result: Result, _: Recorded) -> None:
-        self._count_stored()
-        taken.intake.settle(taken.arrival, result.verdict, result.reason)
+    def _committed(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake, recorded: Recorded) -> None:
+        if not recorded.is_new:  # a row that could not be read when its file came: it decides
+            if not self._is_known(judged, intake):
+                intake.settle(judged, result.verdict, result.reason)
+            return
+        self._counts[result.verdict] += 1
+        intake.settle(judged, result.verdict, result.reason)
         with self._ledger_guard:
             verdict = self._count_on_board(result)
         if verdict is not None:
@@ -225,7 +256,7 @@ class LineService:
     # -- boards --
 
     def _count_on_board(self, result: Result) -> BoardVerdict | None:
-        inspection = _inspection(result)
+        inspection = inspection_of(result)
         if inspection is None or inspection.board_type not in self._config.boards:
             return None
         return self._ledger.add(inspection)
@@ -235,13 +266,17 @@ class LineService:
         self._store.record_board(verdict)
 
     def _replay_boards(self) -> None:
-        """Rebuild the boards that were open when the agent last ended."""
-        since = datetime.now(UTC) - timedelta(days=REPLAYED_DAYS)
-        recorded = [
-            (row.board.serial, row.board.board_type, row.board.opened_at, row.board.verdict)
-            for row in self._store.boards(since)
-        ]
-        for verdict in self._ledger.replay(_inspections(self._store.query(since=since)), recorded):
+        """Take up the boards that were open when the agent last ended; closed ones stay as they are stored.
+
+        Every board that was open then, and every late image, came within two timeouts before the latest result.
+        """
+        latest = self._store.latest_at()
+        if latest is None:
+            return
+        timeout = self._ledger.longest_timeout
+        since = min(latest, datetime.now(UTC)) - 2 * timeout - REPLAY_SLACK
+        recorded = [row.board for row in self._store.boards(since - timeout)]
+        for verdict in self._ledger.replay(self._store.inspections(since), recorded, since):
             self._record_board(verdict)
 
     def _keep_house(self) -> None:
@@ -253,10 +288,13 @@ class LineService:
 
 
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:
-    """Serve until SIGTERM or SIGINT; what was done. Raises ConfigError before anything starts, AlreadyRunning."""
+    """Serve until SIGTERM or SIGINT; what was done.
+
+    Raises ConfigError before anything starts, AlreadyRunning, and AgentCrashed.
+    """
     with StateLock(config.state):
-        service = LineService(config, progress)
         wanted = threading.Event()
+        service = LineService(config, progress, on_crash=wanted.set)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: wanted.set())
         service.start()
@@ -265,17 +303,3 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
         closing = service.stop()
         log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
         return closing
-
-
-def _inspection(result: Result) -> Inspection | None:
-    """A result as its board sees it; None for one that belongs to no board."""
-    if result.board is None or result.board_type is None or result.ref is None:
-        return None
-    return Inspection(result.board, result.board_type, result.component, result.ref, result.verdict, result.finished_at)
-
-
-def _inspections(rows: Iterator[ResultRow]) -> Iterator[Inspection]:
-    for row in rows:
-        inspection = _inspection(row.result)
-        if inspection is not None:
-            yield inspection

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from pathlib import Path
 
-    from agent.intake.inbox import Inbox
+    from agent.intake.inbox import Claimed, Inbox
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,8 @@ SHELF_OF = {Verdict.OK: DONE, Verdict.NG: NG, Verdict.UNKNOWN: FAILED}
 class Filing:
     """One file to put away. ``placed`` is where it lies once moved; its explanation may still be missing then."""
 
-    path: Path
-    relpath: str
-    key: str
+    file: Claimed
+    key: str  # printable
     verdict: Verdict
     reason: str | None
     placed: Path | None = None
@@ -74,7 +73,7 @@ class Shelves:
             self._move(filing)
         except FileNotFoundError:
             if self._inbox.root.is_dir():  # removed by hand; while the whole folder is gone, it may come back
-                log.warning("intake_file_vanished file=%s", printable(filing.relpath))
+                log.warning("intake_file_vanished file=%s", printable(filing.file.relpath))
                 return True
             self._postpone(filing, now, "the folder is gone")
             return False
@@ -85,18 +84,21 @@ class Shelves:
         return True
 
     def _move(self, filing: Filing) -> None:
+        file = filing.file
+        if filing.placed is None and not file.is_ours and self._inbox.sighting(file) != file.sighting:
+            return  # another file has its name by now, which is looked at for itself
         if self._deletes and filing.verdict is not Verdict.UNKNOWN:
-            filing.path.unlink(missing_ok=True)
+            file.path.unlink(missing_ok=True)
             return
         shelf = SHELF_OF[filing.verdict]
         if filing.verdict is not Verdict.UNKNOWN:
             shelf = f"{shelf}/{self._wall():%Y-%m-%d}"
         if filing.placed is None:
-            filing.placed = self._inbox.put_away(filing.path, filing.relpath, shelf, filing.key.rpartition("@")[2])
+            filing.placed = self._inbox.put_away(file.path, file.relpath, shelf, filing.key.rpartition("@")[2])
         if filing.verdict is Verdict.UNKNOWN:
             explanation: dict[str, object] = {
-                "file": printable(filing.relpath),
-                "key": printable(filing.key),
+                "file": printable(file.relpath),
+                "key": filing.key,
                 "reason": filing.reason or "could not be judged",
                 "at": self._wall().isoformat(timespec="milliseconds"),
             }
@@ -104,7 +106,7 @@ class Shelves:
 
     def _postpone(self, filing: Filing, now: float, reason: str) -> None:
         if self.alarm != reason:
-            log.error("intake_not_filed file=%s reason=%s: kept and retried", printable(filing.relpath), reason)
+            log.error("intake_not_filed file=%s reason=%s: kept and retried", printable(filing.file.relpath), reason)
         self.alarm = reason
         filing.retry_at = now + filing.wait_s
         filing.wait_s = min(2 * filing.wait_s, LONGEST_RETRY_S)

@@ -27,7 +27,6 @@ from agent.intake.hints import Hint, Hints
 from agent.intake.inbox import MARKER, Claimed, Inbox
 from agent.intake.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Candidate, Evidence, Rule, Sighting
 from agent.intake.waiting import Waiting
-from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from agent.config import FolderSection
     from agent.intake.naming import ImageName, Naming
+    from experts.expert import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -64,15 +64,31 @@ class Arrival:
     ref: str
     board_type: str | None
     arrived_at: datetime
+    max_pixels: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A file that can never be judged, and why; it goes to `failed/`, unless files are kept where they are."""
+    """A file that can never be judged, and why. ``key`` identifies it across restarts, as an arrival's does.
 
+    Settled, it goes to `failed/`, unless files are kept where they are. ``name`` is what its name tells, None where
+    that is nothing.
+    """
+
+    key: str
     relpath: str
     reason: str
+    name: ImageName | None
     at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """A stored verdict: its file may go."""
+
+    key: str
+    verdict: Verdict
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,8 @@ def _local_time() -> datetime:
 class FolderIntake:
     """One watched folder. ``submit`` and ``refuse`` are called by the intake's thread; they neither block nor raise.
 
+    Each of the two is answered with ``settle`` once its verdict is stored; until then the file stays.
+
     ``has_room`` is asked before each claim: while it says no, files wait where they are. ``owner`` names the agent
     (its line) in `.work/`: two agents on one folder need two names.
     """
@@ -130,10 +148,10 @@ class FolderIntake:
         self._shelves = Shelves(self._inbox, config.after == "delete", wall)
         self._hints: Hints | None = None
         self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
-        self._settled: queue.SimpleQueue[Filing] = queue.SimpleQueue()
+        self._settled: queue.SimpleQueue[Settlement] = queue.SimpleQueue()
         self._waiting = Waiting(self._rule)
         self._recovered: deque[Claimed] = deque()
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, Claimed] = {}
         self._state = SourceState.STOPPED
         self._claim_alarm: str | None = None
         self._is_polled = True
@@ -166,9 +184,9 @@ class FolderIntake:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def settle(self, arrival: Arrival, verdict: Verdict, reason: str | None = None) -> None:
-        """The arrival's verdict is stored: put its file away. Any thread; returns at once."""
-        self._settled.put(Filing(arrival.path, arrival.relpath, arrival.key, verdict, reason))
+    def settle(self, judged: Arrival | Refusal, verdict: Verdict, reason: str | None = None) -> None:
+        """Its verdict is stored: put its file away. Any thread; returns at once."""
+        self._settled.put(Settlement(judged.key, verdict, reason))
         self._wake.set()
 
     def statistics(self) -> IntakeStatistics:
@@ -210,13 +228,12 @@ class FolderIntake:
 
     def _take_settled(self) -> None:
         while not self._settled.empty():
-            filing = self._settled.get()
-            if filing.key not in self._in_flight:
-                log.warning("intake_settled_twice file=%s", filing.relpath)
-                continue
-            self._in_flight.discard(filing.key)
-            if self._config.after != "keep":
-                self._shelves.add(filing)
+            settled = self._settled.get()
+            file = self._in_flight.pop(settled.key, None)
+            if file is None:
+                log.warning("intake_settled_twice file=%s", settled.key)
+            elif self._config.after != "keep":
+                self._shelves.add(Filing(file, settled.key, settled.verdict, settled.reason))
 
     def _take_notes(self, now: float) -> None:
         strongest: dict[str, Evidence] = {}
@@ -288,7 +305,7 @@ class FolderIntake:
             try:
                 name = self._naming.read(claimed.relpath)
             except ValueError as error:
-                self._refuse(claimed.relpath, claimed.sighting, str(error), claimed.path)
+                self._refuse(claimed, str(error))
             else:
                 self._offer(claimed, name)
 
@@ -313,19 +330,19 @@ class FolderIntake:
         if not self._rule.is_due(candidate, now):
             return
         if found.objection is not None:
-            self._refuse(relpath, found.sighting, found.objection)
+            self._refuse_unclaimed(relpath, found.sighting, found.objection)
             return
         try:
             probe = self._inbox.probe(relpath)
         except PermissionError:
-            self._refuse(relpath, found.sighting, "not permitted to read it")
+            self._refuse_unclaimed(relpath, found.sighting, "not permitted to read it")
             return
         if self._rule.is_ready(candidate, now, probe.lease, probe.completeness):
             self._take(candidate)
         elif found.sighting.size_bytes == 0 and now - candidate.unchanged_since >= self._rule.stale_after_s:
-            self._refuse(relpath, found.sighting, "the file is empty")
+            self._refuse_unclaimed(relpath, found.sighting, "the file is empty")
         elif self._rule.is_truncated(candidate, now, probe.lease, probe.completeness):
-            self._refuse(relpath, found.sighting, "truncated: the end of the image is missing")
+            self._refuse_unclaimed(relpath, found.sighting, "truncated: the end of the image is missing")
         else:
             self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
 
@@ -334,11 +351,11 @@ class FolderIntake:
         try:
             name = self._naming.read(relpath)
         except ValueError as error:
-            self._refuse(relpath, sighting, str(error))
+            self._refuse_unclaimed(relpath, sighting, str(error))
             return
         if self._config.after == "keep":
             self._waiting.pass_over(relpath, sighting)
-            claimed = Claimed(relpath, sighting, self._config.path / relpath)
+            claimed = self._inbox.unclaimed(relpath, sighting)
         else:
             claimed = self._inbox.claim(relpath, sighting)
             if self._inbox.sighting(claimed) != sighting:  # its writer was not done after all
@@ -352,7 +369,7 @@ class FolderIntake:
 
     def _offer(self, claimed: Claimed, name: ImageName) -> None:
         key = self._inbox.key(claimed.relpath, claimed.sighting)
-        self._in_flight.add(key)
+        self._in_flight[key] = claimed
         self._offered += 1
         self._submit(
             Arrival(
@@ -364,23 +381,34 @@ class FolderIntake:
                 ref=name.ref,
                 board_type=name.board_type,
                 arrived_at=self._wall(),
+                max_pixels=self._config.max_pixels,
             )
         )
 
-    def _refuse(self, relpath: str, sighting: Sighting, reason: str, path: Path | None = None) -> None:
-        if path is None:
-            self._waiting.pass_over(relpath, sighting)  # until it has moved, and for good where files are kept
+    def _refuse_unclaimed(self, relpath: str, sighting: Sighting, reason: str) -> None:
+        self._waiting.pass_over(relpath, sighting)  # until it has moved, and for good where files are kept
+        self._refuse(self._inbox.unclaimed(relpath, sighting), reason)
+
+    def _refuse(self, file: Claimed, reason: str) -> None:
+        key = printable(self._inbox.key(file.relpath, file.sighting))
+        self._in_flight[key] = file
         self._refused += 1
-        log.warning("intake_refused file=%s reason=%s", printable(relpath), reason)
-        if self._config.after != "keep":
-            key = self._inbox.key(relpath, sighting)
-            self._shelves.add(Filing(path or self._config.path / relpath, relpath, key, Verdict.UNKNOWN, reason))
-        self._refuse_callback(Refusal(printable(relpath), reason, self._wall()))
+        log.warning("intake_refused file=%s reason=%s", printable(file.relpath), reason)
+        name = self._name_of(file.relpath)
+        self._refuse_callback(Refusal(key, printable(file.relpath), reason, name, self._wall()))
+
+    def _name_of(self, relpath: str) -> ImageName | None:
+        """What the name of a refused file tells, if it tells anything that a row can hold."""
+        try:
+            relpath.encode()
+            return self._naming.read(relpath)
+        except ValueError:
+            return None
 
     def _hold(self, candidate: Candidate, now: float, error: OSError) -> None:
         """The filesystem refuses (full, read-only, an I/O error): the file waits where it is."""
         if error.errno == errno.ENAMETOOLONG:
-            self._refuse(candidate.relpath, candidate.sighting, "the name is too long")
+            self._refuse_unclaimed(candidate.relpath, candidate.sighting, "the name is too long")
             return
         reason = error.strerror or str(error)
         if self._claim_alarm != reason:

@@ -51,11 +51,13 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A file that this agent has taken: where it lay, what it was, where it lies."""
+    """A file that this agent deals with: where it lay, what it was, where it lies. One that was not claimed by a rename
+    may be replaced by another at any time."""
 
     relpath: str
     sighting: Sighting
     path: Path
+    is_ours: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,12 @@ class Inbox:
         (self.root / relpath).rename(target)
         return Claimed(relpath, sighting, target)
 
+    def unclaimed(self, relpath: str, sighting: Sighting) -> Claimed:
+        """The file, left where it is."""
+        return Claimed(relpath, sighting, self.root / relpath, is_ours=False)
+
     def sighting(self, claimed: Claimed) -> Sighting:
-        """The claimed file as it is now."""
+        """The file as it is now."""
         return _sighting(claimed.path.lstat())
 
     def unclaim(self, claimed: Claimed) -> None:

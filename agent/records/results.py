@@ -1,8 +1,8 @@
 """Results and board verdicts in SQLite.
 
 Guarantees: a row is on the disk before its callback runs, and pending until it has run; rows have gap-free sequence
-numbers in the order of commit; a key is stored once, whoever sends it again; a disk that is full or a file that is locked loses nothing: the rows
-wait, and are tried again until they are in.
+numbers in the order of commit; a key is stored once, whoever sends it again; a disk that is full or a file that is
+locked loses nothing: the rows wait, and are tried again until they are in.
 Why one writer thread: commits are synced to the disk, so that many rows share one (group commit).
 """
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 TIMEOUT = timedelta(seconds=60)
 MANIFESTS = {"main": BoardManifest({"r": 2, "c": 1}, TIMEOUT)}
+LONG_AGO = START - 100 * TIMEOUT
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 
@@ -175,15 +176,101 @@ def test_a_restart_says_what_was_not_recorded_and_nothing_twice(
     book = ledger()
     said = [one for one in (book.add(inspection) for inspection in in_order[:crash_at]) if one is not None]
     kept = said[: max(len(said) - lost, 0)]
-    recorded = {(one.serial, one.board_type, one.opened_at, one.verdict) for one in kept}
+    recorded = list({(one.serial, one.opened_at): one for one in kept}.values())
 
     restarted = ledger()
-    replayed = restarted.replay(in_order[:crash_at], recorded)
+    replayed = restarted.replay(in_order[:crash_at], recorded, LONG_AGO)
     final = {(one.serial, one.opened_at): one.verdict for one in (*kept, *replayed)}
     assert final == {(one.serial, one.opened_at): one.verdict for one in said}
-    assert not {(one.serial, one.board_type, one.opened_at, one.verdict) for one in replayed} & recorded
+    known = {(one.serial, one.opened_at, one.verdict) for one in recorded}
+    assert not {(one.serial, one.opened_at, one.verdict) for one in replayed} & known
     assert last_words(restarted, in_order[crash_at:]) == last_words(book, in_order[crash_at:])
 
 
 def test_a_restart_passes_over_types_that_are_no_longer_configured() -> None:
-    assert BoardLedger({}).replay([seen("r/1")], ()) == ()
+    assert BoardLedger({}).replay([seen("r/1")], (), LONG_AGO) == ()
+
+
+def complete(serial: str = "b1", after_s: float = 0, worst: Verdict = OK) -> list[Inspection]:
+    places = (("r/1", OK), ("c/1", worst), ("r/2", OK))
+    return [seen(place, one, after_s + second, serial) for second, (place, one) in enumerate(places)]
+
+
+def restart(
+    inspections: list[Inspection],
+    recorded: list[BoardVerdict],
+    since: datetime = LONG_AGO,
+    manifest: BoardManifest = MANIFESTS["main"],
+    after_s: float = 1_000_000,
+) -> list[BoardVerdict]:
+    """What a new ledger says of what is stored, when it starts and when its boards' time is over."""
+    book = BoardLedger({"main": manifest})
+    inside = [one for one in inspections if one.at >= since]
+    return [*book.replay(inside, recorded, since), *book.expire(START + timedelta(seconds=after_s))]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        MANIFESTS["main"],
+        BoardManifest({"r": 2, "c": 1, "x": 1}, TIMEOUT),
+        BoardManifest({"r": 3, "c": 1}, TIMEOUT),
+        BoardManifest({"r": 1}, TIMEOUT),
+        BoardManifest({"r": 2, "c": 1}, 10 * TIMEOUT),
+        BoardManifest({"r": 2, "c": 1}, TIMEOUT / 10),
+    ],
+)
+def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now(manifest: BoardManifest) -> None:
+    book = ledger()
+    stored = [*complete("b1"), *complete("b2", 3, worst=NG), seen("r/1", after_s=6, serial="b3")]
+    recorded = [one for one in verdicts(book, *stored) if one is not None]
+    recorded += book.expire(START + timedelta(seconds=200))
+    rework = complete("b2", 300)
+    recorded += [one for one in verdicts(book, *rework) if one is not None]
+    assert len(recorded) == 4
+    assert restart([*stored, *rework], recorded, manifest=manifest) == []
+
+
+def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest() -> None:
+    stored = complete()
+    for begin_s in (0.5, 1.5, 2.5):
+        assert restart(stored, [], since=START + timedelta(seconds=begin_s)) == []
+    assert restart(stored, [], since=START - TIMEOUT)[0].verdict is OK
+
+
+def test_a_recorded_board_that_began_before_what_is_read_again_stays() -> None:
+    book = ledger()
+    stored = [*complete(), seen("r/2", NG, after_s=50)]
+    *_, recorded = [one for one in verdicts(book, *stored) if one is not None]
+    assert recorded.is_revision
+    assert restart(stored, [recorded], since=START + timedelta(seconds=1)) == []
+
+
+def test_a_revision_that_a_crash_kept_from_being_stored_is_said_with_all_its_images() -> None:
+    book = ledger()
+    stored = [*complete(), seen("r/3", NG, after_s=30)]
+    recorded, revised = [one for one in verdicts(book, *stored) if one is not None]
+    assert restart(stored, [recorded], since=START) == [revised]
+
+
+def test_late_images_after_a_restart_make_a_recorded_board_worse() -> None:
+    stored = complete()
+    recorded = [one for one in verdicts(ledger(), *stored) if one is not None]
+    book = ledger()
+    assert book.replay(stored, recorded, START) == ()
+    assert book.add(seen("c/1", after_s=20)) is None
+    revised = book.add(seen("c/1", NG, after_s=21))
+    assert revised is not None
+    assert (revised.is_revision, revised.opened_at, revised.counts) == (True, START, {OK: 2, NG: 1, UNKNOWN: 0})
+
+
+def test_an_image_stored_after_one_that_is_older_belongs_to_the_same_run() -> None:
+    stored = [seen("r/1", after_s=0.2), seen("c/1", UNKNOWN, after_s=0.1), seen("r/2", after_s=1)]
+    recorded = [one for one in verdicts(ledger(), *stored) if one is not None]
+    assert [one.opened_at for one in recorded] == [START + timedelta(seconds=0.2)]
+    assert restart(stored, recorded) == []
+
+
+def test_a_board_that_was_open_goes_on_and_ends_by_its_own_time() -> None:
+    (closed,) = restart([seen("r/1"), seen("c/1", after_s=3)], [], since=START - 2 * TIMEOUT)
+    assert (closed.verdict, closed.missing, closed.closed_at) == (UNKNOWN, {"r": 1}, START + TIMEOUT)

@@ -52,6 +52,7 @@ class Line:
         self.root = root
         self.now = 0.0
         self.room = 10_000
+        self.stores_refusals = True
         self.arrivals: list[Arrival] = []
         self.refusals: list[Refusal] = []
         self.config = FolderSection.model_validate(
@@ -62,12 +63,18 @@ class Line:
             self.config,
             NAMING,
             self.arrivals.append,
-            self.refusals.append,
+            self.refuse,
             owner=owner,
             has_room=lambda: len(self.arrivals) < self.room,
             clock=lambda: self.now,
             wall=lambda: NOON,
         )
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Store it at once, unless the test does."""
+        self.refusals.append(refusal)
+        if self.stores_refusals:
+            self.intake.settle(refusal, Verdict.UNKNOWN, refusal.reason)
 
     def run(self, seconds: float) -> None:
         """Turn the clock, with a step each tenth of a second."""
@@ -452,6 +459,52 @@ def test_a_refused_file_is_refused_once(tmp_path: Path, mode: str) -> None:
     line.run(20)
     assert len(line.refusals) == 1
     assert ("noname.png" in line.files()) is (mode == "keep")
+
+
+def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
+    line.stores_refusals = False
+    (line.root / "noname.png").write_bytes(PNG)
+    line.run(5)
+    (refusal,) = line.refusals
+    assert (line.files(), line.intake.statistics().in_flight) == ({"noname.png"}, 1)
+    again = Line(line.root)
+    again.run(5)
+    assert [one.key for one in again.refusals] == [refusal.key]
+    assert again.files() == {"failed/noname.png", "failed/noname.png.error.json"}
+    assert again.intake.statistics().in_flight == 0
+
+
+def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(line: Line) -> None:
+    line.stores_refusals = False
+    (line.root / "b1_r_R1.png").touch()
+    line.run(70)
+    assert line.refused == {"b1_r_R1.png": "the file is empty"}
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.intake.settle(line.refusals[0], Verdict.UNKNOWN, "empty")
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png"]
+    assert line.arrivals[0].path.read_bytes() == PNG
+
+
+def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> None:
+    (line.root / "b7_r_R1.png").write_bytes(PNG[:-20])
+    (line.root / "b7_nobody_R1.png").write_bytes(PNG)
+    (line.root / os.fsdecode(b"b7_r_\xff.png")).write_bytes(PNG)
+    line.run(70)
+    names = {refusal.relpath: refusal.name for refusal in line.refusals}
+    assert names == {
+        "b7_r_R1.png": ImageName("b7", "r", "R1", "main"),
+        "b7_nobody_R1.png": None,
+        "b7_r_\\xff.png": None,
+    }
+    assert all(refusal.key.isprintable() for refusal in line.refusals)
+
+
+def test_an_arrival_brings_its_folders_limit_of_pixels(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", max_pixels=100)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    assert [arrival.max_pixels for arrival in line.arrivals] == [100]
 
 
 def test_a_name_that_is_too_long_to_claim_is_refused(line: Line) -> None:

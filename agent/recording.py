@@ -1,0 +1,77 @@
+"""How a line writes down what became of an image: as a row of its results, and as what its board sees."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from agent.boards import Inspection
+from agent.inspection import box_json
+from agent.records.results import Result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from agent.config import LineConfig
+    from agent.core.request import Outcome
+    from agent.intake.folder import Arrival, Refusal
+
+
+def judged_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Result:
+    """The row of an image whose request has just ended."""
+    now = datetime.now(UTC).astimezone()
+    steps = [
+        {
+            "expert": step.expert,
+            "label": step.prediction.label,
+            "score": step.prediction.score,
+            "boxes": [box_json(box) for box in step.prediction.boxes],
+        }
+        for step in outcome.steps
+    ]
+    return Result(
+        key=arrival.key,
+        line=config.line,
+        component=arrival.component,
+        image=arrival.relpath,
+        verdict=outcome.verdict,
+        arrived_at=arrival.arrived_at,
+        finished_at=now,
+        seconds=(now - arrival.arrived_at).total_seconds(),
+        config_sha256=config.catalog.sha256,
+        board=arrival.board,
+        board_type=arrival.board_type,
+        ref=arrival.ref,
+        label=outcome.label,
+        score=outcome.score,
+        # whoever reads it knows the file by the name it came with, not by the one it has while claimed
+        reason=outcome.reason and outcome.reason.replace(arrival.path.name, arrival.relpath),
+        experts=tuple(step.expert for step in outcome.steps),
+        detail={"steps": steps},
+    )
+
+
+def refused_result(config: LineConfig, refusal: Refusal) -> Result:
+    """The row of a file that no request can be made of: UNKNOWN, with the reason."""
+    name = refusal.name
+    return Result(
+        key=refusal.key,
+        line=config.line,
+        component=name.component if name else "",
+        image=refusal.relpath,
+        verdict=Verdict.UNKNOWN,
+        arrived_at=refusal.at,
+        finished_at=refusal.at,
+        seconds=0.0,
+        config_sha256=config.catalog.sha256,
+        board=name.board if name else None,
+        board_type=name.board_type if name else None,
+        ref=name.ref if name else None,
+        reason=refusal.reason,
+    )
+
+
+def inspection_of(result: Result) -> Inspection | None:
+    """A result as its board sees it; None for one that belongs to no board."""
+    if result.board is None or result.board_type is None or result.ref is None:
+        return None
+    return Inspection(result.board, result.board_type, result.component, result.ref, result.verdict, result.finished_at)

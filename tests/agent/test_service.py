@@ -1,0 +1,314 @@
+"""A line served in this process: real folders, a real results file, fake experts; and what breaks on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+import threading
+import time
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+import pytest
+import yaml
+from PIL import Image
+
+import agent.service
+from agent.assembly import build_agent
+from agent.config import read_line
+from agent.records.results import Result, ResultReader, ResultStore
+from agent.runtime.loop import LoopOptions
+from agent.service import LineService
+from experts.errors import AgentCrashed
+from experts.expert import Verdict
+
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+PATIENCE_S = 60.0
+OK, UNKNOWN = Verdict.OK, Verdict.UNKNOWN
+
+
+def png(side=8):
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side), (10, 200, 30)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Line:
+    """Two fake experts, one route each, and boards of one type that show one image of each."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": self._expert(number) for number in range(2)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)},
+            "boards": {"main": {"components": {"c0": 1, "c1": 1}, "takt_s": 3600}},
+            "memory": {"host": "20MiB", "workspace": "10MiB"},
+            "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0, "poll_s": 0.1}]},
+        }
+        self.inbox = folder / "inbox"
+        self.inbox.mkdir()
+
+    def _expert(self, number):
+        weights = self.folder / f"f{number}.yaml"
+        weights.write_text(json.dumps({"weight_bytes": 1_000_000, "label": "ok"}))
+        return {"architecture": "fake", "weights": str(weights), "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+
+    @property
+    def watched(self):
+        return self.document["intake"]["folders"][0]
+
+    @property
+    def config(self):
+        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
+        return read_line(self.folder / "line.yaml", {})
+
+    def drop(self, name, content=None):
+        (self.folder / name).write_bytes(png() if content is None else content)
+        (self.folder / name).rename(self.inbox / name)
+
+    def rows(self):
+        return [row.result for row in ResultReader(self.folder / "state" / "results.db").query()]
+
+    def boards(self):
+        return ResultReader(self.folder / "state" / "results.db").boards()
+
+    def verdicts(self):
+        return sorted((row.image, row.verdict) for row in self.rows())
+
+    @contextmanager
+    def served(self, **options):
+        """A service of this line, stopped in the end."""
+        service = LineService(self.config, lambda *_: None, **options)
+        service.start()
+        try:
+            yield service
+        finally:
+            service.stop()
+
+    @contextmanager
+    def full_disk(self):
+        """Nothing can be committed meanwhile, as when the disk is full."""
+        with closing(sqlite3.connect(self.folder / "state" / "results.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield
+            other.execute("ROLLBACK")
+
+
+@pytest.fixture
+def line(tmp_path):
+    return Line(tmp_path)
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_steps(service, steps=3):
+    """Until the folder was looked after so many times more."""
+    for _ in range(steps):
+        before = service.statistics().intakes[0]
+        wait_until(lambda seen=before: service.statistics().intakes[0] is not seen)
+
+
+def test_a_board_is_judged_and_its_files_are_moved(line):
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        line.drop("B1_c1_R1.png")
+        wait_until(lambda: service.judged == 2)
+    assert line.verdicts() == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
+    assert [(row.board.serial, row.board.verdict, row.revisions) for row in line.boards()] == [("B1", OK, 0)]
+    assert sorted(file.name for file in (line.inbox / "done").rglob("*.png")) == ["B1_c0_R1.png", "B1_c1_R1.png"]
+
+
+def test_a_refused_file_is_moved_after_its_row_is_stored_and_not_before(line):
+    with line.served() as service:
+        with line.full_disk():
+            line.drop("misnamed.png")
+            wait_until(lambda: service.statistics().store.pending == 1)
+            wait_for_steps(service)
+            assert (line.inbox / "misnamed.png").exists()
+        wait_until(lambda: service.judged == 1)
+    assert (line.inbox / "failed" / "misnamed.png").exists()
+    assert line.verdicts() == [("misnamed.png", UNKNOWN)]
+
+
+def test_a_refused_file_whose_row_was_stored_before_a_crash_is_moved_and_not_counted_again(line):
+    with line.served() as service:
+        line.drop("misnamed.png")
+        wait_until(lambda: service.judged == 1)
+    (line.inbox / "failed" / "misnamed.png").rename(line.inbox / "misnamed.png")
+    with line.served():
+        wait_until((line.inbox / "failed" / "misnamed.png").exists)
+    assert line.verdicts() == [("misnamed.png", UNKNOWN)]
+
+
+def test_files_that_are_kept_add_no_row_at_a_restart(line):
+    line.watched["after"] = "keep"
+    for name in ("misnamed.png", "B1_c0_R1.png"):
+        line.drop(name)
+    with line.served() as service:
+        wait_until(lambda: service.judged == 2)
+    first = line.rows()
+    for _ in range(2):
+        with line.served() as service:
+            wait_until(lambda s=service: s.statistics().intakes[0].offered + s.statistics().intakes[0].refused == 2)
+            wait_for_steps(service)
+            assert service.judged == 0
+    assert line.rows() == first
+
+
+def test_a_truncated_image_counts_on_its_board(line):
+    with line.served() as service:
+        line.drop("B1_c0_R1.png", png()[:-20])
+        line.drop("B1_c1_R1.png")
+        wait_until(lambda: service.judged == 2)
+    assert line.verdicts() == [("B1_c0_R1.png", UNKNOWN), ("B1_c1_R1.png", OK)]
+    assert [(row.board.serial, row.board.verdict, row.board.missing) for row in line.boards()] == [("B1", UNKNOWN, {})]
+    refused = next(row for row in line.rows() if row.verdict is UNKNOWN)
+    assert (refused.board, refused.component, refused.ref, refused.board_type) == ("B1", "c0", "R1", "main")
+
+
+def test_a_folders_limit_of_pixels_is_kept(line):
+    line.watched["max_pixels"] = 64
+    with line.served() as service:
+        line.drop("B1_c0_small.png", png(8))
+        line.drop("B1_c0_large.png", png(9))
+        wait_until(lambda: service.judged == 2)
+    assert line.verdicts() == [("B1_c0_large.png", UNKNOWN), ("B1_c0_small.png", OK)]
+    reason = next(row.reason for row in line.rows() if row.verdict is UNKNOWN)
+    assert reason == "B1_c0_large.png: 9 x 9 pixels are more than max_pixels 64"
+
+
+def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(line):
+    with line.served(in_flight_limit=3) as service:
+        with line.full_disk():
+            for number in range(8):
+                line.drop(f"B{number}_c0_R1.png")
+            wait_until(lambda: service.statistics().store.pending == 3)
+            wait_until(lambda: service.statistics().requests_in_flight == 0)
+            wait_for_steps(service)
+            assert service.statistics().intakes[0].in_flight == 3
+            assert len(list(line.inbox.glob("*.png"))) == 5
+        wait_until(lambda: service.judged == 8)
+    assert len(line.rows()) == 8
+
+
+def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
+    slow = partial(build_agent, options=LoopOptions(ssd_bytes_per_s=1.0))
+    monkeypatch.setattr(agent.service, "build_agent", slow)
+    with line.served() as service:
+        wait_until(lambda: any(pool.loading for pool in service.agent.loop.statistics().engine.pools))
+    assert "not_drained" not in caplog.text
+
+
+def test_a_crash_is_told_ends_everything_and_loses_nothing(line):
+    crashed = threading.Event()
+    service = LineService(line.config, lambda *_: None, on_crash=crashed.set)
+    service.start()
+    service._store.close()  # stands for any error of the program while an outcome is recorded
+    line.drop("B1_c0_R1.png")
+    assert crashed.wait(PATIENCE_S)
+    line.drop("B1_c1_R1.png")
+    wait_for_steps(service)
+    assert (line.inbox / "B1_c1_R1.png").exists()
+    assert service.crash is not None
+    with pytest.raises(AgentCrashed, match="RuntimeError: the result store is closed"):
+        service.stop()
+    with line.served() as again:
+        wait_until(lambda: again.judged == 2)
+    assert line.verdicts() == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
+
+
+def test_a_results_file_that_cannot_be_read_when_a_file_comes_holds_nothing_up(line, monkeypatch):
+    line.watched["after"] = "keep"
+    line.drop("B1_c0_R1.png")
+    with line.served() as service:
+        wait_until(lambda: service.judged == 1)
+    first = line.rows()
+    find, failures = ResultStore.find, []
+
+    def fail_once(store, key):
+        if not failures:
+            failures.append(key)
+            raise sqlite3.OperationalError("disk I/O error")
+        return find(store, key)
+
+    monkeypatch.setattr(ResultStore, "find", fail_once)
+    with line.served() as service:
+        wait_until(lambda: service.statistics().store.duplicates == 1 and service.statistics().store.pending == 0)
+        wait_until(lambda: service.statistics().intakes[0].in_flight == 0)
+        assert service.judged == 0
+    assert failures
+    assert line.rows() == first
+
+
+CHANGED_BOARDS = [
+    {"components": {"c0": 1, "c1": 1}, "takt_s": 3600},
+    {"components": {"c0": 2, "c1": 1}, "takt_s": 3600},
+    {"components": {"c0": 1}, "takt_s": 3600},
+    {"components": {"c0": 1, "c1": 1}, "takt_s": 1},
+]
+
+
+@pytest.mark.parametrize("changed", CHANGED_BOARDS)
+def test_a_restart_leaves_stored_boards_as_they_are(line, changed):
+    with line.served() as service:
+        for name in ("B1_c0_R1.png", "B1_c1_R1.png", "B2_c0_R1.png"):
+            line.drop(name)
+        wait_until(lambda: service.judged == 3)
+    before = line.boards()
+    assert [(row.board.serial, row.board.verdict) for row in before] == [("B1", OK)]
+    line.document["boards"]["main"] = changed
+    with line.served():
+        pass
+    after = line.boards()
+    assert [row for row in after if row.board.serial == "B1"] == list(before)
+
+
+def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+    assert line.boards() == ()
+    with line.served() as service:
+        line.drop("B1_c1_R1.png")
+        wait_until(lambda: service.judged == 1)
+    assert [(row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [(OK, {}, 0)]
+
+
+def test_a_board_whose_time_ended_while_the_agent_was_down_is_unknown_and_older_ones_are_left_alone(line):
+    line.document["boards"]["main"]["takt_s"] = 30
+    now = datetime.now(UTC)
+    with closing(ResultStore(line.folder / "state" / "results.db")) as store:
+        for serial, component, ago_s in (("B0", "c0", 4000), ("B0", "c1", 3990), ("B1", "c0", 1000)):
+            store.record(stored_result(serial, component, now - timedelta(seconds=ago_s)))
+    for _ in range(2):
+        with line.served() as service:
+            wait_until(lambda s=service: s.statistics().boards.open == 0)
+        assert [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [
+            ("B1", UNKNOWN, {"c1": 1}, 0)
+        ]
+
+
+def stored_result(serial, component, at):
+    return Result(
+        key=f"{serial}{component}",
+        line="test",
+        component=component,
+        image=f"{serial}_{component}_R1.png",
+        verdict=OK,
+        arrived_at=at,
+        finished_at=at,
+        seconds=0.0,
+        config_sha256="",
+        board=serial,
+        board_type="main",
+        ref="R1",
+    )
