@@ -16,6 +16,7 @@ from agent.config import usage_probabilities
 from agent.core.engine import Engine
 from agent.core.performance import Limits
 from agent.core.policy import PRESETS
+from agent.listing import packed_folder
 from agent.runtime.device import detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
@@ -60,9 +61,11 @@ class Agent:
             self.loop.quarantine(expert, reason)
 
     def stop(self) -> None:
-        """End; requests under way stay without an outcome."""
-        self.loop.stop()
-        self.segments.close()
+        """End; requests under way stay without an outcome. Raises AgentCrashed, after everything has ended."""
+        try:
+            self.loop.stop()
+        finally:
+            self.segments.close()
 
 
 def build_agent(
@@ -70,12 +73,16 @@ def build_agent(
     on_outcome: Callable[[int, Outcome], None],
     progress: Callable[[str, int, int], None],
     options: LoopOptions | None = None,
+    packed: Path | None = None,
 ) -> Agent:
-    """An agent for a line. Raises ConfigError for what must not start."""
+    """An agent for a line, over its own packed weights or those in ``packed``.
+
+    Raises ConfigError for what must not start.
+    """
     rss_before_bytes = psutil.Process().memory_info().rss
     box = _detect(config)
     executors = executor_specs(config, box)
-    segments = SegmentStore(packed_folder(config))
+    segments = SegmentStore(packed or packed_folder(config))
     precisions = {
         processor: {name: precision_of(config, name) for name in config.catalog.experts}
         for processor in dict.fromkeys(spec.processor for spec in executors)
@@ -123,11 +130,6 @@ def pack(
         return pack_line(config.catalog.experts.values(), wanted, segments, step)
     except BackendUnavailable as error:
         raise ConfigError(f"{error} - install it, or take the experts that need it off the line") from error
-
-
-def packed_folder(config: LineConfig) -> Path:
-    """Where a line's packed weights lie."""
-    return config.state / "packed"
 
 
 def copy_name(expert: str, precision: Precision) -> str:

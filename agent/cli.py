@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FAILED, USAGE, CONFIGURATION = 1, 2, 78
+VERIFIED = {True: "ok ", False: "BAD", None: "-- "}
 
 app = typer.Typer(
     name="coserve",
@@ -157,7 +158,10 @@ def import_expert(
 
 @experts_app.command("verify")
 def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
-    """Hash every packed byte of a line against what was recorded; exit code 1 if anything is not as it was packed."""
+    """Hash every packed byte of a line against what was recorded; exit code 1 if anything is not as it was packed.
+
+    Changes nothing, also beside a running agent; what is not packed yet is told, and is no failure.
+    """
     from agent.config import read_line
     from agent.inspection import verify_line
     from agent.progress import progress_on_stderr
@@ -170,8 +174,8 @@ def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
         print(json.dumps({"experts": rows}))
     else:
         for row in rows:
-            print(f"{'ok ' if row['ok'] else 'BAD'} {row['expert']}{'' if row['ok'] else ': ' + str(row['reason'])}")
-    if not all(row["ok"] for row in rows):
+            print(f"{VERIFIED[row['ok']]} {row['expert']}{'' if row['ok'] else ': ' + str(row['reason'])}")
+    if any(row["ok"] is False for row in rows):
         raise typer.Exit(FAILED)
 
 

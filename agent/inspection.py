@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
+from contextlib import closing, contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from agent.assembly import build_agent, pack, packed_folder, precision_of
-from experts.errors import ConfigError, ExpertError
+from agent.assembly import build_agent, pack, precision_of
+from agent.listing import packed_bytes, packed_folder, packed_manifests
+from agent.records.database import StateLock
+from agent.snapshot import snapshot
+from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ExpertError
+from experts.manifests import ManifestFolder
 from experts.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
     from experts.expert import Box
+    from experts.manifests import Manifest
+
+log = logging.getLogger(__name__)
+
+NOT_PACKED = "not packed yet: the agent packs it when it starts"
 
 
 def inspect_images(
@@ -25,25 +36,17 @@ def inspect_images(
 ) -> list[dict[str, Any]]:
     """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes.
 
-    Raises ConfigError for a component without a route; what is wrong with an image is its row's reason.
+    An agent may run on this line meanwhile. Raises ConfigError for a component without a route, and AgentCrashed; what
+    is wrong with an image is its row's reason.
     """
     if component not in config.catalog.graph.routes:
         known = ", ".join(sorted(config.catalog.graph.routes))
         raise ConfigError(f"no route for component {component!r} - this line knows {known}")
-    ended: SimpleQueue[tuple[int, Outcome, float]] = SimpleQueue()
-    agent = build_agent(config, lambda number, outcome: ended.put((number, outcome, time.monotonic())), progress)
-    agent.start()
-    try:
-        started = {agent.loop.submit(image, component=component): (image, time.monotonic()) for image in images}
-        rows: dict[int, dict[str, Any]] = {}
-        while len(rows) < len(started):
-            number, outcome, at_s = ended.get()
-            image, since_s = started[number]
-            rows[number] = _row(image, component, outcome, at_s - since_s)
-            progress("inspect", len(rows), len(started))
-    finally:
-        agent.stop()
-    return [rows[number] for number in started]
+    with _packed_weights(config, progress) as packed:
+        outcomes = _outcomes(config, images, component, progress, packed)
+    return [
+        _row(image, component, outcome, seconds) for image, (outcome, seconds) in zip(images, outcomes, strict=True)
+    ]
 
 
 def outputs_sha256(labels: Iterable[str | None]) -> str:
@@ -55,36 +58,84 @@ def outputs_sha256(labels: Iterable[str | None]) -> str:
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
-    """Hash all that is packed, after bringing it up to date: expert, ok, reason, size_bytes, sha256 of its source."""
-    segments = SegmentStore(packed_folder(config))
-    try:
-        precisions = {"all": {name: precision_of(config, name) for name in config.catalog.experts}}
-        report = pack(config, segments, precisions, progress)
-        rows = []
-        for number, name in enumerate(config.catalog.experts, start=1):
+    """Hash all that is packed, and change nothing: expert, ok, reason, size_bytes, sha256 of its source.
+
+    ``ok`` is None for an expert that is not packed yet.
+    """
+    rows = []
+    folder = ManifestFolder(packed_folder(config) / "manifests")
+    with closing(SegmentStore(packed_folder(config))) as segments:
+        for number, (name, manifests) in enumerate(packed_manifests(config).items(), start=1):
             progress("verify", number, len(config.catalog.experts))
-            packed = report.packed.get(name, {})
-            reason = report.failed[name].message if name in report.failed else None
-            try:
-                for each in packed.values():
-                    for segment in each.segments:
-                        segments.verify(segment, name)
-            except ExpertError as error:
-                reason = error.message
-            size_bytes = sum(segment.size_bytes for each in packed.values() for segment in each.segments)
-            source = next((each.source_sha256 for each in packed.values()), None)
+            damage = [found for found in (_damage(manifest, folder, segments) for manifest in manifests) if found]
             rows.append(
                 {
                     "expert": name,
-                    "ok": reason is None,
-                    "reason": reason,
-                    "size_bytes": size_bytes,
-                    "source_sha256": source,
+                    "ok": not damage if manifests else None,
+                    "reason": "; ".join(damage) or (None if manifests else NOT_PACKED),
+                    "size_bytes": packed_bytes(manifests),
+                    "source_sha256": next((manifest.packed.source_sha256 for manifest in manifests), None),
                 }
             )
-        return rows
+    return rows
+
+
+def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) -> str | None:
+    """What is wrong with an expert's packed files; None if nothing is."""
+    packed = manifest.packed
+    try:
+        segments.program(packed)
+        for segment in packed.segments:
+            segments.verify(segment, packed.expert)
+    except ExpertError as error:
+        now = folder.read(packed.expert, packed.precision)
+        if now == manifest:
+            return error.message
+        return None if now is None else _damage(now, folder, segments)  # an agent that starts just now packed it again
+    return None
+
+
+@contextmanager
+def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None]) -> Iterator[Path]:
+    """A line's packed weights, which no agent changes meanwhile, and which are not changed beneath a running one."""
+    with closing(SegmentStore(packed_folder(config))) as segments:
+        try:
+            with StateLock(config.state):
+                precisions = {"all": {name: precision_of(config, name) for name in config.catalog.experts}}
+                pack(config, segments, precisions, progress)
+        except AlreadyRunning:
+            log.info("inspecting beside a running agent: what it has packed stays as it is")
+        with snapshot(segments) as packed:
+            yield packed
+
+
+def _outcomes(
+    config: LineConfig,
+    images: Sequence[Path],
+    component: str,
+    progress: Callable[[str, int, int], None],
+    packed: Path,
+) -> list[tuple[Outcome, float]]:
+    """What became of each image, in order, and in how many seconds."""
+    ended: SimpleQueue[tuple[int, Outcome, float] | AgentCrashed] = SimpleQueue()
+    agent = build_agent(
+        config, lambda number, outcome: ended.put((number, outcome, time.monotonic())), progress, packed=packed
+    )
+    agent.loop.when_crashed(ended.put)
+    agent.start()
+    try:
+        started = {agent.loop.submit(image, component=component): time.monotonic() for image in images}
+        outcomes: dict[int, tuple[Outcome, float]] = {}
+        while len(outcomes) < len(started):
+            end = ended.get()
+            if isinstance(end, AgentCrashed):
+                raise end
+            number, outcome, at_s = end
+            outcomes[number] = (outcome, at_s - started[number])
+            progress("inspect", len(outcomes), len(started))
     finally:
-        segments.close()
+        agent.stop()
+    return [outcomes[number] for number in started]
 
 
 def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[str, Any]:

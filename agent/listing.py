@@ -14,6 +14,7 @@ from rich.table import Table
 from agent.config import usage_probabilities
 from agent.records.results import ResultReader
 from experts.errors import ConfigError
+from experts.manifests import ManifestFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,11 +22,30 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from experts.expert import Verdict
+    from experts.manifests import Manifest
 
 
 def results_file(config: LineConfig) -> Path:
     """Where a line's verdicts lie."""
     return config.state / "results.db"
+
+
+def packed_folder(config: LineConfig) -> Path:
+    """Where a line's packed weights lie."""
+    return config.state / "packed"
+
+
+def packed_manifests(config: LineConfig) -> dict[str, list[Manifest]]:
+    """What is packed of each of a line's experts, in one precision or several; an empty list where nothing is."""
+    found: dict[str, list[Manifest]] = {name: [] for name in config.catalog.experts}
+    for manifest in ManifestFolder(packed_folder(config) / "manifests").read_all():
+        found.get(manifest.packed.expert, []).append(manifest)
+    return found
+
+
+def packed_bytes(manifests: Iterable[Manifest]) -> int:
+    """The size of all packed files of an expert; those that it shares with others counted in full."""
+    return sum(segment.size_bytes for manifest in manifests for segment in manifest.packed.segments)
 
 
 def result_rows(
@@ -60,7 +80,11 @@ def write_rows(rows: Iterable[dict[str, Any]], output: str, stream: TextIO) -> N
 
 
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
-    """One row per expert, the most used first: id, architecture, labels, weights, size, usage, routes, pin."""
+    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin.
+
+    ``size_bytes`` is what is packed, ``weights_bytes`` the file it comes from; None for what is not there.
+    """
+    manifests = packed_manifests(config)
     usage = usage_probabilities(config)
     routes = config.catalog.graph.routes
     rows = [
@@ -69,7 +93,8 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
             "architecture": expert.architecture,
             "labels": list(expert.labels),
             "weights": str(expert.weights),
-            "size_bytes": expert.weights.stat().st_size if expert.weights.is_file() else None,
+            "size_bytes": packed_bytes(manifests[name]) if manifests[name] else None,
+            "weights_bytes": expert.weights.stat().st_size if expert.weights.is_file() else None,
             "usage": round(usage[name], 6),
             "routes": [route for route, steps in routes.items() if any(step.expert == name for step in steps)],
             "pin": expert.pin,
@@ -81,9 +106,10 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
 
 def print_experts(rows: list[dict[str, Any]]) -> None:
     """The same as a table."""
-    table = Table("expert", "architecture", "weights", "usage", "labels", "routes", box=None, header_style="bold")
+    table = Table("expert", "architecture", "packed", "usage", "labels", "routes", box=None, header_style="bold")
     for row in rows:
-        size = "MISSING" if row["size_bytes"] is None else f"{row['size_bytes'] / 2**20:.1f} MiB"
+        size = "not yet" if row["size_bytes"] is None else f"{row['size_bytes'] / 2**20:.1f} MiB"
+        size += ", weights MISSING" if row["weights_bytes"] is None else ""
         pin = " (pinned)" if row["pin"] else ""
         labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])
         table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes)

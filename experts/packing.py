@@ -3,7 +3,8 @@
 Guarantees: what is up to date is left alone (a start with hundreds of experts stats files, it does not hash them). One
 broken expert does not stop the others. A file has its final name only when it is complete and on the disk, and is
 never deleted while a manifest refers to it, so a crash or a full disk at any point leaves what was there usable.
-Assumes: one packing at a time per store (the line's lock sees to it), and that ``experts`` is the whole line.
+Two packings of one store never run at once: the second waits for the first.
+Assumes: that ``experts`` is the whole line, and that nobody runs from files that are no longer wanted.
 Why this structure: sharing is known only once every expert's tensors are, and they do not fit in memory together. So
 each new expert is first written whole to a staging file, its tensors hashed on the way; then the plan is made from
 digests alone, old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed.
@@ -82,13 +83,14 @@ def pack_line(
     wanted = precisions if callable(precisions) else precisions.__getitem__
     jobs = [_Job(expert, precision) for expert in experts for precision in sorted(wanted(expert.id))]
     packing = _Packing(store)
-    with packing.staging():
-        for number, job in enumerate(jobs, start=1):
-            if progress is not None:
-                progress(PackingStep(job.expert.id, job.precision, number, len(jobs)))
-            packing.draft(job)
-        packing.settle()
-    packing.collect_garbage({job.expert.id for job in jobs})
+    with store.locked():
+        with packing.staging():
+            for number, job in enumerate(jobs, start=1):
+                if progress is not None:
+                    progress(PackingStep(job.expert.id, job.precision, number, len(jobs)))
+                packing.draft(job)
+            packing.settle()
+        packing.collect_garbage({job.expert.id for job in jobs})
     return packing.report()
 
 

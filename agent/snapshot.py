@@ -1,0 +1,70 @@
+"""A snapshot of packed weights: hard links to a line's packed files, so that an agent may replace and remove its own.
+
+It costs no space and lies beside the packed files, on their filesystem. What a killed process left behind goes when the
+next snapshot is made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from experts.weights import SegmentStore
+
+log = logging.getLogger(__name__)
+
+SNAPSHOTS = "snapshots"
+LINKED = ("segments", "programs", "manifests")
+
+
+@contextmanager
+def snapshot(store: SegmentStore) -> Iterator[Path]:
+    """A folder with everything that is packed in ``store``, for as long as the context lasts.
+
+    It is empty where the filesystem knows no hard links: then whoever needs something packs it there again.
+    """
+    folder = store.directory.with_name(SNAPSHOTS)
+    with ExitStack() as ending:
+        with store.locked():
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(folder)
+            links = Path(tempfile.mkdtemp(dir=folder))
+            ending.callback(shutil.rmtree, links, ignore_errors=True)
+            ending.callback(os.close, _hold(links))
+            _link(store.directory, links)
+        yield links
+
+
+def _link(source: Path, links: Path) -> None:
+    try:
+        for file in (file for name in LINKED for file in (source / name).rglob("*") if file.is_file()):
+            link = links / file.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(file, link)
+    except OSError as error:
+        log.warning("snapshot_not_linked folder=%s reason=%s: its experts are packed again", links, error.strerror)
+
+
+def _hold(links: Path) -> int:
+    """Show that a snapshot is in use, by a lock that ends with the process."""
+    descriptor = os.open(links, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for links in folder.iterdir():
+        try:
+            os.close(_hold(links))
+        except BlockingIOError:
+            continue
+        shutil.rmtree(links, ignore_errors=True)
