@@ -1,0 +1,176 @@
+"""Looking at a line beside its agent: nothing that is served is changed, and nothing hangs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import closing, contextmanager
+
+import pytest
+import yaml
+from PIL import Image
+
+from agent.config import read_line
+from agent.core.engine import Engine
+from agent.core.events import Arrived
+from agent.inspection import inspect_images, verify_line
+from agent.listing import expert_rows
+from agent.records.database import StateLock
+from agent.snapshot import snapshot
+from experts.errors import AgentCrashed
+from experts.weights import SegmentStore
+
+
+def quiet(stage, done, total):
+    pass
+
+
+@pytest.fixture
+def line(tmp_path):
+    """Two fake experts with a route each."""
+    for number in range(2):
+        declare(tmp_path, number, 1_000_000)
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {
+            f"cls/f{number}": {
+                "architecture": "fake",
+                "weights": f"f{number}.yaml",
+                "labels": ["ok", "bad"],
+                "input": {"size": [8, 8]},
+            }
+            for number in range(2)
+        },
+        "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)},
+        "memory": {"host": "20MiB", "workspace": "10MiB"},
+    }
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    return read_line(tmp_path / "line.yaml", {})
+
+
+@pytest.fixture
+def image(tmp_path):
+    file = tmp_path / "image.png"
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (10, 200, 30)).save(buffer, "PNG")
+    file.write_bytes(buffer.getvalue())
+    return file
+
+
+def declare(folder, number, weight_bytes, label="ok"):
+    (folder / f"f{number}.yaml").write_text(json.dumps({"weight_bytes": weight_bytes, "label": label}))
+
+
+def packed_files(config):
+    """Every packed file and what it holds."""
+    packed = config.state / "packed"
+    return {str(file.relative_to(packed)): file.read_bytes() for file in packed.rglob("*") if file.is_file()}
+
+
+@contextmanager
+def running_agent(config):
+    """What an inspection sees of one: its lock."""
+    with StateLock(config.state):
+        yield
+
+
+def test_verify_packs_nothing_and_says_what_is_not_packed_yet(line):
+    rows = verify_line(line, quiet)
+    assert [(row["expert"], row["ok"], row["size_bytes"]) for row in rows] == [("cls/f0", None, 0), ("cls/f1", None, 0)]
+    assert all("not packed yet" in row["reason"] for row in rows)
+    assert not (line.state / "packed").exists()
+
+
+def test_verify_finds_damage_and_changes_nothing(line, image):
+    inspect_images(line, [image], "c0", quiet)
+    good = packed_files(line)
+    assert [row["ok"] for row in verify_line(line, quiet)] == [True, True]
+    declare(image.parent, 1, 2_000_000)
+    assert [row["ok"] for row in verify_line(line, quiet)] == [True, True]
+    assert packed_files(line) == good
+    segment = SegmentStore(line.state / "packed").segment_path(verified_segment(line, "cls/f0"))
+    status = segment.stat()
+    damaged = bytearray(segment.read_bytes())
+    damaged[1000] ^= 1
+    segment.write_bytes(damaged)
+    os.utime(segment, ns=(status.st_atime_ns, status.st_mtime_ns))
+    rows = {row["expert"]: row for row in verify_line(line, quiet)}
+    assert (rows["cls/f0"]["ok"], rows["cls/f1"]["ok"]) == (False, True)
+    assert "sha256" in rows["cls/f0"]["reason"]
+    segment.unlink()
+    rows = {row["expert"]: row for row in verify_line(line, quiet)}
+    assert (rows["cls/f0"]["ok"], rows["cls/f1"]["ok"]) == (False, True)
+
+
+def verified_segment(config, expert):
+    manifest = config.state / "packed" / "manifests" / f"{expert}.fp32.json"
+    return json.loads(manifest.read_text())["packed"]["own"]["sha256"]
+
+
+def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_with_the_new_ones(line, image):
+    assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["ok"]
+    served = packed_files(line)
+    declare(image.parent, 0, 2_000_000, label="bad")
+    with running_agent(line):
+        assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["bad"]
+    assert packed_files(line) == served
+    assert list((line.state / "snapshots").iterdir()) == []
+
+
+def test_inspecting_without_an_agent_brings_the_packed_weights_up_to_date(line, image):
+    inspect_images(line, [image], "c0", quiet)
+    before = packed_files(line)
+    declare(image.parent, 0, 2_000_000)
+    inspect_images(line, [image], "c0", quiet)
+    after = packed_files(line)
+    assert sum(map(len, after.values())) > sum(map(len, before.values()))
+    with StateLock(line.state):
+        pass
+
+
+def test_a_snapshot_outlives_what_it_was_made_of(line, image):
+    inspect_images(line, [image], "c0", quiet)
+    with closing(SegmentStore(line.state / "packed")) as store:
+        before = {name: content for name, content in packed_files(line).items() if "/" in name}
+        with snapshot(store) as links:
+            for file in (line.state / "packed" / "segments").iterdir():
+                file.unlink()
+            assert {str(file.relative_to(links)): file.read_bytes() for file in links.rglob("*.*")} == before
+            with snapshot(store) as other:
+                assert other != links
+            assert links.is_dir()
+        assert not links.exists()
+
+
+def test_a_snapshot_of_a_killed_process_goes_with_the_next_one(line, image):
+    inspect_images(line, [image], "c0", quiet)
+    abandoned = line.state / "snapshots" / "abandoned"
+    abandoned.mkdir()
+    (abandoned / "segment").write_bytes(b"0")
+    with closing(SegmentStore(line.state / "packed")) as store, snapshot(store) as links:
+        assert list((line.state / "snapshots").iterdir()) == [links]
+
+
+def test_an_inspection_whose_agent_crashes_ends(line, image, monkeypatch):
+    handle = Engine.handle
+
+    def break_on_arrival(engine, event, now):
+        if isinstance(event, Arrived):
+            raise ZeroDivisionError("a mistake")
+        return handle(engine, event, now)
+
+    monkeypatch.setattr(Engine, "handle", break_on_arrival)
+    with pytest.raises(AgentCrashed, match="ZeroDivisionError: a mistake"):
+        inspect_images(line, [image], "c0", quiet)
+
+
+def test_experts_are_listed_with_what_is_packed_of_them(line, image):
+    assert [row["size_bytes"] for row in expert_rows(line)] == [None, None]
+    inspect_images(line, [image], "c0", quiet)
+    (image.parent / "f1.yaml").unlink()
+    rows = expert_rows(line)
+    assert [row["expert"] for row in rows] == ["cls/f0", "cls/f1"]
+    assert all(row["size_bytes"] >= 1_000_000 for row in rows)
+    assert (rows[0]["weights_bytes"], rows[1]["weights_bytes"]) == ((image.parent / "f0.yaml").stat().st_size, None)
