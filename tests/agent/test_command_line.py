@@ -12,15 +12,17 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
+from agent.assembly import build_agent
 from agent.config import read_line
 from agent.core.policy import PRESETS
-from agent.inspection import inspect_images, outputs_sha256
+from agent.inspection import inspect_images, outputs_sha256, verify_line
 
 ROOT = Path(__file__).parents[2]
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
@@ -39,12 +41,12 @@ def coserve(*words, environment=None, check=None):
     return done
 
 
-def write_line(folder, experts=3, weight_bytes=2_000_000, memory="9MiB", workspace="2MiB", extra=""):
+def write_line(folder, experts=3, weight_bytes=2_000_000, memory="9MiB", workspace="2MiB", K_s=0.0, stale_after_s=60.0):
     """A line of fake experts cls/f<n> with routes c<n>, one image of each on a board."""
     (folder / "weights").mkdir(parents=True, exist_ok=True)
     lines = ["line: test", "state: ./state", "experts:"]
     for number in range(experts):
-        declared = {"weight_bytes": weight_bytes, "workspace_bytes": 1000, "label": "ok"}
+        declared = {"weight_bytes": weight_bytes, "workspace_bytes": 1000, "label": "ok", "K_s": K_s}
         (folder / "weights" / f"f{number}.yaml").write_text(json.dumps(declared))
         lines += [
             f"  cls/f{number}:",
@@ -57,7 +59,8 @@ def write_line(folder, experts=3, weight_bytes=2_000_000, memory="9MiB", workspa
     quantities = ", ".join(f"c{number}: 1" for number in range(experts))
     lines += [f"boards: {{main: {{components: {{{quantities}}}, takt_s: 60}}}}"]
     lines += [f"memory: {{host: {memory}, workspace: {workspace}}}"]
-    lines += [f"intake: {{folders: [{{path: ./inbox, pattern: '{PATTERN}', settle_ms: 0}}]}}", extra]
+    folder_options = f"settle_ms: 0, stale_after_s: {stale_after_s}, poll_s: 0.2"
+    lines += [f"intake: {{folders: [{{path: ./inbox, pattern: '{PATTERN}', {folder_options}}}]}}"]
     file = folder / "line.yaml"
     file.write_text("\n".join(lines) + "\n")
     return file
@@ -84,16 +87,15 @@ class Serving:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def rows(self):
-        """What is stored, whatever the agent does meanwhile."""
+        """What is stored, whatever the agent does meanwhile: (image, verdict, reason) in order."""
         file = self.line.parent / "state" / "results.db"
         if not file.exists():
-            return {}
+            return []
         with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
             try:
-                found = connection.execute("SELECT image, verdict, reason FROM results").fetchall()
+                return connection.execute("SELECT image, verdict, reason FROM results ORDER BY seq").fetchall()
             except sqlite3.OperationalError:  # it is about to make its tables
-                return {}
-        return {image: (verdict, reason) for image, verdict, reason in found}
+                return []
 
     def wait_for(self, images):
         """Until so many images have a verdict; they are returned."""
@@ -103,6 +105,18 @@ class Serving:
             assert time.monotonic() < deadline, f"only {rows}"
             time.sleep(0.02)
         return rows
+
+    def wait_for_verdicts(self, images):
+        """The same by image, none of which is there twice: (verdict, reason)."""
+        rows = self.wait_for(images)
+        verdicts = {image: (verdict, reason) for image, verdict, reason in rows}
+        assert len(verdicts) == len(rows) == images, rows
+        return verdicts
+
+    def boards(self):
+        """Stored board verdicts: (serial, verdict, revisions)."""
+        with closing(sqlite3.connect(f"file:{self.line.parent}/state/results.db?mode=ro", uri=True)) as connection:
+            return connection.execute("SELECT serial, verdict, revisions FROM boards").fetchall()
 
     def stop(self, number=signal.SIGTERM):
         self.process.send_signal(number)
@@ -132,7 +146,7 @@ def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cl
     serving.wait_for(1)
     drop(tmp_path, "B1_c1_R1.png")
     drop(tmp_path, "B1_c2_R1.png")
-    rows = serving.wait_for(3)
+    rows = serving.wait_for_verdicts(3)
     code, out, _ = serving.stop()
     assert code == 0
     assert {verdict for verdict, _ in rows.values()} == {"OK"}
@@ -152,7 +166,7 @@ def test_bad_images_are_unknown_with_a_reason_and_everything_else_goes_on(tmp_pa
     drop(tmp_path, "misnamed.png")
     drop(tmp_path, "B1_c0_good.png")
     serving = serve(line)
-    rows = serving.wait_for(5)
+    rows = serving.wait_for_verdicts(5)
     serving.stop()
     unknown = {image: reason for image, (verdict, reason) in rows.items() if verdict == "UNKNOWN"}
     assert unknown.keys() == {"B1_c0_broken.png", "B1_c0_text.png", "B1_nobody_R1.png", "misnamed.png"}
@@ -168,7 +182,7 @@ def test_broken_weights_quarantine_their_expert_only(tmp_path, serve):
     for number in range(3):
         drop(tmp_path, f"B1_c{number}_R1.png")
     serving = serve(line)
-    rows = serving.wait_for(3)
+    rows = serving.wait_for_verdicts(3)
     code, _, err = serving.stop()
     assert code == 0
     assert {image: verdict for image, (verdict, _) in rows.items()} == {
@@ -182,8 +196,9 @@ def test_broken_weights_quarantine_their_expert_only(tmp_path, serve):
 
 def test_a_flipped_byte_in_packed_weights_is_found_before_anything_is_judged_with_it(tmp_path, serve):
     line = write_line(tmp_path)
-    packed = json.loads(coserve("experts", "verify", line, "--json", check=0).stdout)["experts"]
-    assert all(row["ok"] for row in packed)
+    config = read_line(line, {})
+    inspect_images(config, [], "c0", lambda *_: None)  # packs
+    assert [row["ok"] for row in verify_line(config, lambda *_: None)] == [True, True, True]
     segments = sorted((tmp_path / "state" / "packed" / "segments").glob("*.bin"))
     for segment in segments:
         status = segment.stat()
@@ -194,26 +209,88 @@ def test_a_flipped_byte_in_packed_weights_is_found_before_anything_is_judged_wit
     assert coserve("experts", "verify", line).returncode == 1
     drop(tmp_path, "B1_c0_R1.png")
     serving = serve(line)
-    rows = serving.wait_for(1)
+    rows = serving.wait_for_verdicts(1)
     serving.stop()
     assert rows["B1_c0_R1.png"][0] == "UNKNOWN"
     assert "sha256" in rows["B1_c0_R1.png"][1]
 
 
 def test_after_kill_9_nothing_is_lost_or_counted_twice(tmp_path, serve):
-    line = write_line(tmp_path)
+    line = write_line(tmp_path, K_s=0.05)
     names = [f"B{board}_c{number}_R1.png" for board in range(20) for number in range(3)]
     serving = serve(line)
     for name in names:
         drop(tmp_path, name)
     serving.wait_for(5)
     serving.stop(signal.SIGKILL)
+    assert 5 <= len(serving.rows()) < len(names)
     again = serve(line)
-    rows = again.wait_for(len(names))
-    again.stop()
-    assert rows.keys() == set(names)
+    again.wait_for(len(names))
+    assert again.stop()[0] == 0
+    assert sorted(again.rows()) == sorted((name, "OK", None) for name in names)
     moved = [file.name for file in (tmp_path / "inbox" / "done").rglob("*.png")]
     assert sorted(moved) == sorted(names)
+    assert sorted(again.boards()) == sorted((f"B{board}", "OK", 0) for board in range(20))
+
+
+def test_a_truncated_image_is_unknown_and_goes_to_failed(tmp_path, serve):
+    line = write_line(tmp_path, stale_after_s=0.5)
+    drop(tmp_path, "B1_c0_good.png")
+    whole = (tmp_path / "inbox" / "B1_c0_good.png").read_bytes()
+    drop(tmp_path, "B1_c0_renamed.png", whole[:-20])
+    serving = serve(line)
+    serving.wait_for(2)
+    (tmp_path / "inbox" / "B1_c1_written.png").write_bytes(whole[: len(whole) // 2])
+    rows = serving.wait_for_verdicts(3)
+    assert serving.stop()[0] == 0
+    truncated = {image for image, (verdict, reason) in rows.items() if verdict == "UNKNOWN" and "truncated" in reason}
+    assert truncated == {"B1_c0_renamed.png", "B1_c1_written.png"}
+    assert {file.name for file in (tmp_path / "inbox" / "failed").rglob("*.png")} == truncated
+
+
+CRASHING = """
+import sys
+sys.path.insert(0, {root!r})
+from agent.records.results import ResultStore
+def refuse(*_):
+    raise OSError("a mistake of the program")
+ResultStore.record = refuse
+sys.argv = ["coserve", "serve", {line!r}]
+from coserve import main
+main()
+"""
+
+
+def test_an_agent_that_crashes_ends_with_1_and_says_why(tmp_path):
+    line = write_line(tmp_path)
+    drop(tmp_path, "B1_c0_R1.png")
+    script = CRASHING.format(root=str(ROOT), line=str(line))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("the agent crashed: OSError: a mistake of the program")
+    assert [file.name.endswith("~B1_c0_R1.png") for file in (tmp_path / "inbox" / ".work").rglob("*.png")] == [True]
+
+
+def test_looking_at_a_running_line_leaves_its_weights_alone(tmp_path, serve):
+    line = write_line(tmp_path)
+    serving = serve(line)
+    drop(tmp_path, "B1_c0_R1.png")
+    serving.wait_for(1)
+    segments = tmp_path / "state" / "packed" / "segments"
+    before = sorted(segments.iterdir())
+    changed = {"weight_bytes": 2_100_000, "workspace_bytes": 1000, "label": "bad"}
+    for number in range(3):
+        (tmp_path / "weights" / f"f{number}.yaml").write_text(json.dumps(changed))
+    coserve("experts", "verify", line, check=0)
+    image = next((tmp_path / "inbox" / "done").rglob("*.png"))
+    found = json.loads(coserve("inspect", line, image, "--component", "c1", "--json", check=0).stdout)["results"]
+    assert [row["verdict"] for row in found] == ["NG"]
+    assert sorted(segments.iterdir()) == before
+    drop(tmp_path, "B1_c1_R1.png")
+    drop(tmp_path, "B1_c2_R1.png")
+    assert {verdict for verdict, _ in serving.wait_for_verdicts(3).values()} == {"OK"}
 
 
 def test_a_second_agent_on_the_same_line_is_refused_and_the_first_goes_on(tmp_path, serve):
@@ -281,10 +358,12 @@ def write_real_line(folder, *, experts=4):
     (folder / "weights").mkdir(parents=True)
     torch.manual_seed(0)
     base = torchvision.models.resnet18(num_classes=3).state_dict()
+    colours = torch.rand(32, 3, 1, 1).expand(-1, -1, 32, 32) * 4 - 2
     lines = ["line: real", "state: ./state", "experts:"]
     for number in range(experts):
         own = torchvision.models.resnet18(num_classes=3).state_dict()
         mixed = {name: own[name] if name.startswith(("layer4", "fc")) else base[name] for name in own}
+        mixed["fc.bias"] = mixed["fc.bias"] - logits(mixed, colours).mean(0)  # so that no label outweighs the others
         save_file(mixed, folder / "weights" / f"r{number}.safetensors")
         lines += [
             f"  cls/r{number}:",
@@ -305,17 +384,48 @@ def write_real_line(folder, *, experts=4):
     return file
 
 
+def logits(state, batch):
+    """What a ResNet18 of these weights says."""
+    module = torchvision.models.resnet18(num_classes=3)
+    module.load_state_dict(state)
+    with torch.inference_mode():
+        return module.eval()(batch)
+
+
+def coloured_images(folder, count):
+    """Images that the experts of `write_real_line` tell apart: a colour each, under noise."""
+    images = []
+    for number in range(count):
+        random = np.random.default_rng(number)
+        pixels = random.integers(0, 256, 3) + random.integers(-60, 60, (40, 40, 3))
+        images.append(folder / f"{number}.png")
+        Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(images[-1])
+    return images
+
+
+def judged_labels(config, images):
+    """The labels of every image on every route, mixed, and how often an expert had to go."""
+    outcomes = {}
+    agent = build_agent(config, outcomes.__setitem__, lambda *_: None)
+    agent.start()
+    try:
+        numbers = [agent.loop.submit(image, component=f"c{number}") for image in images for number in range(3)]
+        assert agent.loop.wait_until_idle(DEADLINE_S)
+        evictions = agent.loop.statistics().engine.evictions
+    finally:
+        agent.stop()
+    return [outcomes[number].label for number in numbers], evictions
+
+
 def test_every_preset_and_the_three_tier_path_give_the_same_labels_in_fp32(tmp_path):
     line = write_real_line(tmp_path)
-    images = []
-    for number in range(6):
-        noise = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
-        images.append(tmp_path / f"{number}.png")
-        Image.fromarray(noise.numpy()).save(images[-1])
-    digests = {}
+    images = coloured_images(tmp_path, 8)
+    labels = {}
     for device in ("cpu", "emulated"):
         for policy in PRESETS if device == "cpu" else ("coserve", "samba"):
             config = read_line(line, {"COSERVE__POLICY": policy, "COSERVE__DEVICE": device})
-            rows = inspect_images(config, images, "c2", lambda stage, done, total: None)
-            digests[policy, device] = outputs_sha256(row["label"] for row in rows)
-    assert len(set(digests.values())) == 1, digests
+            labels[policy, device], evictions = judged_labels(config, images)
+            assert evictions > 0, (policy, device)
+    first = labels["coserve", "cpu"]
+    assert all(len(set(first[number::3])) >= 2 for number in range(3)), first
+    assert len({outputs_sha256(each) for each in labels.values()}) == 1, labels
