@@ -91,7 +91,7 @@ _COMPONENTS = (
     ComponentType("mosfet-dpak", "sot", 138, 118, 1, ("missing", "contaminated"), "Q", _BLACK, None, "N08", 2),
     ComponentType("ic-soic8", "gullwing", 104, 88, 1, ("missing", "bridge"), "U", _BLACK, _POLAR, "LM358", 4),
     ComponentType("ic-tssop16", "gullwing", 116, 100, 1, ("missing", "bridge"), "U", _BLACK, _POLAR, "74HC595", 8),
-    ComponentType("ic-qfp32", "quad", 168, 168, 1, ("missing", "bridge", "bent-lead"), "U", _BLACK, _POLAR, "STM8S", 8),
+    ComponentType("ic-qfp32", "quad", 168, 168, 1, ("missing", "bridge"), "U", _BLACK, _POLAR, "STM8S", 8),
     ComponentType("ic-qfn24", "qfn", 96, 96, 1, ("missing", "contaminated"), "U", _BLACK, _POLAR, "RP21", 6),
     ComponentType("crystal-hc49", "crystal", 146, 64, 1, ("missing", "dented"), "Y", (188, 190, 192), None, "16.000"),
     ComponentType(

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from agent.demo.crops import LabelledCrop
 
 ARCHITECTURE = "yolov5n"
-JOINT_PACE = Pace(steps=170, learning_rate=3e-3)
-OWN_PACE = Pace(steps=20, learning_rate=3e-4)
+JOINT_PACE = Pace(steps=200, learning_rate=3e-3)
+OWN_PACE = Pace(steps=40, learning_rate=3e-4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,16 +303,13 @@ def draw_quad(part: Part) -> None:
     w, h, pins = part.half_width, part.half_height, part.type.pins
     places = leg_places(pins, w * 0.74)
     leg = 0.28 * (places[1] - places[0])
-    bent = int(part.rng.integers(4 * pins)) if part.label == "bent-lead" else None
     across = [(x - leg - 1, side * (h + 3) - 12, x + leg + 1, side * (h + 3) + 12) for side in (-1, 1) for x in places]
     pads(part, across + [(top, left, bottom, right) for left, top, right, bottom in across], soldered=part.is_present)
     part.footprint.polygon([(-w - 14, -h - 14), (-w + 4, -h - 14), (-w - 14, -h + 4)], SILK)
     if part.is_present:
         metal = part.tint(METAL)
-        for number, (side, x) in enumerate([(side, x) for side in (-1, 0, 1, 2) for x in places]):
-            if number == bent:
-                bend_lead(part, side, x, leg, metal)
-            elif side in (-1, 1):
+        for side, x in [(side, x) for side in (-1, 0, 1, 2) for x in places]:
+            if side in (-1, 1):
                 edges = sorted((side * h * 0.7, side * (h + 9)))
                 part.body.rectangle(x - leg, edges[0], x + leg, edges[1], metal, shade="tilt")
             else:
@@ -323,17 +320,6 @@ def draw_quad(part: Part) -> None:
         side, row = part.rng.choice((-1.0, 1.0)), places
         legs = [(x, side * (h + 9)) for x in row] if part.rng.random() < 0.5 else [(side * (w + 9), x) for x in row]
         bridge(part, legs)
-
-
-def bend_lead(part: Part, side: int, place: float, leg: float, metal: Colour) -> None:
-    """A lead bent sideways across its neighbour, past its pad."""
-    slope = float(part.rng.choice((-1.0, 1.0))) * part.rng.uniform(20, 24)
-    base, tip = part.half_height * 0.8, part.half_height + 26
-    sign = side if side in (-1, 1) else side - 1
-    points = [(place, sign * base), (place, sign * (base + 12)), (place + slope, sign * tip)]
-    if side not in (-1, 1):
-        points = [(y, x) for x, y in points]
-    part.cover.line(points, (222, 224, 226), 2 * leg + 7)
 
 
 def draw_qfn(part: Part) -> None:
