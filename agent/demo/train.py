@@ -63,8 +63,7 @@ def synthetic_plan() -> TrainingPlan:
         turns=False,
         joint_batch_size=32,
         joint_learning_rate=2e-3,
-        own_epochs=3,
-        own_learning_rate=3e-4,
+        own_learning_rate=1e-4,
     )
     return TrainingPlan(small_batches, DetectorPlan(shared_by))
 
