@@ -165,6 +165,7 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
 
 
 def test_a_truncated_image_counts_on_its_board(line):
+    line.watched["stale_after_s"] = 0.5
     with line.served() as service:
         line.drop("B1_c0_R1.png", png()[:-20])
         line.drop("B1_c1_R1.png")
