@@ -339,6 +339,7 @@ rows = importlib.util.module_from_spec(spec); sys.modules["rows"] = rows; spec.l
 store = rows.ResultStore(Path({str(file)!r}))
 for number in range(100_000):
     store.record(rows.result(number), lambda recorded: os.write(1, f"{{recorded.seq}}\\n".encode()))
+store.close(3600)
 """
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
