@@ -6,6 +6,7 @@ experts does not stop the others: they are quarantined, and every request for th
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.probe import estimated_profile, probe
 from agent.runtime.slots import ExpertCopy
-from experts.backends import family
+from experts.backends import backend_for, family
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
 from experts.packing import PackingStep, pack_line
@@ -79,6 +80,7 @@ def build_agent(
 
     Raises ConfigError for what must not start.
     """
+    _import_runtimes(config)
     rss_before_bytes = psutil.Process().memory_info().rss
     box = _detect(config)
     executors = executor_specs(config, box)
@@ -145,6 +147,13 @@ def precision_of(config: LineConfig, expert: str) -> Precision:
     if family(config.catalog.experts[expert].architecture) in {"onnx", "fake"}:
         return Precision.FP32
     return config.precision or Precision.FP32
+
+
+def _import_runtimes(config: LineConfig) -> None:
+    """The backends of this line, before anything is measured; one that is not there is told of by packing."""
+    for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
+        with suppress(BackendUnavailable):
+            backend_for(architecture)
 
 
 def _detect(config: LineConfig) -> Box:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
-SCORE_CANDIDATES = (0.5, 0.45, 0.55, 0.4, 0.6, 0.35, 0.65, 0.7)  # the first of the best is taken
+SCORE_CANDIDATES = (0.5, 0.45, 0.55, 0.4, 0.6, 0.35, 0.65, 0.7)  # nearest to 0.5 first
 ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "polarity"})
 
 
@@ -200,25 +201,30 @@ def choose_routes(
     answers: Sequence[Mapping[str, Prediction]],
     plan: TrainingPlan,
 ) -> dict[str, tuple[RouteStep, ...]]:
-    """The routes with the one classifier threshold that is fairest to good and bad validation crops; 0.5 if in doubt.
+    """The routes with one classifier threshold for all: the nearest to 0.5 that is as fair as the fairest.
 
-    Good and bad count alike, whatever their shares: how many parts of a real line are defective is not known here.
+    Good and bad validation crops count alike, whatever their shares: how many parts of a real line are defective is
+    not known here. As fair: within one standard error, because a few hundred crops cannot tell more.
     """
     components = [classifier.component for classifier in trained.classifiers]
 
     def routes_at(min_score: float) -> dict[str, tuple[RouteStep, ...]]:
         return {component: route(component, min_score, plan) for component in components}
 
-    def fairness(min_score: float) -> float:
+    def fairness(min_score: float) -> tuple[float, float]:
+        """The sum of the shares judged rightly, and its standard error."""
         graph = graph_of(routes_at(min_score))
         right = [
             (crop.label == OK, (walk(crop.component, answer, graph).verdict is Verdict.OK) == (crop.label == OK))
             for crop, answer in zip(crops, answers, strict=True)
         ]
         shares = [[is_right for is_good, is_right in right if is_good is wanted] for wanted in (True, False)]
-        return sum(sum(share) / len(share) for share in shares if share)
+        rates = [(sum(share) / len(share), len(share)) for share in shares if share]
+        return sum(rate for rate, _ in rates), math.sqrt(sum(rate * (1 - rate) / count for rate, count in rates))
 
-    return routes_at(max(SCORE_CANDIDATES, key=fairness))
+    fair = {min_score: fairness(min_score) for min_score in SCORE_CANDIDATES}
+    best, error = max(fair.values())
+    return routes_at(next(min_score for min_score, (value, _) in fair.items() if value >= best - error))
 
 
 def graph_of(routes: Mapping[str, tuple[RouteStep, ...]]) -> ExpertGraph:
