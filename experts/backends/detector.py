@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from PIL import Image
 from torchvision.ops import batched_nms
 
 from experts.backends.activations import Workspace, workspace
@@ -55,7 +56,7 @@ def _keep_ultralytics_to_itself() -> None:
 
 
 _keep_ultralytics_to_itself()
-_torch_save = torch.save
+_torch_save, _open_image = torch.save, Image.open
 
 from ultralytics.cfg import get_cfg  # noqa: E402
 from ultralytics.data.augment import LetterBox  # noqa: E402
@@ -63,7 +64,7 @@ from ultralytics.nn.modules.head import Detect, v10Detect  # noqa: E402
 from ultralytics.nn.tasks import DetectionModel  # noqa: E402
 from ultralytics.utils import SETTINGS  # noqa: E402
 
-torch.save = _torch_save  # the import replaced it for the whole process
+torch.save, Image.open = _torch_save, _open_image  # the import replaced both for the whole process
 SETTINGS.update({"sync": False})
 
 CONFIDENCE_MINIMUM = 0.25
