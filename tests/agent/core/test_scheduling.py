@@ -72,6 +72,17 @@ def answer(batch, label="ok"):
     return events.Finished(batch.id, tuple(Prediction(label, 1.0) for _ in batch.requests))
 
 
+def run_to_the_end(engine, effects):
+    """Answer every load and every batch; the requests of each batch, in the order they ran."""
+    ran = []
+    while effects:
+        effects = settle_loads(engine, effects, 0.0)
+        batches = of(StartBatch, effects)
+        ran += [started.batch.requests for started in batches]
+        effects = [effect for started in batches for effect in engine.handle(answer(started.batch), 1.0)]
+    return ran
+
+
 def test_a_request_goes_where_it_adds_least_among_queues_that_do_not_become_the_longest():
     figure_8 = (AssignmentCandidate(0, 3.0, 3.0), AssignmentCandidate(1, 4.0, 1.0), AssignmentCandidate(2, 8.0, 1.0))
     assert shortest_makespan(figure_8) == 1
@@ -100,13 +111,7 @@ def test_requests_of_one_expert_run_together_and_split_at_the_maximum_batch():
     effects = []
     for number, component in enumerate("ABABAA"):
         effects += engine.handle(events.Arrived(number, component), 0.0)
-    ran = []
-    while effects:
-        effects = settle_loads(engine, effects, 0.0)
-        batches = of(StartBatch, effects)
-        ran += [started.batch.requests for started in batches]
-        effects = [effect for started in batches for effect in engine.handle(answer(started.batch), 1.0)]
-    assert ran == [(0, 2, 4), (5,), (1, 3)]
+    assert run_to_the_end(engine, effects) == [(0, 2, 4), (5,), (1, 3)]
 
 
 def test_first_come_first_served_batches_only_neighbours():
@@ -114,13 +119,7 @@ def test_first_come_first_served_batches_only_neighbours():
     effects = []
     for number, component in enumerate("AABA"):
         effects += engine.handle(events.Arrived(number, component), 0.0)
-    ran = []
-    while effects:
-        effects = settle_loads(engine, effects, 0.0)
-        batches = of(StartBatch, effects)
-        ran += [started.batch.requests for started in batches]
-        effects = [effect for started in batches for effect in engine.handle(answer(started.batch), 1.0)]
-    assert ran == [(0, 1), (2,), (3,)]
+    assert run_to_the_end(engine, effects) == [(0, 1), (2,), (3,)]
 
 
 def test_a_group_stops_growing_once_a_request_behind_it_has_waited_for_the_bound():
