@@ -341,10 +341,11 @@ def show_report(shown: DemoReport) -> None:
     line = os.path.relpath(shown.line_file)
     if shown.picture is not None:
         print(f"\nA judged board: {os.path.relpath(shown.picture)}")  # noqa: T201 - the report is this command's output
+    coserve = os.path.relpath(sys.argv[0])  # as it was called: it need not be on the PATH
     lines = (
         "\nNext:",
-        f"  coserve serve {line}          then copy images into {folder}/{INBOX} (done, ng and failed lie beside them)",
-        f"  coserve results {line} --verdict NG",
-        f"  coserve experts list {line}",
+        f"  {coserve} serve {line}          then copy images into {folder}/{INBOX} (done, ng and failed lie beside them)",
+        f"  {coserve} results {line} --verdict NG",
+        f"  {coserve} experts list {line}",
     )
     print("\n".join(lines))  # noqa: T201 - likewise
