@@ -344,7 +344,7 @@ def show_report(shown: DemoReport) -> None:
     coserve = os.path.relpath(sys.argv[0])  # as it was called: it need not be on the PATH
     lines = (
         "\nNext:",
-        f"  {coserve} serve {line}          then copy images into {folder}/{INBOX} (done, ng and failed lie beside them)",
+        f"  {coserve} serve {line}      then copy images into {folder}/{INBOX} (done, ng, failed lie beside them)",
         f"  {coserve} results {line} --verdict NG",
         f"  {coserve} experts list {line}",
     )
