@@ -732,9 +732,9 @@ def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
 
 
 def test_events_make_it_quick_without_a_rescan(tmp_path: Path) -> None:
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "inbox" / "b1_r_R0.png").write_bytes(PNG)  # the first scan finds it, also where nothing tells changes
     with Service(tmp_path / "inbox", settle_ms=20, poll_s=3600) as service:
-        warm = tmp_path / "inbox" / "b1_r_R0.png"
-        warm.write_bytes(PNG)
         assert service.next().ref == "R0"
         if service.intake.statistics().is_polled:
             pytest.skip("this filesystem tells no changes")
