@@ -29,6 +29,10 @@ RUNTIME_FENCE = (
     "agent.runtime",
     "agent.demo",
     "profiler.microbench",
+    "profiler.agreement",
+    "profiler.measured",
+    "profiler.roofline",
+    "profiler.naive",
 )
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
