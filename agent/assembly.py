@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.core.request import Outcome
     from agent.runtime.device import Box
+    from agent.runtime.loop import Decider
     from agent.runtime.probe import Probed
     from experts.packing import PackingReport
 
@@ -75,9 +76,11 @@ def build_agent(
     progress: Callable[[str, int, int], None],
     options: LoopOptions | None = None,
     packed: Path | None = None,
+    decider: Callable[[Engine], Decider] = lambda engine: engine,
 ) -> Agent:
     """An agent for a line, over its own packed weights or those in ``packed``.
 
+    ``decider`` may put something between the loop and its Engine, such as a clock.
     Raises ConfigError for what must not start.
     """
     _import_runtimes(config)
@@ -109,7 +112,7 @@ def build_agent(
     limits = Limits(pools, config.scheduling.max_overtake_s, pinned=pinned)
     engine = Engine(config.catalog.graph, probed.profile, executors, PRESETS[config.policy], limits)
     by_name = {copy.name: copy for listed in copies.values() for copy in listed}
-    loop = assemble(engine, box, executors, limits, by_name, segments, on_outcome, options or LoopOptions())
+    loop = assemble(decider(engine), box, executors, limits, by_name, segments, on_outcome, options or LoopOptions())
     broken = {name: error.message for name, error in report.failed.items()} | dict(probed.failed)
     return Agent(config, box, executors, pools, probed, loop, segments, broken, rss_before_bytes)
 

@@ -1,5 +1,7 @@
 """AgentLoop: the one thread that owns the Engine. Events come in through an inbox, effects are carried out in order.
 
+What it asks for decisions is a Decider: an Engine, or something that times one or plays back what one decided.
+
 Guarantees: only this thread calls the Engine; every request that was submitted has its outcome delivered exactly once
 while the loop runs; an image is kept from ``submit`` to its request's outcome and no longer; what other threads read
 are frozen snapshots.
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.runtime.device import HostMemory, memory_for, torch_device
@@ -31,7 +33,8 @@ from experts.errors import AgentCrashed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from agent.core.engine import Engine, EngineStatistics
+    from agent.core.effects import Effect
+    from agent.core.engine import EngineStatistics
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, Limits
     from agent.core.request import Outcome
@@ -48,6 +51,22 @@ LATE_TICK_S = 0.05  # between two ticks while the Engine asks for a moment that 
 ASK_AGAIN_S = 0.2  # whoever waits for a snapshot looks this often whether the loop still runs
 
 Answer = TypeVar("Answer")
+
+
+class Decider(Protocol):
+    """What a loop needs of an Engine, and asks of it on its own thread only: an Engine, or what stands before one."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What to do about an event. ``now``: monotonic seconds."""
+
+    def next_wakeup_s(self) -> float | None:
+        """When a Tick is due if nothing else happens before; None for never."""
+
+    def statistics(self) -> EngineStatistics:
+        """A frozen snapshot."""
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError saying what does not add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +144,7 @@ class AgentLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Decider,
         workshop: Workshop,
         inbox: SimpleQueue[Message],
         on_outcome: Callable[[int, Outcome], None],
@@ -388,7 +407,7 @@ def decision_times(decided: int, seconds: Iterable[float]) -> DecisionTimes:
 
 
 def assemble(
-    engine: Engine,
+    engine: Decider,
     box: Box,
     executors: Sequence[ExecutorSpec],
     limits: Limits,
