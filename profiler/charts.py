@@ -1,0 +1,156 @@
+"""Charts of the offline phase, as PNG files that a README can show.
+
+Guarantees: drawn without a display; colours that stay apart for colour-blind readers and, with markers and hatches,
+in print; the same figures give the same bytes, with one version of matplotlib; a file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+
+WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 9.0, 4.6, 110  # just under a thousand pixels: a README's width
+GROUP_WIDTH = 0.84  # of the distance between two groups of bars
+LARGEST_LABELLED = 40  # bars; with more of them, figures over the bars would run into one another
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HATCHES = ("", "//", "..", "xx", "--", "\\\\", "++", "oo")
+STYLE: Any = {  # the stubs of matplotlib list every key it knows, which differ between versions
+    "font.size": 11,
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters everywhere
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "hatch.linewidth": 0.6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve, or one set of points. ``x`` and ``y`` are of one length; an empty ``label`` is not in the legend."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    kind: Literal["line", "points", "dashed"] = "line"
+
+
+def line_chart(
+    path: Path, title: str, x_label: str, y_label: str, series: Sequence[Series], note: str = "", *, log_x: bool = False
+) -> None:
+    """Curves over a common axis, from zero upwards. ``note`` stands small below the chart.
+
+    Raises ValueError for no series, or one whose ``x`` and ``y`` differ in length.
+    """
+    if not series:
+        raise ValueError(f"{path.name}: nothing to draw - give one series at least")
+    for each in series:
+        if len(each.x) != len(each.y):
+            raise ValueError(f"{path.name}: {each.label!r} has {len(each.x)} x and {len(each.y)} y - pair them")
+    with rc_context(STYLE):
+        figure, axes = _empty(title, y_label)
+        for number, each in enumerate(series):
+            _draw(axes, each, number)
+        axes.set_xlabel(x_label)
+        if log_x:
+            axes.set_xscale("log")
+        _finish(path, figure, axes, note, [each.label for each in series])
+
+
+def bar_chart(
+    path: Path,
+    title: str,
+    y_label: str,
+    groups: Sequence[str],
+    bars: Mapping[str, Sequence[float | None]],
+    note: str = "",
+) -> None:
+    """Bars side by side, one of each kind a group. ``bars[kind]`` has a height for each group; None = not known.
+
+    Raises ValueError for no bars, or a kind that does not have one height for each group.
+    """
+    if not bars or not groups:
+        raise ValueError(f"{path.name}: nothing to draw - give one group and one kind of bars at least")
+    for kind, heights in bars.items():
+        if len(heights) != len(groups):
+            raise ValueError(f"{path.name}: {kind!r} has {len(heights)} heights for {len(groups)} groups - pair them")
+    with rc_context(STYLE):
+        figure, axes = _empty(title, y_label)
+        width = GROUP_WIDTH / len(bars)
+        is_labelled = len(bars) * len(groups) <= LARGEST_LABELLED
+        for number, (kind, heights) in enumerate(bars.items()):
+            offset = (number - (len(bars) - 1) / 2) * width
+            _draw_bars(axes, kind, number, heights, offset, width, is_labelled)
+        axes.set_xticks(range(len(groups)), groups)
+        _finish(path, figure, axes, note, list(bars))
+
+
+def _empty(title: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=12)
+    axes.set_ylabel(y_label)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    return figure, axes
+
+
+def _draw(axes: Axes, series: Series, number: int) -> None:
+    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+    shown = {"line": ("-", marker), "points": ("none", marker), "dashed": ("--", "none")}
+    style, used_marker = shown[series.kind]
+    axes.plot(
+        series.x, series.y, linestyle=style, marker=used_marker, color=colour, markersize=5, label=series.label or None
+    )
+
+
+def _draw_bars(
+    axes: Axes,
+    kind: str,
+    number: int,
+    heights: Sequence[float | None],
+    offset: float,
+    width: float,
+    is_labelled: bool,
+) -> None:
+    drawn = axes.bar(
+        [place + offset for place in range(len(heights))],
+        [0.0 if height is None else height for height in heights],
+        width * 0.94,
+        label=kind,
+        color=COLOURS[number % len(COLOURS)],
+        hatch=HATCHES[number % len(HATCHES)],
+        edgecolor="white",
+        linewidth=0.0,
+    )
+    if is_labelled:
+        labels = ["n/a" if height is None else _short(height) for height in heights]
+        axes.bar_label(drawn, labels, fontsize=8, padding=1)
+
+
+def _short(value: float) -> str:
+    """A figure over a bar: three digits say enough."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _finish(path: Path, figure: Figure, axes: Axes, note: str, labels: Sequence[str]) -> None:
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    if any(labels):
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(len(labels), 4), frameon=False, fontsize=10)
+    if note:
+        figure.supxlabel(note, fontsize=8.5, color="#555555")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_bytes(buffer.getvalue())
+    unfinished.replace(path)
