@@ -11,35 +11,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from agent.core.effects import StartLoad
-from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
 from agent.core.performance import (
     SSD,
     DeviceProfile,
-    ExecutorSpec,
     ExpertProfile,
     Footprint,
     Performance,
     SharedPart,
 )
-from agent.core.request import Batch, Rejected
-from agent.runtime.device import DEVICE, HOST, HostMemory, memory_for, torch_device
-from agent.runtime.executor import BatchExecutor, Preparation
-from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.transfer import Transfers
+from agent.runtime.device import DEVICE, HOST
+from agent.runtime.rig import LEAST_S, MeasuringRig
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from agent.runtime.device import Box
     from agent.runtime.slots import ExpertCopy
@@ -53,8 +43,6 @@ REPEATS = 2  # each after a run to warm up
 KIND_LIMIT_S = 0.6  # spent on running one kind on one processor
 PLATEAU = 1.02  # a larger batch has to make an image at least this much cheaper
 LEAST_MAX_BATCH = 4  # even so: the images of one batch are decoded at the same time
-LEAST_S = 1e-4  # handing a batch over costs about as much, so K and B are never less
-PREPARATION_THREADS = 2  # as many as an agent has, unless it is told otherwise
 UNMEASURED_BYTES_PER_S = 500e6  # arbitrary: a SATA drive, for a line of which nothing can be loaded
 
 
@@ -174,7 +162,7 @@ def measure_links(box: Box, copies: Mapping[str, Sequence[ExpertCopy]], segments
     """The speed of each link, over the largest expert that loads; its second load counts: the first one is hashed."""
     everything = {copy.name: copy for listed in copies.values() for copy in listed}
     largest_first = sorted(everything.values(), key=lambda copy: -copy.packed.own.size_bytes)
-    with _Rig(box, box.processors[0], largest_first, segments, threads=1).opened() as rig:
+    with MeasuringRig(box, box.processors[0], largest_first, segments, threads=1).opened() as rig:
         for copy in largest_first:
             try:
                 ssd_s = rig.second_load_s(copy, HOST)
@@ -220,7 +208,7 @@ def _measure_first(
 
     None when no expert of the kind can be run.
     """
-    with _Rig(box, processor, copies, segments, threads).opened() as rig:
+    with MeasuringRig(box, processor, copies, segments, threads).opened() as rig:
         for copy in copies:
             try:
                 rig.bring(copy)
@@ -232,7 +220,7 @@ def _measure_first(
     return None
 
 
-def _measure(rig: _Rig, copy: ExpertCopy) -> Performance:
+def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
     alone_s = larger_s = rig.fastest_s(copy, 1, repeats=1)
     larger = larger_batch(alone_s, KIND_LIMIT_S)
     if larger > 1:
@@ -253,85 +241,3 @@ def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_bat
         workspace_bytes=per_image_bytes,
         workspace_base_bytes=max(workspace_of_one - per_image_bytes, 0),
     )
-
-
-class _Rig:
-    """Memories just large enough for one expert at a time, and what loads and runs it there, as the agent does."""
-
-    def __init__(
-        self, box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int
-    ) -> None:
-        budget_bytes = max((footprint_of(copy.packed).total_bytes for copy in copies), default=0)
-        shelf = SkeletonShelf(segments)
-        self._target = box.pool_of(processor)
-        self._stores = {}
-        for pool in box.pools:
-            devices = [torch_device(processor)] if pool == self._target else []
-            self._stores[pool] = SlotStore(memory_for(box, pool, budget_bytes), budget_bytes, devices, shelf)
-        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed] = SimpleQueue()
-        by_name = {copy.name: copy for copy in copies}
-        staging = HostMemory(pinned=box.name == "cuda")
-        self._transfers = Transfers(self._stores, segments, by_name, staging, self._answers.put, workers=1)
-        self._preparation = Preparation(min(box.cores, PREPARATION_THREADS))
-        spec = ExecutorSpec(0, processor, self._target)
-        target = self._stores[self._target]
-        self._executor = BatchExecutor(spec, target, self._preparation, self._answers.put, threads)
-
-    @contextmanager
-    def opened(self) -> Iterator[_Rig]:
-        """The rig, until its memory is given back."""
-        self._executor.start()
-        try:
-            yield self
-        finally:
-            self._executor.stop()
-            self._preparation.stop()
-            self._transfers.stop()
-            for store in self._stores.values():
-                store.close()
-
-    def bring(self, copy: ExpertCopy) -> None:
-        """Have a copy where the processor runs from. Raises LoadFailed."""
-        self.load(copy, HOST)
-        if self._target != HOST:
-            self.load(copy, self._target)
-
-    def load(self, copy: ExpertCopy, pool: str) -> float:
-        """Load into a memory, from the one in front of it; how long it took, in seconds. Raises LoadFailed."""
-        started = time.monotonic()
-        source = SSD if pool == HOST else HOST
-        self._transfers.start_load(StartLoad(0, copy.expert.id, copy.name, source, pool, 0))
-        answer = self._answers.get()
-        if isinstance(answer, LoadFailed):
-            raise errors.LoadFailed(copy.expert.id, answer.reason)
-        return max(time.monotonic() - started, LEAST_S)
-
-    def second_load_s(self, copy: ExpertCopy, pool: str) -> float:
-        """How long a load takes when its file is known to be sound and its region is there. Raises LoadFailed."""
-        self.load(copy, pool)
-        self._stores[pool].evict(copy.name)
-        return self.load(copy, pool)
-
-    def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
-        """The fastest of a few batches, after one to warm up. Raises LoadFailed when the expert cannot be run."""
-        shape = (copy.expert.input.height, copy.expert.input.width, 3)
-        images = [np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)] * size
-        batch = Batch(0, 0, copy.expert.id, copy.name, tuple(range(size)), 0)
-        return min([self._batch_s(copy, batch, images) for _ in range(1 + repeats)][1:])
-
-    def clear(self) -> None:
-        """Make room for the next one."""
-        for store in self._stores.values():
-            for name in store.ready():
-                store.evict(name)
-
-    def _batch_s(self, copy: ExpertCopy, batch: Batch, images: Sequence[np.ndarray]) -> float:
-        started = time.monotonic()
-        self._executor.start_batch(batch, copy.expert, images)
-        answer = self._answers.get()
-        seconds = time.monotonic() - started
-        if isinstance(answer, BatchFailed):
-            raise errors.LoadFailed(copy.expert.id, answer.reason)
-        if isinstance(answer, Finished) and isinstance(answer.results[0], Rejected):
-            raise errors.LoadFailed(copy.expert.id, answer.results[0].reason)
-        return seconds

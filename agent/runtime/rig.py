@@ -1,0 +1,208 @@
+"""MeasuringRig: real memories, transfers and executors, just large enough to measure experts over the agent's path.
+
+Guarantees: what is timed is what the agent would do, from the same classes: a load with its staging and binding, a
+batch with the preparation of its images and its handing over. A measurement that cannot be had raises LoadFailed with
+the expert's id; it never returns a time of something else. One thread uses a rig; leaving ``opened`` gives back all
+memory and ends all threads.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agent.core.effects import StartLoad
+from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
+from agent.core.performance import SSD, ExecutorSpec
+from agent.core.request import Batch, Rejected
+from agent.runtime.device import HOST, HostMemory, memory_for, torch_device
+from agent.runtime.executor import BatchExecutor, Preparation
+from agent.runtime.slots import SkeletonShelf, SlotStore
+from agent.runtime.transfer import Transfers
+from experts import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agent.runtime.device import Box
+    from agent.runtime.executor import ImageSource
+    from agent.runtime.slots import ExpertCopy
+    from experts.expert import Prediction
+    from experts.weights import SegmentStore
+
+LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
+PREPARATION_THREADS = 2  # as many as an agent has, unless it is told otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class TimedBatch:
+    """One batch as it was run: an answer per image, in order, and the seconds from its start to its answer."""
+
+    results: tuple[Prediction | Rejected, ...]
+    seconds: float
+
+
+class MeasuringRig:
+    """Memories for ``held`` experts at a time, and what loads and runs them there, as the agent does.
+
+    ``executors`` of one processor run at once, each with ``threads``. The copies are those that may be loaded.
+    """
+
+    def __init__(
+        self,
+        box: Box,
+        processor: str,
+        copies: Sequence[ExpertCopy],
+        segments: SegmentStore,
+        threads: int,
+        executors: int = 1,
+        held: int = 1,
+    ) -> None:
+        budget_bytes = held * max((_held_bytes(copy) for copy in copies), default=0)
+        shelf = SkeletonShelf(segments)
+        self.target = box.pool_of(processor)
+        self._stores: Mapping[str, SlotStore] = {
+            pool: SlotStore(
+                memory_for(box, pool, budget_bytes),
+                budget_bytes,
+                [torch_device(processor)] if pool == self.target else [],
+                shelf,
+            )
+            for pool in box.pools
+        }
+        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed] = SimpleQueue()
+        by_name = {copy.name: copy for copy in copies}
+        staging = HostMemory(pinned=box.name == "cuda")
+        self._transfers = Transfers(self._stores, segments, by_name, staging, self._answers.put, workers=1)
+        self._preparation = Preparation(min(box.cores, PREPARATION_THREADS))
+        store = self._stores[self.target]
+        self._executors = [
+            BatchExecutor(
+                ExecutorSpec(number, processor, self.target), store, self._preparation, self._answers.put, threads
+            )
+            for number in range(executors)
+        ]
+
+    @contextmanager
+    def opened(self) -> Iterator[MeasuringRig]:
+        """The rig, until its memory is given back."""
+        for executor in self._executors:
+            executor.start()
+        try:
+            yield self
+        finally:
+            for executor in self._executors:
+                executor.stop()
+            self._preparation.stop()
+            self._transfers.stop()
+            for store in self._stores.values():
+                store.close()
+
+    def bring(self, copy: ExpertCopy) -> None:
+        """Have a copy where the processor runs from. Raises LoadFailed."""
+        self.load(copy, HOST)
+        if self.target != HOST:
+            self.load(copy, self.target)
+
+    def load(self, copy: ExpertCopy, pool: str, source: str | None = None) -> float:
+        """Load into a memory, from ``source`` or the one in front of it; how long it took, in seconds.
+
+        Raises LoadFailed.
+        """
+        started = time.monotonic()
+        origin = source or (SSD if pool == HOST else HOST)
+        self._transfers.start_load(StartLoad(0, copy.expert.id, copy.name, origin, pool, 0))
+        answer = self._answers.get()
+        if isinstance(answer, LoadFailed):
+            raise errors.LoadFailed(copy.expert.id, answer.reason)
+        return max(time.monotonic() - started, LEAST_S)
+
+    def second_load_s(self, copy: ExpertCopy, pool: str) -> float:
+        """How long a load takes when its file is known to be sound and its region is there. Raises LoadFailed."""
+        self.load(copy, pool)
+        self.evict(copy, pool)
+        return self.load(copy, pool)
+
+    def evict(self, copy: ExpertCopy, pool: str) -> None:
+        """Let go of a copy in one memory; its region stays, for the next load."""
+        self._stores[pool].evict(copy.name)
+
+    def clear(self) -> None:
+        """Make room for the next one."""
+        for store in self._stores.values():
+            for name in store.ready():
+                store.evict(name)
+
+    def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
+        """The fastest of a few batches of noise, after one to warm up. Raises LoadFailed where it cannot be run."""
+        images = [noise(copy)] * size
+        return min([self.timed_s(copy, images) for _ in range(1 + repeats)][1:])
+
+    def timed_s(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> float:
+        """The seconds of one batch. Raises LoadFailed unless every image of it was judged."""
+        batch = self.run(copy, images)
+        for result in batch.results:
+            if isinstance(result, Rejected):
+                raise errors.LoadFailed(copy.expert.id, result.reason)
+        return batch.seconds
+
+    def run(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> TimedBatch:
+        """One batch on the first executor. Raises LoadFailed when it fails as a whole."""
+        answer = self.attempt(copy, images)
+        if isinstance(answer, BatchFailed):
+            raise errors.LoadFailed(copy.expert.id, answer.reason)
+        return answer
+
+    def attempt(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> TimedBatch | BatchFailed:
+        """One batch on the first executor, or how it failed: a batch that is too large says so."""
+        started = time.monotonic()
+        self._start(0, copy, images, number=0)
+        answer = self._answer()
+        seconds = time.monotonic() - started
+        return TimedBatch(answer.results, seconds) if isinstance(answer, Finished) else answer
+
+    def all_s(self, copies: Sequence[ExpertCopy], works: Sequence[Sequence[ImageSource]]) -> float:
+        """The seconds until all these batches are done, each executor taking the next one as it comes free.
+
+        Executor number n runs ``copies[n]``, over again from the first where there are fewer. Raises LoadFailed where
+        a batch fails.
+        """
+        started = time.monotonic()
+        waiting = list(enumerate(works))[::-1]
+        free = list(range(len(self._executors)))[::-1]
+        running: dict[int, int] = {}  # executor by batch
+        while waiting or running:
+            while waiting and free:
+                number, images = waiting.pop()
+                running[number] = free.pop()
+                self._start(running[number], copies[running[number] % len(copies)], images, number)
+            answer = self._answer()
+            executor = running.pop(answer.batch)
+            if isinstance(answer, BatchFailed):
+                raise errors.LoadFailed(copies[executor % len(copies)].expert.id, answer.reason)
+            free.append(executor)
+        return max(time.monotonic() - started, LEAST_S)
+
+    def _start(self, executor: int, copy: ExpertCopy, images: Sequence[ImageSource], number: int) -> None:
+        batch = Batch(number, executor, copy.expert.id, copy.name, tuple(range(len(images))), 0)
+        self._executors[executor].start_batch(batch, copy.expert, images)
+
+    def _answer(self) -> Finished | BatchFailed:
+        answer = self._answers.get()
+        assert isinstance(answer, Finished | BatchFailed), "no load is under way while batches run"
+        return answer
+
+
+def noise(copy: ExpertCopy) -> np.ndarray:
+    """An image of the expert's own size that shows nothing: the same one every time."""
+    shape = (copy.expert.input.height, copy.expert.input.width, 3)
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def _held_bytes(copy: ExpertCopy) -> int:
+    return sum(segment.slot_bytes for segment in copy.packed.segments)
