@@ -1,0 +1,245 @@
+"""Traces: arrivals in a file, one JSON object a line, or as a line's boards would bring them.
+
+Guarantees: what is read is complete and in the order of its times, or a ConfigError names file, line and key of every
+mistake, up to MOST_PROBLEMS of them; a trace that was written reads back as the same arrivals; the same line and seed
+give the same boards.
+
+    {"t": 0.004, "component": "resistor-0402", "image": "crops/17.png"}    a component's route, on this image
+    {"t": 0.008, "expert": "cls/resistor-0402"}                            one expert directly, on a synthetic image
+
+``t``: seconds since the start, never less than the line before. ``image`` is relative to the trace's folder, and may
+be left out. Empty lines count for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from experts.document import suggestion
+from experts.errors import ConfigError, Place
+from profiler.simulator import Arrival
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from experts.catalog import Catalog
+
+KEYS = ("t", "component", "expert", "image")
+MOST_PROBLEMS = 20  # told of one file; the rest is counted
+LATEST_S = 1e9  # some thirty years: whatever is later is no time of a trace
+LONGEST_SHOWN = 40
+IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.1)
+
+
+def read_trace(path: Path, catalog: Catalog) -> tuple[Arrival, ...]:
+    """The arrivals of a trace file, for a line with these experts and routes.
+
+    Raises ConfigError for a file that cannot be read or holds no arrival, and for what is wrong with its lines.
+    """
+    reader = _Reader(path, catalog)
+    arrivals = [reader.arrival(number, text) for number, text in _lines(path)]
+    if reader.problems:
+        raise _together(path, reader.problems)
+    if not arrivals:
+        raise ConfigError(
+            f'{path}: an empty queue: no arrival in it - write lines such as {{"t": 0, "component": ...}}'
+        )
+    return tuple(arrival for arrival in arrivals if arrival is not None)
+
+
+def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
+    """Write a trace, whole or not at all. Images below the trace's folder are named relative to it."""
+    folder = path.absolute().parent
+    partial = folder / f".{path.name}.{os.getpid()}.partial"
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(_row(arrival, folder), ensure_ascii=False) + "\n" for arrival in arrivals)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def board_trace(
+    config: LineConfig, boards: int, seed: int, image_interval_s: float = IMAGE_INTERVAL_S
+) -> tuple[Arrival, ...]:
+    """What ``boards`` boards (at least 1) of a line ask for, in the order of time.
+
+    Each board's components come in a random order of their own, ``image_interval_s`` apart; several board types take
+    turns. A board starts one takt after the start of the one before, so the images of large boards may overlap. A
+    line without boards gets passes over all its routes, one image of each, without a pause between two passes.
+    """
+    if boards < 1:
+        raise ValueError(f"{boards} boards are no trace")
+    rng = random.Random(seed)
+    quantities = [board.components for board in config.boards.values()] or [
+        dict.fromkeys(config.catalog.graph.routes, 1)
+    ]
+    takts_s = [board.takt_s for board in config.boards.values()] or [len(quantities[0]) * image_interval_s]
+    arrivals: list[Arrival] = []
+    start_s = 0.0
+    for number in range(boards):
+        turn = number % len(quantities)
+        components = [name for name, quantity in sorted(quantities[turn].items()) for _ in range(quantity)]
+        rng.shuffle(components)
+        arrivals += (Arrival(start_s + image_interval_s * n, name) for n, name in enumerate(components))
+        start_s += takts_s[turn]
+    return tuple(sorted(arrivals, key=lambda arrival: arrival.at_s))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that hold anything, with their numbers from 1."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}) - check the path and its permissions") from error
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            text = line.decode().strip()
+        except UnicodeDecodeError as error:
+            place = Place(path, number, error.start + 1, "encoding")
+            wrong = f"byte 0x{line[error.start]:02x} is not UTF-8 - save the file in the encoding UTF-8"
+            raise ConfigError(wrong, place) from error
+        if text:
+            yield number, text
+
+
+def _together(path: Path, problems: Sequence[ConfigError]) -> ConfigError:
+    """The first MOST_PROBLEMS of them as one error, and how many more there are."""
+    told = list(problems[:MOST_PROBLEMS])
+    if len(problems) > len(told):
+        told.append(ConfigError(f"{path}: and {len(problems) - len(told)} mistakes more - correct these first"))
+    return ConfigError.of(told)
+
+
+def _row(arrival: Arrival, folder: Path) -> dict[str, Any]:
+    row: dict[str, Any] = {"t": arrival.at_s}
+    if arrival.component is not None:
+        row["component"] = arrival.component
+    if arrival.expert is not None:
+        row["expert"] = arrival.expert
+    if arrival.image is not None:
+        image = arrival.image.absolute()
+        row["image"] = str(image.relative_to(folder) if image.is_relative_to(folder) else image)
+    return row
+
+
+class _Mistake(Exception):
+    """One thing wrong with a line: the key it is about, and what to do."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Checks line after line, and collects what is wrong."""
+
+    path: Path
+    catalog: Catalog
+    problems: list[ConfigError] = field(default_factory=list)
+    _latest_s: float = 0.0
+    _latest_line: int = 0
+    _images: dict[str, bool] = field(default_factory=dict)  # as written -> is it there?
+
+    def arrival(self, number: int, text: str) -> Arrival | None:
+        """The arrival of one line; None, and a problem more for each mistake, when it is none."""
+        before = len(self.problems)
+        try:
+            row = _parse(text)
+        except _Mistake as mistake:
+            self._tell(number, text, mistake)
+            return None
+        checked: dict[str, Any] = {}
+        for check in (self._keys, self._time, self._target, self._image):
+            try:
+                checked |= check(row, number)
+            except _Mistake as mistake:
+                self._tell(number, text, mistake)
+        return Arrival(**checked) if len(self.problems) == before else None
+
+    def _tell(self, number: int, text: str, mistake: _Mistake) -> None:
+        column = max(text.find(json.dumps(mistake.key)), 0) + 1
+        self.problems.append(ConfigError(str(mistake), Place(self.path, number, column, mistake.key)))
+
+    def _keys(self, row: Mapping[str, object], number: int) -> dict[str, object]:
+        for key in row:
+            if key not in KEYS:
+                raise _Mistake(key, f"unknown key - {suggestion(key, KEYS)}")
+        return {}
+
+    def _time(self, row: Mapping[str, Any], number: int) -> dict[str, object]:
+        if "t" not in row:
+            raise _Mistake("t", "is missing - seconds since the start of the trace")
+        at_s = row["t"]
+        if not _is_seconds(at_s):
+            raise _Mistake("t", f"{_shown(at_s)} is not a number - write seconds since the start, such as 0.004")
+        if at_s < 0:
+            raise _Mistake("t", f"{at_s} is before the start - times begin at 0")
+        if at_s < self._latest_s:
+            earlier = f"{at_s} runs backwards, line {self._latest_line} has {self._latest_s}"
+            raise _Mistake("t", f"{earlier} - sort the lines by t")
+        self._latest_s, self._latest_line = float(at_s), number
+        return {"at_s": float(at_s)}
+
+    def _target(self, row: Mapping[str, object], number: int) -> dict[str, object]:
+        given = [key for key in ("component", "expert") if key in row]
+        if len(given) != 1:
+            both = "both component and expert - a request goes through a route or to one expert, keep one"
+            raise _Mistake("component", both if given else "neither component nor expert - name one of them")
+        key, name = given[0], row[given[0]]
+        known: Collection[str] = self.catalog.graph.routes if key == "component" else self.catalog.experts
+        if not isinstance(name, str):
+            raise _Mistake(key, f"{_shown(name)} is not a name - write it in quotes")
+        if name not in known:
+            missing = f"no route for {name!r}" if key == "component" else f"no expert {name!r} on this line"
+            raise _Mistake(key, f"{missing} - {suggestion(name, known)}")
+        return {key: name}
+
+    def _image(self, row: Mapping[str, object], number: int) -> dict[str, object]:
+        if "image" not in row:
+            return {}
+        name = row["image"]
+        if not isinstance(name, str) or not name:
+            raise _Mistake("image", f"{_shown(name)} is not a path - write one relative to the trace's folder")
+        image = self.path.absolute().parent / name
+        if name not in self._images:
+            self._images[name] = os.path.isfile(image)  # unlike Path.is_file, also of a name no disk could hold
+        if not self._images[name]:
+            raise _Mistake("image", f"{image} is not there - copy it there, or correct the path")
+        return {"image": image}
+
+
+def _parse(text: str) -> dict[str, object]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        row = dict(pairs)
+        if len(row) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise _Mistake(twice, "is there twice - keep one")
+        return row
+
+    try:
+        row = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _Mistake("syntax", f"not JSON ({error}) - write one object a line") from error
+    if not isinstance(row, dict):
+        raise _Mistake("syntax", f'{_shown(row)} is not an object - write {{"t": 0.004, "component": "..."}}')
+    return row
+
+
+def _is_seconds(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= LATEST_S  # which neither NaN nor infinity is
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
