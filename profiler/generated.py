@@ -1,0 +1,353 @@
+"""A generated line: experts with random weights, a trace with heavy-tailed popularity, a few images, a line file.
+
+Guarantees: the same recipe and seed give the same bytes; no two experts share a tensor's bytes, so that each one costs
+what it would cost on a real line; what does not fit on the disk is refused before anything is written; inside
+``removed_afterwards`` nothing stays behind, however it ends (SIGKILL aside).
+
+Weights are slices of one long run of random numbers, scaled layer by layer so that activations neither vanish nor
+overflow: a ResNet101 costs about as much as copying its bytes. They see nothing, but they run like trained ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import tempfile
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from experts.backends import backend_for, family
+from experts.errors import ConfigError
+from experts.expert import Expert, InputSpec, Precision
+from experts.packing import pack_line
+from experts.weights import DTYPE_BYTES, SegmentStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import FrameType
+
+    from numpy.typing import NDArray
+
+CLASSIFIER_LABELS = ("ok", "missing", "shifted")
+DETECTOR_LABELS = ("aligned", "turned")
+EVERY_DETECTED = 3  # arbitrary: every third component has a detector behind its classifier, where there are detectors
+LARGEST_QUANTITY = 1000  # of one component on the generated board
+WORKSPACE_BATCHES = 4  # executors that run at once ...
+WORKSPACE_IMAGES = 8  # ... and the images in a batch of each, that the workspace is made for
+NOISE = 0.01  # on what is not random in a fresh network (norms, biases), so that no two experts share it
+EXPERT_STEP, TENSOR_STEP = 9973, 7919  # where in the run of random numbers an expert begins, and each of its tensors
+HEADER_BYTES = 1 << 18  # of a .safetensors file, at most; and of a packed one's manifest
+PRECISION_BYTES = {Precision.FP32: DTYPE_BYTES["float32"], Precision.BF16: 2, Precision.FP16: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LineRecipe:
+    """What to generate. One component and one classifier each; some components have one of the detectors behind it.
+
+    ``memory_for``: experts that fit, of the largest kind, in ``precision``; where all are of one architecture exactly
+    so many fit, as workspaces have their own share. ``sigma``: of the log-normal popularity of components.
+    """
+
+    classifiers: int = 40
+    architecture: str = "resnet101"
+    detectors: int = 0
+    detector_architectures: tuple[str, ...] = ("yolov5m", "yolov5l")
+    requests: int = 240
+    every_s: float = 0.004
+    sigma: float = 1.2
+    seed: int = 0
+    memory_for: int = 12
+    precision: Precision = Precision.FP32
+    classifier_px: int = 224
+    detector_px: int = 640
+    images: int = 8
+
+    def __post_init__(self) -> None:
+        counts = (self.classifiers, self.requests, self.memory_for, self.images)
+        if min(counts) < 1 or self.detectors < 0:
+            raise ConfigError("a generated line has at least one classifier, request, image, and room for one expert")
+        if self.every_s < 0 or self.sigma < 0:
+            raise ConfigError("every_s and sigma of a generated line are not negative")
+        if self.detectors and not self.detector_architectures:
+            raise ConfigError("detectors without an architecture: name one, such as yolov5m")
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedLine:
+    """Where a generated line lies, and what its memory is made of."""
+
+    line: Path
+    trace: Path
+    footprint_bytes: int  # of the largest expert in memory
+    expert_bytes: int  # memory_for x footprint_bytes
+    workspace_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """One architecture's state dict as a fresh network has it; what is drawn for each expert replaces its values."""
+
+    values: Mapping[str, NDArray[Any]]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(value.nbytes for value in self.values.values()) + HEADER_BYTES
+
+    @property
+    def largest(self) -> int:
+        return max(value.size for value in self.values.values())
+
+    def drawn(self, run: NDArray[np.float32], number: int) -> dict[str, NDArray[Any]]:
+        """The tensors of expert ``number``: slices of the run that no other expert has at the same tensor."""
+        return {
+            name: _drawn(name, value, run[number * EXPERT_STEP + position * TENSOR_STEP :][: value.size])
+            for position, (name, value) in enumerate(self.values.items())
+        }
+
+
+def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLine:
+    """Write line.yaml, weights, images and trace.jsonl into an empty or new folder.
+
+    Raises ConfigError when the folder is not empty, an architecture cannot be built, or the disk has no room for the
+    weights and their packed form.
+    """
+    recipe = recipe or LineRecipe()
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: name a new folder, nothing is overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
+        tensors = {name: _fresh_tensors(name, Path(scratch)) for name in _architectures(recipe)}
+    experts = _experts(folder, recipe)
+    require_disk(folder, _disk_bytes(experts, tensors, recipe), f"{len(experts)} experts and their packed form")
+    written_bytes = _write_weights(experts, tensors, recipe.seed)
+    os.sync()  # what is still to be written would be paid for by whatever is measured next
+    footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.precision)
+    quantities = _quantities(recipe)
+    expert_bytes = recipe.memory_for * footprint_bytes
+    _write_line(folder / "line.yaml", experts, quantities, recipe, (expert_bytes, workspace_bytes))
+    images = _write_images(folder, recipe)
+    _write_trace(folder / "trace.jsonl", quantities, images, recipe)
+    return GeneratedLine(
+        folder / "line.yaml", folder / "trace.jsonl", footprint_bytes, expert_bytes, workspace_bytes, written_bytes
+    )
+
+
+@contextmanager
+def removed_afterwards(directory: Path, prefix: str = "generated-") -> Iterator[Path]:
+    """A new folder in ``directory``, removed with all it holds also after Ctrl-C and SIGTERM."""
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, _interrupt)
+            stack.callback(signal.signal, signal.SIGTERM, before)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
+        stack.callback(shutil.rmtree, folder)
+        yield folder
+
+
+def require_disk(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raises ConfigError when the disk under ``folder`` has fewer bytes free."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"{folder}: {what} need {needed_bytes} bytes ({needed_bytes / 1e9:.1f} GB), {free_bytes} bytes "
+            f"({free_bytes / 1e9:.1f} GB) are free: make room, name a folder on another disk, or ask for fewer experts"
+        )
+
+
+def _expert(folder: Path, expert: str, architecture: str, px: int) -> Expert:
+    """An expert of a generated line, as its catalog will have it."""
+    is_detector = family(architecture) == "detector"
+    return Expert(
+        expert,
+        architecture,
+        folder / "weights" / f"{expert.replace('/', '-')}.safetensors",
+        DETECTOR_LABELS if is_detector else CLASSIFIER_LABELS,
+        InputSpec(px, px, "unit" if is_detector else "imagenet"),
+    )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _architectures(recipe: LineRecipe) -> tuple[str, ...]:
+    detectors = recipe.detector_architectures[: recipe.detectors]
+    return tuple(dict.fromkeys((recipe.architecture, *detectors)))
+
+
+def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
+    """Classifiers first, then detectors, whose architectures take turns."""
+    classifiers = [
+        _expert(folder, f"cls/{number:03d}", recipe.architecture, recipe.classifier_px)
+        for number in range(recipe.classifiers)
+    ]
+    kinds = recipe.detector_architectures
+    detectors = [
+        _expert(folder, f"det/{number:03d}", kinds[number % len(kinds)], recipe.detector_px)
+        for number in range(recipe.detectors)
+    ]
+    return classifiers + detectors
+
+
+def _fresh_tensors(architecture: str, scratch: Path) -> _Tensors:
+    """The state dict of a fresh network. Raises ConfigError for what is neither a classifier nor a detector."""
+    kind = family(architecture)
+    try:
+        if kind == "classifier":
+            from experts.backends.classifier import write_random_weights
+
+            path = scratch / f"{architecture}.safetensors"
+            write_random_weights(path, architecture, len(CLASSIFIER_LABELS), seed=0)
+            return _Tensors(load_file(path))
+        if kind == "detector":
+            from experts.backends.detector import build_trainable
+
+            state = build_trainable(architecture, len(DETECTOR_LABELS)).state_dict()
+            return _Tensors({name: tensor.numpy().copy() for name, tensor in state.items()})
+    except ValueError as error:
+        raise ConfigError(f"{architecture}: {error}") from error
+    raise ConfigError(f"{architecture}: weights are generated for classifiers and YOLO detectors only")
+
+
+def _drawn(name: str, value: NDArray[Any], noise: NDArray[np.float32]) -> NDArray[Any]:
+    """Weights of layers: random, each row of about unit length. Norms and biases: as they were, and a little noise."""
+    if value.dtype != np.float32 or not value.ndim:
+        return value
+    if name.endswith("dfl.conv.weight"):
+        return value  # a YOLO's bins are constants, not weights
+    drawn = noise.reshape(value.shape)
+    if value.ndim > 1:
+        drawn = drawn / np.float32(math.sqrt(max(value.size // value.shape[0], 1)))
+    else:
+        drawn = value + np.float32(NOISE) * (np.abs(drawn) if name.endswith("running_var") else drawn)
+    return drawn.astype(np.float32, copy=False)
+
+
+def _disk_bytes(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
+    """Weight files, and what packing makes of them."""
+    weights_bytes = sum(tensors[expert.architecture].size_bytes for expert in experts)
+    packed_bytes = weights_bytes * PRECISION_BYTES[recipe.precision] // DTYPE_BYTES["float32"]
+    return weights_bytes + packed_bytes + len(experts) * HEADER_BYTES
+
+
+def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], seed: int) -> int:
+    largest = max(each.largest for each in tensors.values())
+    positions = max(len(each.values) for each in tensors.values())
+    length = largest + len(experts) * EXPERT_STEP + positions * TENSOR_STEP
+    run = np.random.default_rng(seed).standard_normal(length, dtype=np.float32)
+    experts[0].weights.parent.mkdir()
+    for number, expert in enumerate(experts):
+        save_file(tensors[expert.architecture].drawn(run, number), expert.weights)
+    return sum(expert.weights.stat().st_size for expert in experts)
+
+
+def _sizes(folder: Path, experts: Sequence[Expert], precision: Precision) -> tuple[int, int]:
+    """Bytes of the largest expert in memory, and of the workspace; one expert of each architecture is packed for it."""
+    firsts = list({expert.architecture: expert for expert in reversed(experts)}.values())
+    store = SegmentStore(folder / "state" / "packed")
+    try:
+        report = pack_line(firsts, lambda _: {precision}, store)
+    finally:
+        store.close()
+    for error in report.failed.values():
+        raise error
+    packed = [report.packed[expert.id][precision] for expert in firsts]
+    footprint_bytes = max(sum(segment.slot_bytes for segment in form.segments) for form in packed)
+    batch_bytes = max(
+        backend_for(expert.architecture).workspace_bytes(expert, precision, WORKSPACE_IMAGES) for expert in firsts
+    )
+    return footprint_bytes, WORKSPACE_BATCHES * batch_bytes
+
+
+def _quantities(recipe: LineRecipe) -> dict[str, int]:
+    """How many of each component a board has: log-normal, whole numbers from 1."""
+    chance = random.Random(recipe.seed)
+    drawn = [chance.lognormvariate(0, recipe.sigma) for _ in range(recipe.classifiers)]
+    scale = LARGEST_QUANTITY / max(drawn)
+    return {f"part-{number:03d}": max(round(each * scale), 1) for number, each in enumerate(drawn)}
+
+
+def _write_line(
+    path: Path,
+    experts: Sequence[Expert],
+    quantities: Mapping[str, int],
+    recipe: LineRecipe,
+    memory: tuple[int, int],
+) -> None:
+    expert_bytes, workspace_bytes = memory
+    budget = f"{expert_bytes + workspace_bytes}B"
+    classifiers, detectors = experts[: recipe.classifiers], experts[recipe.classifiers :]
+    document = {
+        "line": "generated",
+        "state": "./state",
+        "experts": {
+            expert.id: {
+                "architecture": expert.architecture,
+                "weights": str(expert.weights.relative_to(path.parent)),
+                "labels": list(expert.labels),
+                "input": {"size": [expert.input.height, expert.input.width], "normalize": expert.input.normalize},
+            }
+            for expert in experts
+        },
+        "routes": {
+            component: _route(number, classifiers[number], detectors) for number, component in enumerate(quantities)
+        },
+        "boards": {"generated": {"components": dict(quantities), "takt_s": 180}},
+        "memory": {"host": budget, "device": budget, "workspace": f"{workspace_bytes}B"},
+        "precision": str(recipe.precision),
+    }
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+
+
+def _route(number: int, classifier: Expert, detectors: Sequence[Expert]) -> list[dict[str, Any]]:
+    """A classifier that is followed by a detector lets everything pass, so that the detector has its work."""
+    if not detectors or number % EVERY_DETECTED:
+        return [{"expert": classifier.id, "pass": [CLASSIFIER_LABELS[0]]}]
+    detector = detectors[number // EVERY_DETECTED % len(detectors)]
+    return [
+        {"expert": classifier.id, "pass": list(CLASSIFIER_LABELS)},
+        {"expert": detector.id, "pass": [DETECTOR_LABELS[0]]},
+    ]
+
+
+def _write_images(folder: Path, recipe: LineRecipe) -> list[str]:
+    """Pictures of one colour each under noise; their names relative to the folder."""
+    chance = np.random.default_rng(recipe.seed)
+    names = [f"images/{number:02d}.png" for number in range(recipe.images)]
+    (folder / "images").mkdir()
+    for name in names:
+        pixels = synthetic_pixels(chance, recipe.classifier_px, recipe.classifier_px)
+        Image.fromarray(pixels).save(folder / name)
+    return names
+
+
+def synthetic_pixels(chance: np.random.Generator, height: int, width: int) -> NDArray[np.uint8]:
+    """A picture of one colour under noise, (height, width, 3)."""
+    colour = chance.integers(0, 256, 3)
+    noise = chance.integers(-60, 61, (height, width, 3))
+    pixels: NDArray[np.uint8] = np.clip(colour + noise, 0, 255).astype(np.uint8)
+    return pixels
+
+
+def _write_trace(path: Path, quantities: Mapping[str, int], images: Sequence[str], recipe: LineRecipe) -> None:
+    """One arrival every ``every_s``; components by their quantities, images in turn."""
+    chance = random.Random(recipe.seed + 1)
+    components = chance.choices(list(quantities), list(quantities.values()), k=recipe.requests)
+    lines = (
+        {"t": round(number * recipe.every_s, 6), "component": component, "image": images[number % len(images)]}
+        for number, component in enumerate(components)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
