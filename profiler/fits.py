@@ -1,0 +1,222 @@
+"""From measured batches to the performance matrix: K and B, the maximum batch, the workspace. Pure.
+
+The rules, as `coserve profile` applies them:
+
+Latency. K and B are the least squares of *relative* distances from the medians of the repeats, for timing noise grows
+with the time itself and a single image counts as much as a full batch; neither is ever below LEAST_S.
+
+Maximum batch. The average latency (median over batch size) is smoothed by the closest curve that falls and then rises
+(unimodal regression). The maximum batch is the smallest measured size whose smoothed average is within a tolerance of
+the lowest one: 3 %, and twice the uncertainty of the medians on top. So a plateau is entered at its near end, noise
+does not stretch it, and a size beyond which the average rises again (caches, memory) is not chosen.
+
+Workspace. The straight line over the batch size that no measured point exceeds, and of such lines the one nearest to
+the points: a ledger that counts by it is never short of what was seen.
+
+Sources: CoServe (ASPLOS '25), section 4.2 for K and B, section 4.5 for the maximum batch, Figures 5, 6 and 12.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.profile import BatchTimes
+
+LEAST_S = 1e-4  # as the probe's: handing a batch over costs about as much, so K and B are never less
+TOLERANCE = 0.03  # of the lowest average latency: what a larger batch has to be worth
+MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+WORKSPACE_QUANTUM_BYTES = 64 * 1024  # what workspaces are rounded up to
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A batch of n takes ``K_s * n + B_s``. ``error``: the largest relative distance of a median from that."""
+
+    K_s: float
+    B_s: float
+    error: float
+
+    def latency_s(self, batch_size: int) -> float:
+        """Seconds of one batch by the line."""
+        return self.K_s * batch_size + self.B_s
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceFit:
+    """A batch of n needs at most ``base_bytes + n * per_image_bytes`` beside the weights."""
+
+    base_bytes: int
+    per_image_bytes: int
+
+    def bytes_for(self, batch_size: int) -> int:
+        """By the line; not less than any batch it was fitted to."""
+        return self.base_bytes + batch_size * self.per_image_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """One batch size: its median, and how much it counts."""
+
+    size: int
+    value: float
+    weight: float
+
+
+def fit_latency(batches: Sequence[BatchTimes]) -> Fit:
+    """K and B of these batches, of at least one size; of a single size, B is LEAST_S. Source: section 4.2.
+
+    Raises ValueError without a batch, or for times that are not above 0.
+    """
+    points = [_Point(size, seconds, 1 / seconds**2) for size, seconds in _medians(batches).items()]
+    if len(points) == 1:
+        (point,) = points
+        return _with_error(points, max((point.value - LEAST_S) / point.size, LEAST_S), LEAST_S)
+    candidates = _constrained_lines(points)
+    slope_s, intercept_s = min(candidates, key=lambda line: _squares(points, *line))
+    return _with_error(points, slope_s, intercept_s)
+
+
+def average_latencies(batches: Sequence[BatchTimes]) -> dict[int, float]:
+    """Seconds per image of each batch size, ascending: median over batch size, as in Figure 5."""
+    return {size: seconds / size for size, seconds in _medians(batches).items()}
+
+
+def uncertainty(batches: Sequence[BatchTimes]) -> float:
+    """How far the medians may be off, as a fraction of them: the middle one of all sizes.
+
+    1.4826 x MAD / median / sqrt(repeats) of each size of which there are at least two repeats; 0 where none has.
+    """
+    fractions = []
+    for batch in batches:
+        if len(batch.seconds) > 1:
+            middle = median(batch.seconds)
+            spread = median(abs(seconds - middle) for seconds in batch.seconds)
+            fractions.append(MAD_TO_DEVIATION * spread / middle / math.sqrt(len(batch.seconds)))
+    return median(fractions) if fractions else 0.0
+
+
+def plateau(batches: Sequence[BatchTimes], tolerance: float = TOLERANCE) -> int:
+    """The maximum batch: where the average latency stops falling; the rule is the module's. Source: section 4.5.
+
+    One of the measured sizes. Raises ValueError without a batch, or for times that are not above 0.
+    """
+    repeats = {batch.batch_size: len(batch.seconds) for batch in batches}
+    averages = average_latencies(batches)
+    points = [_Point(size, average, repeats[size]) for size, average in averages.items()]
+    smoothed = _unimodal(points)
+    limit = min(smoothed) * (1 + tolerance + 2 * uncertainty(batches))
+    return next(point.size for point, average in zip(points, smoothed, strict=True) if average <= limit)
+
+
+def fit_workspace(batches: Sequence[BatchTimes]) -> WorkspaceFit:
+    """The workspace line that covers every batch, rounded up to WORKSPACE_QUANTUM_BYTES. Source: Figure 6.
+
+    Of the lines that cover the points and do not fall, the one with the least excess in sum: it runs along the edge of
+    the points' upper hull above their mean size. Raises ValueError without a batch.
+    """
+    if not batches:
+        raise ValueError("no batch was measured")
+    points = sorted((batch.batch_size, batch.workspace_bytes) for batch in batches)
+    mean_size = sum(size for size, _ in points) / len(points)
+    slope = max(_hull_slope(points, mean_size), 0.0)
+    base = max(value - slope * size for size, value in points)
+    if base < 0:
+        base, slope = 0.0, max(value / size for size, value in points)
+    per_image_bytes = _rounded_up(slope)
+    left_bytes = max(value - per_image_bytes * size for size, value in points)
+    return WorkspaceFit(_rounded_up(max(left_bytes, 0)), per_image_bytes)
+
+
+def _medians(batches: Sequence[BatchTimes]) -> dict[int, float]:
+    """The median seconds of each size, ascending."""
+    found = {batch.batch_size: median(batch.seconds) for batch in batches if batch.seconds}
+    if not found:
+        raise ValueError("no batch was measured")
+    if min(found) < 1 or min(found.values()) <= 0:
+        raise ValueError(f"sizes count from 1 and times are above 0, not {found}")
+    return dict(sorted(found.items()))
+
+
+def _constrained_lines(points: Sequence[_Point]) -> list[tuple[float, float]]:
+    """The least squares line where it keeps to the floors, else the best one along each floor: one of these is best."""
+    weight = sum(point.weight for point in points)
+    mean_size = sum(point.weight * point.size for point in points) / weight
+    mean = sum(point.weight * point.value for point in points) / weight
+    variance = sum(point.weight * (point.size - mean_size) ** 2 for point in points)
+    covariance = sum(point.weight * (point.size - mean_size) * (point.value - mean) for point in points)
+    slope = covariance / variance
+    if slope >= LEAST_S and mean - slope * mean_size >= LEAST_S:
+        return [(slope, mean - slope * mean_size)]
+    squares = sum(point.weight * point.size**2 for point in points)
+    products = sum(point.weight * point.size * (point.value - LEAST_S) for point in points)
+    return [
+        (LEAST_S, max(mean - LEAST_S * mean_size, LEAST_S)),
+        (max(products / squares, LEAST_S), LEAST_S),
+    ]
+
+
+def _squares(points: Sequence[_Point], slope: float, intercept: float) -> float:
+    return sum(point.weight * (point.value - slope * point.size - intercept) ** 2 for point in points)
+
+
+def _with_error(points: Sequence[_Point], slope_s: float, intercept_s: float) -> Fit:
+    distances = [abs(slope_s * point.size + intercept_s - point.value) / point.value for point in points]
+    return Fit(slope_s, intercept_s, max(distances))
+
+
+def _unimodal(points: Sequence[_Point]) -> list[float]:
+    """The closest values that fall and then rise: of all places to turn, the one with the least squares."""
+
+    def turned(at: int) -> list[float]:
+        rising = _isotonic([_Point(point.size, -point.value, point.weight) for point in points[at:]])
+        return [*_isotonic(points[:at]), *(-value for value in rising)]
+
+    def distance(values: Sequence[float]) -> float:
+        return sum(point.weight * (point.value - value) ** 2 for point, value in zip(points, values, strict=True))
+
+    return min((turned(at) for at in range(len(points), 0, -1)), key=distance)
+
+
+def _isotonic(points: Sequence[_Point]) -> list[float]:
+    """The closest values that never rise: neighbours that do are pooled into their weighted mean."""
+    pools: list[tuple[float, float, int]] = []  # weighted mean, weight, points
+    for point in points:
+        mean, weight, count = point.value, point.weight, 1
+        while pools and pools[-1][0] < mean:
+            earlier, earlier_weight, earlier_count = pools.pop()
+            mean = (earlier * earlier_weight + mean * weight) / (earlier_weight + weight)
+            weight += earlier_weight
+            count += earlier_count
+        pools.append((mean, weight, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def _hull_slope(points: Sequence[tuple[int, int]], at: float) -> float:
+    """The slope of the points' upper hull above ``at``; 0 where they have one size only. ``points`` ascend."""
+    hull: list[tuple[int, int]] = []
+    for point in points:
+        while len(hull) > 1 and _is_under(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    for (left, left_value), (right, right_value) in itertools.pairwise(hull):
+        if left <= at <= right and left < right:
+            return (right_value - left_value) / (right - left)
+    return 0.0
+
+
+def _is_under(left: tuple[int, int], middle: tuple[int, int], right: tuple[int, int]) -> bool:
+    """Does the middle point lie on or under the line between the others?"""
+    rise_to_middle = (middle[1] - left[1]) * (right[0] - left[0])
+    rise_to_right = (right[1] - left[1]) * (middle[0] - left[0])
+    return rise_to_middle <= rise_to_right
+
+
+def _rounded_up(size_bytes: float) -> int:
+    return math.ceil(size_bytes / WORKSPACE_QUANTUM_BYTES) * WORKSPACE_QUANTUM_BYTES
