@@ -21,11 +21,21 @@ class Verdict(StrEnum):
 
 
 class Precision(StrEnum):
-    """The number format an expert's packed weights are stored and executed in."""
+    """The form that an expert's weights are packed and executed in: their number format, and who executes them.
+
+    ``ONNXRUNTIME`` is fp32 numbers executed by ONNX Runtime instead of torch, on the CPU only: a form of execution,
+    chosen among the precisions of an expert because it is packed, measured and switched as they are.
+    """
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+    ONNXRUNTIME = "onnxruntime"
+
+    @property
+    def is_cpu_only(self) -> bool:
+        """Whether it runs on no device but the CPU."""
+        return self is Precision.ONNXRUNTIME
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class ClassifierSkeleton:
 class ClassifierBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = frozenset(Precision)
+    precisions = frozenset(DTYPES)
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         template = _template(_form(expert))

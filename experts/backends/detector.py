@@ -111,7 +111,7 @@ class DetectorSkeleton:
 class DetectorBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = frozenset(Precision)
+    precisions = frozenset(DTYPES)
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         template = _template_of(expert)
