@@ -1,0 +1,367 @@
+"""What no schedule can beat: the fewest switches, the fewest loads in first-come-first-served order, the least time.
+
+Pure. Everything here is a lower bound for whatever serves the same requests with the same executors and memories, also
+for one that knows the future; each function says why. A bound counts an expert that is brought in after the start; a
+policy that loads while its executors work hides some of these from the requests, so its count of switches (loads that
+a request had to wait for) may come out lower, its count of loads cannot.
+
+Pinned experts, workspaces, the order of a route's steps and the limits on loads in flight are left out: each only
+takes away choices, so a bound without it stays one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance, PoolSpec
+
+SIZE_CLASS = Fraction(11, 10)  # experts whose bytes differ by less than this factor are of one class of sizes
+BURSTS = 16  # pauses of a trace after which what is still to come is weighed: each costs a pass over it
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request: when it comes, in seconds since the start, and the experts that it runs, one after another."""
+
+    at_s: float
+    experts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a schedule has to work with. ``speedups`` by processor, as ``StoredProfile.speedups``; none = independent.
+
+    ``profile`` has a row for every expert of the requests on one executor's processor at least.
+    """
+
+    executors: tuple[ExecutorSpec, ...]
+    pools: tuple[PoolSpec, ...]
+    profile: DeviceProfile
+    ssd_bytes_per_s: float
+    speedups: Mapping[str, tuple[float, ...]]
+
+    @property
+    def processors(self) -> Counter[str]:
+        """How many executors each processor has."""
+        return Counter(spec.processor for spec in self.executors)
+
+    def rows(self, expert: str, pool: str | None = None) -> list[ExpertProfile]:
+        """The expert's rows on the processors that have executors, of one memory or of all."""
+        used = dict.fromkeys(spec.processor for spec in self.executors if pool in (None, spec.pool))
+        columns = (self.profile.experts[processor] for processor in used)
+        return [column[expert] for column in columns if expert in column]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no schedule of some requests can beat.
+
+    ``switches``: experts that have to be brought in after the start. ``fcfs_switches``: the same when the requests
+    are served in their order. ``compute_s``, ``io_s``, ``arrivals_s``: the least time for the work, for reading what
+    cannot be there at the start, and for what arrives last.
+    """
+
+    switches: int
+    fcfs_switches: int
+    compute_s: float
+    io_s: float
+    arrivals_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The roofline: the least time from the first arrival to the last outcome."""
+        return max(self.compute_s, self.io_s, self.arrivals_s)
+
+
+def bounds(requests: Sequence[Work], resources: Resources) -> Bounds:
+    """All of them. Memories may hold whatever is best at the start."""
+    counts = Counter(expert for work in requests for expert in work.experts)
+    switches = fewest_switches(counts, resources)
+    uses = [expert for work in requests for expert in work.experts]
+    return Bounds(
+        switches=switches,
+        fcfs_switches=max(switches, fewest_fcfs_switches(uses, resources)),
+        compute_s=compute_s(counts, resources),
+        io_s=unread_bytes(counts, resources) / resources.ssd_bytes_per_s,
+        arrivals_s=arrivals_s(requests, resources),
+    )
+
+
+def fewest_switches(experts: Collection[str], resources: Resources) -> int:
+    """Of these experts, how many cannot be in a memory that runs them at the start: each costs one switch at least.
+
+    Proof. Let S be the copies that a memory of C bytes holds at the start. A part shared by h of the copies that may
+    be wanted there is charged to each of them with its size over h; then the charges of S are its own bytes and, for
+    each part, no more than its size: at most C in all. So as many experts as have the smallest charges, up to a sum
+    of C, are the most that can be there; whatever is smallest first, nothing larger in its place makes room for more.
+    With several memories the sum of these counts is one limit, and the count for one memory as large as all together
+    is another: both hold. An expert that is needed and is nowhere has to be brought in once, whatever the order. QED.
+
+    Exact for one memory without shared parts; never more than any schedule's loads.
+    """
+    by_pool = _bytes_by_pool(experts, resources)
+    capacities = {pool.name: pool.expert_bytes for pool in resources.pools}
+    apart = sum(_most_that_fit(sizes.values(), capacities[pool]) for pool, sizes in by_pool.items())
+    together = _most_that_fit(_least_bytes(by_pool).values(), sum(capacities[pool] for pool in by_pool))
+    return max(len(experts) - min(apart, together), 0)
+
+
+def fewest_fcfs_switches(uses: Sequence[str], resources: Resources) -> int:
+    """The fewest loads that any rule of eviction needs when experts are used in exactly this order.
+
+    Belady's MIN (1966): evict what is used again last. It is exact where all experts have one size; the start is free,
+    which saves as many loads as there are places: MIN from an empty memory fills its places without an eviction, and
+    a start that saved more loads than it has places could be had from an empty memory, load by load, for less than
+    MIN. With mixed sizes the least number of loads is NP-hard; this bound takes experts of about one size as a class
+    of its own, which has all the memory to itself and places for its smallest member, and adds the classes up; or all
+    experts as one class, whichever gives more. Both hold: a schedule's loads are the sum of its loads of each class,
+    and what it holds of a class at any moment fits into that many places. Shared parts count as in
+    ``fewest_switches``. Several memories are so many places together.
+    """
+    by_pool = _bytes_by_pool(set(uses), resources)
+    capacities = {pool.name: pool.expert_bytes for pool in resources.pools}
+    partitions = ([set(uses)], _size_classes(_least_bytes(by_pool)))
+    totals = [
+        sum(
+            _loads_from_best_start([use for use in uses if use in members], _places(members, by_pool, capacities))
+            for members in partition
+        )
+        for partition in partitions
+    ]
+    return max(totals)
+
+
+def belady_loads(uses: Iterable[str], places: int) -> int:
+    """How often MIN loads, from an empty memory with places for this many experts, at least one."""
+    if places < 1:
+        raise ValueError(f"a memory with {places} places runs nothing")
+    order = list(uses)
+    following = _next_uses(order)
+    next_use: dict[str, int] = {}  # what is held -> when it is used next
+    furthest: list[tuple[int, str]] = []  # the same as a heap, with entries that are out of date
+    loads = 0
+    for at, expert in enumerate(order):
+        if expert not in next_use:
+            loads += 1
+            while len(next_use) >= places:
+                negative_at, victim = heapq.heappop(furthest)
+                if next_use.get(victim) == -negative_at:
+                    del next_use[victim]
+        next_use[expert] = following[at]
+        heapq.heappush(furthest, (-following[at], expert))
+    return loads
+
+
+def unread_bytes(experts: Collection[str], resources: Resources, resident: Collection[str] | None = None) -> int:
+    """Bytes of these experts that have to be read from the SSD after the start, at the least.
+
+    ``resident``: the copies that are in some memory at the start; None = whatever is best, so that all memories are
+    full of what is needed. An expert counts with the smallest of its copies, a shared part once and only where every
+    copy of an expert needs it.
+    """
+    own_bytes = 0
+    parts: dict[str, int] = {}
+    held: set[str] = set()
+    for expert in experts:
+        rows = resources.rows(expert)
+        there = [row for row in rows if resident is not None and row.copy in resident]
+        held.update(part.id for row in there for part in row.footprint.shared)
+        if not there:
+            own_bytes += min(row.footprint.own_bytes for row in rows)
+            parts |= _common_parts([row.footprint for row in rows])
+    needed_bytes = own_bytes + sum(size for part, size in parts.items() if part not in held)
+    there_bytes = sum(pool.expert_bytes for pool in resources.pools) if resident is None else 0
+    return max(needed_bytes - there_bytes, 0)
+
+
+def compute_s(counts: Mapping[str, int], resources: Resources) -> float:
+    """The least time in which the executors can run these experts so often, each where it is needed from the start.
+
+    n images of an expert on one processor take ``K_s * n + B_s * ceil(n / max_batch)`` (CoServe, section 4.2) at the
+    best. Give every executor of processor p the weight y_p, all weights together 1: then the time is no less than the
+    weighted sum of all work, and that is no less than each expert's work where it weighs least. Any weights give a
+    bound; those under which one kind of experts weighs the same everywhere are tried, which for linear work on two
+    processors holds the best ones. Processors with ``speedups`` count as so many executors as they are worth.
+    """
+    strengths = {name: _strength(name, count, resources) for name, count in resources.processors.items()}
+    performances = {expert: _performances(expert, resources) for expert in counts}
+    return max(
+        (
+            sum(_least_work_s(counts[expert], performances[expert], weights) for expert in counts)
+            for weights in _weightings(list(performances.values()), strengths)
+        ),
+        default=0.0,
+    )
+
+
+def arrivals_s(requests: Sequence[Work], resources: Resources) -> float:
+    """When the last request can be done at the earliest, as none starts before it comes.
+
+    Two reasons count: each request's own steps, one after another, on the fastest processors; and the work of all that
+    comes after each of the trace's longest pauses, BURSTS of them.
+    """
+    if not requests:
+        return 0.0
+    ordered = sorted(requests, key=lambda work: work.at_s)
+    alone_s = {expert: _alone_s(expert, resources) for work in ordered for expert in work.experts}
+    chains_s = (work.at_s + sum(alone_s[expert] for expert in work.experts) for work in ordered)
+    pauses_s = [later.at_s - earlier.at_s for earlier, later in pairwise(ordered)]
+    moments = [0, *heapq.nlargest(BURSTS, range(1, len(ordered)), key=lambda start: pauses_s[start - 1])]
+    suffixes_s = (
+        ordered[start].at_s
+        + compute_s(Counter(expert for work in ordered[start:] for expert in work.experts), resources)
+        for start in moments
+    )
+    return max((*chains_s, *suffixes_s))
+
+
+# -- memories --
+
+
+def _bytes_by_pool(experts: Collection[str], resources: Resources) -> dict[str, dict[str, Fraction]]:
+    """What each expert is charged in each memory from which it can run; see ``fewest_switches``."""
+    by_pool = {}
+    for pool in dict.fromkeys(spec.pool for spec in resources.executors):
+        rows = {expert: resources.rows(expert, pool) for expert in experts}
+        copies = {row.copy: row.footprint for listed in rows.values() for row in listed}
+        holders = Counter(part.id for footprint in copies.values() for part in footprint.shared)
+        by_pool[pool] = {
+            expert: min(_charge(row.footprint, holders) for row in listed) for expert, listed in rows.items() if listed
+        }
+    return by_pool
+
+
+def _charge(footprint: Footprint, holders: Mapping[str, int]) -> Fraction:
+    return footprint.own_bytes + sum(
+        (Fraction(part.size_bytes, holders[part.id]) for part in footprint.shared), Fraction()
+    )
+
+
+def _least_bytes(by_pool: Mapping[str, Mapping[str, Fraction]]) -> dict[str, Fraction]:
+    """Each expert's charge in the memory where it is smallest."""
+    least: dict[str, Fraction] = {}
+    for sizes in by_pool.values():
+        for expert, size in sizes.items():
+            least[expert] = min(size, least.get(expert, size))
+    return least
+
+
+def _most_that_fit(sizes: Iterable[Fraction], capacity_bytes: int) -> int:
+    return sum(total <= capacity_bytes for total in accumulate(sorted(sizes)))
+
+
+def _size_classes(sizes: Mapping[str, Fraction]) -> list[set[str]]:
+    classes: list[set[str]] = []
+    smallest = Fraction(0)
+    for expert in sorted(sizes, key=lambda name: (sizes[name], name)):
+        if not classes or sizes[expert] > SIZE_CLASS * smallest:
+            classes.append(set())
+            smallest = sizes[expert]
+        classes[-1].add(expert)
+    return classes
+
+
+def _places(
+    members: Collection[str], by_pool: Mapping[str, Mapping[str, Fraction]], capacities: Mapping[str, int]
+) -> int:
+    """How many of these experts all memories together can hold at most, were all as small as the smallest."""
+    places = 0
+    for pool, sizes in by_pool.items():
+        smallest = min((sizes[expert] for expert in members if expert in sizes), default=None)
+        if smallest is not None:
+            places += int(capacities[pool] // smallest)
+    return max(places, 1)
+
+
+def _loads_from_best_start(uses: Sequence[str], places: int) -> int:
+    return belady_loads(uses, places) - min(places, len(set(uses)))
+
+
+def _next_uses(order: Sequence[str]) -> list[int]:
+    """For each use, when the same expert is used next; the length of the order for a last use."""
+    following = [len(order)] * len(order)
+    seen: dict[str, int] = {}
+    for at in range(len(order) - 1, -1, -1):
+        following[at] = seen.get(order[at], len(order))
+        seen[order[at]] = at
+    return following
+
+
+def _common_parts(footprints: Sequence[Footprint]) -> dict[str, int]:
+    """The shared parts that every one of these footprints has."""
+    holders: defaultdict[str, int] = defaultdict(int)
+    sizes = {part.id: part.size_bytes for footprint in footprints for part in footprint.shared}
+    for footprint in footprints:
+        for part in footprint.shared:
+            holders[part.id] += 1
+    return {part: size for part, size in sizes.items() if holders[part] == len(footprints)}
+
+
+# -- time --
+
+
+def _strength(processor: str, executors: int, resources: Resources) -> float:
+    """How many executors of this processor, each at full speed, these are worth at most."""
+    speedups = resources.speedups.get(processor)
+    return max(speedups[:executors]) if speedups else float(executors)
+
+
+def _performances(expert: str, resources: Resources) -> dict[str, Performance]:
+    columns = {processor: resources.profile.experts[processor] for processor in resources.processors}
+    return {processor: column[expert].performance for processor, column in columns.items() if expert in column}
+
+
+def _weightings(
+    performances: Sequence[Mapping[str, Performance]], strengths: Mapping[str, float]
+) -> list[dict[str, float]]:
+    """Weights of one executor of each processor, such that all executors together weigh 1."""
+    distinct = {tuple(sorted((name, _per_image_s(each)) for name, each in rows.items())) for rows in performances}
+    weightings = []
+    for costs in sorted(distinct):
+        if any(cost_s <= 0.0 for _, cost_s in costs):
+            continue  # work that takes no time bounds none
+        total = sum(strengths[name] / cost_s for name, cost_s in costs)
+        weightings.append({name: 1.0 / (cost_s * total) for name, cost_s in costs})
+    return weightings
+
+
+def _per_image_s(performance: Performance) -> float:
+    return performance.latency_s(performance.max_batch) / performance.max_batch
+
+
+def _least_work_s(count: int, performances: Mapping[str, Performance], weights: Mapping[str, float]) -> float:
+    """Weighted seconds of ``count`` images, shared out over the processors in the way that weighs least."""
+    least, *others = [_weighed_s(count, each, weights.get(name, 0.0)) for name, each in performances.items()]
+    for work in others[:-1]:
+        least = [min(least[n - m] + work[m] for m in range(n + 1)) for n in range(count + 1)]
+    return min(least[count - m] + others[-1][m] for m in range(count + 1)) if others else least[count]
+
+
+def _weighed_s(count: int, performance: Performance, weight: float) -> list[float]:
+    """For each number of images from 0 to ``count``: its seconds in batches as large as may be, times the weight."""
+    batches = [-(-number // performance.max_batch) for number in range(count + 1)]
+    return [weight * (performance.K_s * number + performance.B_s * batches[number]) for number in range(count + 1)]
+
+
+def _alone_s(expert: str, resources: Resources) -> float:
+    """One image alone on the fastest processor."""
+    counts = resources.processors
+    return min(
+        performance.latency_s(1) / _pace(counts[name], resources.speedups.get(name))
+        for name, performance in _performances(expert, resources).items()
+    )
+
+
+def _pace(executors: int, speedups: Sequence[float] | None) -> float:
+    """How fast one of so many executors goes at most, against one alone."""
+    if not speedups:
+        return 1.0
+    return max(speed / running for running, speed in enumerate(speedups[:executors], start=1))
