@@ -1,155 +1,449 @@
 """The device profile: what the offline phase found out about a box and a line, in one SQLite file.
 
-Guarantees: written by the profiler, read here; a profile that is not finished, or whose box, libraries or packed
-weights are not those of today, is refused by name and never used in part.
+Guarantees: a finished profile appears whole under its name or not at all, and is never written to again, only replaced;
+what is being measured lies beside it, in ``PATH.partial``, where everything that was saved survives a kill or a power
+cut, and the next run takes it up; reading writes nothing. A profile that is not finished, or whose box, libraries or
+packed weights are not those of today, is refused by name and never used in part.
+Assumes: the folder is on a local disk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from agent import profile_rows as rows
+from agent.profile_records import (
+    Agreement,
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    StoredProfile,
+    Trial,
+    UsageProfile,
+)
+from agent.profile_schema import copy_in_memory, open_for_writing, remove_database
+from experts.backends import family
+from experts.errors import ConfigError
+from experts.manifests import sync_directory
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import sqlite3
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from agent.runtime.device import Box
+    from experts.expert import Expert
+    from experts.weights import PackedExpert
+
+__all__ = [
+    "Agreement",
+    "Allocation",
+    "BatchTimes",
+    "BoxIdentity",
+    "KindProfile",
+    "LinkSpeed",
+    "PoolAllocation",
+    "ProfileDraft",
+    "StoredProfile",
+    "Trial",
+    "UsageProfile",
+    "box_mismatches",
+    "identity_of",
+    "kind_name",
+    "mismatches",
+    "packed_sha256",
+    "partial_of",
+    "read_profile",
+    "replace_usage",
+]
+
+log = logging.getLogger(__name__)
+
+GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its program says, not its architecture
+SHORT_SHA256 = 12
 
 
-@dataclass(frozen=True, slots=True)
-class BoxIdentity:
-    """What a profile holds for. ``versions``: the libraries that run experts, by name."""
+def kind_name(expert: Expert, program_sha256: str | None) -> str:
+    """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
 
-    device: str  # Box.name: cpu, cuda, jetson, mps, emulated
-    model: str
-    processors: tuple[str, ...]
-    cores: int
-    host_bytes: int
-    device_bytes: int | None
-    versions: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
-    """One batch size: seconds of each repeat, and the most bytes it needed beside the weights."""
-
-    batch_size: int
-    seconds: tuple[float, ...]
-    workspace_bytes: int
+    A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
+    is executed is its precision.
+    """
+    size = f"{expert.input.height}x{expert.input.width}"
+    parts = [expert.architecture, size, expert.input.normalize]
+    if expert.stem is not None:
+        parts.append(f"stem={expert.stem}")
+    if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:
+        parts.append(f"program={program_sha256[:SHORT_SHA256]}")
+    return " ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class KindProfile:
-    """One kind of experts on one processor in one precision (CoServe, section 4.5).
+def identity_of(box: Box) -> BoxIdentity:
+    """What a profile that is measured on this box holds for."""
+    return BoxIdentity(
+        device=box.name,
+        model=box.model,
+        processors=box.processors,
+        cores=box.cores,
+        host_bytes=box.host.total_bytes,
+        device_bytes=None if box.device is None else box.device.total_bytes,
+        versions=dict(box.versions),
+    )
 
-    ``kind`` names experts that run alike: architecture, input, stem, program (``kind_name``). A batch of n takes
-    ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a median from that line over the sizes up to
-    ``max_batch``. ``load_s`` by source, "ssd" and where memory is split "host". ``samples`` says what was run.
+
+def packed_sha256(packed: PackedExpert) -> str:
+    """What was packed, and how: the owner's file, the program, and each tensor's dtype, shape and strides.
+
+    Which tensors are shared with other experts is left out: that changes when others come and go.
+    """
+    tensors = sorted(
+        [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
+        for segment in packed.segments
+        for spec in segment.tensors
+    )
+    parts = [packed.architecture, packed.precision, packed.source_sha256, packed.program_sha256, tensors]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def mismatches(profile: StoredProfile, box: BoxIdentity, packed: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
+    """Why a profile does not hold for a box and a line as they are now, one sentence each; empty if it does.
+
+    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now. Experts that
+    have left the line are no mismatch.
+    """
+    return (*box_mismatches(profile, box), *_expert_mismatches(profile, packed))
+
+
+def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
+    """The same for the box alone. Memory counts only where it shrank below what was shared out."""
+    budgets = profile.allocation.budget_bytes
+    return (*_differences(profile.box, box), *_shrunken(budgets, box))
+
+
+def _differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
+    """How two boxes differ, memory aside."""
+    if then.device != now.device:
+        yield f"the device is {now.device} now, {then.device} in the profile"
+    if then.model != now.model:
+        yield f"the device's model is {now.model!r} now, {then.model!r} in the profile"
+    if then.processors != now.processors:
+        yield f"the processors are {', '.join(now.processors)} now, {', '.join(then.processors)} in the profile"
+    if then.cores != now.cores:
+        yield f"the cores are {now.cores} now, {then.cores} in the profile"
+    for library in sorted({*then.versions, *now.versions}):
+        versions = now.versions.get(library), then.versions.get(library)
+        if versions[0] != versions[1]:
+            here, there = (version or "not installed" for version in versions)
+            yield f"{library} is {here} now, {there} in the profile"
+
+
+def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
+    """Memories that are smaller now than what was shared out; an emulated device's arena is cut from the host's."""
+    sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}
+    for pool, budget_bytes in budgets.items():
+        size_bytes = sizes.get(pool)
+        if size_bytes is not None and size_bytes < budget_bytes:
+            yield f"the {pool} memory is {_mib(size_bytes)} now, the profile shares out {_mib(budget_bytes)}"
+
+
+def _expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    known = {expert for expert, _ in profile.packed}
+    unknown = dict.fromkeys(expert for expert, _ in packed if expert not in known)
+    yield from (f"expert {expert} is not in the profile" for expert in unknown)
+    for (expert, precision), sha256 in packed.items():
+        then = profile.packed.get((expert, precision))
+        if expert in unknown or then == sha256:
+            continue
+        if then is None:
+            yield f"expert {expert} was not profiled in {precision}"
+        else:
+            yield f"expert {expert} in {precision} has other packed weights than those that were profiled"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def partial_of(path: Path) -> Path:
+    """Where a profile lies while it is being measured."""
+    return path.with_name(path.name + ".partial")
+
+
+def read_profile(path: Path) -> StoredProfile:
+    """A finished profile. Raises ConfigError, naming the file and what to do, for anything else."""
+    if not path.exists():
+        if partial_of(path).exists():
+            raise ConfigError(
+                f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it"
+            )
+        raise ConfigError(f"{path}: no device profile - run `coserve profile LINE.yaml`")
+    with closing(copy_in_memory(path)) as connection:
+        return rows.profile_in(connection, path)
+
+
+def replace_usage(path: Path, usage: UsageProfile) -> None:
+    """Give a finished profile another usage; the file is replaced whole. Raises ConfigError as ``read_profile``."""
+    read_profile(path)
+    unfinished = path.with_name(path.name + ".usage")
+    with _one_writer(path):
+        remove_database(unfinished)
+        with closing(copy_in_memory(path)) as copy, closing(open_for_writing(unfinished)) as connection:
+            copy.backup(connection)
+            with connection:
+                rows.put_usage(connection, usage)
+        _rename(unfinished, path)
+
+
+class ProfileDraft:
+    """A profile that is being measured. Every save is on the disk when it returns; ``finish`` it, or ``close`` it.
+
+    What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``packed`` and
+    ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still the same,
+    ``packed`` tells, as it is before ``save_packed``.
     """
 
-    kind: str
-    architecture: str
-    processor: str
-    precision: str
-    threads: int
-    K_s: float
-    B_s: float
-    fit_error: float
-    max_batch: int
-    weight_bytes: int
-    workspace_base_bytes: int
-    workspace_bytes: int
-    load_s: Mapping[str, float]
-    batches: tuple[BatchTimes, ...]
-    samples: str
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
+        self.path = path
+        self._connection = connection
+        self._lock: int | None = lock
+
+    @classmethod
+    def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> ProfileDraft:
+        """Take up the partial profile of this box, or begin one.
+
+        A new one starts from the kinds, agreements, speedups and links of a finished profile of the same box and
+        library versions. ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Raises
+        ConfigError while another process has this profile open, and on a network share.
+        """
+        path = path.absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path)
+        try:
+            if fresh:
+                remove_database(partial_of(path))
+            connection = _resumed(path, line, box) or _begun(path, line, box, fresh=fresh)
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(path, connection, lock)
+
+    def __enter__(self) -> ProfileDraft:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End; what was saved waits in the partial file. Idempotent."""
+        if self._lock is not None:
+            self._connection.close()
+            os.close(self._lock)
+            self._lock = None
+
+    def kinds(self) -> tuple[KindProfile, ...]:
+        """Those that are measured."""
+        return rows.kinds_in(self._connection)
+
+    def agreements(self) -> tuple[Agreement, ...]:
+        """Those that are compared."""
+        return rows.agreements_in(self._connection)
+
+    def speedups(self) -> dict[str, tuple[float, ...]]:
+        """Those that are measured, by processor."""
+        return rows.speedups_in(self._connection)
+
+    def links(self) -> tuple[LinkSpeed, ...]:
+        """Those that are measured."""
+        return rows.links_in(self._connection)
+
+    def packed(self) -> dict[tuple[str, str], str]:
+        """What was profiled by whoever saved it last: this run, or the one that it takes up."""
+        return rows.packed_in(self._connection)
+
+    def trials(self, search: str) -> tuple[Trial, ...]:
+        """Those of a search that were saved."""
+        return rows.trials_in(self._connection, search)
+
+    def save_kind(self, kind: KindProfile) -> None:
+        """One kind on one processor in one precision."""
+        with self._connection:
+            rows.put_kind(self._connection, kind)
+
+    def save_agreement(self, agreement: Agreement) -> None:
+        """One comparison with fp32."""
+        with self._connection:
+            rows.put_agreement(self._connection, agreement)
+
+    def save_speedups(self, processor: str, speedups: Sequence[float]) -> None:
+        """What several executors of one processor gain."""
+        with self._connection:
+            rows.put_speedups(self._connection, processor, speedups)
+
+    def save_links(self, links: Sequence[LinkSpeed]) -> None:
+        """All links of the box."""
+        with self._part("links"):
+            rows.put_links(self._connection, links)
+
+    def save_precisions(self, precisions: Mapping[tuple[str, str], str]) -> None:
+        """The precision chosen for each (kind, processor)."""
+        with self._part("precisions"):
+            rows.put_precisions(self._connection, precisions)
+
+    def save_packed(self, packed: Mapping[tuple[str, str], str]) -> None:
+        """(expert, precision) -> ``packed_sha256`` of all that was profiled."""
+        with self._part("packed"):
+            rows.put_packed(self._connection, packed)
+
+    def save_usage(self, usage: UsageProfile) -> None:
+        """The usage probabilities."""
+        with self._part("usage"):
+            rows.put_usage(self._connection, usage)
+
+    def save_allocation(self, allocation: Allocation) -> None:
+        """The memory split and the executors."""
+        with self._part("allocation"):
+            rows.put_allocation(self._connection, allocation)
+
+    def save_trials(self, search: str, trials: Sequence[Trial]) -> None:
+        """What a search has tried so far."""
+        with self._connection:
+            rows.put_trials(self._connection, search, trials)
+
+    def finish(self) -> StoredProfile:
+        """Make it the box's profile, in the place of the one before, and close it.
+
+        Raises ConfigError, naming what is missing, for one that is not whole; then it stays a partial one.
+        """
+        missing = rows.missing_parts(self._connection)
+        partial = partial_of(self.path)
+        if missing:
+            lacking = ", ".join(missing)
+            raise ConfigError(f"{partial} lacks {lacking} - `coserve profile LINE.yaml` measures what is missing")
+        with self._connection:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self._connection.execute("UPDATE profile SET finished_at = ?", (now,))
+        self._connection.close()
+        profile = _read_back(partial)
+        _rename(partial, self.path)
+        self.close()
+        return profile
+
+    @contextmanager
+    def _part(self, part: str) -> Iterator[None]:
+        """One transaction that saves a part which every profile has."""
+        with self._connection:
+            yield
+            rows.put_part(self._connection, part)
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How a precision's outputs compare with fp32 on the same samples, over all experts of a kind on one processor."""
-
-    kind: str
-    processor: str
-    precision: str
-    images: int
-    labels_differ: int
-    largest_score_difference: float
-    tolerance: float
-
-    @property
-    def agrees(self) -> bool:
-        """Same label on every image, and scores within the tolerance."""
-        return self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
-
-
-@dataclass(frozen=True, slots=True)
-class UsageProfile:
-    """Usage probabilities and where they are from: "computed from quantities", "counted on samples", "served".
-
-    ``pass_rates``: of each expert, how often it let a request pass on. ``requests``: how many were counted, 0 = none.
-    """
-
-    probabilities: Mapping[str, float]
-    pass_rates: Mapping[str, float]
-    origin: str
-    requests: int = 0
+def _resumed(path: Path, line: str, box: BoxIdentity) -> sqlite3.Connection | None:
+    """The partial profile, if there is one of this box that can be read; else what is there of it is removed."""
+    partial = partial_of(path)
+    if not partial.exists():
+        remove_database(partial)  # a journal that was left without its file
+        return None
+    try:
+        connection = open_for_writing(partial)
+    except ConfigError as error:
+        reason = str(error)
+    else:
+        then = rows.box_in(connection)
+        reason = "it was never begun" if then is None else "; ".join(_differences(then, box))
+        if not reason:
+            with connection:
+                rows.put_head(connection, line, box)
+            log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(connection)))
+            return connection
+        connection.close()
+    log.warning("profile_partial_discarded path=%s reason=%s", partial, reason)
+    remove_database(partial)
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class PoolAllocation:
-    """How one memory is shared out (section 4.4). ``experts``: how many of the most used ones fit."""
-
-    pool: str
-    expert_bytes: int
-    workspace_bytes: int
-    experts: int
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Memory split and executors, for budgets of ``budget_bytes`` by pool. ``origin``: how it was found.
-
-    "searched on the engine", "searched in simulation", "casual". ``executors`` by processor.
-    """
-
-    origin: str
-    budget_bytes: Mapping[str, int]
-    pools: tuple[PoolAllocation, ...]
-    executors: Mapping[str, int]
+def _begun(path: Path, line: str, box: BoxIdentity, *, fresh: bool) -> sqlite3.Connection:
+    earlier = None if fresh else _earlier(path, box)
+    connection = open_for_writing(partial_of(path))
+    with connection:
+        rows.put_head(connection, line, box)
+        if earlier is not None:
+            _take_over(connection, earlier)
+    return connection
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One configuration that a search tried. ``search``: "memory:<pool>" or "executors"."""
-
-    search: str
-    number: int
-    setting: str
-    images_per_s: float
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
-    """Measured bytes per second of one link, "ssd" or "host" (host memory to device memory)."""
-
-    link: str
-    bytes_per_s: float
+def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
+    """The finished profile, if it is of this box and these libraries."""
+    if not path.exists():
+        return None
+    try:
+        profile = read_profile(path)
+    except ConfigError as error:
+        log.warning("profile_measured_anew reason=%s", error)
+        return None
+    differences = tuple(_differences(profile.box, box))
+    if differences:
+        log.info("profile_measured_anew path=%s reason=%s", path, "; ".join(differences))
+        return None
+    return profile
 
 
-@dataclass(frozen=True, slots=True)
-class StoredProfile:
-    """A whole profile. ``precisions``: (kind, processor) -> the one chosen. ``packed``: (expert, precision) -> sha256.
+def _take_over(connection: sqlite3.Connection, earlier: StoredProfile) -> None:
+    for kind in earlier.kinds:
+        rows.put_kind(connection, kind)
+    for agreement in earlier.agreements:
+        rows.put_agreement(connection, agreement)
+    for processor, speedups in earlier.speedups.items():
+        rows.put_speedups(connection, processor, speedups)
+    rows.put_links(connection, earlier.links)
+    rows.put_part(connection, "links")
+    rows.put_packed(connection, earlier.packed)  # tells what the agreements are of; no part of the new profile yet
 
-    ``speedups[processor][n - 1]``: how much faster n executors of a processor are together than one alone.
-    """
 
-    line: str
-    written_at: str
-    box: BoxIdentity
-    links: tuple[LinkSpeed, ...]
-    kinds: tuple[KindProfile, ...]
-    agreements: tuple[Agreement, ...]
-    precisions: Mapping[tuple[str, str], str]
-    packed: Mapping[tuple[str, str], str]
-    usage: UsageProfile
-    allocation: Allocation
-    speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    trials: tuple[Trial, ...] = ()
+def _read_back(path: Path) -> StoredProfile:
+    with closing(copy_in_memory(path)) as connection:
+        return rows.profile_in(connection, path)
+
+
+def _rename(unfinished: Path, path: Path) -> None:
+    """The file under its own name, on the disk; a crash leaves the old one or the new one."""
+    descriptor = os.open(unfinished, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    unfinished.replace(path)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def _one_writer(path: Path) -> Iterator[None]:
+    lock = _lock(path)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(path: Path) -> int:
+    """A lock on the profile's folder, which the kernel drops when its process ends, however it ends."""
+    descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"{path}: another `coserve profile` is at work there - wait for its end, or stop it"
+        ) from error
+    return descriptor

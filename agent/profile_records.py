@@ -1,0 +1,152 @@
+"""The nouns of a device profile: frozen records, no behaviour beyond reading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class BoxIdentity:
+    """What a profile holds for. ``versions``: the libraries that run experts, by name."""
+
+    device: str  # Box.name: cpu, cuda, jetson, mps, emulated
+    model: str
+    processors: tuple[str, ...]
+    cores: int
+    host_bytes: int
+    device_bytes: int | None
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """One batch size: seconds of each repeat, and the most bytes it needed beside the weights."""
+
+    batch_size: int
+    seconds: tuple[float, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KindProfile:
+    """One kind of experts on one processor in one precision (CoServe, section 4.5).
+
+    ``kind`` names experts that run alike: architecture, input, stem, program (``kind_name``). A batch of n takes
+    ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a median from that line over the sizes up to
+    ``max_batch``. ``load_s`` by source, "ssd" and where memory is split "host". ``samples`` says what was run.
+    """
+
+    kind: str
+    architecture: str
+    processor: str
+    precision: str
+    threads: int
+    K_s: float
+    B_s: float
+    fit_error: float
+    max_batch: int
+    weight_bytes: int
+    workspace_base_bytes: int
+    workspace_bytes: int
+    load_s: Mapping[str, float]
+    batches: tuple[BatchTimes, ...]
+    samples: str
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How a precision's outputs compare with fp32 on the same samples, over all experts of a kind on one processor."""
+
+    kind: str
+    processor: str
+    precision: str
+    images: int
+    labels_differ: int
+    largest_score_difference: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        """Same label on every image, and scores within the tolerance."""
+        return self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class UsageProfile:
+    """Usage probabilities and where they are from: "computed from quantities", "counted on samples", "served".
+
+    ``pass_rates``: of each expert, how often it let a request pass on. ``requests``: how many were counted, 0 = none.
+    """
+
+    probabilities: Mapping[str, float]
+    pass_rates: Mapping[str, float]
+    origin: str
+    requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAllocation:
+    """How one memory is shared out (section 4.4). ``experts``: how many of the most used ones fit."""
+
+    pool: str
+    expert_bytes: int
+    workspace_bytes: int
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory split and executors, for budgets of ``budget_bytes`` by pool. ``origin``: how it was found.
+
+    "searched on the engine", "searched in simulation", "casual". ``executors`` by processor.
+    """
+
+    origin: str
+    budget_bytes: Mapping[str, int]
+    pools: tuple[PoolAllocation, ...]
+    executors: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One configuration that a search tried. ``search``: "memory:<pool>" or "executors"."""
+
+    search: str
+    number: int
+    setting: str
+    images_per_s: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """Measured bytes per second of one link, "ssd" or "host" (host memory to device memory)."""
+
+    link: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredProfile:
+    """A whole profile. ``precisions``: (kind, processor) -> the one chosen.
+
+    ``packed``: (expert, precision) -> ``packed_sha256`` of what was profiled.
+    ``speedups[processor][n - 1]``: how much faster n executors of a processor are together than one alone.
+    """
+
+    line: str
+    written_at: str
+    box: BoxIdentity
+    links: tuple[LinkSpeed, ...]
+    kinds: tuple[KindProfile, ...]
+    agreements: tuple[Agreement, ...]
+    precisions: Mapping[tuple[str, str], str]
+    packed: Mapping[tuple[str, str], str]
+    usage: UsageProfile
+    allocation: Allocation
+    speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()

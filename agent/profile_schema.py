@@ -1,0 +1,206 @@
+"""The tables of a device profile's file, as migrations; and a connection to one that is written, or only read.
+
+Guarantees: a file that is written keeps a rollback journal (never a WAL), so that once it is closed it is whole in one
+file and may be renamed; one that is read is copied into memory and brought up to date there, never on the disk.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from functools import cache
+from typing import TYPE_CHECKING
+
+from sqlite_utils import Database, Migrations
+
+from agent.filesystem import filesystem_type, is_shared
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEADER = b"SQLite format 3\x00"
+AGAIN = "run `coserve profile LINE.yaml` again, or move this file away to serve with a quick probe"
+JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")
+
+migrations = Migrations("profile")
+
+
+@migrations()
+def box_matrix_usage_and_allocation(database: Database) -> None:
+    """The first tables. Small lists and mappings are JSON, whose numbers Python reads back exactly.
+
+    ``parts`` names what was saved for the profile that is in this file: what an earlier one left is not a part of it.
+    """
+    for statement in (
+        """CREATE TABLE profile (
+            id INTEGER PRIMARY KEY CHECK (id = 1),
+            line TEXT NOT NULL,
+            device TEXT NOT NULL,
+            model TEXT NOT NULL,
+            processors TEXT NOT NULL,
+            cores INTEGER NOT NULL,
+            host_bytes INTEGER NOT NULL,
+            device_bytes INTEGER,
+            versions TEXT NOT NULL,
+            finished_at TEXT
+        )""",
+        "CREATE TABLE parts (part TEXT PRIMARY KEY)",
+        "CREATE TABLE links (link TEXT PRIMARY KEY, bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0))",
+        """CREATE TABLE kinds (
+            kind TEXT NOT NULL,
+            architecture TEXT NOT NULL,
+            processor TEXT NOT NULL,
+            precision TEXT NOT NULL,
+            threads INTEGER NOT NULL CHECK (threads > 0),
+            K_s REAL NOT NULL CHECK (K_s >= 0),
+            B_s REAL NOT NULL CHECK (B_s >= 0),
+            fit_error REAL NOT NULL,
+            max_batch INTEGER NOT NULL CHECK (max_batch > 0),
+            weight_bytes INTEGER NOT NULL CHECK (weight_bytes >= 0),
+            workspace_base_bytes INTEGER NOT NULL CHECK (workspace_base_bytes >= 0),
+            workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
+            load_s TEXT NOT NULL,
+            samples TEXT NOT NULL,
+            PRIMARY KEY (kind, processor, precision)
+        )""",
+        """CREATE TABLE batches (
+            kind TEXT NOT NULL,
+            processor TEXT NOT NULL,
+            precision TEXT NOT NULL,
+            batch_size INTEGER NOT NULL CHECK (batch_size > 0),
+            seconds TEXT NOT NULL,
+            workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
+            PRIMARY KEY (kind, processor, precision, batch_size)
+        )""",
+        """CREATE TABLE agreements (
+            kind TEXT NOT NULL,
+            processor TEXT NOT NULL,
+            precision TEXT NOT NULL,
+            images INTEGER NOT NULL,
+            labels_differ INTEGER NOT NULL,
+            largest_score_difference REAL NOT NULL,
+            tolerance REAL NOT NULL,
+            PRIMARY KEY (kind, processor, precision)
+        )""",
+        """CREATE TABLE precisions (
+            kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL, PRIMARY KEY (kind, processor)
+        )""",
+        "CREATE TABLE speedups (processor TEXT PRIMARY KEY, factors TEXT NOT NULL)",
+        """CREATE TABLE packed (
+            expert TEXT NOT NULL, precision TEXT NOT NULL, sha256 TEXT NOT NULL, PRIMARY KEY (expert, precision)
+        )""",
+        """CREATE TABLE usage_origin (
+            id INTEGER PRIMARY KEY CHECK (id = 1), origin TEXT NOT NULL, requests INTEGER NOT NULL
+        )""",
+        "CREATE TABLE usage (expert TEXT PRIMARY KEY, probability REAL, pass_rate REAL)",
+        "CREATE TABLE allocation_origin (id INTEGER PRIMARY KEY CHECK (id = 1), origin TEXT NOT NULL)",
+        "CREATE TABLE allocation_budgets (pool TEXT PRIMARY KEY, budget_bytes INTEGER NOT NULL)",
+        """CREATE TABLE allocation_pools (
+            pool TEXT PRIMARY KEY,
+            expert_bytes INTEGER NOT NULL,
+            workspace_bytes INTEGER NOT NULL,
+            experts INTEGER NOT NULL
+        )""",
+        "CREATE TABLE allocation_executors (processor TEXT PRIMARY KEY, executors INTEGER NOT NULL)",
+        """CREATE TABLE trials (
+            search TEXT NOT NULL,
+            number INTEGER NOT NULL,
+            setting TEXT NOT NULL,
+            images_per_s REAL NOT NULL,
+            note TEXT NOT NULL
+        )""",
+        "CREATE INDEX trials_search ON trials (search)",
+    ):
+        database.execute(statement)
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """A connection to a file that is there or is made; its tables up to date, every commit synced.
+
+    Raises ConfigError for a file that is no profile or a newer version's, and on a network share.
+    """
+    kind = filesystem_type(path)
+    if is_shared(kind):
+        raise ConfigError(f"{path} is on a shared filesystem ({kind}) - keep the profile on a local disk")
+    if path.exists():
+        check_header(path)
+    connection = sqlite3.connect(path)
+    try:
+        connection.row_factory = sqlite3.Row
+        _check_integrity(connection, path)
+        connection.execute("PRAGMA journal_mode = DELETE")
+        connection.execute("PRAGMA synchronous = FULL")
+        _bring_up_to_date(connection, path, is_new=not connection.execute("PRAGMA page_count").fetchone()[0])
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise ConfigError(f"{path} is damaged ({error}) - {AGAIN}") from error
+    except ConfigError:
+        connection.close()
+        raise
+    return connection
+
+
+def copy_in_memory(path: Path) -> sqlite3.Connection:
+    """What a file holds, brought up to date in memory; the file is not touched, and no other is made beside it.
+
+    Raises ConfigError, saying what to do, for whatever cannot be read as a profile.
+    """
+    check_header(path)
+    copy = sqlite3.connect(":memory:")
+    try:
+        copy.row_factory = sqlite3.Row
+        # a finished profile is replaced, never written to, so it may be read without locks: nothing appears beside it
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
+            _check_integrity(source, path)
+            source.backup(copy)
+        _bring_up_to_date(copy, path, is_new=False)
+    except sqlite3.DatabaseError as error:
+        copy.close()
+        raise ConfigError(f"{path} is damaged or truncated ({error}) - {AGAIN}") from error
+    except ConfigError:
+        copy.close()
+        raise
+    return copy
+
+
+def check_header(path: Path) -> None:
+    """Raises ConfigError for a file that cannot be opened, or is none of SQLite's."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(len(HEADER))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}) - correct its permissions") from error
+    if header != HEADER:
+        what = "is empty" if not header else "is not a SQLite file"
+        raise ConfigError(f"{path} {what}, so it is no device profile - {AGAIN}")
+
+
+def remove_database(path: Path) -> None:
+    """The file, then what SQLite left beside it: a journal without its file is never played back."""
+    for name in (path, *(path.with_name(path.name + suffix) for suffix in JOURNAL_SUFFIXES)):
+        name.unlink(missing_ok=True)
+
+
+def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
+    found = [row[0] for row in connection.execute("PRAGMA integrity_check")]
+    if found != ["ok"]:
+        raise ConfigError(f"{path} is damaged ({found[0]}) - {AGAIN}")
+
+
+def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, is_new: bool) -> None:
+    database = Database(connection)
+    known = _known_migrations()
+    applied = {migration.name for migration in migrations.applied(database)}
+    if not applied and not is_new:
+        raise ConfigError(f"{path} is a SQLite file, but no device profile - name another file, or move it away")
+    if applied - known:
+        newer = ", ".join(sorted(applied - known))
+        raise ConfigError(f"{path} was written by a newer CoServe ({newer}) - install that version, or {AGAIN}")
+    migrations.apply(database)
+
+
+@cache
+def _known_migrations() -> frozenset[str]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        return frozenset(migration.name for migration in migrations.pending(Database(connection)))

@@ -1,0 +1,523 @@
+"""The device profile's file: what is written is read, a kill loses nothing, and what is not whole is refused."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.profile import (
+    Agreement,
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    ProfileDraft,
+    StoredProfile,
+    Trial,
+    UsageProfile,
+    box_mismatches,
+    identity_of,
+    kind_name,
+    mismatches,
+    packed_sha256,
+    partial_of,
+    read_profile,
+    replace_usage,
+)
+from agent.profile_schema import migrations
+from agent.runtime.device import Box, MemorySize
+from experts.errors import ConfigError
+from experts.expert import Expert, InputSpec
+from experts.weights import PackedExpert, Segment, TensorSpec
+
+GIB = 2**30
+BOX = BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16 * GIB, 12 * GIB, {"torch": "2.15.0", "python": "3.11.2"})
+KIND = KindProfile(
+    kind="resnet18 64x64 imagenet",
+    architecture="resnet18",
+    processor="cpu",
+    precision="fp32",
+    threads=8,
+    K_s=0.1 + 0.2,
+    B_s=1e-7,
+    fit_error=1 / 3,
+    max_batch=6,
+    weight_bytes=2**53 + 1,
+    workspace_base_bytes=0,
+    workspace_bytes=123,
+    load_s={"ssd": 0.055, "host": 5e-324},
+    batches=(BatchTimes(1, (0.1, 0.30000000000000004), 7), BatchTimes(2, (0.2,), 9)),
+    samples="24 images from inbox/done",
+)
+FASTER = replace(KIND, precision="bf16", K_s=0.05, batches=())
+AGREEMENT = Agreement(KIND.kind, "cpu", "bf16", 24, 0, 0.0123456789, 0.02)
+USAGE = UsageProfile({"cls/a": 2 / 3, "cls/b": 1 / 3, "det/x": 0.6}, {"cls/a": 0.9}, "computed from quantities", 0)
+ALLOCATION = Allocation(
+    "searched in simulation",
+    {"host": 8 * GIB, "device": 10 * GIB},
+    (PoolAllocation("host", 6 * GIB, 2 * GIB, 30), PoolAllocation("device", 9 * GIB, GIB, 48)),
+    {"cuda": 3, "cpu": 1},
+)
+PRECISIONS = {(KIND.kind, "cpu"): "bf16"}
+PACKED = {("cls/a", "fp32"): "aa", ("cls/a", "bf16"): "ab", ("cls/b", "fp32"): "bb"}
+LINKS = (LinkSpeed("ssd", 2.5e9), LinkSpeed("host", 1.2e10))
+TRIALS = (Trial("executors", 1, "cuda 1, cpu 1", 12.5), Trial("executors", 2, "cuda 2, cpu 1", 17.25, "best"))
+
+
+def fill(draft):
+    """Save everything that a profile has."""
+    draft.save_links(LINKS)
+    draft.save_kind(KIND)
+    draft.save_kind(FASTER)
+    draft.save_agreement(AGREEMENT)
+    draft.save_speedups("cuda", (1.0, 1.7, 1.9))
+    draft.save_precisions(PRECISIONS)
+    draft.save_packed(PACKED)
+    draft.save_usage(USAGE)
+    draft.save_allocation(ALLOCATION)
+    draft.save_trials("executors", TRIALS)
+
+
+def written(path, box=BOX):
+    with ProfileDraft.open(path, "demo", box) as draft:
+        fill(draft)
+        return draft.finish()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "state" / "profile.db"
+
+
+def names(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+def refusal(path):
+    with pytest.raises(ConfigError) as caught:
+        read_profile(path)
+    return str(caught.value)
+
+
+def test_what_is_written_is_read_and_lies_in_one_file(path):
+    finished = written(path)
+    assert read_profile(path) == finished
+    assert finished == StoredProfile(
+        line="demo",
+        written_at=finished.written_at,
+        box=BOX,
+        links=LINKS,
+        kinds=(KIND, FASTER),
+        agreements=(AGREEMENT,),
+        precisions=PRECISIONS,
+        packed=PACKED,
+        usage=USAGE,
+        allocation=ALLOCATION,
+        speedups={"cuda": (1.0, 1.7, 1.9)},
+        trials=TRIALS,
+    )
+    assert names(path.parent) == ["profile.db"]
+
+
+FINITE = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.tuples(FINITE, FINITE, st.integers(1, 2**62)), min_size=1, max_size=4))
+def test_numbers_come_back_to_the_last_bit(tmp_path_factory, numbers):
+    path = tmp_path_factory.mktemp("exact") / "profile.db"
+    kinds = tuple(
+        replace(KIND, kind=f"k{i}", K_s=k, load_s={"ssd": b}, batches=(BatchTimes(1, (k, b), size),), weight_bytes=size)
+        for i, (k, b, size) in enumerate(numbers)
+    )
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        for kind in kinds:
+            draft.save_kind(kind)
+        assert draft.kinds() == kinds
+
+
+def test_numbers_of_numpy_are_numbers(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        batch = BatchTimes(np.int64(1), tuple(np.array([0.1, 0.2])), np.int32(7))
+        draft.save_kind(replace(KIND, K_s=np.float64(0.25), max_batch=np.int64(3), batches=(batch,)))
+        (kind,) = draft.kinds()
+    assert (kind.K_s, kind.max_batch, kind.batches) == (0.25, 3, (BatchTimes(1, (0.1, 0.2), 7),))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_is_refused_and_nothing_is_saved(path, bad):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        with pytest.raises(ValueError, match="not a finite number"):
+            draft.save_kind(replace(KIND, batches=(BatchTimes(1, (bad,), 7),)))
+        assert draft.kinds() == ()
+
+
+def test_a_save_replaces_what_was_saved_before(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+        again = replace(KIND, K_s=9.0, batches=(BatchTimes(4, (1.0,), 1),))
+        draft.save_kind(again)
+        draft.save_agreement(replace(AGREEMENT, images=25))
+        draft.save_links(LINKS[:1])
+        draft.save_usage(UsageProfile({"cls/b": 1.0}, {}, "served", 12))
+        draft.save_allocation(Allocation("casual", {"host": 1}, (), {"cpu": 1}))
+        draft.save_trials("executors", TRIALS[:1])
+        draft.save_trials("memory:host", [Trial("memory:host", 1, "15", 3.0)])
+        profile = draft.finish()
+    assert profile.kinds == (FASTER, again)
+    assert profile.agreements == (replace(AGREEMENT, images=25),)
+    assert profile.links == LINKS[:1]
+    assert profile.usage == UsageProfile({"cls/b": 1.0}, {}, "served", 12)
+    assert profile.allocation == Allocation("casual", {"host": 1}, (), {"cpu": 1})
+    assert [trial.search for trial in profile.trials] == ["executors", "memory:host"]
+
+
+# -- kills --
+
+
+def test_a_closed_draft_goes_on_where_it_was(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(KIND)
+        draft.save_links(LINKS)
+    assert names(path.parent) == ["profile.db.partial"]
+    with ProfileDraft.open(path, "demo", replace(BOX, host_bytes=1)) as draft:
+        assert (draft.kinds(), draft.links(), draft.agreements()) == ((KIND,), LINKS, ())
+        fill(draft)
+        assert draft.finish().box.host_bytes == 1
+
+
+def measure_until_killed(path, until):
+    """A profiler's process: says when it has saved, then is killed inside a transaction."""
+    draft = ProfileDraft.open(path, "demo", BOX)
+    draft.save_kind(KIND)
+    with draft._connection:
+        draft._connection.execute("PRAGMA cache_size = 1")
+        for number in range(200):
+            draft._connection.execute("INSERT INTO trials VALUES ('x', ?, ?, 1.0, '')", (number, "x" * 2000))
+        until.send("inside")
+        signal.pause()
+
+
+def test_a_killed_profiler_loses_nothing_that_was_saved_and_keeps_nothing_by_half(path):
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=measure_until_killed, args=(path, there))
+    process.start()
+    assert here.recv() == "inside"
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert "profile.db.partial-journal" in names(path.parent)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert draft.kinds() == (KIND,)
+        assert draft.trials("x") == ()
+        fill(draft)
+        draft.finish()
+    assert names(path.parent) == ["profile.db"]
+
+
+def test_a_draft_of_another_box_or_another_library_begins_anew_and_says_why(path, caplog):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(KIND)
+    updated = replace(BOX, versions={"torch": "2.16.0", "python": "3.11.2"})
+    with ProfileDraft.open(path, "demo", updated) as draft:
+        assert draft.kinds() == ()
+    assert "torch is 2.16.0 now, 2.15.0 in the profile" in caplog.text
+
+
+def test_a_fresh_draft_begins_from_nothing(path):
+    written(path)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_trials("executors", TRIALS)
+    with ProfileDraft.open(path, "demo", BOX, fresh=True) as draft:
+        assert (draft.kinds(), draft.links(), draft.packed(), draft.trials("executors")) == ((), (), {}, ())
+
+
+def test_a_partial_file_that_is_no_profile_is_replaced(path, caplog):
+    path.parent.mkdir()
+    partial_of(path).write_bytes(b"rubbish")
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert draft.kinds() == ()
+    assert "is not a SQLite file" in caplog.text
+
+
+def test_a_journal_without_its_file_is_not_played_back(path):
+    path.parent.mkdir()
+    journal = path.with_name("profile.db.partial-journal")
+    journal.write_bytes(b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7" + b"\0" * 600)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert not journal.exists()
+        draft.save_kind(KIND)
+
+
+def test_a_new_draft_takes_over_what_was_measured_on_the_same_box(path):
+    before = written(path)
+    content = path.read_bytes()
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert draft.kinds() == before.kinds
+        assert draft.agreements() == before.agreements
+        assert (draft.speedups(), draft.links(), draft.packed()) == (before.speedups, before.links, before.packed)
+        draft.save_kind(replace(KIND, kind="yolov5m 640x640 unit"))
+        with pytest.raises(ConfigError, match="lacks precisions, packed, usage, allocation - `coserve profile LINE"):
+            draft.finish()
+    assert path.read_bytes() == content
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+        assert len(draft.finish().kinds) == 3
+
+
+def test_a_new_draft_takes_nothing_from_another_box_or_from_a_damaged_file(path, caplog):
+    written(path)
+    content = path.read_bytes()
+    with ProfileDraft.open(path, "demo", replace(BOX, cores=4)) as draft:
+        assert draft.kinds() == ()
+    path.write_bytes(content[:5000])
+    with ProfileDraft.open(path, "demo", BOX, fresh=False) as draft:
+        assert draft.kinds() == ()
+    assert "profile_measured_anew" in caplog.text
+    assert path.read_bytes() == content[:5000]
+
+
+def test_a_profile_is_measured_by_one_process_at_a_time(path):
+    with ProfileDraft.open(path, "demo", BOX), pytest.raises(ConfigError, match="another `coserve profile`"):
+        ProfileDraft.open(path, "demo", BOX, fresh=True)
+    with ProfileDraft.open(path, "demo", BOX):
+        pass
+
+
+def test_a_choice_without_its_times_is_not_finished(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+        draft.save_precisions({(KIND.kind, "cpu"): "fp16"})
+        with pytest.raises(ConfigError, match="lacks the times of resnet18 64x64 imagenet in fp16 on cpu"):
+            draft.finish()
+
+
+# -- what is refused --
+
+
+def test_where_there_is_none_it_is_said_how_to_get_one(path):
+    assert refusal(path) == f"{path}: no device profile - run `coserve profile LINE.yaml`"
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(KIND)
+    expected = f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it"
+    assert refusal(path) == expected
+
+
+def test_a_half_written_one_under_the_finished_name_is_refused(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+    partial_of(path).rename(path)
+    assert refusal(path) == f"{path} is a half-written profile - `coserve profile LINE.yaml` resumes it"
+
+
+@pytest.mark.parametrize("content", [b"", b"device: cuda\n"])
+def test_what_is_no_database_is_refused(path, content):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    assert "so it is no device profile - run `coserve profile LINE.yaml` again" in refusal(path)
+    assert path.read_bytes() == content
+
+
+def test_every_truncation_is_refused_and_nothing_is_written(path):
+    written(path)
+    content = path.read_bytes()
+    for size in range(100, len(content), 4096):
+        path.write_bytes(content[:size])
+        assert str(path) in refusal(path)
+        assert path.read_bytes() == content[:size]
+        assert names(path.parent) == ["profile.db"]
+
+
+def test_another_database_is_refused(path):
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE results (seq INTEGER)")
+    assert "is a SQLite file, but no device profile" in refusal(path)
+
+
+def changed(path, statement, *values):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement, values)
+
+
+def test_a_newer_version_s_is_refused_and_an_older_version_s_would_be_read(path):
+    written(path)
+    added = "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('profile', 'llm_kinds', '')"
+    changed(path, added)
+    assert "was written by a newer CoServe (llm_kinds) - install that version" in refusal(path)
+    with pytest.raises(ConfigError, match="newer CoServe"):
+        replace_usage(path, USAGE)
+
+
+def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch):
+    written(path)
+    content = path.read_bytes()
+    later = type(migrations)("profile")
+    for migration in migrations._migrations:
+        later(name=migration.name)(migration.fn)
+    later(name="renamed_line")(lambda database: database.execute("UPDATE profile SET line = 'migrated'"))
+    monkeypatch.setattr("agent.profile_schema.migrations", later)
+    monkeypatch.setattr("agent.profile_schema._known_migrations", lambda: {m.name for m in later._migrations})
+    assert read_profile(path).line == "migrated"
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("DELETE FROM parts WHERE part = 'usage'", "lacks usage"),
+        ("DELETE FROM kinds", "lacks kinds"),
+        ("DELETE FROM usage_origin", "holds what no profile holds"),
+        ("UPDATE kinds SET load_s = '{'", "holds what no profile holds"),
+        ("UPDATE profile SET versions = '3'", "holds what no profile holds"),
+    ],
+)
+def test_missing_parts_are_named(path, statement, expected):
+    written(path)
+    changed(path, statement)
+    assert expected in refusal(path)
+
+
+def test_a_file_that_may_not_be_read_is_told(path):
+    path.mkdir(parents=True)
+    assert "cannot be read" in refusal(path)
+
+
+def test_a_read_only_folder_is_read_without_a_trace(path):
+    profile = written(path)
+    path.chmod(0o444)
+    path.parent.chmod(0o555)
+    try:
+        assert read_profile(path) == profile
+        assert names(path.parent) == ["profile.db"]
+    finally:
+        path.parent.chmod(0o755)
+
+
+# -- usage --
+
+
+def test_usage_is_replaced_and_nothing_else(path):
+    before = written(path)
+    served = UsageProfile({"cls/a": 0.25, "cls/b": 0.75}, {"cls/a": 0.5}, "served", 4000)
+    replace_usage(path, served)
+    assert read_profile(path) == replace(before, usage=served)
+    assert names(path.parent) == ["profile.db"]
+
+
+def test_usage_of_what_is_not_there_is_not_replaced(path):
+    with pytest.raises(ConfigError, match="no device profile"):
+        replace_usage(path, USAGE)
+    assert not path.parent.exists()
+
+
+def test_usage_is_not_replaced_while_the_box_is_profiled(path):
+    before = written(path)
+    with ProfileDraft.open(path, "demo", BOX), pytest.raises(ConfigError, match="another `coserve profile`"):
+        replace_usage(path, UsageProfile({}, {}, "served", 1))
+    assert read_profile(path) == before
+
+
+# -- matching --
+
+
+def test_a_box_as_it_was_fits(path):
+    assert mismatches(written(path), BOX, PACKED) == ()
+
+
+@pytest.mark.parametrize(
+    ("box", "expected"),
+    [
+        (replace(BOX, device="cpu"), ["the device is cpu now, cuda in the profile"]),
+        (replace(BOX, model="M2"), ["the device's model is 'M2' now, 'RTX' in the profile"]),
+        (replace(BOX, processors=("cpu",)), ["the processors are cpu now, cuda, cpu in the profile"]),
+        (replace(BOX, cores=4), ["the cores are 4 now, 8 in the profile"]),
+        (
+            replace(BOX, versions={"torch": "2.16.0", "onnxruntime": "1.20"}),
+            [
+                "onnxruntime is 1.20 now, not installed in the profile",
+                "python is not installed now, 3.11.2 in the profile",
+                "torch is 2.16.0 now, 2.15.0 in the profile",
+            ],
+        ),
+        (replace(BOX, host_bytes=8 * GIB), []),
+        (
+            replace(BOX, host_bytes=8 * GIB - 1),
+            ["the host memory is 8192.0 MiB now, the profile shares out 8192.0 MiB"],
+        ),
+        (replace(BOX, host_bytes=64 * GIB, device_bytes=24 * GIB), []),
+        (
+            replace(BOX, device_bytes=9 * GIB),
+            ["the device memory is 9216.0 MiB now, the profile shares out 10240.0 MiB"],
+        ),
+    ],
+)
+def test_another_box_is_told_in_sentences(path, box, expected):
+    assert list(box_mismatches(written(path), box)) == expected
+
+
+def test_the_arena_of_an_emulated_device_has_no_size_of_its_own(path):
+    emulated = replace(BOX, device="emulated")
+    assert box_mismatches(written(path, emulated), replace(emulated, device_bytes=1)) == ()
+
+
+def test_experts_that_changed_or_came_are_told_and_those_that_went_are_not(path):
+    profile = written(path)
+    now = {("cls/a", "bf16"): "other", ("cls/b", "bf16"): "bx", ("det/new", "fp32"): "n", ("det/new", "bf16"): "n"}
+    assert mismatches(profile, BOX, now) == (
+        "expert det/new is not in the profile",
+        "expert cls/a in bf16 has other packed weights than those that were profiled",
+        "expert cls/b was not profiled in bf16",
+    )
+    assert mismatches(profile, BOX, {("cls/b", "fp32"): "bb"}) == ()
+
+
+def test_an_identity_is_what_the_box_has():
+    box = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 9), MemorySize(12, 8), (("torch", "2"),))
+    assert identity_of(box) == BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"})
+    assert identity_of(replace(box, device=None)).device_bytes is None
+
+
+def expert(architecture, **changes):
+    return replace(Expert("x/y", architecture, Path("w"), ("ok",), InputSpec(64, 96)), **changes)
+
+
+def test_experts_of_one_kind_run_alike():
+    assert kind_name(expert("resnet18"), None) == "resnet18 64x96 imagenet"
+    assert kind_name(expert("resnet18", stem="3x3", id="a/b"), None) == "resnet18 64x96 imagenet stem=3x3"
+    assert kind_name(expert("resnet18"), "f" * 64) == "resnet18 64x96 imagenet"
+    assert kind_name(expert("onnx"), "0123456789abcdef") == "onnx 64x96 imagenet program=0123456789ab"
+
+
+def packed(sha256="s", tensors=(), shared=(), program=None):
+    own = Segment(f"{sha256}-own", 4096, tensors)
+    return PackedExpert("cls/a", "resnet18", "fp32", "layout", sha256, own, shared, program)
+
+
+def test_the_digest_of_packed_weights_tells_their_source_and_form_and_not_who_shares_them():
+    wide, narrow = TensorSpec("w", "float32", (2, 3), (3, 1), 0), TensorSpec("v", "float32", (2,), (1,), 128)
+    alone = packed(tensors=(wide, narrow))
+    sharing = packed(tensors=(replace(narrow, offset_bytes=0),), shared=(Segment("common", 4096, (wide,)),))
+    assert packed_sha256(alone) == packed_sha256(sharing)
+    others = [packed("t", (wide, narrow)), packed(tensors=(wide,)), packed(tensors=(wide, narrow), program="p")]
+    others.append(packed(tensors=(replace(wide, stride=(1, 2)), narrow)))
+    assert len({packed_sha256(each) for each in [alone, *others]}) == 5
+
+
+def test_resuming_is_logged(path, caplog):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(KIND)
+    with caplog.at_level(logging.INFO), ProfileDraft.open(path, "demo", BOX):
+        pass
+    assert "profile_resumed" in caplog.text
