@@ -1,0 +1,150 @@
+"""The devices of the paper's evaluation, read from ``configs/devices``: constants that each say where they are from.
+
+Guarantees: a constant is a mapping of its value, its source and how it was derived, and one that lacks any of them, a
+key that nobody reads, or a value that no box can have, is refused with file, line and key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from experts.document import read_document
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+Value = TypeVar("Value")
+Text = Annotated[str, Field(min_length=1, strict=True)]
+
+
+class Section(BaseModel):
+    """Any mapping of a device file: frozen, and a key that nobody reads is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Constant(Section, Generic[Value]):
+    """One figure, the text it is from, how it follows, and what it was fitted to, if it was."""
+
+    value: Value = Field(description="the figure, in the unit of its key")
+    source: Text = Field(description='section or sentence of the paper, or "not in the paper"')
+    derived: Text = Field(description="how the figure follows from the source")
+    calibrated_on: Text | None = Field(None, description="the figure of the paper that it was fitted to; default none")
+
+
+Bytes = Constant[Annotated[int, Field(gt=0)]]
+Positive = Constant[Annotated[float, Field(gt=0)]]
+Count = Constant[Annotated[int, Field(ge=1, strict=True)]]
+
+
+class MemorySection(Section):
+    """One memory, and what of it is never for experts."""
+
+    size_bytes: Bytes
+    system_bytes: Bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """What executors may have for themselves, their experts and their batches."""
+        return self.size_bytes.value - self.system_bytes.value
+
+
+class LinkSection(Section):
+    """Bandwidths. ``host_bytes_per_s``: from host memory to the device's, where these are two."""
+
+    ssd_bytes_per_s: Positive
+    host_bytes_per_s: Positive | None = None
+
+
+class ProcessorSection(Section):
+    """What a kind of executors costs, and how much faster n of them are together than one."""
+
+    executor_bytes: Bytes
+    speedups: Constant[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]]
+
+
+class LoadSection(Section):
+    """Seconds that a framework takes to bring an expert to where it runs, from the SSD and from host memory."""
+
+    ssd: Positive
+    host: Positive | None = None
+
+
+class TimesSection(Section):
+    """One architecture on one processor: a batch of n takes ``K_s * n + B_s`` (section 4.2)."""
+
+    K_s: Positive
+    B_s: Positive
+    max_batch: Count
+    workspace_bytes: Bytes
+
+
+class ArchitectureSection(Section):
+    """One architecture on this device."""
+
+    weight_bytes: Bytes
+    framework_load_s: LoadSection
+    gpu: TimesSection
+    cpu: TimesSection
+
+
+class PaperDevice(Section):
+    """A whole device file. ``memories`` are host, and device where the layout is split."""
+
+    device: Text
+    name: Text
+    layout: Literal["split", "unified"]
+    memories: dict[Literal["host", "device"], MemorySection]
+    links: LinkSection
+    processors: dict[Literal["gpu", "cpu"], ProcessorSection]
+    architectures: dict[Text, ArchitectureSection] = Field(min_length=1)
+
+    @property
+    def is_split(self) -> bool:
+        """Has the GPU a memory of its own?"""
+        return self.layout == "split"
+
+    def pool_of(self, processor: str) -> str:
+        """The memory that a processor runs from."""
+        return "device" if self.is_split and processor == "gpu" else "host"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PaperDevice:
+        pools = {"host", "device"} if self.is_split else {"host"}
+        if set(self.memories) != pools:
+            raise ValueError(f"memories of a {self.layout} device are {', '.join(sorted(pools))} - give just these")
+        if set(self.processors) != {"gpu", "cpu"}:
+            raise ValueError("processors are gpu and cpu - give both")
+        for pool, memory in self.memories.items():
+            if memory.usable_bytes <= 0:
+                raise ValueError(f"memories.{pool}: the system takes all of it - correct one of the two")
+        if (self.links.host_bytes_per_s is not None) != self.is_split:
+            raise ValueError("links.host_bytes_per_s is of split devices, and these need it - correct links or layout")
+        for name, each in self.architectures.items():
+            if (each.framework_load_s.host is not None) != self.is_split:
+                raise ValueError(f"architectures.{name}: a load from host is of split devices, and these need it")
+        return self
+
+
+def read_device(file: Path) -> PaperDevice:
+    """Read one device file. Raises ConfigError with every problem, each with its line and key."""
+    return read_document(file.absolute()).validate(PaperDevice)
+
+
+def constants(section: BaseModel, path: str = "") -> Iterator[tuple[str, Constant[object]]]:
+    """Every constant of a device, with its key."""
+    for name in type(section).model_fields:
+        yield from _constants_in(getattr(section, name), f"{path}.{name}" if path else name)
+
+
+def _constants_in(value: object, path: str) -> Iterator[tuple[str, Constant[object]]]:
+    if isinstance(value, Constant):
+        yield path, value
+    elif isinstance(value, BaseModel):
+        yield from constants(value, path)
+    elif isinstance(value, dict):
+        for key, below in value.items():
+            yield from _constants_in(below, f"{path}.{key}")
