@@ -8,29 +8,28 @@ The first output counts, (n, labels): probabilities if its rows are such, else l
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 from onnx import TensorProto, numpy_helper
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable
 from experts.backends.onnx_memory import peak_bytes
+from experts.backends.onnx_session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
 from experts.backends.weight_files import is_finite, read_onnx
-from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
+from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from onnxruntime import InferenceSession
     from torch import Tensor
 
     from experts.backends.base import Prepared
@@ -43,21 +42,12 @@ WEIGHT_READERS = frozenset(
 )  # a smaller one is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
 ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
 NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-REFUSALS = (
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-)
 
 
 class OnnxSkeleton:
     """One session, shared by all skeletons of its program; the weights' addresses go in with every batch."""
 
-    def __init__(self, session: onnxruntime.InferenceSession, device: str) -> None:
+    def __init__(self, session: InferenceSession, device: str) -> None:
         self._session = session
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
@@ -111,7 +101,7 @@ class OnnxBackend:
         model = read_onnx(expert.id, expert.weights)
         _require_fitting_input(expert, _images_of(expert, model))
         try:
-            folded = _folded(model)
+            folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)  # still in standard operators
             _probe(expert, folded)
         except REFUSALS as error:
             raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
@@ -122,7 +112,7 @@ class OnnxBackend:
         return Packable(tensors, program=folded.SerializeToString(deterministic=True))
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> OnnxSkeleton:
-        return OnnxSkeleton(_session(program, torch.get_num_threads(), device), device)
+        return OnnxSkeleton(shared_session(program, torch.get_num_threads(), device), device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
@@ -149,57 +139,9 @@ def _predictions(expert: Expert, rows: np.ndarray) -> tuple[Prediction, ...]:
     return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
 
-@lru_cache(maxsize=64)
-def _session(program: bytes, threads: int, device: str) -> onnxruntime.InferenceSession:
-    """Raises BackendUnavailable rather than run on another processor than was asked for."""
-    provider = PROVIDERS.get(torch.device(device).type, "none")
-    if provider not in onnxruntime.get_available_providers():
-        raise BackendUnavailable(f"onnxruntime on {device}", "this ONNX Runtime has no provider for it; run it on cpu")
-    options = _options(threads)
-    session = onnxruntime.InferenceSession(program, options, providers=_providers(provider, device))
-    if session.get_providers()[0] != provider:
-        raise BackendUnavailable(f"onnxruntime on {device}", f"it fell back to {session.get_providers()[0]}")
-    return session
-
-
-def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, int]]]:
-    if provider == "CPUExecutionProvider":
-        return [provider]
-    return [(provider, {"device_id": torch.device(device).index or 0}), "CPUExecutionProvider"]
-
-
-def _options(threads: int) -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only: they come as exceptions as well
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores belong to other experts too
-    return options
-
-
-def _folded(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph after ONNX Runtime's basic level (constants, Conv + BatchNorm), still in standard operators.
-
-    Names and notes that differ from export to export go, so that equal graphs become equal programs.
-    """
-    options = _options(threads=1)
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    with tempfile.TemporaryDirectory(prefix="coserve-onnx-") as folder:
-        options.optimized_model_filepath = str(Path(folder) / "folded.onnx")
-        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        folded = onnx.load_model(options.optimized_model_filepath)
-    for field in ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain"):
-        folded.ClearField(field)
-    folded.graph.name = "graph"
-    folded.graph.ClearField("doc_string")
-    for node in folded.graph.node:
-        node.ClearField("doc_string")
-        node.ClearField("metadata_props")
-    return folded
-
-
 def _probe(expert: Expert, model: onnx.ModelProto) -> None:
     """Run it once on empty images. WeightsMismatch unless it answers every image with one value per label."""
-    session = _session_once(model)
+    session = session_once(model)
     count = session.get_inputs()[0].shape[0]
     size = count if isinstance(count, int) else 2  # two: a graph may claim any batch and only take one
     images = np.zeros((size, 3, expert.input.height, expert.input.width), dtype=np.float32)
@@ -212,12 +154,6 @@ def _probe(expert: Expert, model: onnx.ModelProto) -> None:
         raise WeightsMismatch(
             expert.id, f"{expert.weights} tells {shape[1]} labels apart, the line names {len(expert.labels)}"
         )
-
-
-def _session_once(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), _options(threads=1), providers=["CPUExecutionProvider"]
-    )
 
 
 def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:

@@ -1,0 +1,98 @@
+"""ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
+
+A session holds no weights, and what ONNX Runtime would report to its makers is turned off before the first one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import torch
+from onnxruntime import GraphOptimizationLevel
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from experts.errors import BackendUnavailable
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+REFUSALS = (
+    ort_errors.Fail,
+    ort_errors.InvalidArgument,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented,
+    ort_errors.RuntimeException,
+)
+_NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain")
+
+
+@lru_cache(maxsize=64)
+def shared_session(
+    program: bytes, threads: int, device: str, *, is_final: bool = False
+) -> onnxruntime.InferenceSession:
+    """The session of a program. ``is_final``: the graph is run as it is, because it was optimised when it was packed.
+
+    Raises BackendUnavailable rather than run on another processor than was asked for.
+    """
+    provider = PROVIDERS.get(torch.device(device).type, "none")
+    if provider not in onnxruntime.get_available_providers():
+        raise BackendUnavailable(f"onnxruntime on {device}", "this ONNX Runtime has no provider for it; run it on cpu")
+    options = _options(threads)
+    if is_final:
+        options.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(program, options, providers=_providers(provider, device))
+    if session.get_providers()[0] != provider:
+        raise BackendUnavailable(f"onnxruntime on {device}", f"it fell back to {session.get_providers()[0]}")
+    return session
+
+
+def session_once(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    """A session that nobody else gets, on one thread of the CPU."""
+    return onnxruntime.InferenceSession(model.SerializeToString(), _options(threads=1), providers=[PROVIDERS["cpu"]])
+
+
+def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
+    """The graph after ONNX Runtime's optimisation for the CPU up to a level, ``without`` some of its optimizers.
+
+    Names and notes that differ from export to export go, so that equal graphs become equal programs.
+    """
+    options = _options(threads=1)
+    options.graph_optimization_level = level
+    with tempfile.TemporaryDirectory(prefix="coserve-onnx-") as folder:
+        options.optimized_model_filepath = str(Path(folder) / "optimised.onnx")
+        onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=[PROVIDERS["cpu"]], disabled_optimizers=list(without)
+        )
+        result = onnx.load_model(options.optimized_model_filepath)
+    strip_notes(result)
+    return result
+
+
+def strip_notes(model: onnx.ModelProto) -> None:
+    """Remove whatever does not decide on the answers: who exported it, when, and from which lines of source."""
+    for field in _NOTES:
+        model.ClearField(field)
+    graph = model.graph
+    graph.name = "graph"
+    for field in ("doc_string", "metadata_props"):
+        graph.ClearField(field)
+        for part in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            part.ClearField(field)
+
+
+def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, int]]]:
+    if provider == PROVIDERS["cpu"]:
+        return [provider]
+    return [(provider, {"device_id": torch.device(device).index or 0}), PROVIDERS["cpu"]]
+
+
+def _options(threads: int) -> onnxruntime.SessionOptions:
+    onnxruntime.disable_telemetry_events()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only: they come as exceptions as well
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores belong to other experts too
+    return options
