@@ -1,186 +1,281 @@
-"""Memory allocation and executor count, searched over any throughput: measured or simulated (CoServe, section 4.4).
+"""Memory allocation and executor count of a line, searched over any throughput: measured or simulated (section 4.4).
 
-Guarantees: pure but for the throughput it is given, and deterministic; every configuration it tries, and the one that
-it finds, is one an Engine accepts: the largest expert fits beside the pinned ones, and each executor has the workspace
-of one image.
+Guarantees: deterministic as far as the throughput is; every configuration it tries, and the one that it finds, is one
+an Engine accepts; it is at least as good as the casual split with the same executors.
+First the executors, at the casual split of the memories; then each memory whose maximum batches take a substantial
+part of it, the device's first, by the decay window; the others get their maximum batches, and the rest for experts.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import accumulate
-from statistics import linear_regression
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
+from agent.budget import WORKSPACE_FRACTION, executor_specs
+from agent.core.performance import ExecutorSpec
+from agent.core.policy import PRESETS, Assigning
+from agent.profile import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
+from profiler.memory_shares import MemoryNeeds, held_bytes, memory_needs, usage_cdf
+from profiler.sweep import DECLINES, ExecutorCounts, ExecutorSweep, executor_sweep
+from profiler.windows import (
+    ERROR_MARGIN,
+    FIT_VALUES,
+    INITIAL_WINDOW,
+    SearchEnd,
+    Window,
+    WindowSearch,
+    WindowStep,
+    decay_window_search,
+    decay_windows,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from agent.core.performance import Footprint
+    from agent.config import LineConfig
+    from agent.core.performance import DeviceProfile, PoolSpec
+    from agent.runtime.device import Box
 
-INITIAL_WINDOW = 15  # experts (section 5.3)
-ERROR_MARGIN = 0.05  # section 5.3
-FIT_VALUES = 2  # the fewest that make a line
+    Throughput: TypeAlias = Callable[[Sequence[ExecutorSpec], Sequence[PoolSpec]], float]
 
+__all__ = [
+    "ExecutorCounts",
+    "ExecutorSweep",
+    "MemoryNeeds",
+    "SearchEnd",
+    "SearchOptions",
+    "SearchedAllocation",
+    "Window",
+    "WindowSearch",
+    "WindowStep",
+    "decay_window_search",
+    "decay_windows",
+    "executor_sweep",
+    "held_bytes",
+    "memory_needs",
+    "search_allocation",
+    "usage_cdf",
+    "window_trials",
+]
 
-class SearchEnd(StrEnum):
-    """Why the window stopped sliding."""
-
-    BEND = "short of the line"  # equation 3
-    NO_RISE = "the line does not rise"
-    MEMORY = "no more experts fit"
+SEARCHED_ON_ENGINE = "searched on the engine"
+SEARCHED_IN_SIMULATION = "searched in simulation"
+EXECUTORS = "executors"  # Trial.search
+MEMORY = "memory:"  # and the name of the memory
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """From so many experts to so many."""
+class SearchOptions:
+    """How far to search. The first four are the decay window's, the others the sweep's."""
 
-    lower: int
-    upper: int
-
-    @property
-    def middle(self) -> int:
-        """Half-way, rounded up."""
-        return (self.lower + self.upper + 1) // 2
+    initial_window: int = INITIAL_WINDOW
+    error_margin: float = ERROR_MARGIN
+    fit_values: int = FIT_VALUES
+    slides_on: bool = False
+    most_device_executors: int = 6
+    most_cpu_executors: int = 4
+    declines: int = DECLINES
 
 
 @dataclass(frozen=True, slots=True)
-class WindowStep:
-    """The throughput at one window's upper bound. ``predicted``, ``error``: of equations 2 and 3; None before a fit."""
+class SearchedAllocation:
+    """What was found, and all that was tried on the way. ``windows``: of each memory that was searched."""
 
-    number: int
-    window: Window
+    allocation: Allocation
+    trials: tuple[Trial, ...]
     images_per_s: float
-    predicted: float | None
-    error: float | None
+    windows: Mapping[str, WindowSearch]
 
 
-@dataclass(frozen=True, slots=True)
-class WindowSearch:
-    """How the window slid, where it stopped, and how many experts were chosen in it.
+def search_allocation(
+    config: LineConfig,
+    box: Box,
+    device: DeviceProfile,
+    throughput: Throughput,
+    budgets: Mapping[str, int],
+    origin: str,
+    options: SearchOptions | None = None,
+) -> SearchedAllocation:
+    """The executors of a line, and how they share its memories (sections 4.4, 5.3; Figures 11, 17, 18).
 
-    ``tried``: every number of experts that was run, with its throughput.
+    ``throughput``: images/s with these executors and memories. ``budgets``: bytes by memory. Executors or a workspace
+    that the line file gives stay as they are. Raises ConfigError where a budget does not hold the largest expert.
     """
-
-    steps: tuple[WindowStep, ...]
-    end: SearchEnd
-    window: Window
-    tried: Mapping[int, float]
-    chosen: int
-
-    @property
-    def images_per_s(self) -> float:
-        """The throughput of the chosen number."""
-        return self.tried[self.chosen]
-
-
-def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[Window]:
-    """The windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
-
-    Each is (1 - initial window / 100) times as wide as the one before; bounds are rounded, the last one is ``most``.
-    All windows of such a row add up to 100 experts, whatever the first. The paper does not say what comes after:
-    here the row starts again with the initial width once a window would be narrower than one expert.
-    """
-    decay_factor = 1 - initial_window / 100
-    width, bound, lower = float(initial_window), 0.0, 0
-    while lower < most:
-        bound += width
-        upper = min(math.floor(bound + 0.5), most)
-        yield Window(lower, upper)
-        lower, width = upper, width * decay_factor
-        if width < 1:
-            width = float(initial_window)
+    search = _Search(config, box, device, throughput, dict(budgets), options or SearchOptions())
+    executors = search.executors()
+    split = search.split(executors)
+    pools = tuple(
+        PoolAllocation(spec.name, spec.expert_bytes, spec.workspace_bytes, needs.count_in(spec.expert_bytes))
+        for spec, needs in zip(split, search.needs(executors), strict=True)
+    )
+    counts = {processor: 0 for processor in box.processors if processor in device.experts}
+    for spec in executors:
+        counts[spec.processor] += 1
+    found = Allocation(origin, dict(budgets), pools, counts)
+    return SearchedAllocation(found, tuple(search.trials), search.run(executors, split), search.windows)
 
 
-def decay_window_search(
-    throughput: Callable[[int], float],
-    most: int,
-    *,
-    initial_window: int = INITIAL_WINDOW,
-    error_margin: float = ERROR_MARGIN,
-    fit_values: int = FIT_VALUES,
-    slides_on: bool = False,
-) -> WindowSearch:
-    """How many experts to keep room for (section 4.4, equations 1 to 3). ``throughput(n)``: images/s with n experts.
-
-    The line of equation 2 is fitted by least squares to the throughputs at the first N upper bounds against their
-    numbers 1..N. The window stops at N + 1 where the throughput is short of the line by more than ``error_margin`` of
-    it; the window after the highest of the first N is the one in which it starts to drop. What the paper leaves open:
-    a line is fitted from ``fit_values`` throughputs on; one that does not rise, or the end of the memory, stops the
-    window too, and the window up to the highest throughput is taken. Of the bounds and the middle of the window the
-    one with the highest throughput is chosen, of equal ones the one with more experts; the paper draws at random.
-    ``slides_on`` (ours): a throughput that is short of the line but the highest so far does not stop the window.
-    Raises ConfigError for options without meaning.
-    """
-    _check_options(most, initial_window, error_margin, fit_values)
-    tried: dict[int, float] = {}
-    steps: list[WindowStep] = []
-    end = SearchEnd.MEMORY
-    for number, window in enumerate(decay_windows(most, initial_window), start=1):
-        values = [step.images_per_s for step in steps]
-        predicted = None
-        if len(values) >= fit_values:
-            line = linear_regression(range(1, number), values)
-            if line.slope <= 0:
-                end = SearchEnd.NO_RISE
-                break
-            predicted = line.slope * number + line.intercept
-        value = tried[window.upper] = throughput(window.upper)
-        error = None if predicted is None else (predicted - value) / predicted
-        steps.append(WindowStep(number, window, value, predicted, error))
-        if error is not None and error > error_margin and not (slides_on and value > max(values)):
-            end = SearchEnd.BEND
-            break
-    chosen_window = _window_of_the_drop(steps, end)
-    if chosen_window.middle not in tried:
-        tried[chosen_window.middle] = throughput(chosen_window.middle)
-    within = [count for count in tried if chosen_window.lower <= count <= chosen_window.upper]
-    chosen = max(within, key=lambda count: (tried[count], count))
-    return WindowSearch(tuple(steps), end, chosen_window, tried, chosen)
+def executors_of(box: Box, counts: ExecutorCounts) -> tuple[ExecutorSpec, ...]:
+    """So many executors of a box, the device's first."""
+    device = next((processor for processor in box.processors if processor != "cpu"), "cpu")
+    processors = [device] * counts.device + ["cpu"] * counts.cpu
+    return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
 
 
-def usage_cdf(probabilities: Mapping[str, float]) -> tuple[float, ...]:
-    """The share of all uses that the 1, 2, 3... most used experts have together (section 4.4, Figure 11).
+@dataclass(slots=True)
+class _Search:
+    """One search. Nothing is run twice."""
 
-    Probabilities of requests need not add up to 1, shares do. Without any use all experts share alike.
-    """
-    descending = sorted(probabilities.values(), reverse=True)
-    total = sum(descending)
-    if total <= 0:
-        return tuple((number + 1) / len(descending) for number in range(len(descending)))
-    return tuple(min(share / total, 1.0) for share in accumulate(descending))
+    config: LineConfig
+    box: Box
+    device: DeviceProfile
+    throughput: Throughput
+    budgets: dict[str, int]
+    options: SearchOptions
+    trials: list[Trial] = field(default_factory=list)
+    windows: dict[str, WindowSearch] = field(default_factory=dict)
+    _runs: dict[tuple[tuple[ExecutorSpec, ...], tuple[PoolSpec, ...]], float] = field(default_factory=dict)
+
+    def executors(self) -> tuple[ExecutorSpec, ...]:
+        """The line's own, or the best of a sweep."""
+        is_alone = PRESETS[self.config.policy].assigning is Assigning.FIRST
+        if self.config.executors is not None or is_alone:
+            return executor_specs(self.config, self.box)
+        able = [name for name in self.box.processors if name in self.device.experts]
+        most_cpu = min(self.options.most_cpu_executors, self.box.cores) if "cpu" in able else 0
+        most_device = self.options.most_device_executors if set(able) - {"cpu"} else 0
+        sweep = executor_sweep(self._sweep_value, most_device, most_cpu, self.options.declines)
+        for number, step in enumerate(sweep.steps, start=1):
+            value = step.images_per_s
+            note = "does not fit" if value is None else "best" if step.counts == sweep.best else ""
+            self.trials.append(Trial(EXECUTORS, number, self._text(step.counts), value or 0.0, note))
+        if sweep.best is None:
+            self._require(executors_of(self.box, ExecutorCounts(min(most_device, 1), 0 if most_device else 1)))
+            raise ConfigError("no executors run every expert of this line - give `executors` in the line file")
+        return executors_of(self.box, sweep.best)
+
+    def split(self, executors: tuple[ExecutorSpec, ...]) -> tuple[PoolSpec, ...]:
+        """How the memories are shared out: the better of the searched split and the casual one."""
+        self._require(executors)
+        casual = searched = self._casual(executors)
+        for place, needs in reversed(list(enumerate(self.needs(executors)))):
+            if self.config.memory.workspace is None and not needs.is_limited:
+                searched = self._searched(executors, searched, place, needs)
+        return max((searched, casual), key=lambda pools: self.run(executors, pools))
+
+    def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
+        """What each memory must and can hold."""
+        pinned = frozenset(name for name, expert in self.config.catalog.experts.items() if expert.pin)
+        return [
+            memory_needs(pool, self.box.pools, self.budgets[pool], executors, self.device, pinned)
+            for pool in self.box.pools
+        ]
+
+    def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
+        """The throughput of one configuration."""
+        key = (executors, pools)
+        if key not in self._runs:
+            self._runs[key] = self.throughput(executors, pools)
+        return self._runs[key]
+
+    def _sweep_value(self, counts: ExecutorCounts) -> float | None:
+        executors = executors_of(self.box, counts)
+        able = {expert for spec in executors for expert in self.device.experts.get(spec.processor, {})}
+        everything = {expert for column in self.device.experts.values() for expert in column}
+        if able != everything or not all(needs.is_enough for needs in self.needs(executors)):
+            return None
+        return self.run(executors, self._casual(executors))
+
+    def _casual(self, executors: Sequence[ExecutorSpec]) -> tuple[PoolSpec, ...]:
+        """A quarter for workspaces (section 5.2), but no more than the maximum batches can use."""
+        given = self.config.memory.workspace
+        return tuple(
+            needs.leaving(min(int(needs.budget_bytes * WORKSPACE_FRACTION), needs.maximum_batch_bytes))
+            if given is None
+            else needs.leaving(given)
+            for needs in self.needs(executors)
+        )
+
+    def _searched(
+        self, executors: tuple[ExecutorSpec, ...], split: tuple[PoolSpec, ...], place: int, needs: MemoryNeeds
+    ) -> tuple[PoolSpec, ...]:
+        """The split with this memory's part searched by the decay window; what no batch can use is the experts'."""
+
+        def pools(spec: PoolSpec) -> tuple[PoolSpec, ...]:
+            return (*split[:place], spec, *split[place + 1 :])
+
+        found = decay_window_search(
+            lambda experts: self.run(executors, pools(needs.keeping(experts))),
+            needs.most,
+            least=needs.least,
+            initial_window=self.options.initial_window,
+            error_margin=self.options.error_margin,
+            fit_values=self.options.fit_values,
+            slides_on=self.options.slides_on,
+        )
+        self.windows[needs.pool] = found
+        chosen = pools(needs.keeping(found.chosen))
+        useful = pools(needs.leaving(min(needs.maximum_batch_bytes, chosen[place].workspace_bytes)))
+        best = max((useful, chosen), key=lambda each: self.run(executors, each))
+        self.trials += window_trials(needs.pool, found)
+        casual_value = self.run(executors, split)
+        casual_count = needs.count_in(split[place].expert_bytes)
+        self._tell(needs.pool, casual_count, casual_value, "the casual split, a quarter for workspaces")
+        if best != chosen:
+            count = needs.count_in(best[place].expert_bytes)
+            self._tell(needs.pool, count, self.run(executors, best), "what no batch can use given to experts")
+        return best
+
+    def _tell(self, pool: str, experts: int, images_per_s: float, note: str) -> None:
+        search = MEMORY + pool
+        number = sum(trial.search == search for trial in self.trials) + 1
+        self.trials.append(Trial(search, number, f"{experts} experts", images_per_s, note))
+
+    def _require(self, executors: Sequence[ExecutorSpec]) -> None:
+        """Raises ConfigError for every memory that is too small for what has to run from it."""
+        problems = []
+        for needs in self.needs(executors):
+            given = self.config.memory.workspace
+            workspace = f"{_mib(needs.one_image_bytes)} for one image on each of its executors"
+            if not needs.is_enough:
+                short = f"{_mib(needs.budget_bytes)} are too little: {needs.largest} needs {_mib(needs.largest_bytes)}"
+                advice = f"raise memory.{needs.pool}, or take a smaller model"
+                wrong = f"{short} beside what is pinned, and batches {workspace} - {advice}"
+                problems.append(self.config.document.error(wrong, "memory", needs.pool))
+            elif given is not None and not needs.one_image_bytes <= given <= needs.budget_bytes - needs.largest_bytes:
+                most = f"{_mib(needs.budget_bytes - needs.largest_bytes)} that {needs.largest} leaves of {needs.pool}"
+                wrong = f"{_mib(given)} is not between {workspace} and the {most} - correct it, or write auto"
+                problems.append(self.config.document.error(wrong, "memory", "workspace"))
+        if problems:
+            raise ConfigError.of(problems)
+
+    def _text(self, counts: ExecutorCounts) -> str:
+        device = next((processor for processor in self.box.processors if processor != "cpu"), None)
+        named = [f"{counts.device} {device}"] if device else []
+        return " + ".join([*named, f"{counts.cpu} cpu"] if "cpu" in self.box.processors else named)
 
 
-def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:
-    """What the first 1, 2, 3... of these take together; a part that several share counts once."""
-    parts: set[str] = set()
-    total = 0
-    sizes = []
-    for footprint in footprints:
-        fresh = {part.id: part.size_bytes for part in footprint.shared if part.id not in parts}
-        parts |= fresh.keys()
-        total += footprint.own_bytes + sum(fresh.values())
-        sizes.append(total)
-    return tuple(sizes)
+def window_trials(pool: str, search: WindowSearch) -> list[Trial]:
+    """What a window search ran, as trials: at the upper bounds in their order, then within the chosen window."""
+    trials: list[Trial] = []
+    for step in search.steps:
+        note = f"window {step.window.lower}-{step.window.upper}"
+        if step.predicted is not None and step.error is not None:
+            side = "short of" if step.error > 0 else "above"
+            note += f", {abs(step.error):.1%} {side} the line's {step.predicted:.2f}"
+        trials.append(_trial(pool, len(trials) + 1, search, step.window.upper, note))
+    bounds = {step.window.upper for step in search.steps}
+    for experts in sorted(search.tried.keys() - bounds):
+        note = f"the middle of window {search.window.lower}-{search.window.upper}"
+        trials.append(_trial(pool, len(trials) + 1, search, experts, note))
+    return trials
 
 
-def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> Window:
-    if end is SearchEnd.BEND:
-        before = steps[:-1]
-        highest = max(before, key=lambda step: (step.images_per_s, step.number))
-        return steps[highest.number].window
-    return max(steps, key=lambda step: (step.images_per_s, step.number)).window
+def _trial(pool: str, number: int, search: WindowSearch, experts: int, note: str) -> Trial:
+    chosen = ", chosen" if experts == search.chosen else ""
+    return Trial(MEMORY + pool, number, f"{experts} experts", search.tried[experts], note + chosen)
 
 
-def _check_options(most: int, initial_window: int, error_margin: float, fit_values: int) -> None:
-    if most < 1:
-        raise ConfigError("no expert fits into this memory - raise its budget")
-    if not 1 <= initial_window < 100:
-        raise ConfigError(f"an initial window of {initial_window} does not decay - take 1 to 99 experts")
-    if not 0 < error_margin < 1:
-        raise ConfigError(f"an error margin of {error_margin} never decides - take a fraction between 0 and 1")
-    if fit_values < FIT_VALUES:
-        raise ConfigError(f"{fit_values} throughputs make no line - take {FIT_VALUES} or more")
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"

@@ -21,9 +21,10 @@ from agent.profile import UsageProfile
 from experts.errors import AgentCrashed, ConfigError
 from experts.expert import Verdict
 from profiler.history import served_requests
+from profiler.samples import LineSamples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -34,6 +35,7 @@ COMPUTED = "computed from quantities"
 COUNTED = "counted on samples"
 SERVED = "served"
 FEW_REQUESTS = 200  # below it a note says so: chance alone moves a tenth of them by two hundredths
+MOST_SAMPLES = 1000  # of each expert: a folder's own mix of good and bad parts counts, not one of each label
 NAMED = 3  # experts that a note names
 
 
@@ -87,22 +89,23 @@ def usage_from_results(path: Path, config: LineConfig) -> UsageFound:
 
 def usage_from_samples(
     config: LineConfig,
-    samples: Mapping[str, Sequence[Path]],
+    folder: Path | None,
     progress: Callable[[str, int, int], None],
     packed: Path | None = None,
+    most: int = MOST_SAMPLES,
 ) -> UsageFound:
     """By running each component's route on its sample images, on this box's real engine.
 
     How often each component comes is told by the boards' quantities, not by how many samples of it there are; how
-    often its experts let it pass is counted. ``packed``: as for ``build_agent``. Raises ConfigError where no image
-    can be judged, AgentCrashed.
+    often its experts let it pass is counted, so defects should be as rare among the samples as on the line. At most
+    ``most`` samples of each expert are run. ``folder``, ``packed``: as for ``LineSamples.find`` and ``build_agent``.
+    Raises ConfigError where no image can be judged, AgentCrashed.
     """
-    requests = [(component, image) for component in sorted(samples) for image in samples[component]]
-    for component in samples:
-        if component not in config.catalog.graph.routes:
-            known = ", ".join(sorted(config.catalog.graph.routes))
-            raise ConfigError(f"no route for the samples' component {component!r} - this line knows {known}")
-    outcomes = _outcomes(config, requests, progress, packed) if requests else []
+    samples = LineSamples.find(config, folder, most)
+    requests = sorted({(each.component, each.path) for listed in samples.by_expert.values() for each in listed})
+    if not requests:
+        raise ConfigError(f"line {config.line} has no sample image yet - let it serve first, or name a sample folder")
+    outcomes = _outcomes(config, requests, progress, packed)
     judged = _judged([component for component, _ in requests], outcomes)
     weights = _weights(config, Counter(component for component, _ in judged))
     count = RouteCount()
@@ -110,7 +113,7 @@ def usage_from_samples(
         count.add([step.expert for step in outcome.steps], outcome.verdict, weights[component])
     rates = count.pass_rates(config.catalog.experts)
     usage = UsageProfile(usage_probabilities(config, rates), rates, COUNTED, count.requests)
-    return UsageFound(usage, tuple(_sample_notes(config, len(requests), weights.keys(), count.requests)))
+    return UsageFound(usage, tuple(_sample_notes(config, samples, len(requests), count)))
 
 
 def component_shares(config: LineConfig) -> dict[str, float]:
@@ -197,19 +200,23 @@ def _judged(components: Sequence[str], outcomes: Sequence[Outcome]) -> list[tupl
     judged = [(component, outcome) for component, outcome in pairs if outcome.verdict is not Verdict.UNKNOWN]
     if not judged:
         reasons = Counter(str(outcome.reason) for outcome in outcomes)
-        why = f": {_most(reasons)}" if reasons else ""
-        raise ConfigError(f"none of {len(outcomes)} sample images could be judged{why} - give images of this line")
+        raise ConfigError(
+            f"none of {len(outcomes)} sample images could be judged: {_most(reasons)} - give images of this line"
+        )
     return judged
 
 
-def _sample_notes(config: LineConfig, images: int, components: Collection[str], counted: int) -> Iterator[str]:
-    if counted < images:
-        yield f"{images - counted} of {images} images could not be judged and were left out"
-    without = sorted(component_shares(config).keys() - set(components))
+def _sample_notes(config: LineConfig, samples: LineSamples, images: int, count: RouteCount) -> Iterator[str]:
+    if samples.broken:
+        yield f"{len(samples.broken)} files are broken and were left out: {samples.broken[0]}"
+    if count.requests < images:
+        yield f"{images - count.requests} of {images} images could not be judged and were left out"
+    sampled = {each.component for listed in samples.by_expert.values() for each in listed}
+    without = sorted(component_shares(config).keys() - sampled)
     if without:
         named = ", ".join(without[:NAMED]) + (", ..." if len(without) > NAMED else "")
-        yield f"no sample of {len(without)} components: {named}"
-    yield from _few(counted)
+        yield f"no sample of {len(without)} components, whose experts pass at the rate of all together: {named}"
+    yield from _few(count.requests)
 
 
 def _weights(config: LineConfig, counted: Counter[str]) -> dict[str, float]:

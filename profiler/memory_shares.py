@@ -1,0 +1,150 @@
+"""Memory shares: what one memory must hold and can hold, experts against workspaces (CoServe, section 4.4).
+
+Guarantees: every share it hands out is one that an Engine accepts with these executors: the largest expert fits beside
+the pinned ones, and each executor has the workspace of one image; the two parts are the whole budget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from agent.core.performance import PoolSpec
+from agent.core.placement import footprints_in, pinned_homes
+from agent.core.pool import misfits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint
+
+LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """One memory with its executors. ``held_bytes[n - 1]``: what the n most used copies take together.
+
+    ``largest``: the expert that needs most room, ``largest_bytes``, beside the pinned ones. Workspaces: of one image,
+    and of the maximum batch, on every executor at once.
+    """
+
+    pool: str
+    cache: str | None
+    budget_bytes: int
+    held_bytes: tuple[int, ...]
+    largest: str
+    largest_bytes: int
+    one_image_bytes: int
+    maximum_batch_bytes: int
+
+    @property
+    def is_enough(self) -> bool:
+        """May the largest expert run from it, with an image on every executor?"""
+        return self.largest_bytes + self.one_image_bytes <= self.budget_bytes
+
+    @property
+    def is_limited(self) -> bool:
+        """Do the maximum batches take so little that the rest can simply be the experts'?
+
+        The paper asks whether the processor's performance is limited, as such a one has a small maximum batch; here
+        the batch itself is asked: it may take LIMITED_FRACTION of the memory on all executors together.
+        """
+        return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
+
+    @property
+    def most(self) -> int:
+        """How many of the most used copies fit while each executor keeps the workspace of one image."""
+        return self.count_in(self.budget_bytes - self.one_image_bytes)
+
+    @property
+    def least(self) -> int:
+        """How many of them fit where only the largest expert and the pinned ones have to."""
+        return self.count_in(self.largest_bytes)
+
+    def count_in(self, expert_bytes: int) -> int:
+        """How many of the most used copies fit into so many bytes."""
+        return bisect_right(self.held_bytes, expert_bytes)
+
+    def keeping(self, experts: int) -> PoolSpec:
+        """Room for so many of the most used copies, at least 1, and the rest for workspaces."""
+        held = self.held_bytes[min(experts, self.most) - 1] if self.held_bytes else 0
+        return self.leaving(self.budget_bytes - held)
+
+    def leaving(self, workspace_bytes: int) -> PoolSpec:
+        """So much for workspaces, or as near as may be, and the rest for experts."""
+        workspace = max(min(workspace_bytes, self.budget_bytes - self.largest_bytes), self.one_image_bytes)
+        return PoolSpec(self.pool, self.budget_bytes - workspace, workspace, self.cache)
+
+
+def memory_needs(
+    pool: str,
+    pools: Sequence[str],
+    budget_bytes: int,
+    executors: Sequence[ExecutorSpec],
+    profile: DeviceProfile,
+    pinned: frozenset[str],
+) -> MemoryNeeds:
+    """What these executors need of one memory. ``pools``: all memories of the box, nearest to the SSD first.
+
+    A memory holds what runs from it and what those behind it are fed from; one that only feeds has no least size.
+    """
+    place = pools.index(pool)
+    users = [spec for spec in executors if spec.pool == pool]
+    homes = pinned_homes(pinned, executors, profile.experts)
+    needs = misfits(footprints_in(pool, executors, profile.experts, homes), -1)
+    largest = max(sorted(needs), key=needs.__getitem__, default="")
+    readers = [spec for spec in executors if pools.index(spec.pool) >= place]
+    columns = [profile.experts[spec.processor].values() for spec in users]
+    return MemoryNeeds(
+        pool=pool,
+        cache=pools[place - 1] if place else None,
+        budget_bytes=budget_bytes,
+        held_bytes=held_bytes(_most_used_first(readers, profile)),
+        largest=largest,
+        largest_bytes=needs.get(largest, 0),
+        one_image_bytes=sum(_largest_workspace(column, at_maximum=False) for column in columns),
+        maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
+    )
+
+
+def usage_cdf(probabilities: Mapping[str, float]) -> tuple[float, ...]:
+    """The share of all uses that the 1, 2, 3... most used experts have together (section 4.4, Figure 11).
+
+    Probabilities of requests need not add up to 1, shares do. Without any use all experts share alike.
+    """
+    descending = sorted(probabilities.values(), reverse=True)
+    total = sum(descending)
+    if total <= 0:
+        return tuple((number + 1) / len(descending) for number in range(len(descending)))
+    return tuple(min(share / total, 1.0) for share in accumulate(descending))
+
+
+def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:
+    """What the first 1, 2, 3... of these take together; a part that several share counts once."""
+    parts: set[str] = set()
+    total = 0
+    sizes = []
+    for footprint in footprints:
+        fresh = {part.id: part.size_bytes for part in footprint.shared if part.id not in parts}
+        parts |= fresh.keys()
+        total += footprint.own_bytes + sum(fresh.values())
+        sizes.append(total)
+    return tuple(sizes)
+
+
+def _most_used_first(executors: Sequence[ExecutorSpec], profile: DeviceProfile) -> list[Footprint]:
+    """Of every copy that these executors may run, in descending usage probability (section 4.1)."""
+    copies = {
+        each.copy: (-profile.usage.get(expert, 0.0), expert, each.footprint)
+        for processor in sorted({spec.processor for spec in executors})
+        for expert, each in profile.experts[processor].items()
+    }
+    return [copies[copy][2] for copy in sorted(copies, key=lambda copy: (*copies[copy][:2], copy))]
+
+
+def _largest_workspace(column: Iterable[ExpertProfile], *, at_maximum: bool) -> int:
+    performances = [each.performance for each in column]
+    return max((each.workspace_for(each.max_batch if at_maximum else 1) for each in performances), default=0)

@@ -1,0 +1,92 @@
+"""The executor sweep: how many executors of the device, then how many of the CPU (CoServe, section 5.3, Figure 17).
+
+Guarantees: pure but for the throughput it is given; nothing is run twice; the best of what was run is chosen, of equal
+ones the fewest executors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+DECLINES = 2  # in a row: more executors only get in one another's way (section 5.3)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorCounts:
+    """So many executors of the device and of the CPU."""
+
+    device: int
+    cpu: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepStep:
+    """One pair of counts and its throughput; None where the memory does not hold so many executors."""
+
+    counts: ExecutorCounts
+    images_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSweep:
+    """What was run, in its order, and the best of it; None where nothing could be run at all."""
+
+    steps: tuple[SweepStep, ...]
+    best: ExecutorCounts | None
+
+
+@dataclass(slots=True)
+class _Run:
+    """Runs each pair of counts once."""
+
+    throughput: Callable[[ExecutorCounts], float | None]
+    steps: dict[ExecutorCounts, float | None] = field(default_factory=dict)
+
+    def value(self, counts: ExecutorCounts) -> float | None:
+        if counts not in self.steps:
+            self.steps[counts] = self.throughput(counts)
+        return self.steps[counts]
+
+    def climb(self, ascending: Iterable[ExecutorCounts], declines: int) -> None:
+        """One after another, until so many in a row are no better than the best, or one cannot be run."""
+        best: float | None = None
+        fallen = 0
+        for counts in ascending:
+            value = self.value(counts)
+            if best is not None and (value is None or (fallen + 1 == declines and value <= best)):
+                return
+            if value is not None:
+                best, fallen = (value, 0) if best is None or value > best else (best, fallen + 1)
+
+    def best(self) -> ExecutorCounts | None:
+        able = [
+            (value, -counts.device - counts.cpu, counts) for counts, value in self.steps.items() if value is not None
+        ]
+        return max(able, key=lambda each: each[:2])[2] if able else None
+
+
+def executor_sweep(
+    throughput: Callable[[ExecutorCounts], float | None],
+    most_device: int,
+    most_cpu: int,
+    declines: int = DECLINES,
+) -> ExecutorSweep:
+    """Device executors from 1 on beside one of the CPU, then, with the best count, CPU executors from none on.
+
+    ``most_device`` 0 stands for a box that has a CPU only, ``most_cpu`` 0 for one whose CPU runs no experts. Each row
+    ends after ``declines`` counts in a row that are no better than the best of it. The paper begins with one CPU
+    executor; that a box may do best without any is ours.
+    """
+    run = _Run(throughput)
+    beside = min(most_cpu, 1)
+    if most_device:
+        run.climb((ExecutorCounts(device, beside) for device in range(1, most_device + 1)), declines)
+    best = run.best()
+    device = best.device if best else min(most_device, 1)
+    run.climb((ExecutorCounts(device, cpu) for cpu in range(0 if device else 1, most_cpu + 1)), declines)
+    steps = tuple(SweepStep(counts, value) for counts, value in run.steps.items())
+    return ExecutorSweep(steps, run.best())

@@ -1,0 +1,159 @@
+"""The decay-window search: how many experts to keep room for (CoServe, section 4.4, equations 1 to 3).
+
+Guarantees: pure but for the throughput it is given, which it asks once for each number of experts; deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import linear_regression
+from typing import TYPE_CHECKING
+
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+INITIAL_WINDOW = 15  # experts (section 5.3)
+ERROR_MARGIN = 0.05  # section 5.3
+FIT_VALUES = 2  # the fewest that make a line
+
+
+class SearchEnd(StrEnum):
+    """Why the window stopped sliding."""
+
+    BEND = "short of the line"  # equation 3
+    NO_RISE = "the line does not rise"
+    MEMORY = "no more experts fit"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """From so many experts to so many."""
+
+    lower: int
+    upper: int
+
+    @property
+    def middle(self) -> int:
+        """Half-way, rounded up."""
+        return (self.lower + self.upper + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStep:
+    """The throughput at one window's upper bound. ``predicted``, ``error``: of equations 2 and 3; None before a fit."""
+
+    number: int
+    window: Window
+    images_per_s: float
+    predicted: float | None
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSearch:
+    """How the window slid, where it stopped, and how many experts were chosen in it.
+
+    ``tried``: every number of experts that was run, with its throughput.
+    """
+
+    steps: tuple[WindowStep, ...]
+    end: SearchEnd
+    window: Window
+    tried: Mapping[int, float]
+    chosen: int
+
+    @property
+    def images_per_s(self) -> float:
+        """The throughput of the chosen number."""
+        return self.tried[self.chosen]
+
+
+def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[Window]:
+    """The windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
+
+    Each is (1 - initial window / 100) times as wide as the one before; bounds are rounded, the last one is ``most``.
+    All windows of such a row add up to 100 experts, whatever the first. The paper does not say what comes after:
+    here the row starts again with the initial width once a window would be narrower than one expert.
+    """
+    decay_factor = 1 - initial_window / 100
+    width, bound, lower = float(initial_window), 0.0, 0
+    while lower < most:
+        bound += width
+        upper = min(math.floor(bound + 0.5), most)
+        yield Window(lower, upper)
+        lower, width = upper, width * decay_factor
+        if width < 1:
+            width = float(initial_window)
+
+
+def decay_window_search(
+    throughput: Callable[[int], float],
+    most: int,
+    *,
+    least: int = 1,
+    initial_window: int = INITIAL_WINDOW,
+    error_margin: float = ERROR_MARGIN,
+    fit_values: int = FIT_VALUES,
+    slides_on: bool = False,
+) -> WindowSearch:
+    """How many experts to keep room for (section 4.4, equations 1 to 3). ``throughput(n)``: images/s with n experts.
+
+    The line of equation 2 is fitted by least squares to the throughputs at the first N upper bounds against their
+    numbers 1..N. The window stops at N + 1 where the throughput is short of the line by more than ``error_margin`` of
+    it; the window after the highest of the first N is the one in which it starts to drop. What the paper leaves open:
+    a line is fitted from ``fit_values`` throughputs on; one that does not rise, or the end of the memory, stops the
+    window too, and the window up to the highest throughput is taken. Of the bounds and the middle of the window the
+    one with the highest throughput is chosen, of equal ones the one with more experts; the paper draws at random.
+    No window ends below ``least`` experts, where the memory has to have room for so many anyway.
+    ``slides_on`` (ours): a throughput that is short of the line but the highest so far does not stop the window.
+    Raises ConfigError for options without meaning.
+    """
+    _check_options(most, initial_window, error_margin, fit_values)
+    tried: dict[int, float] = {}
+    steps: list[WindowStep] = []
+    end = SearchEnd.MEMORY
+    possible = [window for window in decay_windows(most, initial_window) if window.upper >= min(least, most)]
+    for number, window in enumerate(possible, start=1):
+        values = [step.images_per_s for step in steps]
+        predicted = None
+        if len(values) >= fit_values:
+            line = linear_regression(range(1, number), values)
+            if line.slope <= 0:
+                end = SearchEnd.NO_RISE
+                break
+            predicted = line.slope * number + line.intercept
+        value = tried[window.upper] = throughput(window.upper)
+        error = None if predicted is None else (predicted - value) / predicted
+        steps.append(WindowStep(number, window, value, predicted, error))
+        if error is not None and error > error_margin and not (slides_on and value > max(values)):
+            end = SearchEnd.BEND
+            break
+    chosen_window = _window_of_the_drop(steps, end)
+    if chosen_window.middle not in tried:
+        tried[chosen_window.middle] = throughput(chosen_window.middle)
+    within = [count for count in tried if chosen_window.lower <= count <= chosen_window.upper]
+    chosen = max(within, key=lambda count: (tried[count], count))
+    return WindowSearch(tuple(steps), end, chosen_window, tried, chosen)
+
+
+def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> Window:
+    if end is SearchEnd.BEND:
+        before = steps[:-1]
+        highest = max(before, key=lambda step: (step.images_per_s, step.number))
+        return steps[highest.number].window
+    return max(steps, key=lambda step: (step.images_per_s, step.number)).window
+
+
+def _check_options(most: int, initial_window: int, error_margin: float, fit_values: int) -> None:
+    if most < 1:
+        raise ConfigError("no expert fits into this memory - raise its budget")
+    if not 1 <= initial_window < 100:
+        raise ConfigError(f"an initial window of {initial_window} does not decay - take 1 to 99 experts")
+    if not 0 < error_margin < 1:
+        raise ConfigError(f"an error margin of {error_margin} never decides - take a fraction between 0 and 1")
+    if fit_values < FIT_VALUES:
+        raise ConfigError(f"{fit_values} throughputs make no line - take {FIT_VALUES} or more")
