@@ -28,7 +28,7 @@ BURSTS = 16  # pauses of a trace after which what is still to come is weighed: e
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RequestSteps:
     """One request: when it comes, in seconds since the start, and the experts that it runs, one after another."""
 
     at_s: float
@@ -81,11 +81,11 @@ class Bounds:
         return max(self.compute_s, self.io_s, self.arrivals_s)
 
 
-def bounds(requests: Sequence[Work], resources: Resources) -> Bounds:
+def bounds(requests: Sequence[RequestSteps], resources: Resources) -> Bounds:
     """All of them. Memories may hold whatever is best at the start."""
-    counts = Counter(expert for work in requests for expert in work.experts)
+    counts = Counter(expert for request in requests for expert in request.experts)
     switches = fewest_switches(counts, resources)
-    uses = [expert for work in requests for expert in work.experts]
+    uses = [expert for request in requests for expert in request.experts]
     return Bounds(
         switches=switches,
         fcfs_switches=max(switches, fewest_fcfs_switches(uses, resources)),
@@ -202,7 +202,7 @@ def compute_s(counts: Mapping[str, int], resources: Resources) -> float:
     )
 
 
-def arrivals_s(requests: Sequence[Work], resources: Resources) -> float:
+def arrivals_s(requests: Sequence[RequestSteps], resources: Resources) -> float:
     """When the last request can be done at the earliest, as none starts before it comes.
 
     Two reasons count: each request's own steps, one after another, on the fastest processors; and the work of all that
@@ -210,14 +210,14 @@ def arrivals_s(requests: Sequence[Work], resources: Resources) -> float:
     """
     if not requests:
         return 0.0
-    ordered = sorted(requests, key=lambda work: work.at_s)
-    alone_s = {expert: _alone_s(expert, resources) for work in ordered for expert in work.experts}
-    chains_s = (work.at_s + sum(alone_s[expert] for expert in work.experts) for work in ordered)
+    ordered = sorted(requests, key=lambda request: request.at_s)
+    alone_s = {expert: _alone_s(expert, resources) for request in ordered for expert in request.experts}
+    chains_s = (request.at_s + sum(alone_s[expert] for expert in request.experts) for request in ordered)
     pauses_s = [later.at_s - earlier.at_s for earlier, later in pairwise(ordered)]
     moments = [0, *heapq.nlargest(BURSTS, range(1, len(ordered)), key=lambda start: pauses_s[start - 1])]
     suffixes_s = (
         ordered[start].at_s
-        + compute_s(Counter(expert for work in ordered[start:] for expert in work.experts), resources)
+        + compute_s(Counter(expert for request in ordered[start:] for expert in request.experts), resources)
         for start in moments
     )
     return max((*chains_s, *suffixes_s))

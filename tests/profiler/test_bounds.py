@@ -27,7 +27,7 @@ from experts.errors import MemoryExceeded
 from experts.graph import ExpertGraph, RouteStep
 from profiler.bounds import (
     Resources,
-    Work,
+    RequestSteps,
     arrivals_s,
     belady_loads,
     bounds,
@@ -255,15 +255,19 @@ def test_each_processor_gets_what_it_is_best_at():
 def test_nothing_is_done_before_it_came():
     """0.03 s for one image of one step after 5 s; forty that come at 5 s take 40 K + 10 B from then on."""
     sizes = {"a": 1, "b": 1}
-    assert arrivals_s([Work(0.0, ("a",)), Work(5.0, ("a", "b"))], one_memory(sizes, 2)) == pytest.approx(5.06)
-    burst = [Work(0.0, ("a",)), *[Work(5.0, ("a",))] * 40]
+    assert arrivals_s(
+        [RequestSteps(0.0, ("a",)), RequestSteps(5.0, ("a", "b"))], one_memory(sizes, 2)
+    ) == pytest.approx(5.06)
+    burst = [RequestSteps(0.0, ("a",)), *[RequestSteps(5.0, ("a",))] * 40]
     assert arrivals_s(burst, one_memory(sizes, 2)) == pytest.approx(5.0 + 0.4 + 0.2)
     assert arrivals_s([], one_memory(sizes, 2)) == 0.0
 
 
 def test_the_roofline_is_the_largest_of_the_three():
     sizes = {"a": 1, "b": 20}
-    found = bounds([Work(0.0, ("a",)), Work(0.5, ("b",)), Work(0.5, ("a",))], one_memory(sizes, 11))
+    found = bounds(
+        [RequestSteps(0.0, ("a",)), RequestSteps(0.5, ("b",)), RequestSteps(0.5, ("a",))], one_memory(sizes, 11)
+    )
     assert (found.switches, found.fcfs_switches) == (1, 1)
     assert found.compute_s == pytest.approx(2 * 0.01 + 0.02 + 0.03)
     assert found.io_s == pytest.approx((21 - 11) / SSD_BYTES_PER_S)
@@ -347,7 +351,7 @@ def test_no_policy_beats_the_bounds(policy, drawn, drawn_parts, capacity, arriva
         simulation, plant = simulated(policy, sizes, parts, capacity, routes, trace, executors)
     except MemoryExceeded:
         assume(False)
-    found = bounds([Work(arrival.at_s, routes[arrival.component]) for arrival in trace], plant)
+    found = bounds([RequestSteps(arrival.at_s, routes[arrival.component]) for arrival in trace], plant)
     effects = [effect for _, effect in simulation.effects]
     first = next(at for at, effect in enumerate(effects) if isinstance(effect, Assigned))
     loads = [effect for effect in effects[first:] if isinstance(effect, StartLoad)]
