@@ -11,6 +11,7 @@ It runs in this process, over copies of the line's weights in torch's own format
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -211,8 +212,9 @@ def _saved(expert: Expert, path: Path) -> Path:
     from experts.backends.weight_files import read_state_dict
 
     model = build(expert)
-    found = read_state_dict(expert)
-    own = model.state_dict()
+    own, found = model.state_dict(), read_state_dict(expert)
+    if family(expert.architecture) == "detector":  # exports differ in how often they say "model."
+        found = {f"model.{re.sub(r'^(model[.])+', '', name)}": tensor for name, tensor in found.items()}
     model.load_state_dict(fit(expert, {name: found[name] for name in own if name in found}, own), strict=False)
     with path.open("wb") as file:
         torch.save(model.state_dict(), file)

@@ -1,0 +1,267 @@
+"""A line and a trace on the real engine: any policies side by side, with the floor measured in the same run.
+
+Guarantees: policies and repeats take turns, so that what changes on the machine meanwhile touches all of them alike;
+each is told by its medians, and every value is kept; what was not judged is counted, with its reasons, and never makes
+a run faster. One run that counts for nothing goes first: it leaves the runtimes' kernels built.
+
+Cold and warm: packed files are read past the page cache wherever the filesystem lets them be (``direct_io``), so a load
+costs the same in every run; memories begin as the policy's initial placement leaves them.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, cast
+
+from agent.core.engine import Engine
+from agent.core.performance import SSD, Limits
+from agent.core.policy import PRESETS
+from agent.inspection import outputs_sha256
+from agent.records.database import StateLock
+from agent.runtime.device import torch_device
+from agent.runtime.loop import LoopOptions
+from experts.errors import ConfigError
+from profiler.naive import NAIVE, NaiveServer, naive_files
+from profiler.played import experts_of, images_of, packed_copies, player
+from profiler.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
+from profiler.rows import Figures, Measurement, Row, engine_figures, medians, naive_figures
+from profiler.simulator import PASSES, Simulator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from agent.assembly import Agent
+    from agent.config import LineConfig, PolicyName
+    from experts.expert import Precision
+    from profiler.played import Played, Progress
+    from profiler.roofline import Compute, Work
+    from profiler.simulator import Arrival
+
+REASONS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What is run, and what of the line file is replaced for it; None and empty: as the line has it.
+
+    ``policies`` are presets, or "naive". ``memory`` in bytes by name: host, device, workspace. ``with_roofline``: also
+    measure the compute alone, which takes as long as another policy. ``is_locked``: the caller holds the line's
+    StateLock.
+    """
+
+    policies: tuple[str, ...] = ()
+    repeats: int = 1
+    memory: Mapping[str, int] = field(default_factory=dict)
+    precision: Precision | None = None
+    executors: Mapping[str, int] | None = None
+    ssd_bytes_per_s: float | None = None
+    with_roofline: bool = True
+    is_locked: bool = False
+
+
+def run_line(
+    config: LineConfig,
+    trace: Sequence[Arrival],
+    options: RunOptions | None = None,
+    progress: Progress = lambda *_: None,
+) -> Measurement:
+    """Play a trace on a line, every policy ``repeats`` times.
+
+    Raises ConfigError for what cannot be run, an expert that the trace needs included, AlreadyRunning when the line's
+    agent runs, ImageError for an image that cannot be decoded, and AgentCrashed.
+    """
+    options = options or RunOptions()
+    with ExitStack() as ending:
+        if not options.is_locked:
+            ending.enter_context(StateLock(config.state))
+        bench = _Bench(config, tuple(trace), options, progress)
+        if NAIVE in bench.policies:
+            bench.files = ending.enter_context(naive_files(config, bench.experts))
+        return bench.run()
+
+
+class _Bench:
+    """One measurement: a run to warm up, then rounds of all policies."""
+
+    def __init__(self, config: LineConfig, trace: tuple[Arrival, ...], options: RunOptions, progress: Progress) -> None:
+        if not trace or options.repeats < 1:
+            raise ConfigError(f"{config.document.file}: nothing to measure - give a trace with arrivals, and repeats")
+        self.policies = options.policies or (config.policy,)
+        for policy in self.policies:
+            if policy not in PRESETS and policy != NAIVE:
+                raise ConfigError(f"no policy {policy!r} - choose of {', '.join((*PRESETS, NAIVE))}")
+        self.experts = experts_of(trace, config.catalog)
+        self.files: Mapping[str, Path] = {}
+        self._config = configured(config, options)
+        self._trace = trace
+        self._images = images_of(trace, config.catalog)
+        self._options = options
+        self._loop_options = LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s)
+        self._progress = progress
+        self._runs: dict[str, list[Figures]] = {policy: [] for policy in self.policies}
+        self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(self.policies, ())
+        self._agents: dict[str, Agent] = {}
+        self._compute: list[Compute] = []
+        self._bandwidths: list[float] = []
+
+    def run(self) -> Measurement:
+        """All rounds."""
+        total = 1 + self._options.repeats * len(self.policies)
+        self._progress("bench", 0, total)
+        agent, work = self._warm_up()
+        self._progress("bench", 1, total)
+        for repeat in range(self._options.repeats):
+            bandwidth, compute = self._floor(agent, work)
+            for turn, policy in enumerate(self.policies):
+                self._runs[policy].append(self._figures(policy, bandwidth, compute, agent))
+                self._progress("bench", 2 + repeat * len(self.policies) + turn, total)
+        first = next(iter(packed_copies(agent).values()))
+        return Measurement(
+            line=self._config.line,
+            machine=machine(agent),
+            rows=tuple(self._row(policy, agent) for policy in self.policies),
+            direct_io=reads_directly(agent.segments.segment_path(first.own.sha256)),
+            ssd_bytes_per_s=statistics.median(self._bandwidths),
+            is_held=self._options.ssd_bytes_per_s is not None,
+            compute_s=statistics.median(each.seconds for each in self._compute) if self._compute else None,
+            notes=tuple(dict.fromkeys(each.note for each in self._compute if each.note)),
+        )
+
+    def _warm_up(self) -> tuple[Agent, Work]:
+        policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
+        with player(with_policy(self._config, policy), self.experts, LoopOptions(), _quiet(self._progress)) as stage:
+            played = stage.play(self._trace, self._images)
+            return stage.agent, work_of(played, self._images)
+
+    def _floor(self, agent: Agent, work: Work) -> tuple[float, Compute | None]:
+        """The SSD's bandwidth, and the time of the compute alone, at this moment."""
+        bandwidth = min(measure_bandwidth(agent), self._options.ssd_bytes_per_s or float("inf"))
+        self._bandwidths.append(bandwidth)
+        if not self._options.with_roofline:
+            return bandwidth, None
+        compute = measure_compute(agent, work, self._loop_options, _quiet(self._progress))
+        self._compute.append(compute)
+        return bandwidth, compute
+
+    def _figures(self, policy: str, bandwidth: float, compute: Compute | None, agent: Agent) -> Figures:
+        if policy == NAIVE:
+            return self._naive_figures(bandwidth, compute, agent)
+        config = with_policy(self._config, policy)
+        with player(config, self.experts, self._loop_options, _quiet(self._progress)) as stage:
+            played = stage.play(self._trace, self._images)
+            self._agents[policy] = stage.agent
+        reasons = played.unknown_reasons(self._trace)
+        self._reasons[policy] = tuple(dict.fromkeys((*self._reasons[policy], *reasons)))[:REASONS_SHOWN]
+        io_s = io_bytes(stage.agent, played, work_of(played, self._images)) / bandwidth
+        predicted_s = predicted_seconds(stage.agent, self._trace, played, bandwidth)
+        digest = outputs_sha256(played.labels)
+        return engine_figures(played, len(reasons), digest, predicted_s, _roofline_s(compute, io_s))
+
+    def _naive_figures(self, bandwidth: float, compute: Compute | None, agent: Agent) -> Figures:
+        processor = agent.box.processors[0]
+        pool = next(pool for pool in agent.pools if pool.name == agent.box.pool_of(processor))
+        server = NaiveServer(
+            experts=self._config.catalog.experts,
+            graph=self._config.catalog.graph,
+            files={expert: self.files[expert] for expert in self.experts},
+            expert_bytes=pool.expert_bytes,
+            device=torch_device(processor),
+            threads=agent.box.cores,
+            ssd_bytes_per_s=self._options.ssd_bytes_per_s,
+        )
+        played = server.play(self._trace, self._images)
+        io_s = sum(self.files[expert].stat().st_size for expert in self.experts) / bandwidth
+        return naive_figures(played, outputs_sha256(played.labels), _roofline_s(compute, io_s))
+
+    def _row(self, policy: str, agent: Agent) -> Row:
+        agent = self._agents.get(policy, agent)
+        counts = Counter(spec.processor for spec in agent.executors)
+        memory = {pool.name: pool.expert_bytes for pool in agent.pools}
+        return Row(
+            policy=policy,
+            requests=len(self._trace),
+            precision="fp32" if policy == NAIVE else precision_text(agent),
+            memory=memory | {f"{pool.name}_workspace": pool.workspace_bytes for pool in agent.pools},
+            executors={agent.box.processors[0]: 1} if policy == NAIVE else dict(counts),
+            medians=medians(self._runs[policy]),
+            runs=tuple(self._runs[policy]),
+            unknown_reasons=self._reasons[policy],
+        )
+
+
+def with_policy(config: LineConfig, policy: str) -> LineConfig:
+    """The line under one of the presets. Raises ConfigError for another one."""
+    if policy not in PRESETS:
+        raise ConfigError(f"no policy {policy!r} - choose of {', '.join(PRESETS)}")
+    return replace(config, policy=cast("PolicyName", policy))
+
+
+def configured(config: LineConfig, options: RunOptions) -> LineConfig:
+    """The line with what these options replace. Raises ConfigError for a memory that no line has."""
+    unknown = options.memory.keys() - {"host", "device", "workspace"}
+    if unknown:
+        raise ConfigError(f"no memory {sorted(unknown)[0]!r} - give host, device or workspace, in bytes")
+    return replace(
+        config,
+        memory=config.memory.model_copy(update=dict(options.memory)),
+        precision=options.precision or config.precision,
+        executors=options.executors or config.executors,
+    )
+
+
+def predicted_seconds(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_per_s: float) -> float:
+    """What the simulator says that a trace takes, from this agent's own profile and limits.
+
+    Experts answer as they did when it was played, so that requests take the same routes.
+    """
+    config, profile = agent.config, agent.probed.profile
+    pinned = frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
+    limits = Limits(tuple(agent.pools), config.scheduling.max_overtake_s, pinned=pinned)
+    engine = Engine(config.catalog.graph, profile, agent.executors, PRESETS[config.policy], limits)
+    seen = {
+        (number, step.expert): step.prediction
+        for number, outcome in enumerate(played.outcomes)
+        for step in outcome.steps
+    }
+    simulator = Simulator(
+        engine,
+        profile,
+        agent.executors,
+        predict=lambda request, expert: seen.get((request, expert), PASSES),
+        link_bytes_per_s={SSD: ssd_bytes_per_s},
+    )
+    return max(simulator.run(trace).finished_s.values())
+
+
+def precision_text(agent: Agent) -> str:
+    """The precisions that an agent runs in, such as ``bf16``, or ``bf16+fp32`` where experts differ."""
+    return "+".join(sorted({packed.precision for packed in packed_copies(agent).values()}))
+
+
+def machine(agent: Agent) -> str:
+    """What this was measured on: the box, its cores, the versions that matter."""
+    return (
+        f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {platform.system()} {platform.release()}, "
+        f"Python {sys.version.split()[0]}, torch {version('torch')}"
+    )
+
+
+def _roofline_s(compute: Compute | None, io_s: float) -> float | None:
+    return None if compute is None else max(compute.seconds, io_s)
+
+
+def _quiet(progress: Progress) -> Progress:
+    """Packing is worth telling; each agent's probe is not."""
+
+    def tell(stage: str, done: int, total: int) -> None:
+        if stage == "pack":
+            progress(stage, done, total)
+
+    return tell
