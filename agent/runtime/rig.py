@@ -146,9 +146,7 @@ class MeasuringRig:
     def timed_s(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> float:
         """The seconds of one batch. Raises LoadFailed unless every image of it was judged."""
         batch = self.run(copy, images)
-        for result in batch.results:
-            if isinstance(result, Rejected):
-                raise errors.LoadFailed(copy.expert.id, result.reason)
+        _require_judged(copy, batch.results)
         return batch.seconds
 
     def run(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> TimedBatch:
@@ -169,8 +167,8 @@ class MeasuringRig:
     def all_s(self, copies: Sequence[ExpertCopy], works: Sequence[Sequence[ImageSource]]) -> float:
         """The seconds until all these batches are done, each executor taking the next one as it comes free.
 
-        Executor number n runs ``copies[n]``, over again from the first where there are fewer. Raises LoadFailed where
-        a batch fails.
+        Executor number n runs ``copies[n]``, over again from the first where there are fewer. Raises LoadFailed
+        unless every image was judged.
         """
         started = time.monotonic()
         waiting = list(enumerate(works))[::-1]
@@ -183,8 +181,10 @@ class MeasuringRig:
                 self._start(running[number], copies[running[number] % len(copies)], images, number)
             answer = self._answer()
             executor = running.pop(answer.batch)
+            copy = copies[executor % len(copies)]
             if isinstance(answer, BatchFailed):
-                raise errors.LoadFailed(copies[executor % len(copies)].expert.id, answer.reason)
+                raise errors.LoadFailed(copy.expert.id, answer.reason)
+            _require_judged(copy, answer.results)
             free.append(executor)
         return max(time.monotonic() - started, LEAST_S)
 
@@ -202,6 +202,13 @@ def noise(copy: ExpertCopy) -> np.ndarray:
     """An image of the expert's own size that shows nothing: the same one every time."""
     shape = (copy.expert.input.height, copy.expert.input.width, 3)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def _require_judged(copy: ExpertCopy, results: Sequence[Prediction | Rejected]) -> None:
+    """The time of a batch of which an image was not judged is the time of something else."""
+    for result in results:
+        if isinstance(result, Rejected):
+            raise errors.LoadFailed(copy.expert.id, result.reason)
 
 
 def _held_bytes(copy: ExpertCopy) -> int:

@@ -1,0 +1,103 @@
+"""How much memory running batches takes, as the system counts it and not as shapes tell.
+
+On Linux's CPUs: the high-water mark of this process's resident memory, reset before each run, without the pages of
+files (libraries, read piece by piece as they are first used). On CUDA: the allocator's own peak. Both are taken above
+what was held when the meter was made, unused memory given back to the system; so what a runtime keeps for its next
+batch (an arena) counts from the first run on. Elsewhere nothing can be measured, and ``meter_for`` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from agent.runtime.device import torch_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PROCESS = Path("/proc/self")
+RESET_PEAK = "5"  # written to clear_refs: VmHWM starts again from VmRSS
+TRIAL_BYTES = 48 * 1024 * 1024  # larger than what glibc's malloc keeps off its heap, 32 MiB at most
+SEEN_FRACTION = 0.9  # of a trial's bytes, for the meter to be believed
+
+
+class WorkspaceMeter(Protocol):
+    """Tells what runs needed at most, above what was held when the meter was made. One thread at a time."""
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """The most bytes held at one moment of this run."""
+
+
+class ResidentMeter:
+    """The resident memory of this process. Other work in the process, if any, counts as the run's."""
+
+    def __init__(self) -> None:
+        _give_back_unused()
+        self._held_bytes = _status_bytes("RssAnon")
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """See WorkspaceMeter."""
+        _give_back_unused()
+        (PROCESS / "clear_refs").write_text(RESET_PEAK)
+        run()
+        of_files_bytes = _status_bytes("RssFile") + _status_bytes("RssShmem")
+        return max(_status_bytes("VmHWM") - of_files_bytes - self._held_bytes, 0)
+
+
+class CudaMeter:
+    """What torch's allocator had handed out on the CUDA device."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._held_bytes: int = torch.cuda.memory_allocated()
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """See WorkspaceMeter."""
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return max(int(torch.cuda.max_memory_allocated()) - self._held_bytes, 0)
+
+
+def meter_for(processor: str) -> WorkspaceMeter | None:
+    """A meter of the memory that a processor's batches run in; None where it cannot be measured."""
+    device = torch_device(processor)
+    if device == "cuda":
+        return CudaMeter()
+    return ResidentMeter() if device == "cpu" and sees_allocations() else None
+
+
+def sees_allocations() -> bool:
+    """Does the high-water mark tell of memory that was taken and given back, for the second time as for the first?
+
+    Not without Linux's clear_refs, nor under an allocator that keeps what was given back.
+    """
+    if sys.platform != "linux":
+        return False
+    with suppress(OSError, KeyError, AttributeError):
+        meter = ResidentMeter()
+        return all(meter.peak_bytes(_take_and_give_back) >= TRIAL_BYTES * SEEN_FRACTION for _ in range(2))
+    return False
+
+
+def _take_and_give_back() -> None:
+    np.ones(TRIAL_BYTES, dtype=np.uint8)
+
+
+def _give_back_unused() -> None:
+    """Return the C library's free memory to the system, so that taking it again is seen."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status_bytes(key: str) -> int:
+    """One line of this process's status, in bytes."""
+    lines = (PROCESS / "status").read_text().splitlines()
+    values = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
+    return int(values[key].removesuffix("kB")) * 1024

@@ -1,0 +1,222 @@
+"""Real images of a line for its experts to be measured on: labelled crops, or what its intake has seen.
+
+Guarantees: the same files give the same samples; every sample was decoded once, so a broken file is passed over and
+counted and never fails a measurement; an expert gets images of the components on whose routes it stands, an equal
+share of each component and label as far as there are any, spread evenly over their names. Nothing is moved or written.
+
+Read are labelled crops (``FOLDER/<component>/<label>/...``) and images whose names match a pattern of the line's
+intake, an agent's own ``done/`` and ``ng/`` included; ``failed/``, hidden and unfinished files are left alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent.intake.inbox import DONE, FAILED, NG, UNFINISHED
+from agent.intake.naming import naming_of
+from experts.errors import ConfigError, ImageError
+from experts.images import DEFAULT_MAX_PIXELS, read_image
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.intake.naming import Naming
+
+MOST_PER_EXPERT = 24
+DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
+RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # what a taken name was given on its shelf
+GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, spread evenly however many are taken
+NAMED_PROBLEMS = 3  # of files that cannot be used, in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sound image. ``folder``: where it is from, as a message says it; ``max_pixels``: its intake's limit."""
+
+    path: Path
+    component: str
+    label: str | None
+    folder: str
+    max_pixels: int = DEFAULT_MAX_PIXELS
+
+
+@dataclass(frozen=True, slots=True)
+class LineSamples:
+    """Samples by expert; one without any is not in it. ``broken``: files that could not be decoded, and why."""
+
+    by_expert: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+    looked_at: int = 0
+    broken: tuple[str, ...] = ()
+
+    @classmethod
+    def find(cls, config: LineConfig, folder: Path | None = None, most: int = MOST_PER_EXPERT) -> LineSamples:
+        """At most ``most`` samples of each expert, from ``folder`` or else from the line's own intake folders.
+
+        A line whose intake holds no image yet has none. Raises ConfigError for a folder that is given and holds no
+        usable image, saying how many files were looked at and what is wrong with them.
+        """
+        search = _Search(config)
+        if folder is not None:
+            search.look_into(folder)
+        else:
+            for section in config.intake.folders:
+                search.look_into_intake(section.path, naming_of(section, config), section.max_pixels)
+        samples = search.choose(most)
+        if folder is not None and not samples.by_expert:
+            raise ConfigError(search.complaint(folder, samples.broken))
+        return samples
+
+    def of(self, expert: str) -> tuple[Sample, ...]:
+        """The samples of one expert, in the order to use them; empty where there are none."""
+        return self.by_expert.get(expert, ())
+
+
+def described(samples: Sequence[Sample]) -> str:
+    """ "24 images from inbox/done", or "synthetic" where there are none."""
+    if not samples:
+        return "synthetic"
+    folders = sorted({sample.folder for sample in samples})
+    return f"{len(samples)} {'image' if len(samples) == 1 else 'images'} from {' and '.join(folders)}"
+
+
+class _Search:
+    """What lies in some folders: usable files by component and label, and a tally of the others."""
+
+    def __init__(self, config: LineConfig) -> None:
+        self._config = config
+        self._found: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
+        self._unusable: dict[str, str] = {}  # file -> why
+        self._looked_at = 0
+
+    def look_into(self, folder: Path) -> None:
+        """A folder that was asked for: labelled crops, or images named as the line's intake names them."""
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder of samples - name one that holds <component>/<label>/*.png")
+        for relpath in _files_below(folder):
+            self._looked_at += 1
+            parts = relpath.split("/")
+            if len(parts) > 2 and parts[0] in self._config.catalog.graph.routes:
+                sample = Sample(folder / relpath, parts[0], parts[1], self._shown(folder))
+                self._found[parts[0], parts[1]].append(sample)
+                continue
+            self._read_name(folder, relpath, self._namings(), self._shown(folder))
+
+    def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
+        """One of the line's own folders, whether it is there yet or not."""
+        for relpath in _files_below(folder):
+            self._looked_at += 1
+            shelf = relpath.split("/")[0]
+            shown = self._shown(folder / shelf if shelf in {DONE, NG} else folder)
+            self._read_name(folder, relpath, [(naming, max_pixels)], shown)
+
+    def choose(self, most: int) -> LineSamples:
+        """The samples of each expert: an equal share of each component and label, evenly spread."""
+        checked = _Checked()
+        by_expert = {}
+        for expert in self._config.catalog.experts:
+            groups = [
+                _spread(sorted(samples, key=lambda sample: sample.path))
+                for (component, _), samples in sorted(self._found.items())
+                if self._stands_on(expert, component)
+            ]
+            sound = (sample for sample in _in_turn(groups) if checked.is_sound(sample))
+            if chosen := tuple(itertools.islice(sound, most)):
+                by_expert[expert] = chosen
+        return LineSamples(by_expert, self._looked_at, tuple(checked.broken.values()))
+
+    def complaint(self, folder: Path, broken: Sequence[str]) -> str:
+        """Why nothing in a folder can be used, and what to do."""
+        reasons = Counter(self._unusable.values())
+        listed = [f"{count} of them: {reason}" for reason, count in reasons.most_common(NAMED_PROBLEMS)]
+        if broken:
+            listed.append(f"{len(broken)} broken: {'; '.join(broken[:NAMED_PROBLEMS])}")
+        components = ", ".join(sorted(self._config.catalog.graph.routes)[:NAMED_PROBLEMS])
+        return (
+            f"{folder} holds no usable image: {self._looked_at} files were looked at"
+            + "".join(f"; {each}" for each in listed)
+            + f" - give a folder of <component>/<label>/*.png (components: {components}, ...) or of images named as "
+            "the line's intake.folders[].pattern says"
+        )
+
+    def _read_name(self, folder: Path, relpath: str, namings: Sequence[tuple[Naming, int]], shown: str) -> None:
+        reason = "the line has no intake pattern to read its name by"
+        for naming, max_pixels in namings:
+            try:
+                name = naming.read(_as_it_came(relpath))
+            except ValueError as error:
+                reason = str(error)
+                continue
+            self._found[name.component, ""].append(Sample(folder / relpath, name.component, None, shown, max_pixels))
+            return
+        self._unusable[relpath] = reason
+
+    def _namings(self) -> list[tuple[Naming, int]]:
+        return [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
+
+    def _stands_on(self, expert: str, component: str) -> bool:
+        return any(step.expert == expert for step in self._config.catalog.graph.routes[component])
+
+    def _shown(self, folder: Path) -> str:
+        """A folder as the line file would write it."""
+        home = self._config.document.file.parent
+        absolute = folder.absolute()
+        return str(absolute.relative_to(home)) if absolute.is_relative_to(home) else str(folder)
+
+
+class _Checked:
+    """Which samples decode; each file is asked once, however many experts share it."""
+
+    def __init__(self) -> None:
+        self.broken: dict[Path, str] = {}
+        self._sound: set[Path] = set()
+
+    def is_sound(self, sample: Sample) -> bool:
+        if sample.path not in self._sound and sample.path not in self.broken:
+            try:
+                read_image(sample.path, sample.path.name, sample.max_pixels)
+            except ImageError as error:
+                self.broken[sample.path] = str(error)
+            else:
+                self._sound.add(sample.path)
+        return sample.path in self._sound
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """Paths below a folder, sorted, of what may be a finished image; follows no link."""
+    for place, folders, files in os.walk(folder):
+        prefix = os.path.relpath(place, folder)
+        at_top = prefix == "."
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not (at_top and name == FAILED))
+        for name in sorted(files):
+            if not name.startswith(".") and not any(fnmatchcase(name.lower(), pattern) for pattern in UNFINISHED):
+                yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
+
+
+def _as_it_came(relpath: str) -> str:
+    """The path that a file had below its intake folder, before an agent put it on a shelf."""
+    parts = relpath.split("/")
+    if parts[0] in {DONE, NG}:
+        parts = parts[2:] if len(parts) > 2 and DAY.fullmatch(parts[1]) else parts[1:]
+        parts[-1] = RENAMED.sub("", parts[-1])
+    return "/".join(parts)
+
+
+def _spread(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples in an order of which every beginning is spread evenly over all of them."""
+    places = sorted(range(len(samples)), key=lambda place: place * GOLDEN % 1.0)
+    return [samples[place] for place in places]
+
+
+def _in_turn(groups: Iterable[Sequence[Sample]]) -> Iterator[Sample]:
+    """One of each group after the other, until all are empty."""
+    for row in itertools.zip_longest(*groups):
+        yield from (sample for sample in row if sample is not None)
