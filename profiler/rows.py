@@ -159,7 +159,7 @@ def engine_figures(
         expert_management_s=sum(managing),
         wait_p50_s=quantile(played.waits_s, 0.5),
         wait_p99_s=quantile(played.waits_s, 0.99),
-        busy_s=_busy_s(played),
+        busy_s=busy_s(played),
         peak_rss_bytes=played.peak_rss_bytes,
         predicted_images_per_s=_rate(requests, predicted_s),
         prediction_error=None if predicted_s is None else requests / predicted_s / images_per_s - 1,
@@ -255,7 +255,8 @@ def _rate(requests: int, seconds: float | None) -> float | None:
     return None if seconds is None else requests / seconds
 
 
-def _busy_s(played: Played) -> float:
+def busy_s(played: Played) -> float:
+    """How long all executors together were busy with a trace."""
     before = sum(each.busy_s for each in played.before.executors)
     return sum(each.busy_s for each in played.after.executors) - before
 
