@@ -1,31 +1,41 @@
-"""From a line file to an agent that is ready to start: packs, probes, plans the memories, puts the parts together.
+"""From a line file to an agent that is ready to start: packs, profiles or probes, plans the memories, puts it together.
 
 Guarantees: whatever must not start raises ConfigError here, before any request is taken; what is wrong with single
-experts does not stop the others: they are quarantined, and every request for them says why.
+experts does not stop the others: they are quarantined, and every request for them says why. With a device profile of
+the box nothing is run or timed at the start; ``planned`` gives what such an agent would decide with, from manifests.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import logging
+from contextlib import ExitStack, closing, suppress
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
-from agent.budget import executor_specs, pool_specs
-from agent.config import usage_probabilities
+from agent.budget import executor_specs, limits_of, pool_specs
+from agent.copies import copies_of, copy_name, lying_packed
 from agent.core.engine import Engine
-from agent.core.performance import Limits
+from agent.core.performance import SSD
 from agent.core.policy import PRESETS
+from agent.line_profile import (
+    find_profile,
+    precisions_of,
+    programs_of,
+    refuse_mismatches,
+    refuse_other_box,
+    usage_of,
+)
 from agent.listing import packed_folder
-from agent.runtime.device import detect
+from agent.matrix import core_share, matrix, unmeasured
+from agent.planning import Planned, planned, profiled_box
+from agent.runtime.device import HOST, detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
-from agent.runtime.probe import estimated_profile, probe
-from agent.runtime.slots import ExpertCopy
-from experts.backends import backend_for, family
+from agent.runtime.probe import UNMEASURED_BYTES_PER_S, LinkSpeeds, Probed, estimated_profile, probe
+from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError
-from experts.expert import Precision
 from experts.packing import PackingStep, pack_line
 from experts.weights import SegmentStore
 
@@ -34,27 +44,58 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.core.performance import ExecutorSpec, PoolSpec
+    from agent.copies import Precisions
+    from agent.core.performance import DeviceProfile, ExecutorSpec, Limits, PoolSpec
     from agent.core.request import Outcome
+    from agent.profile import StoredProfile
     from agent.runtime.device import Box
     from agent.runtime.loop import Decider
-    from agent.runtime.probe import Probed
+    from agent.runtime.slots import ExpertCopy
+    from experts.expert import Precision
     from experts.packing import PackingReport
+
+__all__ = [
+    "Agent",
+    "Planned",
+    "build_agent",
+    "copies_of",
+    "copy_name",
+    "detect_box",
+    "pack",
+    "pack_as_served",
+    "planned",
+    "profiled_box",
+]
+
+log = logging.getLogger(__name__)
+
+Progress: TypeAlias = "Callable[[str, int, int], None]"
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A line's agent, not started yet. ``broken``: experts that cannot be served, and why."""
+    """A line's agent, not started yet. ``broken``: experts that cannot be served, and why.
+
+    ``probed``: what is known of the experts' times, from a probe at this start or, in 0 seconds, from ``stored``.
+    """
 
     config: LineConfig
     box: Box
     executors: Sequence[ExecutorSpec]
     pools: Sequence[PoolSpec]
+    limits: Limits
+    precisions: Precisions
+    stored: StoredProfile | None
     probed: Probed
     loop: AgentLoop
     segments: SegmentStore
     broken: Mapping[str, str]
     rss_before_bytes: int  # of this process, before it touched any weights
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """The performance matrix and the usage that its Engine decides with."""
+        return self.probed.profile
 
     def start(self) -> None:
         """Begin to place experts and take requests."""
@@ -73,56 +114,54 @@ class Agent:
 def build_agent(
     config: LineConfig,
     on_outcome: Callable[[int, Outcome], None],
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     options: LoopOptions | None = None,
     packed: Path | None = None,
+    *,
+    profile: StoredProfile | Literal["auto"] | None = "auto",
+    executors: Sequence[ExecutorSpec] | None = None,
+    pools: Sequence[PoolSpec] | None = None,
     decider: Callable[[Engine], Decider] = lambda engine: engine,
 ) -> Agent:
     """An agent for a line, over its own packed weights or those in ``packed``.
 
-    ``decider`` may put something between the loop and its Engine, such as a clock.
-    Raises ConfigError for what must not start.
+    ``profile``: "auto" takes the line's own, which has to hold for the box and the experts as they are; one that is
+    given is taken as it is; None probes. ``executors`` and ``pools`` stand in the place of what line file and profile
+    say. ``decider`` may put something between the loop and its Engine, such as a clock. Raises ConfigError for what
+    must not start, and MemoryExceeded for ``pools`` that are too small.
     """
     _import_runtimes(config)
     rss_before_bytes = psutil.Process().memory_info().rss
-    box = _detect(config)
-    executors = executor_specs(config, box)
-    segments = SegmentStore(packed or packed_folder(config))
-    precisions = {
-        processor: {name: precision_of(config, name) for name in config.catalog.experts}
-        for processor in dict.fromkeys(spec.processor for spec in executors)
-    }
-    report = pack(config, segments, precisions, progress)
-    copies = {
-        processor: [
-            ExpertCopy(copy_name(name, precision), config.catalog.experts[name], report.packed[name][precision])
-            for name, precision in wanted.items()
-            if precision in report.packed.get(name, {})
-        ]
-        for processor, wanted in precisions.items()
-    }
-    usage = usage_probabilities(config)
-    pool_specs(config, box, executors, estimated_profile(box, copies, usage))  # what cannot fit is not even probed
-    progress("probe", 0, 1)
-    threads = threads_per_executor(box, executors)
-    probed = probe(box, copies, segments, usage, threads)
-    progress("probe", 1, 1)
-    pools = pool_specs(config, box, executors, probed.profile)
-    pinned = frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
-    limits = Limits(pools, config.scheduling.max_overtake_s, pinned=pinned)
-    engine = Engine(config.catalog.graph, probed.profile, executors, PRESETS[config.policy], limits)
-    by_name = {copy.name: copy for listed in copies.values() for copy in listed}
-    loop = assemble(decider(engine), box, executors, limits, by_name, segments, on_outcome, options or LoopOptions())
+    with ExitStack() as on_failure:
+        segments = on_failure.enter_context(closing(SegmentStore(packed or packed_folder(config))))
+        ground = _groundwork(config, segments.directory, profile, executors)
+        report = pack(config, segments, ground.precisions, progress)
+        copies = copies_of(config, ground.precisions, report.packed)
+        by_name = {copy.name: copy for listed in copies.values() for copy in listed}
+        if ground.stored is not None and profile == "auto":
+            refuse_mismatches(config, ground.stored, ground.box, [copy.packed for copy in by_name.values()])
+        probed, specs = _memories(config, ground, copies, segments, progress, pools)
+        limits = limits_of(config, specs)
+        engine = Engine(config.catalog.graph, probed.profile, ground.executors, PRESETS[config.policy], limits)
+        loop = assemble(
+            decider(engine), ground.box, ground.executors, limits, by_name, segments, on_outcome,
+            options or LoopOptions(),
+        )  # fmt: skip
+        on_failure.pop_all()
     broken = {name: error.message for name, error in report.failed.items()} | dict(probed.failed)
-    return Agent(config, box, executors, pools, probed, loop, segments, broken, rss_before_bytes)
+    return Agent(
+        config, ground.box, ground.executors, specs, limits, ground.precisions, ground.stored, probed, loop, segments,
+        broken, rss_before_bytes,
+    )  # fmt: skip
 
 
-def pack(
-    config: LineConfig,
-    segments: SegmentStore,
-    precisions: Mapping[str, Mapping[str, Precision]],
-    progress: Callable[[str, int, int], None],
-) -> PackingReport:
+def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progress) -> PackingReport:
+    """Bring a line's packed weights up to date, in the precisions that its agent would run."""
+    ground = _groundwork(config, segments.directory, "auto", None)
+    return pack(config, segments, ground.precisions, progress)
+
+
+def pack(config: LineConfig, segments: SegmentStore, precisions: Precisions, progress: Progress) -> PackingReport:
     """Bring a line's packed weights up to date. ``precisions``: processor -> expert -> precision."""
 
     def wanted(expert: str) -> set[Precision]:
@@ -137,19 +176,89 @@ def pack(
         raise ConfigError(f"{error} - install it, or take the experts that need it off the line") from error
 
 
-def copy_name(expert: str, precision: Precision) -> str:
-    """What the Engine calls an expert in one precision."""
-    return f"{expert}@{precision}"
+def detect_box(config: LineConfig) -> Box:
+    """This box, as the line file wants it seen. Raises ConfigError for a device that is not there."""
+    try:
+        return detect(config.device)
+    except BackendUnavailable as error:
+        raise config.document.error(str(error), "device") from error
 
 
-def precision_of(config: LineConfig, expert: str) -> Precision:
-    """The precision an expert is packed and run in.
+@dataclass(frozen=True, slots=True)
+class _Groundwork:
+    """What is settled before anything is packed."""
 
-    auto is fp32 until a device profile has shown a faster one to agree with it; ONNX graphs and fakes are fp32 always.
-    """
-    if family(config.catalog.experts[expert].architecture) in {"onnx", "fake"}:
-        return Precision.FP32
-    return config.precision or Precision.FP32
+    box: Box
+    stored: StoredProfile | None
+    executors: tuple[ExecutorSpec, ...]
+    precisions: Precisions
+
+
+def _groundwork(
+    config: LineConfig,
+    packed: Path,
+    profile: StoredProfile | Literal["auto"] | None,
+    executors: Sequence[ExecutorSpec] | None,
+) -> _Groundwork:
+    box = detect_box(config)
+    stored = find_profile(config) if profile == "auto" else profile
+    lying = [] if stored is None else lying_packed(config, packed)
+    if stored is not None and profile == "auto":
+        refuse_other_box(config, stored, box, lying)
+    allocation = None if stored is None else stored.allocation
+    specs = tuple(executors or executor_specs(config, box, allocation))
+    precisions = precisions_of(config, [spec.processor for spec in specs], stored, programs_of(lying))
+    return _Groundwork(box, stored, specs, precisions)
+
+
+def _memories(
+    config: LineConfig,
+    ground: _Groundwork,
+    copies: Mapping[str, Sequence[ExpertCopy]],
+    segments: SegmentStore,
+    progress: Progress,
+    pools: Sequence[PoolSpec] | None,
+) -> tuple[Probed, tuple[PoolSpec, ...]]:
+    """The experts' times, from the profile or a probe, and how the memories are shared out."""
+    box, executors, usage = ground.box, ground.executors, usage_of(config, ground.stored)
+    if ground.stored is not None:
+        probed = _profiled(config, ground.stored, box, copies, usage, executors)
+        return probed, tuple(pools or pool_specs(config, box, executors, probed.profile, ground.stored.allocation))
+    if pools is None:
+        pool_specs(config, box, executors, estimated_profile(box, copies, usage))  # what cannot fit is not even probed
+    progress("probe", 0, 1)
+    probed = probe(box, copies, segments, usage, threads_per_executor(box, executors))
+    progress("probe", 1, 1)
+    return probed, tuple(pools or pool_specs(config, box, executors, probed.profile))
+
+
+def _profiled(
+    config: LineConfig,
+    stored: StoredProfile,
+    box: Box,
+    copies: Mapping[str, Sequence[ExpertCopy]],
+    usage: Mapping[str, float],
+    executors: Sequence[ExecutorSpec],
+) -> Probed:
+    measured = {kind.processor for kind in stored.kinds}
+    strange = [processor for processor, listed in copies.items() if listed and processor not in measured]
+    if strange:
+        raise config.document.error(
+            f"the device profile has no times on {', '.join(strange)} - run `coserve profile {config.document.file}`",
+            "executors",
+        )
+    found = matrix(stored, box, copies, usage, executors)
+    speeds = {link.link: link.bytes_per_s for link in stored.links}
+    links = LinkSpeeds(speeds.get(SSD, UNMEASURED_BYTES_PER_S), speeds.get(HOST) if box.is_split else None)
+    log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
+    for share in sorted({core_share(stored, kind, executors) for kind in stored.kinds}, key=astuple):
+        if share.factor != 1.0 and share.processor in copies:
+            log.info(
+                "cpu_times_scaled processor=%s factor=%.2f executors=%d profiled_threads=%d by=%s",
+                share.processor, share.factor, share.executors, share.threads_profiled,
+                "speedups" if share.is_measured else "shared cores",
+            )  # fmt: skip
+    return Probed(found, links, unmeasured(found, copies), 0.0)
 
 
 def _import_runtimes(config: LineConfig) -> None:
@@ -157,10 +266,3 @@ def _import_runtimes(config: LineConfig) -> None:
     for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
         with suppress(BackendUnavailable):
             backend_for(architecture)
-
-
-def _detect(config: LineConfig) -> Box:
-    try:
-        return detect(config.device)
-    except BackendUnavailable as error:
-        raise config.document.error(str(error), "device") from error

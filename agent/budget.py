@@ -1,36 +1,87 @@
 """How the memories are shared out: weights against workspaces, and how many executors, where the line file says auto.
 
-A searched allocation comes from a device profile; these are the rules that need none: the CoServe paper's casual
-choice (section 5.2), bounded by what the batches can use at most.
+What the line file gives comes first, then the allocation that a device profile searched, then the rules that need
+neither: the CoServe paper's casual choice (section 5.2), bounded by what the batches can use at most. Of a searched
+allocation the workspaces are taken as they are and experts get the rest of today's budget, which differs from one
+start to the next where it is auto.
 """
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.core.performance import ExecutorSpec, Limits, PoolSpec
 from agent.core.placement import footprints_in, pinned_homes
 from agent.core.policy import PRESETS, Assigning
 from agent.core.pool import misfits
+from agent.profile_records import Allocation, PoolAllocation
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.core.performance import DeviceProfile, ExpertProfile
+    from agent.core.performance import DeviceProfile, ExpertProfile, Footprint
     from agent.runtime.device import Box
 
-HOST_FRACTION = 0.6  # of what is available: the rest is for the system, decoded images and the page cache
-DEVICE_FRACTION = 0.9
+log = logging.getLogger(__name__)
+
+FRACTIONS = {"host": 0.6, "device": 0.9}  # of what is available: the rest is the system's, images', the page cache's
 WORKSPACE_FRACTION = 0.25  # at most, where it is not given (section 5.2)
 CORES_PER_CPU_EXECUTOR = 4  # beyond that one image's operators hardly run faster
-DEVICE_EXECUTORS = {"cuda": 3, "mps": 2, "emulated": 1}  # the paper's for NUMA and UMA
+SPLIT_DEVICE_EXECUTORS, UNIFIED_DEVICE_EXECUTORS = 3, 2  # section 5.2: on NUMA devices, on UMA devices
+CASUAL = "casual"
 
 
-def executor_specs(config: LineConfig, box: Box) -> tuple[ExecutorSpec, ...]:
-    """The executors of a line on this box, the device's first. Raises ConfigError for a processor it does not have."""
-    counts = config.executors if config.executors is not None else _casual_executors(box)
+@dataclass(frozen=True, slots=True)
+class WorkspaceNeed:
+    """Bytes that all executors of one memory can use at once: of one image each, and of their maximum batches."""
+
+    executors: int
+    least_bytes: int
+    useful_bytes: int
+
+
+def casual_allocation(box: Box, budgets: Mapping[str, int], ranked: Sequence[Footprint] = ()) -> Allocation:
+    """CoServe casual: three quarters of each memory for experts, the rest for batches; three device executors where
+    memory is split, two where it is unified, and one CPU executor.
+
+    ``budgets``: bytes by memory. ``ranked``: the experts' footprints, the most used first, to count those that fit.
+    Source: CoServe, section 5.2, which gives the split for a GPU's memory; that of the CPU's executor is shared alike.
+    """
+    device_executors = SPLIT_DEVICE_EXECUTORS if box.is_split else UNIFIED_DEVICE_EXECUTORS
+    executors = {name: 1 if name == "cpu" else device_executors for name in box.processors}
+    pools = []
+    for pool, budget_bytes in budgets.items():
+        workspace_bytes = int(budget_bytes * WORKSPACE_FRACTION)
+        expert_bytes = budget_bytes - workspace_bytes
+        pools.append(PoolAllocation(pool, expert_bytes, workspace_bytes, experts_that_fit(ranked, expert_bytes)))
+    return Allocation(CASUAL, dict(budgets), tuple(pools), executors)
+
+
+def experts_that_fit(ranked: Sequence[Footprint], expert_bytes: int) -> int:
+    """How many of these, from the first on, a memory holds together; what they share is counted once."""
+    held: set[str] = set()
+    for number, footprint in enumerate(ranked):
+        new = [part for part in footprint.shared if part.id not in held]
+        expert_bytes -= footprint.own_bytes + sum(part.size_bytes for part in new)
+        if expert_bytes < 0:
+            return number
+        held.update(part.id for part in new)
+    return len(ranked)
+
+
+def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
+    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's.
+
+    Raises ConfigError for a processor that the box does not have.
+    """
+    if config.executors is not None:
+        counts = config.executors
+    else:
+        counts = _auto_executors(box) if allocation is None else allocation.executors
     for processor in counts:
         if processor not in box.processors:
             there = ", ".join(box.processors)
@@ -45,22 +96,48 @@ def executor_specs(config: LineConfig, box: Box) -> tuple[ExecutorSpec, ...]:
 
 
 def pool_specs(
-    config: LineConfig, box: Box, executors: Sequence[ExecutorSpec], profile: DeviceProfile
+    config: LineConfig,
+    box: Box,
+    executors: Sequence[ExecutorSpec],
+    profile: DeviceProfile,
+    allocation: Allocation | None = None,
 ) -> tuple[PoolSpec, ...]:
     """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit."""
+    searched = {} if allocation is None else {share.pool: share.workspace_bytes for share in allocation.pools}
+    homes = pinned_homes(_pinned(config), executors, profile.experts)
     specs = []
     problems: list[ConfigError] = []
     for pool in box.pools:
         budget_bytes = pool_budget_bytes(config, box, pool)
-        users = [spec for spec in executors if spec.pool == pool]
-        workspace_bytes = _workspace_bytes(config, budget_bytes, users, profile)
+        footprints = footprints_in(pool, executors, profile.experts, homes)
+        need = _workspace_need(pool, executors, profile)
+        workspace_bytes = _workspace_bytes(config, budget_bytes, need)
+        if config.memory.workspace is None and pool in searched:
+            wanted_bytes = max(searched[pool], need.least_bytes)
+            workspace_bytes = _that_fits(pool, budget_bytes, wanted_bytes, workspace_bytes, footprints)
         expert_bytes = max(budget_bytes - workspace_bytes, 0)
         cache = "host" if box.is_split and pool == "device" else None
         specs.append(PoolSpec(pool, expert_bytes, workspace_bytes, cache))
-        problems += _misfit_problems(config, pool, expert_bytes, budget_bytes, executors, profile)
+        beside = " with all pinned experts" if homes else ""
+        left = f"{beside}, but memory.{pool} leaves {_mib(expert_bytes)} of its {_mib(budget_bytes)} to experts"
+        advice = f"raise memory.{pool}, or take a smaller model"
+        problems += [
+            config.document.error(f"needs {_mib(needed)}{left} - {advice}", "experts", name)
+            for name, needed in misfits(footprints, expert_bytes).items()
+        ]
     if problems:
         raise ConfigError.of(problems)
     return tuple(specs)
+
+
+def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
+    """What the Engine of this line has to keep to."""
+    return Limits(pools, config.scheduling.max_overtake_s, pinned=_pinned(config))
+
+
+def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
+    """What each memory may hold in all, by its name."""
+    return {pool: pool_budget_bytes(config, box, pool) for pool in box.pools}
 
 
 def pool_budget_bytes(config: LineConfig, box: Box, pool: str) -> int:
@@ -68,54 +145,63 @@ def pool_budget_bytes(config: LineConfig, box: Box, pool: str) -> int:
     given = config.memory.device if pool == "device" else config.memory.host
     if given is not None:
         return given
-    fraction = DEVICE_FRACTION if pool == "device" else HOST_FRACTION
-    return int(box.size_of(pool).available_bytes * fraction)
+    return int(box.size_of(pool).available_bytes * FRACTIONS[pool])
 
 
-def _casual_executors(box: Box) -> dict[str, int]:
-    device = {processor: DEVICE_EXECUTORS[processor] for processor in box.processors if processor in DEVICE_EXECUTORS}
-    return device | {"cpu": 1 if device else max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}
+def available_for(pool: str, budget_bytes: int) -> int:
+    """How much of a memory has to be available for its automatic budget to be this."""
+    return round(budget_bytes / FRACTIONS[pool])
 
 
-def _workspace_bytes(
-    config: LineConfig, budget_bytes: int, users: Sequence[ExecutorSpec], profile: DeviceProfile
-) -> int:
+def _pinned(config: LineConfig) -> frozenset[str]:
+    return frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
+
+
+def _auto_executors(box: Box) -> Mapping[str, int]:
+    """The casual ones, but one for an emulated device, which is the CPU itself, and several where there is no other."""
+    casual = casual_allocation(box, {}).executors
+    if box.processors == ("cpu",):
+        return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}
+    return {processor: 1 if processor == "emulated" else count for processor, count in casual.items()}
+
+
+def _workspace_need(pool: str, executors: Sequence[ExecutorSpec], profile: DeviceProfile) -> WorkspaceNeed:
+    columns = [profile.experts[spec.processor].values() for spec in executors if spec.pool == pool]
+    least_bytes = sum(_largest(column, at_maximum=False) for column in columns)
+    return WorkspaceNeed(len(columns), least_bytes, sum(_largest(column, at_maximum=True) for column in columns))
+
+
+def _workspace_bytes(config: LineConfig, budget_bytes: int, need: WorkspaceNeed) -> int:
     """What batches may take: as much as all executors can use at once, a quarter at most, one image each at least."""
-    columns = [profile.experts[spec.processor].values() for spec in users]
-    useful = sum(_largest(column, at_maximum=True) for column in columns)
-    least = sum(_largest(column, at_maximum=False) for column in columns)
     given = config.memory.workspace
-    if given is not None:
-        if given < least:
-            needs = f"one image on each of {len(users)} executors needs {_mib(least)}"
-            raise config.document.error(f"{_mib(given)} is too little - {needs}", "memory", "workspace")
-        return given
-    return max(min(useful, int(budget_bytes * WORKSPACE_FRACTION)), least)
+    if given is None:
+        return max(min(need.useful_bytes, int(budget_bytes * WORKSPACE_FRACTION)), need.least_bytes)
+    if given < need.least_bytes:
+        needs = f"one image on each of {need.executors} executors needs {_mib(need.least_bytes)}"
+        raise config.document.error(f"{_mib(given)} is too little - {needs}", "memory", "workspace")
+    return given
+
+
+def _that_fits(
+    pool: str,
+    budget_bytes: int,
+    wanted_bytes: int,
+    casual_bytes: int,
+    footprints: Sequence[tuple[str, Footprint, bool]],
+) -> int:
+    """The searched workspace; the casual one, told in the log, where the largest expert would not fit beside it."""
+    if not misfits(footprints, budget_bytes - wanted_bytes):
+        return wanted_bytes
+    log.warning(
+        "searched_workspace_left_out pool=%s searched=%s budget=%s used=%s: the largest expert would not fit beside it",
+        pool, _mib(wanted_bytes), _mib(budget_bytes), _mib(casual_bytes),
+    )  # fmt: skip
+    return casual_bytes
 
 
 def _largest(column: Iterable[ExpertProfile], *, at_maximum: bool) -> int:
     performances = [each.performance for each in column]
     return max((each.workspace_for(each.max_batch if at_maximum else 1) for each in performances), default=0)
-
-
-def _misfit_problems(
-    config: LineConfig,
-    pool: str,
-    expert_bytes: int,
-    budget_bytes: int,
-    executors: Sequence[ExecutorSpec],
-    profile: DeviceProfile,
-) -> list[ConfigError]:
-    pinned = frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
-    homes = pinned_homes(pinned, executors, profile.experts)
-    needs = misfits(footprints_in(pool, executors, profile.experts, homes), expert_bytes)
-    left = f"memory.{pool} leaves {_mib(expert_bytes)} of its {_mib(budget_bytes)} to experts"
-    beside = " with all pinned experts" if homes else ""
-    advice = f"raise memory.{pool}, or take a smaller model"
-    return [
-        config.document.error(f"needs {_mib(needed)}{beside}, but {left} - {advice}", "experts", name)
-        for name, needed in needs.items()
-    ]
 
 
 def _mib(size_bytes: int) -> str:

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from agent.assembly import build_agent, pack, precision_of
+from agent.assembly import build_agent, pack_as_served
 from agent.listing import packed_bytes, packed_folder, packed_manifests
 from agent.records.database import StateLock
 from agent.snapshot import snapshot
@@ -101,8 +101,7 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
     with closing(SegmentStore(packed_folder(config))) as segments:
         try:
             with StateLock(config.state):
-                precisions = {"all": {name: precision_of(config, name) for name in config.catalog.experts}}
-                pack(config, segments, precisions, progress)
+                pack_as_served(config, segments, progress)
         except AlreadyRunning:
             log.info("inspecting beside a running agent: what it has packed stays as it is")
         with snapshot(segments) as packed:

@@ -30,6 +30,11 @@ def results_file(config: LineConfig) -> Path:
     return config.state / "results.db"
 
 
+def profile_file(config: LineConfig) -> Path:
+    """Where the device profile of a line's box lies."""
+    return config.state / "profile.db"
+
+
 def packed_folder(config: LineConfig) -> Path:
     """Where a line's packed weights lie."""
     return config.state / "packed"

@@ -25,6 +25,7 @@ from agent.profile_records import (
     UsageProfile,
 )
 from experts.errors import ConfigError
+from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -190,7 +191,7 @@ def _whole(connection: Connection, head: Row) -> StoredProfile:
         links=links_in(connection),
         kinds=kinds_in(connection),
         agreements=agreements_in(connection),
-        precisions={(row["kind"], row["processor"]): row["precision"] for row in precisions},
+        precisions={(row["kind"], row["processor"]): str(Precision(row["precision"])) for row in precisions},
         packed=packed_in(connection),
         usage=_usage(connection),
         allocation=_allocation(connection),

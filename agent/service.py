@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.assembly import Agent, build_agent
 from agent.boards import BoardLedger, BoardManifest
+from agent.drift import UsageDrift
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
 from agent.listing import results_file
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from agent.boards import BoardVerdict, LedgerStatistics
     from agent.config import LineConfig
     from agent.core.request import Outcome
+    from agent.drift import DriftStatistics
     from agent.intake.folder import Arrival, IntakeStatistics, Refusal
     from agent.records.results import Recorded, Result, StoreStatistics
     from experts.errors import AgentCrashed
@@ -64,12 +66,14 @@ class LineStatistics:
     intakes: tuple[IntakeStatistics, ...]
     store: StoreStatistics
     boards: LedgerStatistics
+    drift: DriftStatistics
 
 
 class LineService:
     """One line, served. ``start`` it once, ``stop`` it once; in between it needs no thread of the caller's.
 
-    ``on_crash`` is called, from any thread, when the agent has crashed: then ``stop`` it.
+    ``on_crash`` is called, from any thread, when the agent has crashed: then ``stop`` it. ``clock``: monotonic seconds,
+    by which repeated warnings are spaced.
     """
 
     def __init__(
@@ -79,8 +83,10 @@ class LineService:
         *,
         on_crash: Callable[[], None] = lambda: None,
         in_flight_limit: int = IN_FLIGHT_LIMIT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._clock = clock
         self._in_flight_limit = in_flight_limit
         self._taken: dict[int, Taken] = {}
         self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
@@ -88,6 +94,8 @@ class LineService:
         self._ledger_guard = threading.Lock()
         self._agent: Agent = build_agent(config, self._judged, progress)
         self._agent.loop.when_crashed(lambda _: on_crash())
+        self._drift_guard = threading.Lock()
+        self._drift = UsageDrift(self._agent.profile.usage)
         self._store = ResultStore(results_file(config))
         self._ledger = BoardLedger(
             {
@@ -118,8 +126,10 @@ class LineService:
         """A frozen snapshot."""
         with self._ledger_guard:
             boards = self._ledger.statistics()
+        with self._drift_guard:
+            drift = self._drift.statistics()
         intakes = tuple(intake.statistics() for intake in self._intakes)
-        return LineStatistics(self._agent.loop.requests_in_flight, intakes, self._store.statistics(), boards)
+        return LineStatistics(self._agent.loop.requests_in_flight, intakes, self._store.statistics(), boards, drift)
 
     def start(self) -> None:
         """Take up boards that were open, start the agent, then watch the folders."""
@@ -234,6 +244,8 @@ class LineService:
     # -- out: on the loop's thread, then on the store's --
 
     def _judged(self, number: int, outcome: Outcome) -> None:
+        with self._drift_guard:
+            self._drift.count(step.expert for step in outcome.steps)
         with self._guard:
             taken = self._taken.pop(number)
         self._record(judged_result(self._config, taken.arrival, outcome), taken.arrival, taken.intake)
@@ -285,6 +297,18 @@ class LineService:
                 expired = self._ledger.expire(datetime.now(UTC))
             for verdict in expired:
                 self._record_board(verdict)
+            self._warn_of_drift()
+
+    def _warn_of_drift(self) -> None:
+        with self._drift_guard:
+            found = self._drift.due_warning(self._clock())
+        if found is not None:
+            log.warning(
+                "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "
+                "learn how: coserve profile %s --usage-from %s",
+                found.distance, found.chance, found.steps, ",".join(moved.expert for moved in found.experts),
+                self._config.document.file, results_file(self._config),
+            )  # fmt: skip
 
 
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:

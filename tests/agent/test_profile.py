@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.profile import (
@@ -135,6 +135,7 @@ def test_what_is_written_is_read_and_lies_in_one_file(path):
 FINITE = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(FINITE, FINITE, st.integers(1, 2**62)), min_size=1, max_size=4))
 def test_numbers_come_back_to_the_last_bit(tmp_path_factory, numbers):
     path = tmp_path_factory.mktemp("exact") / "profile.db"

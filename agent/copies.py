@@ -1,0 +1,53 @@
+"""The copies of a line: which of its experts lie packed in which precision. Nothing but manifests is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.runtime.slots import ExpertCopy
+from experts.expert import Precision
+from experts.manifests import ManifestFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from experts.weights import PackedExpert
+
+Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
+
+
+def copies_of(
+    config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
+) -> dict[str, list[ExpertCopy]]:
+    """processor -> the copies that are packed in the precision wanted there."""
+    return {
+        processor: [
+            ExpertCopy(copy_name(name, precision), config.catalog.experts[name], packed[name][precision])
+            for name, precision in wanted.items()
+            if precision in packed.get(name, {})
+        ]
+        for processor, wanted in precisions.items()
+    }
+
+
+def copy_name(expert: str, precision: Precision) -> str:
+    """What the Engine calls an expert in one precision."""
+    return f"{expert}@{precision}"
+
+
+def lying_packed(config: LineConfig, directory: Path) -> list[PackedExpert]:
+    """What lies packed of the line's experts, as far as manifests tell, in the precisions that this version knows."""
+    known = {str(precision) for precision in Precision}
+    found = (manifest.packed for manifest in ManifestFolder(directory / "manifests").read_all())
+    return [each for each in found if each.expert in config.catalog.experts and each.precision in known]
+
+
+def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, PackedExpert]]:
+    """expert -> precision -> what is packed."""
+    found: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
+    for each in packed:
+        found[each.expert][Precision(each.precision)] = each
+    return dict(found)

@@ -1,0 +1,111 @@
+"""Usage drift: how far what a line asks its experts for has moved from what its device profile expects.
+
+The measure is the total variation distance between two distributions over experts: each expert's share of all steps
+so far, and its usage probability as a share of all. 0: as expected, 1: nothing in common. A small sample is never
+exactly as expected, so the distance counts as drift only when all of this holds:
+    at least LEAST_STEPS steps were counted,
+    the distance is above LEAST_DISTANCE,
+    it is above CHANCE_FACTOR times what chance alone gives at this sample size (``chance_distance``).
+Pure: no clock, no thread, no log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+LEAST_STEPS = 500
+LEAST_DISTANCE = 0.1
+CHANCE_FACTOR = 3.0  # steps of one route come together, so they vary up to sqrt(2) times as much as single draws
+WARNING_INTERVAL_S = 3600.0
+NAMED_EXPERTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertDrift:
+    """One expert's share of all steps: as expected, and as seen."""
+
+    expert: str
+    expected: float
+    seen: float
+
+
+@dataclass(frozen=True, slots=True)
+class DriftStatistics:
+    """A frozen snapshot since the start. ``experts``: those whose shares moved most, the largest first."""
+
+    steps: int
+    distance: float
+    chance: float
+    experts: tuple[ExpertDrift, ...]
+
+    @property
+    def threshold(self) -> float:
+        """The distance above which it is drift."""
+        return max(CHANCE_FACTOR * self.chance, LEAST_DISTANCE)
+
+    @property
+    def has_drifted(self) -> bool:
+        """See the module's rule."""
+        return self.steps >= LEAST_STEPS and self.distance > self.threshold
+
+
+class UsageDrift:
+    """Counts experts' steps against usage probabilities, which need not add up to 1. For one thread at a time."""
+
+    def __init__(self, usage: Mapping[str, float]) -> None:
+        total = sum(usage.values()) or 1.0
+        self._expected = {expert: probability / total for expert, probability in usage.items()}
+        self._seen: Counter[str] = Counter()
+        self._warned_s: float | None = None
+
+    def count(self, experts: Iterable[str]) -> None:
+        """These were asked, each once."""
+        self._seen.update(experts)
+
+    def statistics(self) -> DriftStatistics:
+        """How far it has moved."""
+        steps = self._seen.total()
+        shares = [
+            ExpertDrift(expert, self._expected.get(expert, 0.0), self._seen[expert] / steps if steps else 0.0)
+            for expert in dict.fromkeys([*self._expected, *self._seen])
+        ]
+        moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
+        distance = sum(abs(share.seen - share.expected) for share in shares) / 2 if steps else 0.0
+        named = tuple(share for share in moved[:NAMED_EXPERTS] if steps and share.seen != share.expected)
+        return DriftStatistics(steps, distance, chance_distance(self._expected.values(), steps), named)
+
+    def due_warning(self, now_s: float) -> DriftStatistics | None:
+        """What to warn of now: when it has drifted, at the first time, then once an hour. ``now_s``: monotonic."""
+        if self._warned_s is not None and now_s - self._warned_s < WARNING_INTERVAL_S:
+            return None
+        statistics = self.statistics()
+        if not statistics.has_drifted:
+            return None
+        self._warned_s = now_s
+        return statistics
+
+
+def chance_distance(probabilities: Iterable[float], draws: int) -> float:
+    """The total variation distance to expect of so many independent draws from exactly these probabilities.
+
+    Half the sum of the mean absolute deviations of binomial counts, by De Moivre's formula, over the draws:
+    E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
+    """
+    if not draws:
+        return 0.0
+    return sum(_mean_deviation(probability, draws) for probability in probabilities) / (2 * draws)
+
+
+def _mean_deviation(probability: float, draws: int) -> float:
+    least_above = math.floor(probability * draws) + 1
+    if probability <= 0 or least_above > draws:
+        return 0.0
+    ways = math.lgamma(draws + 1) - math.lgamma(least_above + 1) - math.lgamma(draws - least_above + 1)
+    logarithm = ways + least_above * math.log(probability) + (draws - least_above + 1) * math.log1p(-probability)
+    return 2 * least_above * math.exp(logarithm)

@@ -1,0 +1,125 @@
+"""How a line uses the device profile of its box: which one, whether it still holds, and what it says for each expert.
+
+Guarantees: the line file comes before the profile, and the profile before the rules that need none; one that does not
+hold any more is refused with everything that has changed, and never used in part.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from agent.config import usage_probabilities
+from agent.listing import profile_file
+from agent.profile import box_mismatches, identity_of, kind_name, mismatches, packed_sha256, partial_of, read_profile
+from experts.backends import family
+from experts.errors import ConfigError
+from experts.expert import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.profile import StoredProfile
+    from agent.runtime.device import Box
+    from experts.weights import PackedExpert
+
+log = logging.getLogger(__name__)
+
+COMPUTED = "computed from quantities"
+ACCELERATORS = frozenset({"cuda", "mps"})
+ONE_FORM = frozenset(
+    {"onnx", "fake"}
+)  # families for which the line's `precision` has no meaning: fp32, or the profile's
+
+
+def find_profile(config: LineConfig) -> StoredProfile | None:
+    """The profile of this line's box; None where there is none, or only one that is not finished.
+
+    Raises ConfigError for a file that cannot be read as one.
+    """
+    path = profile_file(config)
+    if path.exists():
+        return read_profile(path)
+    if partial_of(path).exists():
+        log.info(
+            "profile_not_finished path=%s: not used; `coserve profile %s` resumes it",
+            partial_of(path), config.document.file,
+        )  # fmt: skip
+    return None
+
+
+def refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:
+    """Raises ConfigError if the profile is of another box or of other libraries, telling all that has changed.
+
+    ``packed``: what lies packed already; a profile that fits the box is not yet asked about it.
+    """
+    if box_mismatches(profile, identity_of(box)):
+        refuse_mismatches(config, profile, box, packed)
+
+
+def refuse_mismatches(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:
+    """Raises ConfigError, with every reason, if the profile does not hold for this box and these packed experts."""
+    digests = {(each.expert, each.precision): packed_sha256(each) for each in packed}
+    reasons = mismatches(profile, identity_of(box), digests)
+    if not reasons:
+        return
+    path = profile_file(config)
+    listed = "".join(f"\n  - {reason}" for reason in reasons)
+    advice = f"run `coserve profile {config.document.file}`, or move {path} away to serve with a quick probe"
+    raise ConfigError(f"{path} does not hold for this box and line as they are now:{listed}\n{advice}")
+
+
+def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:
+    """How likely a request is to use each expert: counted or served probabilities as the profile has them.
+
+    Those that were computed are computed again, from today's quantities with the profile's pass rates.
+    """
+    if profile is None:
+        return usage_probabilities(config)
+    usage = profile.usage
+    if usage.origin == COMPUTED:
+        return usage_probabilities(config, usage.pass_rates)
+    return {name: usage.probabilities.get(name, 0.0) for name in config.catalog.experts}
+
+
+def precisions_of(
+    config: LineConfig,
+    processors: Iterable[str],
+    profile: StoredProfile | None,
+    programs: Mapping[str, str | None],
+) -> dict[str, dict[str, Precision]]:
+    """processor -> expert -> the precision it is packed for and run in there.
+
+    ``programs``: expert -> sha256 of its program, of those that are packed; it tells kinds of ONNX graphs apart.
+    """
+    return {
+        processor: {
+            name: precision_of(config, name, processor, profile, programs.get(name)) for name in config.catalog.experts
+        }
+        for processor in dict.fromkeys(processors)
+    }
+
+
+def precision_of(
+    config: LineConfig, expert: str, processor: str, profile: StoredProfile | None, program_sha256: str | None
+) -> Precision:
+    """What the line file gives; where it says auto, what the profile chose for the expert's kind there, else fp32.
+
+    ONNX graphs and fakes do not follow the line file: they are fp32, or what the profile chose. A form of the CPU only
+    is for executors that run on it; the others then are fp32.
+    """
+    described = config.catalog.experts[expert]
+    if config.precision is not None:
+        is_elsewhere = config.precision.is_cpu_only and processor in ACCELERATORS
+        return Precision.FP32 if family(described.architecture) in ONE_FORM or is_elsewhere else config.precision
+    if profile is None:
+        return Precision.FP32
+    chosen = profile.precisions.get((kind_name(described, program_sha256), processor))
+    return Precision.FP32 if chosen is None else Precision(chosen)
+
+
+def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:
+    """expert -> sha256 of its program; in fp32 where it lies packed in several precisions."""
+    fp32_last = sorted(packed, key=lambda each: each.precision == Precision.FP32)
+    return {each.expert: each.program_sha256 for each in fp32_last}

@@ -1,0 +1,129 @@
+"""The performance matrix of a line from its box's device profile: no probe, no model, no clock.
+
+An expert takes the times of its kind; its footprint is exact, from what is packed. Pure functions of records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.core.performance import SSD, DeviceProfile, ExpertProfile, Performance
+from agent.profile import kind_name
+from agent.runtime.device import DEVICE, HOST, torch_device
+from agent.runtime.probe import footprint_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.core.performance import ExecutorSpec, Footprint
+    from agent.profile import KindProfile, StoredProfile
+    from agent.runtime.device import Box
+    from agent.runtime.slots import ExpertCopy
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """How CPU executors share the cores now, against how a kind was measured.
+
+    ``factor``: how much longer than measured a batch takes. ``is_measured``: by speedups that the profile holds; else
+    the executors are taken to slow one another down in proportion.
+    """
+
+    processor: str
+    threads_profiled: int
+    executors: int
+    factor: float
+    is_measured: bool
+
+
+def matrix(
+    profile: StoredProfile,
+    box: Box,
+    copies: Mapping[str, Sequence[ExpertCopy]],
+    usage: Mapping[str, float],
+    executors: Sequence[ExecutorSpec] | None = None,
+) -> DeviceProfile:
+    """The matrix of these copies, by processor. An expert whose kind was not measured there has no row.
+
+    ``executors``: those that will run; None for as many as were measured. Where they share the cores otherwise than
+    when a kind was measured, its K and B are scaled (``core_share``); several executors of an accelerator are not:
+    what they take from one another depends on what runs at the same time.
+    """
+    kinds = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds}
+    links = {link.link: link.bytes_per_s for link in profile.links}
+    experts: dict[str, dict[str, ExpertProfile]] = {}
+    for processor, listed in copies.items():
+        sources = (SSD, HOST) if box.pool_of(processor) == DEVICE else (SSD,)
+        column = experts.setdefault(processor, {})
+        for copy in listed:
+            kind = kinds.get((kind_of(copy), processor, copy.packed.precision))
+            if kind is None:
+                continue
+            factor = 1.0 if executors is None else core_share(profile, kind, executors).factor
+            footprint = footprint_of(copy.packed)
+            load_s = {source: load_time_s(kind, source, footprint, links) for source in sources}
+            column[copy.expert.id] = ExpertProfile(copy.name, _performance(kind, factor), footprint, load_s)
+    return DeviceProfile(experts, dict(usage))
+
+
+def kind_of(copy: ExpertCopy) -> str:
+    """The name of a copy's kind."""
+    return kind_name(copy.expert, copy.packed.program_sha256)
+
+
+def unmeasured(matrix: DeviceProfile, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
+    """Experts that have no row on any processor, and why."""
+    able = {expert for column in matrix.experts.values() for expert in column}
+    return {
+        copy.expert.id: f"no expert of its kind ({kind_of(copy)}) could be run when the box was profiled"
+        for listed in copies.values()
+        for copy in listed
+        if copy.expert.id not in able
+    }
+
+
+def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> CoreShare:
+    """What sharing the cores costs a kind now.
+
+    n executors that are together S(n) times as fast as one alone (``StoredProfile.speedups``; beyond its end the last
+    value) each take n / S(n) times as long. A kind measured with some threads was measured as one of cores / threads.
+    Without speedups S is 1: the same cores do the same work, whoever they do it for.
+    """
+    if torch_device(kind.processor) != "cpu":
+        return CoreShare(kind.processor, kind.threads, len(executors), 1.0, is_measured=True)
+    now = max(sum(torch_device(spec.processor) == "cpu" for spec in executors), 1)
+    then = max(profile.box.cores // kind.threads, 1)
+    speedups = profile.speedups.get(kind.processor, ())
+    factor = _slowdown(now, speedups) / _slowdown(then, speedups)
+    return CoreShare(kind.processor, kind.threads, now, factor, is_measured=bool(speedups))
+
+
+def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Mapping[str, float]) -> float:
+    """How long loading an expert's own bytes takes; what it shares is there already, as a rule.
+
+    The kind's measured time less what its own bytes took of the link, plus what this expert's take. Without the link's
+    speed, in proportion to the bytes; for a source that was not measured, the link alone.
+    """
+    measured_s, speed = kind.load_s.get(source), links.get(source)
+    if speed is None:
+        if measured_s is None:
+            raise ValueError(f"the profile has neither a load time of {kind.kind} from {source} nor that link's speed")
+        return measured_s * footprint.own_bytes / max(kind.weight_bytes, 1)
+    fixed_s = 0.0 if measured_s is None else max(measured_s - kind.weight_bytes / speed, 0.0)
+    return fixed_s + footprint.own_bytes / speed
+
+
+def _slowdown(executors: int, speedups: Sequence[float]) -> float:
+    together = speedups[min(executors, len(speedups)) - 1] if speedups else 1.0
+    return executors / together
+
+
+def _performance(kind: KindProfile, factor: float) -> Performance:
+    return Performance(
+        K_s=kind.K_s * factor,
+        B_s=kind.B_s * factor,
+        max_batch=kind.max_batch,
+        workspace_bytes=kind.workspace_bytes,
+        workspace_base_bytes=kind.workspace_base_bytes,
+    )

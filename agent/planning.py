@@ -1,0 +1,141 @@
+"""What an agent of a line would decide with, by a device profile: no weights are touched, nothing is run or detected.
+
+Guarantees: the same choices as ``build_agent`` makes for the same line, box and profile, for they are made by the same
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from agent.budget import available_for, executor_specs, limits_of, pool_specs
+from agent.copies import by_precision, copies_of, lying_packed
+from agent.line_profile import precisions_of, programs_of, usage_of
+from agent.listing import packed_folder
+from agent.matrix import matrix, unmeasured
+from agent.runtime.device import DEVICE, HOST, Box, MemorySize
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from agent.config import LineConfig, PolicyName
+    from agent.copies import Precisions
+    from agent.core.performance import DeviceProfile, ExecutorSpec, Limits, PoolSpec
+    from agent.profile import StoredProfile
+    from experts.expert import Precision
+    from experts.weights import PackedExpert
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What an agent of a line would decide with. ``broken``: experts that it would not serve, and why."""
+
+    executors: tuple[ExecutorSpec, ...]
+    pools: tuple[PoolSpec, ...]
+    profile: DeviceProfile
+    limits: Limits
+    precisions: Precisions
+    broken: Mapping[str, str]
+
+
+def planned(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    *,
+    policy: PolicyName | None = None,
+    memory: Mapping[str, int] | None = None,
+    executors: Sequence[ExecutorSpec] | Mapping[str, int] | None = None,
+    precision: Precision | None = None,
+    pools: Sequence[PoolSpec] | None = None,
+    without: Mapping[str, str] = MappingProxyType({}),
+) -> Planned:
+    """What an agent of this line on this box would decide with, by this profile; nothing but manifests is read.
+
+    ``policy``, ``memory`` (bytes by host, device and workspace), ``executors`` and ``precision`` stand in the place of
+    the line file's; ``pools`` of the whole split. ``without``: experts that are known not to be servable, and why.
+    Raises ConfigError, naming them, for experts that are not packed or whose kind was not profiled.
+    """
+    counts, given = (executors, None) if isinstance(executors, Mapping) else (None, executors)
+    wanted = _overridden(config, policy, memory, counts, precision)
+    lying = lying_packed(wanted, packed_folder(wanted))
+    specs = tuple(given) if given else executor_specs(wanted, box, profile.allocation)
+    precisions = precisions_of(wanted, [spec.processor for spec in specs], profile, programs_of(lying))
+    packed = by_precision(lying)
+    copies = copies_of(wanted, precisions, {name: forms for name, forms in packed.items() if name not in without})
+    _refuse_unpacked(wanted, precisions, packed, without)
+    found = matrix(profile, box, copies, usage_of(wanted, profile), specs)
+    broken = dict(without) | unmeasured(found, copies)
+    _refuse_unprofiled(wanted, profile, broken.keys() - without.keys())
+    shares = tuple(pools or pool_specs(wanted, box, specs, found, profile.allocation))
+    return Planned(specs, shares, found, limits_of(wanted, shares), precisions, broken)
+
+
+def profiled_box(profile: StoredProfile) -> Box:
+    """The box that a profile was measured on, with as much memory available as its allocation shares out."""
+    identity, budgets = profile.box, profile.allocation.budget_bytes
+
+    def size(pool: str, total_bytes: int) -> MemorySize:
+        return MemorySize(total_bytes, available_for(pool, budgets[pool]) if pool in budgets else total_bytes)
+
+    device = None if identity.device_bytes is None else size(DEVICE, identity.device_bytes)
+    versions = tuple(identity.versions.items())
+    host = size(HOST, identity.host_bytes)
+    return Box(identity.device, identity.model, identity.processors, identity.cores, host, device, versions)
+
+
+def _overridden(
+    config: LineConfig,
+    policy: PolicyName | None,
+    memory: Mapping[str, int] | None,
+    executors: Mapping[str, int] | None,
+    precision: Precision | None,
+) -> LineConfig:
+    unknown = sorted(set(memory or {}) - set(type(config.memory).model_fields))
+    if unknown:
+        raise ConfigError(f"no memory is called {', '.join(unknown)} - use host, device or workspace")
+    return replace(
+        config,
+        policy=policy or config.policy,
+        memory=config.memory.model_copy(update=dict(memory or {})),
+        executors=config.executors if executors is None else executors,
+        precision=precision or config.precision,
+    )
+
+
+def _refuse_unpacked(
+    config: LineConfig,
+    precisions: Precisions,
+    packed: Mapping[str, Mapping[Precision, PackedExpert]],
+    without: Mapping[str, str],
+) -> None:
+    wanted = {(name, form) for column in precisions.values() for name, form in column.items() if name not in without}
+    problems = [
+        config.document.error(
+            f"not packed in {form} - run `coserve profile {config.document.file}`, which packs it", "experts", name
+        )
+        for name, form in sorted(wanted)
+        if form not in packed.get(name, {})
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def _refuse_unprofiled(config: LineConfig, profile: StoredProfile, unmeasured: Iterable[str]) -> None:
+    """An expert without a row is broken if the profiler knew it, and new if it did not."""
+    known = {expert for expert, _ in profile.packed}
+    problems = [
+        config.document.error(
+            f"the device profile has no times of its kind - run `coserve profile {config.document.file}`",
+            "experts",
+            name,
+        )
+        for name in sorted(unmeasured)
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError.of(problems)

@@ -1,0 +1,114 @@
+"""Drift: a distance by hand, what chance gives, and when it is worth a warning."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.drift import LEAST_STEPS, WARNING_INTERVAL_S, ExpertDrift, UsageDrift, chance_distance
+
+
+def counted(usage, seen):
+    drift = UsageDrift(usage)
+    for expert, count in seen.items():
+        drift.count([expert] * count)
+    return drift
+
+
+def test_the_distance_is_half_of_what_all_shares_moved():
+    found = counted({"a": 0.5, "b": 0.25, "c": 0.25}, {"a": 10, "b": 20, "d": 10}).statistics()
+    assert (found.steps, found.distance) == (40, 0.5)  # a -0.25, b +0.25, c -0.25, d +0.25
+    assert found.experts == (ExpertDrift("a", 0.5, 0.25), ExpertDrift("b", 0.25, 0.5), ExpertDrift("c", 0.25, 0.0))
+
+
+def test_before_anything_was_asked_nothing_has_drifted():
+    found = UsageDrift({"a": 1.0}).statistics()
+    assert (found.steps, found.distance, found.chance, found.experts, found.has_drifted) == (0, 0.0, 0.0, (), False)
+
+
+def test_usage_probabilities_of_requests_are_made_shares_of_steps():
+    """One request in two goes on to a detector: two thirds of all steps are the classifier's."""
+    found = counted({"cls": 1.0, "det": 0.5}, {"cls": 2000, "det": 1000}).statistics()
+    assert found.distance == pytest.approx(0)
+    assert not found.has_drifted
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 1), min_size=1), st.data())
+def test_a_distance_is_between_0_and_1_and_0_only_for_equal_shares(usage, data):
+    seen = data.draw(st.dictionaries(st.sampled_from("abcdefghi"), st.integers(1, 1000), min_size=1))
+    found = counted(usage, seen).statistics()
+    assert 0 <= found.distance <= 1 + 1e-9
+    assert 0 <= found.chance <= 1
+    assert found.steps == sum(seen.values())
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 500), min_size=1))
+def test_what_comes_exactly_as_expected_never_drifts(counts):
+    found = counted(counts, {expert: 10 * count for expert, count in counts.items()}).statistics()
+    assert found.distance == pytest.approx(0, abs=1e-9)
+    assert not found.has_drifted
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1), st.integers(LEAST_STEPS, 5000))
+def test_an_expert_that_nobody_expected_drifts_once_it_has_a_larger_share_than_chance_allows(counts, steps):
+    found = counted(counts, {"unexpected": steps}).statistics()
+    assert found.distance == pytest.approx(1)
+    assert found.has_drifted == (found.threshold < 1)
+    assert "unexpected" in [moved.expert for moved in found.experts]
+
+
+@pytest.mark.parametrize("draws", [1, 2, 7, 30])
+@pytest.mark.parametrize("probability", [0.0, 0.03, 0.5, 0.9, 1.0])
+def test_what_chance_gives_is_the_mean_over_all_outcomes(draws, probability):
+    shares = (probability, 1 - probability)
+    by_hand = sum(
+        math.comb(draws, k) * probability**k * (1 - probability) ** (draws - k) * abs(k / draws - probability)
+        for k in range(draws + 1)
+    )
+    assert chance_distance(shares, draws) == pytest.approx(by_hand, abs=1e-12)
+
+
+def test_chance_shrinks_with_the_sample_and_grows_with_the_experts():
+    few, many = [0.25] * 4, [1 / 400] * 400
+    assert chance_distance(few, 500) > 1.9 * chance_distance(few, 2000)
+    assert chance_distance(many, 500) > 5 * chance_distance(few, 500)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_draws_from_what_is_expected_are_no_drift_and_from_something_else_are(seed):
+    chance = random.Random(seed)
+    usage = {f"e{number}": chance.lognormvariate(0, 2) for number in range(100)}
+    experts, weights = list(usage), list(usage.values())
+    steady, shifted = UsageDrift(usage), UsageDrift(usage)
+    steady.count(chance.choices(experts, weights, k=2000))
+    shifted.count(chance.choices(experts, weights[50:] + weights[:50], k=2000))
+    assert not steady.statistics().has_drifted
+    assert shifted.statistics().has_drifted
+
+
+def test_a_few_steps_are_no_drift_whatever_they_are():
+    drift = counted({"a": 1.0, "b": 1.0}, {"c": LEAST_STEPS - 1})
+    assert drift.statistics().distance == 1
+    assert drift.due_warning(0.0) is None
+    drift.count(["c"])
+    assert drift.due_warning(0.0) == drift.statistics()
+
+
+def test_a_warning_comes_at_once_and_then_every_hour():
+    drift = counted({"a": 1.0, "b": 1.0}, {"a": 1000})
+    warned = [now for now in range(0, 10_000, 100) if drift.due_warning(50.0 + now)]
+    assert warned == [0, int(WARNING_INTERVAL_S), 2 * int(WARNING_INTERVAL_S)]
+
+
+def test_usage_that_came_back_is_not_warned_of_again():
+    drift = counted({"a": 1.0, "b": 1.0}, {"a": 1000})
+    assert drift.due_warning(0.0) is not None
+    drift.count(["b"] * 1000)
+    assert drift.due_warning(WARNING_INTERVAL_S) is None
