@@ -33,10 +33,11 @@ from profiler.fits import fit_latency, fit_workspace, plateau
 from profiler.samples import described
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.runtime.device import Box
     from agent.runtime.executor import ImageSource
+    from agent.runtime.meter import WorkspaceMeter
     from agent.runtime.slots import ExpertCopy
     from experts.weights import SegmentStore
     from profiler.samples import LineSamples
@@ -51,7 +52,10 @@ ESTIMATED = "workspace estimated from shapes"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and on what experts are measured. ``threads``: as each executor of the processor will have."""
+    """Where and on what experts are measured. ``threads``: as each executor of the processor will have.
+
+    ``meter``: what weighs a processor's batches, None where they can only be estimated.
+    """
 
     box: Box
     processor: str
@@ -59,6 +63,7 @@ class Bench:
     samples: LineSamples
     threads: int
     options: BatchOptions = field(default_factory=BatchOptions)
+    meter: Callable[[str], WorkspaceMeter | None] = meter_for
 
     def rig(self, copies: Sequence[ExpertCopy]) -> MeasuringRig:
         """What loads and runs these copies, one at a time."""
@@ -71,21 +76,6 @@ class KindMeasurer(Protocol):
 
     def __call__(self, bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
         """The kind of these copies, all in one precision. Raises ExpertError when none of them can be run."""
-
-
-def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
-    """One kind on one processor: of ``copies``, its experts in one precision, the first that runs is measured.
-
-    Those with samples come first. Raises ExpertError when none can be run, BackendUnavailable for a family of experts
-    that this version cannot measure, ValueError for no copy at all.
-    """
-    if not copies:
-        raise ValueError("no copy to measure")
-    architecture = copies[0].expert.architecture
-    measurer = MEASURERS.get(family(architecture))
-    if measurer is None:
-        raise BackendUnavailable(architecture, "experts of this family cannot be profiled: take them off the line")
-    return measurer(bench, copies)
 
 
 def measure_images(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
@@ -107,6 +97,23 @@ MEASURERS: Mapping[str, KindMeasurer] = {
     "onnx": measure_images,
     "fake": measure_images,
 }
+
+
+def measure_kind(
+    bench: Bench, copies: Sequence[ExpertCopy], measurers: Mapping[str, KindMeasurer] = MEASURERS
+) -> KindProfile:
+    """One kind on one processor: of ``copies``, its experts in one precision, the first that runs is measured.
+
+    Those with samples come first. Raises ExpertError when none can be run, BackendUnavailable for a family of experts
+    without a measurer, ValueError for no copy at all.
+    """
+    if not copies:
+        raise ValueError("no copy to measure")
+    architecture = copies[0].expert.architecture
+    measurer = measurers.get(family(architecture))
+    if measurer is None:
+        raise BackendUnavailable(architecture, "experts of this family cannot be profiled: take them off the line")
+    return measurer(bench, copies)
 
 
 def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = LOADS) -> dict[str, float]:
@@ -173,7 +180,7 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
     load_s = {source: seconds * own for source, seconds in measure_loads(rig, alike).items()}
     rig.bring(copy)
     samples = bench.samples.of(copy.expert.id)
-    meter = meter_for(bench.processor)
+    meter = bench.meter(bench.processor)
     free_bytes = (host_memory() if rig.target == HOST else bench.box.size_of(rig.target)).available_bytes
     runs = BatchRuns(rig, copy, ImageCycle(copy, samples), meter, free_bytes, bench.options)
     batches = runs.measure()

@@ -1,0 +1,61 @@
+"""The meter of workspaces: what it must see, and what it must not be fooled by."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from agent.runtime.meter import CudaMeter, ResidentMeter, meter_for, sees_allocations
+
+MIB = 2**20
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="resident peaks are Linux's")
+
+
+@linux_only
+class TestResidentMemory:
+    def test_a_peak_is_seen_though_it_is_over(self):
+        meter = ResidentMeter()
+        peak_bytes = meter.peak_bytes(lambda: np.ones(96 * MIB, dtype=np.uint8))
+        assert 90 * MIB < peak_bytes < 160 * MIB
+
+    def test_it_is_seen_again_when_the_allocator_has_kept_the_memory(self):
+        """Blocks of 8 MiB stay on the heap of the C library once some were freed: trimmed away before each run."""
+        meter = ResidentMeter()
+
+        def run():
+            return [torch.ones(8 * MIB, dtype=torch.uint8) for _ in range(10)]
+
+        peaks = [meter.peak_bytes(run) for _ in range(3)]
+        assert min(peaks) > 72 * MIB
+
+    def test_a_run_that_takes_nothing_weighs_little(self):
+        before = np.ones(96 * MIB, dtype=np.uint8)
+        meter = ResidentMeter()
+        assert meter.peak_bytes(lambda: None) < 32 * MIB
+        assert before.all(), "and what was held before is no run's"
+
+    def test_what_a_runtime_keeps_counts_on(self):
+        meter = ResidentMeter()
+        kept = []
+        meter.peak_bytes(lambda: kept.append(np.ones(96 * MIB, dtype=np.uint8)))
+        assert meter.peak_bytes(lambda: None) > 90 * MIB
+
+    def test_the_cpu_and_the_emulated_device_are_metered(self):
+        assert sees_allocations()
+        assert isinstance(meter_for("cpu"), ResidentMeter)
+        assert isinstance(meter_for("emulated"), ResidentMeter)
+
+
+def test_a_device_whose_allocator_tells_no_peak_is_not_metered():
+    assert meter_for("mps") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cudas_peak_is_seen_though_it_is_over():
+    meter = CudaMeter()
+    assert meter.peak_bytes(lambda: torch.ones(96 * MIB, dtype=torch.uint8, device="cuda")) >= 96 * MIB
+    assert meter.peak_bytes(lambda: None) < 96 * MIB

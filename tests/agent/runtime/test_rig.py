@@ -1,0 +1,103 @@
+"""The measuring rig: it runs what the agent would run, and passes off no failure as a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.events import BatchFailed
+from agent.core.performance import SSD
+from agent.core.request import Rejected
+from agent.runtime.device import DEVICE, HOST, detect
+from agent.runtime.rig import LEAST_S, MeasuringRig, noise
+from experts.errors import LoadFailed
+
+
+@pytest.fixture
+def rig_of(line):
+    def build(*names, device="cpu", processor=None, **settings):
+        box = detect(device)
+        copies = [line.copy(name) for name in names]
+        return MeasuringRig(box, processor or box.processors[0], copies, line.segments, threads=1, **settings)
+
+    return build
+
+
+def test_a_batch_of_given_images_is_judged_in_their_order(line, rig_of):
+    images = [line.pixels(seed) for seed in range(5)]
+    with rig_of("own-0").opened() as rig:
+        rig.bring(line.copy("own-0"))
+        batch = rig.run(line.copy("own-0"), images)
+    assert list(batch.results) == [line.predict("own-0", image) for image in images]
+    assert batch.seconds > 0
+
+
+@pytest.mark.parametrize("processor", ["emulated", "cpu"])
+def test_a_split_box_runs_each_processor_from_its_own_memory(line, rig_of, processor):
+    copy = line.copy("twin-1")
+    with rig_of("twin-1", device="emulated", processor=processor).opened() as rig:
+        rig.bring(copy)
+        assert rig.run(copy, [line.pixels(1)]).results == (line.predict("twin-1", line.pixels(1)),)
+
+
+def test_a_device_is_loaded_from_the_host_or_straight_from_the_ssd(line, rig_of):
+    copy = line.copy("own-0")
+    with rig_of("own-0", device="emulated").opened() as rig:
+        assert rig.load(copy, DEVICE, SSD) >= LEAST_S
+        rig.evict(copy, DEVICE)
+        assert rig.load(copy, HOST) >= LEAST_S
+        assert rig.load(copy, DEVICE, HOST) >= LEAST_S
+        assert rig.run(copy, [line.pixels(2)]).results == (line.predict("own-0", line.pixels(2)),)
+
+
+def test_executors_share_out_all_batches_each_with_an_expert_of_its_own(line, rig_of):
+    copies = [line.copy("own-0"), line.copy("own-1")]
+    with rig_of("own-0", "own-1", executors=2, held=2).opened() as rig:
+        for copy in copies:
+            rig.bring(copy)
+        works = [[line.pixels(number)] for number in range(7)]
+        assert rig.all_s(copies, works) >= LEAST_S
+        assert rig.all_s(copies, []) == LEAST_S
+        assert rig.all_s(copies[:1], works[:3]) >= LEAST_S
+
+
+def test_a_broken_image_has_no_time(line, rig_of, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    copy = line.copy("own-0")
+    with rig_of("own-0").opened() as rig:
+        rig.bring(copy)
+        good, bad = rig.run(copy, [line.pixels(0), broken]).results
+        assert good == line.predict("own-0", line.pixels(0))
+        assert isinstance(bad, Rejected)
+        with pytest.raises(LoadFailed, match=r"broken\.png"):
+            rig.timed_s(copy, [line.pixels(0), broken])
+        with pytest.raises(LoadFailed, match=r"broken\.png"):
+            rig.all_s([copy], [[line.pixels(0)], [broken]])
+
+
+def test_an_expert_that_is_not_loaded_has_no_time(line, rig_of):
+    copy = line.copy("own-0")
+    with rig_of("own-0").opened() as rig:
+        answer = rig.attempt(copy, [noise(copy)])
+        assert isinstance(answer, BatchFailed)
+        assert not answer.out_of_memory
+        with pytest.raises(LoadFailed, match="absent"):
+            rig.run(copy, [noise(copy)])
+        with pytest.raises(LoadFailed, match="absent"):
+            rig.all_s([copy], [[noise(copy)]])
+
+
+def test_a_file_that_is_gone_has_no_load_time(breakable_line):
+    breakable_line.file_of("own-0").unlink()
+    copy = breakable_line.copy("own-0")
+    with (
+        MeasuringRig(detect("cpu"), "cpu", [copy], breakable_line.segments, threads=1).opened() as rig,
+        pytest.raises(LoadFailed, match="pack the line again"),
+    ):
+        rig.load(copy, HOST)
+
+
+def test_noise_is_the_experts_own_size_and_the_same_each_time(line):
+    image = noise(line.copy("own-0"))
+    assert image.shape == (64, 64, 3)
+    assert (image == noise(line.copy("own-1"))).all()
