@@ -40,10 +40,6 @@ ARCHITECTURE, IMAGE_PX = "squeezenet1_1", 64
 LINES_SHOWN = 10
 
 
-class NotReady(CoServeError):
-    """An agent ended, or took too long, before it was ready; the text holds the last lines of its log."""
-
-
 @dataclass(frozen=True, slots=True)
 class StartTimes:
     """Medians over the starts that count. ``stop_s``: from SIGTERM to the end of the process."""
@@ -69,7 +65,7 @@ class _Start:
 def measure_start(directory: Path | None = None, starts: int = 3, *, warm: bool = True) -> StartTimes:
     """Start and stop an agent ``starts`` times. ``warm``: after one start that counts for nothing.
 
-    Raises NotReady when it ends by itself, or is not ready in time.
+    Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time.
     """
     if starts < 1:
         raise ValueError(f"{starts} starts are no measurement")
@@ -94,7 +90,7 @@ def report(times: StartTimes) -> str:
             f"Python {sys.version.split()[0]}, torch {version('torch')}",
             f"starts     {times.starts}, one {ARCHITECTURE}, one watched folder, warm file cache",
             f"ready      {times.ready_s:.1f} s, target {TARGET_READY_S:.0f} s: {ready}",
-            f"resident   {times.resident_bytes / 1e6:.0f} MB then, target {TARGET_RESIDENT_BYTES / 1e6:.0f} MB: {small}",
+            f"resident   {times.resident_bytes / 1e6:.0f} MB, target {TARGET_RESIDENT_BYTES / 1e6:.0f} MB: {small}",
             f"stop       {times.stop_s:.1f} s",
         )
     )
@@ -147,7 +143,7 @@ def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
 
 
 def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> None:
-    """Read the log up to the line that says so. Raises NotReady."""
+    """Read the log up to the line that says so. Raises CoServeError."""
     too_long = threading.Timer(START_LIMIT_S, process.kill)  # ends the log, and so the loop below
     too_long.start()
     lines: list[str] = []
@@ -160,4 +156,4 @@ def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> None:
         too_long.cancel()
         too_long.join()
     last = "\n".join(lines)
-    raise NotReady(f"the agent was not ready within {START_LIMIT_S:.0f} s, or ended by itself. Its last words:\n{last}")
+    raise CoServeError(f"the agent was not ready within {START_LIMIT_S:.0f} s, or ended by itself. Its log:\n{last}")
