@@ -188,7 +188,9 @@ class MemorySection(Section):
     host: OptionalSize = Field(None, description="host memory for experts: auto or a size (4GiB); default auto")
     device: OptionalSize = Field(None, description="device memory for experts: auto or a size (4GiB); default auto")
     workspace: OptionalSize = Field(
-        None, description="memory kept for running batches, of each: auto or a size (1GiB); default auto"
+        None,
+        description="memory kept for running batches, of each: auto (the device profile's; without one what batches "
+        "can use, a quarter at most) or a size (1GiB); default auto",
     )
 
 
@@ -298,11 +300,15 @@ class LineSections(CatalogSections):
     )
     memory: MemorySection = Field(MemorySection(), description="memory budgets; default auto")
     precision: OptionalPrecision = Field(
-        None, description="auto (fp32 until a device profile proves a faster one), fp32, bf16 or fp16; default auto"
+        None,
+        description="auto (the fastest that the device profile found to agree with fp32; without one fp32), fp32, "
+        "bf16, fp16 or onnxruntime (fp32 by ONNX Runtime, on CPU executors); default auto",
     )
     device: Device = Field("auto", description="auto, cpu, cuda, mps or emulated; default auto")
     executors: ExecutorCounts = Field(
-        None, description="auto or executors per processor, {cuda: 3, cpu: 1}; default auto"
+        None,
+        description="auto (the device profile's; without one a rule) or executors per processor, {cuda: 3, cpu: 1}; "
+        "default auto",
     )
     policy: PolicyName = Field(
         "coserve",

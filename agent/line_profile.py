@@ -10,7 +10,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from agent.config import usage_probabilities
-from agent.listing import profile_file
 from agent.profile import box_mismatches, identity_of, kind_name, mismatches, packed_sha256, partial_of, read_profile
 from experts.backends import family
 from experts.errors import ConfigError
@@ -18,6 +17,7 @@ from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from agent.config import LineConfig
     from agent.profile import StoredProfile
@@ -31,6 +31,11 @@ ACCELERATORS = frozenset({"cuda", "mps"})
 ONE_FORM = frozenset(
     {"onnx", "fake"}
 )  # families for which the line's `precision` has no meaning: fp32, or the profile's
+
+
+def profile_file(config: LineConfig) -> Path:
+    """Where the device profile of a line's box lies."""
+    return config.state / "profile.db"
 
 
 def find_profile(config: LineConfig) -> StoredProfile | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from agent.config import usage_probabilities
+from agent.line_profile import find_profile, usage_of
+from agent.line_profile import profile_file as profile_file  # beside the other places of a line
 from agent.records.results import ResultReader
 from experts.errors import ConfigError
 from experts.manifests import ManifestFolder
@@ -24,15 +26,12 @@ if TYPE_CHECKING:
     from experts.expert import Verdict
     from experts.manifests import Manifest
 
+log = logging.getLogger(__name__)
+
 
 def results_file(config: LineConfig) -> Path:
     """Where a line's verdicts lie."""
     return config.state / "results.db"
-
-
-def profile_file(config: LineConfig) -> Path:
-    """Where the device profile of a line's box lies."""
-    return config.state / "profile.db"
 
 
 def packed_folder(config: LineConfig) -> Path:
@@ -87,10 +86,11 @@ def write_rows(rows: Iterable[dict[str, Any]], output: str, stream: TextIO) -> N
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
     """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin.
 
+    ``usage`` is what the agent counts on: the device profile's, or computed where there is no profile that can be read.
     ``size_bytes`` is what is packed, ``weights_bytes`` the file it comes from; None for what is not there.
     """
     manifests = packed_manifests(config)
-    usage = usage_probabilities(config)
+    usage = _usage(config)
     routes = config.catalog.graph.routes
     rows = [
         {
@@ -119,6 +119,14 @@ def print_experts(rows: list[dict[str, Any]]) -> None:
         labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])
         table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes)
     Console(width=160 if not Console().is_terminal else None).print(table)
+
+
+def _usage(config: LineConfig) -> dict[str, float]:
+    try:
+        return usage_of(config, find_profile(config))
+    except ConfigError as error:
+        log.warning("usage_computed without the device profile: %s", error)
+        return usage_of(config, None)
 
 
 def _reader(config: LineConfig) -> ResultReader:
