@@ -122,7 +122,7 @@ def component_shares(config: LineConfig) -> dict[str, float]:
     for board in config.boards.values():
         quantities.update(board.components)
     if not quantities:
-        quantities.update(config.catalog.graph.routes)
+        quantities.update(list(config.catalog.graph.routes))
     total = quantities.total()
     return {component: quantity / total for component, quantity in quantities.items()}
 
@@ -177,7 +177,9 @@ def _outcomes(
 ) -> list[Outcome]:
     """What became of each request, in order."""
     ended: SimpleQueue[tuple[int, Outcome] | AgentCrashed] = SimpleQueue()
-    agent = build_agent(config, lambda number, outcome: ended.put((number, outcome)), progress, packed=packed)
+    agent = build_agent(
+        config, lambda number, outcome: ended.put((number, outcome)), progress, packed=packed, profile=None
+    )
     agent.loop.when_crashed(ended.put)
     agent.start()
     try:

@@ -6,6 +6,7 @@ import io
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.config import read_line
+from agent.config import BoardSection, read_line
 from agent.listing import result_rows, write_rows
 from agent.records.results import Result, ResultStore
 from experts.errors import ConfigError
@@ -114,6 +115,13 @@ def test_a_subsequent_expert_is_used_as_often_as_its_preliminary_ones_let_pass(l
 
 def test_components_share_by_quantity_over_all_board_types(line):
     assert component_shares(line) == {"c0": 0.75, "c1": 0.25}
+    two = dict(line.boards) | {"other": BoardSection(components={"c1": 12})}
+    assert component_shares(replace(line, boards=two)) == {"c0": 3 / 16, "c1": 13 / 16}
+
+
+def test_without_boards_all_routes_share_alike(line):
+    assert component_shares(replace(line, boards={})) == {"c0": 0.5, "c1": 0.5}
+    assert computed_usage(replace(line, boards={})).probabilities == {"cls/a": 0.5, "cls/b": 0.5, "det/x": 1.0}
 
 
 # -- counted on samples --

@@ -1,0 +1,211 @@
+"""Where the allocation search has its throughputs from: this box's real engine, or the same Engine under virtual time.
+
+Guarantees: both run the same sample of requests, drawn by the boards' quantities, at a pace that keeps every executor
+busy, so that memories and executors decide and not the arrivals; a run in which a request was not judged is an error
+and never a throughput.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from bisect import bisect_right
+from itertools import accumulate, cycle
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from agent.assembly import build_agent
+from agent.budget import pool_budgets
+from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.planning import planned
+from experts.errors import ConfigError
+from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, search_allocation
+from profiler.forecast import forecast, scenario_of
+from profiler.played import Ended, Player, TimedDecider, images_of
+from profiler.simulator import Arrival
+from profiler.usage import component_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.core.performance import DeviceProfile
+    from agent.core.request import Outcome
+    from agent.profile import StoredProfile
+    from agent.runtime.device import Box
+    from agent.runtime.loop import Decider
+    from experts.errors import AgentCrashed
+    from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
+
+SAMPLE_REQUESTS = 1000
+INTERVAL_S = 0.004  # between two requests, as in section 5.1
+BUSY_FACTOR = 2.0  # requests come at least so many times as fast as they could be executed without any load
+PLACEMENT_LIMIT_S = 900.0
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def sample_requests(
+    config: LineConfig,
+    count: int = SAMPLE_REQUESTS,
+    seed: int = 0,
+    interval_s: float = INTERVAL_S,
+    images: Mapping[str, Sequence[Path]] | None = None,
+    without: Mapping[str, str] = NOTHING,
+) -> tuple[Arrival, ...]:
+    """A smaller set of requests that stands for the line's (section 4.4), in a random order.
+
+    Of each component come as many as its share of the boards' quantities makes, rounded up or down by chance; each
+    takes the next of its ``images``, where it has any. ``without``: experts that cannot be served, and with them the
+    components on whose routes they stand. Raises ConfigError where no component is left.
+    """
+    if count < 1:
+        raise ConfigError(f"a sample of {count} requests measures nothing - take hundreds")
+    routes = config.catalog.graph.routes
+    shares = {
+        component: share
+        for component, share in sorted(component_shares(config).items())
+        if not any(step.expert in without for step in routes[component])
+    }
+    if not shares:
+        raise ConfigError("every route has an expert that cannot be served - nothing can be measured")
+    rng = random.Random(seed)
+    components, bounds = list(shares), list(accumulate(shares.values()))
+    offset = rng.random()
+    places = [(number + offset) / count * bounds[-1] for number in range(count)]
+    drawn = [components[min(bisect_right(bounds, place), len(components) - 1)] for place in places]
+    rng.shuffle(drawn)
+    pictures = {name: cycle(listed) for name, listed in (images or {}).items() if listed}
+    return tuple(
+        Arrival(number * interval_s, component, image=next(pictures[component]) if component in pictures else None)
+        for number, component in enumerate(drawn)
+    )
+
+
+def busy_interval_s(device: DeviceProfile, executors: Mapping[str, int]) -> float:
+    """Seconds between two requests of a sample: the paper's 4 ms, or less where the box could keep up with that.
+
+    ``executors``: the most of each processor that will be tried. Each is taken to run at its maximum batch, with no
+    load and undisturbed by the others; requests come BUSY_FACTOR times as fast as all of them together.
+    """
+    images_per_s = 0.0
+    for processor, column in device.experts.items():
+        rows = [(device.usage.get(expert, 0.0), row.performance) for expert, row in column.items()]
+        image_s = sum(usage * (each.K_s + each.B_s / each.max_batch) for usage, each in rows)
+        images_per_s += executors.get(processor, 0) / image_s if image_s > 0 else 0.0
+    return min(INTERVAL_S, 1 / (BUSY_FACTOR * images_per_s)) if images_per_s > 0 else INTERVAL_S
+
+
+def simulated_throughput(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    seed: int = 0,
+    without: Mapping[str, str] = NOTHING,
+) -> Throughput:
+    """By the simulator: seconds instead of hours. Raises ConfigError for what cannot be simulated."""
+    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+
+    def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+        plan = planned(config, box, profile, executors=executors, pools=pools, without=without)
+        return forecast(scenario, plan, config.policy).images_per_s
+
+    return images_per_s
+
+
+def engine_throughput(
+    config: LineConfig,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    progress: Callable[[str, int, int], None],
+) -> Throughput:
+    """By a real agent of this line for each configuration; the caller keeps other agents of the line away.
+
+    Raises ConfigError when a request is not judged, ImageError for a broken image, AgentCrashed.
+    """
+    images = images_of(trace, config.catalog)
+
+    def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+        player = _player(config, profile, executors, pools, progress)
+        try:
+            player.agent.start()
+            if not player.agent.loop.wait_until_idle(PLACEMENT_LIMIT_S):
+                raise ConfigError(f"{config.document.file}: experts were not placed within {PLACEMENT_LIMIT_S:.0f} s")
+            played = player.play(trace, images)
+        finally:
+            player.agent.stop()
+        reasons = played.unknown_reasons(trace)
+        if reasons:
+            raise ConfigError(f"{len(reasons)} of {len(trace)} sample requests were not judged: {reasons[0]}")
+        return len(trace) / played.seconds
+
+    return images_per_s
+
+
+def search_in_simulation(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    options: SearchOptions | None = None,
+    without: Mapping[str, str] = NOTHING,
+) -> SearchedAllocation:
+    """The line's allocation by simulated throughputs. ``profile``: its usage counts, its allocation does not."""
+    device = device_matrix(config, box, profile, without)
+    throughput = simulated_throughput(config, box, profile, trace, without=without)
+    budgets = pool_budgets(config, box)
+    return search_allocation(config, box, device, throughput, budgets, SEARCHED_IN_SIMULATION, options)
+
+
+def search_on_engine(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    progress: Callable[[str, int, int], None],
+    options: SearchOptions | None = None,
+    without: Mapping[str, str] = NOTHING,
+) -> SearchedAllocation:
+    """The line's allocation by throughputs of the real engine. ``profile``: its usage counts, its allocation not."""
+    device = device_matrix(config, box, profile, without)
+    throughput = engine_throughput(config, profile, trace, progress)
+    return search_allocation(config, box, device, throughput, pool_budgets(config, box), SEARCHED_ON_ENGINE, options)
+
+
+def device_matrix(
+    config: LineConfig, box: Box, profile: StoredProfile, without: Mapping[str, str] = NOTHING
+) -> DeviceProfile:
+    """What is known of the experts on every processor that was profiled and that the line may use."""
+    measured = {kind.processor for kind in profile.kinds}
+    allowed = [name for name in box.processors if config.executors is None or config.executors.get(name)]
+    able = [name for name in allowed if name in measured]
+    if not able:
+        raise ConfigError(f"the device profile has no times on {', '.join(allowed)} - run `coserve profile` again")
+    executors = [ExecutorSpec(number, name, box.pool_of(name)) for number, name in enumerate(able)]
+    pools = [PoolSpec(pool, budget_bytes, 0) for pool, budget_bytes in pool_budgets(config, box).items()]
+    return planned(config, box, profile, executors=executors, pools=pools, without=without).profile
+
+
+def _player(
+    config: LineConfig,
+    profile: StoredProfile,
+    executors: Sequence[ExecutorSpec],
+    pools: Sequence[PoolSpec],
+    progress: Callable[[str, int, int], None],
+) -> Player:
+    """An agent of this configuration, not started yet."""
+    ended: SimpleQueue[Ended | AgentCrashed] = SimpleQueue()
+    timers: list[TimedDecider] = []
+
+    def timed(engine: Decider) -> Decider:
+        timers.append(TimedDecider(engine))
+        return timers[0]
+
+    def tell(number: int, outcome: Outcome) -> None:
+        ended.put(Ended(number, outcome, time.monotonic()))
+
+    agent = build_agent(config, tell, progress, profile=profile, executors=executors, pools=pools, decider=timed)
+    agent.loop.when_crashed(ended.put)
+    return Player(agent, timers[0], ended)
