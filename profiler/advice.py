@@ -1,0 +1,275 @@
+"""What limits a line, and which memory or which SSD would remove that: found by simulation, told in sentences.
+
+The rule. A line reaches its best when every memory has room for all experts and each has been read before. If it gets
+to REMOVED of that as it is, loads do not limit it: its arrivals do when it is done about as soon as they allow, else
+its compute. If it does not, the SSD limits it when it is busy for SSD_BUSY of the time, or when there is room for all
+experts already; else memory does: requests wait for one load after another. The smallest memory, and the slowest SSD,
+that reach REMOVED of the best are searched by bisection, each alone, to a step of STEP; throughput is taken to rise
+with both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from profiler.bounds import bounds
+from profiler.forecast import forecast, reaches, with_expert_bytes, with_ssd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from agent.core.performance import PoolSpec, SharedPart
+    from agent.planning import Planned
+    from agent.profile import BoxIdentity
+    from profiler.bounds import Bounds
+    from profiler.forecast import Forecast, Scenario
+
+REMOVED = 0.95  # of what unlimited memory gives
+SSD_BUSY = 0.8  # arbitrary: beyond it loads can hardly overlap any better
+SLACK = 1.02  # arrivals limit a line whose work takes clearly less time than they do
+STEP = 1.02  # of the bisection: sizes closer than this are one
+FASTEST_SSD = 64.0  # times today's: faster ones are not on sale
+DEVICE, HOST = "device", "host"
+
+
+class Limit(StrEnum):
+    """What a line waits for most."""
+
+    ARRIVALS = "arrivals"
+    COMPUTE = "compute"
+    SSD = "ssd"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRemedy:
+    """The smallest budget of one memory, experts and workspaces, that removes the bottleneck, and what it gives."""
+
+    pool: str
+    now_bytes: int
+    budget_bytes: int
+    box_bytes: int | None  # what this box has of it
+    images_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SsdRemedy:
+    """The slowest SSD that removes the bottleneck, and what it gives."""
+
+    now_bytes_per_s: float
+    bytes_per_s: float
+    images_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Takt:
+    """What the line's boards ask for, and whether it is met: with the memory there is, and with unlimited memory."""
+
+    required_images_per_s: float
+    is_met: bool
+    is_met_unlimited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself."""
+
+    policy: str
+    budget_bytes: Mapping[str, int]
+    limit: Limit
+    images_per_s: float
+    unlimited_images_per_s: float
+    switches: int
+    ssd_busy_fraction: float
+    memory: MemoryRemedy | None
+    ssd: SsdRemedy | None
+    takt: Takt | None
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All of it in words."""
+        sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
+        rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
+        first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."
+        return (first, *_limit_sentences(self), *_takt_sentences(self))
+
+
+def advise(
+    scenario: Scenario, planned: Planned, policy: str, box: BoxIdentity, required_images_per_s: float | None = None
+) -> Advice:
+    """What limits this scenario, and what would remove it. ``required_images_per_s``: what the line's takt needs.
+
+    Raises ConfigError as ``forecast`` does.
+    """
+    now = forecast(scenario, planned, policy)
+    settled, roomy = with_ssd(scenario, with_expert_bytes(planned, _bytes_of_all(planned)), math.inf)
+    unlimited = forecast(settled, roomy, policy)
+    best_images_per_s = max(unlimited.images_per_s, now.images_per_s)
+    target_images_per_s = REMOVED * best_images_per_s
+    busy_fraction = now.bytes_read / scenario.ssd_bytes_per_s / now.seconds if now.seconds > 0.0 else 0.0
+    memory = ssd = takt = None
+    if now.images_per_s >= target_images_per_s:
+        floor = bounds(scenario.requests, scenario.resources(planned))
+        limit = Limit.ARRIVALS if _waits_for_arrivals(now, floor) else Limit.COMPUTE
+    else:
+        is_roomy = all(pool.expert_bytes >= _bytes_of_all(planned)[pool.name] for pool in planned.pools)
+        limit = Limit.SSD if is_roomy or busy_fraction >= SSD_BUSY else Limit.MEMORY
+        memory = _memory_remedy(scenario, planned, policy, box, target_images_per_s)
+        ssd = _ssd_remedy(scenario, planned, policy, target_images_per_s)
+    if required_images_per_s is not None:
+        is_met = reaches(scenario, planned, policy, now, required_images_per_s)
+        is_met_unlimited = is_met or reaches(settled, roomy, policy, unlimited, required_images_per_s)
+        takt = Takt(required_images_per_s, is_met, is_met_unlimited)
+    return Advice(
+        policy=policy,
+        budget_bytes={pool.name: pool.expert_bytes + pool.workspace_bytes for pool in planned.pools},
+        limit=limit,
+        images_per_s=now.images_per_s,
+        unlimited_images_per_s=best_images_per_s,
+        switches=now.switches,
+        ssd_busy_fraction=busy_fraction,
+        memory=memory,
+        ssd=ssd,
+        takt=takt,
+    )
+
+
+def size_text(size_bytes: float) -> str:
+    """A memory's size, rounded up to a tenth: `5.1 GiB`."""
+    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
+    return f"{math.ceil(size_bytes / unit * 10) / 10:.1f} {name}"
+
+
+def speed_text(bytes_per_s: float) -> str:
+    """An SSD's bandwidth, rounded up: `1.4 GB/s`, `530 MB/s`."""
+    if bytes_per_s >= 1e9:
+        return f"{math.ceil(bytes_per_s / 1e8) / 10:.1f} GB/s"
+    return f"{math.ceil(bytes_per_s / 1e6)} MB/s"
+
+
+def _waits_for_arrivals(now: Forecast, floor: Bounds) -> bool:
+    keeps_up = now.seconds * REMOVED <= floor.arrivals_s
+    return keeps_up and floor.arrivals_s > SLACK * floor.compute_s
+
+
+def _memory_remedy(
+    scenario: Scenario, planned: Planned, policy: str, box: BoxIdentity, target_images_per_s: float
+) -> MemoryRemedy | None:
+    """The memory of the executors that do most: the device's where there is one, else the host's."""
+    pool = _main_pool(planned)
+    all_bytes = _bytes_of_all(planned)[pool.name]
+
+    def with_budget(expert_bytes: float) -> Forecast:
+        return forecast(scenario, with_expert_bytes(planned, {pool.name: int(expert_bytes)}), policy)
+
+    found = _smallest(pool.expert_bytes, all_bytes, lambda size: with_budget(size).images_per_s >= target_images_per_s)
+    if found is None:
+        return None
+    return MemoryRemedy(
+        pool=pool.name,
+        now_bytes=pool.expert_bytes + pool.workspace_bytes,
+        budget_bytes=int(found) + pool.workspace_bytes,
+        box_bytes=box.device_bytes if pool.name == DEVICE else box.host_bytes,
+        images_per_s=with_budget(found).images_per_s,
+    )
+
+
+def _ssd_remedy(scenario: Scenario, planned: Planned, policy: str, target_images_per_s: float) -> SsdRemedy | None:
+    now_bytes_per_s = scenario.ssd_bytes_per_s
+
+    def with_speed(bytes_per_s: float) -> Forecast:
+        return forecast(*with_ssd(scenario, planned, bytes_per_s), policy)
+
+    fastest = now_bytes_per_s * FASTEST_SSD
+    found = _smallest(now_bytes_per_s, fastest, lambda speed: with_speed(speed).images_per_s >= target_images_per_s)
+    if found is None:
+        return None
+    return SsdRemedy(now_bytes_per_s, found, with_speed(found).images_per_s)
+
+
+def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]) -> float | None:
+    """The smallest value that is enough, to a step of STEP; None where even the most is not."""
+    if most <= too_little or not is_enough(most):
+        return None
+    enough = most
+    while enough > STEP * too_little:
+        middle = math.sqrt(too_little * enough)
+        if is_enough(middle):
+            enough = middle
+        else:
+            too_little = middle
+    return enough
+
+
+def _main_pool(planned: Planned) -> PoolSpec:
+    used = {spec.pool for spec in planned.executors}
+    name = DEVICE if DEVICE in used else HOST
+    return next(pool for pool in planned.pools if pool.name == name)
+
+
+def _bytes_of_all(planned: Planned) -> dict[str, int]:
+    """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
+    feeds = {pool.cache: pool.name for pool in planned.pools if pool.cache is not None}
+    needed = {}
+    for pool in planned.pools:
+        served = {pool.name, feeds.get(pool.name)}
+        columns = [planned.profile.experts[spec.processor] for spec in planned.executors if spec.pool in served]
+        footprints = {row.copy: row.footprint for column in columns for row in column.values()}
+        parts: set[SharedPart] = {part for footprint in footprints.values() for part in footprint.shared}
+        own_bytes = sum(footprint.own_bytes for footprint in footprints.values())
+        needed[pool.name] = max(own_bytes + sum(part.size_bytes for part in parts), pool.expert_bytes)
+    return needed
+
+
+# -- sentences --
+
+
+def _limit_sentences(advice: Advice) -> list[str]:
+    if advice.limit is Limit.ARRIVALS:
+        return ["Arrivals are the limit: the last images are judged about as soon as they can be after they come."]
+    if advice.limit is Limit.COMPUTE:
+        return [f"Compute is the limit: no memory and no SSD would gain more than {1 / REMOVED - 1:.0%}."]
+    if advice.limit is Limit.SSD:
+        busy = f"and it is busy {advice.ssd_busy_fraction:.0%} of the time"
+        told = [f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}."]
+    else:
+        told = [f"Memory is the limit: requests wait for {advice.switches} switches."]
+    return [*told, _remedy_sentence(advice)]
+
+
+def _remedy_sentence(advice: Advice) -> str:
+    memory, ssd = advice.memory, advice.ssd
+    no_ssd = f"no SSD up to {FASTEST_SSD:.0f} times as fast as this one"
+    if memory is not None and ssd is not None:
+        return f"With {_memory_words(memory)}, or with {_ssd_words(ssd)}."
+    if memory is not None:
+        return f"With {_memory_words(memory)}; {no_ssd} does as much."
+    if ssd is not None:
+        return f"With {_ssd_words(ssd)}; more memory in one place does not do as much."
+    return f"More memory in one place does not reach {REMOVED:.0%} of that, and {no_ssd} does."
+
+
+def _memory_words(remedy: MemoryRemedy) -> str:
+    beyond = remedy.box_bytes is not None and remedy.budget_bytes > remedy.box_bytes
+    box = f", this box has {size_text(remedy.box_bytes)}" if beyond and remedy.box_bytes is not None else ""
+    size, now = size_text(remedy.budget_bytes), size_text(remedy.now_bytes)
+    return f"{size} of {remedy.pool} memory (now {now}{box}) it reaches {remedy.images_per_s:.1f} images/s"
+
+
+def _ssd_words(remedy: SsdRemedy) -> str:
+    speed, now = speed_text(remedy.bytes_per_s), speed_text(remedy.now_bytes_per_s)
+    return f"an SSD of {speed} (now {now}) it reaches {remedy.images_per_s:.1f} images/s"
+
+
+def _takt_sentences(advice: Advice) -> list[str]:
+    if advice.takt is None:
+        return []
+    asked = f"The takt asks for {advice.takt.required_images_per_s:.2f} images/s"
+    if advice.takt.is_met:
+        return [f"{asked}: met."]
+    if advice.takt.is_met_unlimited:
+        return [f"{asked}: missed now, met with unlimited memory."]
+    return [f"{asked}: missed with any memory."]

@@ -1,0 +1,192 @@
+"""Advice: each limit on a line made for it, remedies that do what they say, and sentences with sizes."""
+
+from __future__ import annotations
+
+import random
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.core.performance import (
+    SSD,
+    DeviceProfile,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PoolSpec,
+    SharedPart,
+)
+from agent.planning import Planned
+from agent.profile import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
+from experts.graph import ExpertGraph, RouteStep
+from profiler.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, size_text, speed_text
+from profiler.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
+from profiler.simulator import Arrival
+
+MIB = 2**20
+EXPERT_BYTES = 100 * MIB
+WORKSPACE_BYTES = 64 * MIB
+EXPERTS = 20
+NAMES = tuple(f"e{number:02d}" for number in range(EXPERTS))
+GRAPH = ExpertGraph(NAMES, {name: (RouteStep(name, frozenset({"ok"})),) for name in NAMES})
+PERFORMANCE = Performance(K_s=0.02, B_s=0.01, max_batch=4, workspace_bytes=MIB)
+BOX = BoxIdentity("cpu", "test", ("cpu",), 2, 1024 * MIB, 4096 * MIB, {})
+
+
+def profile_of(ssd_bytes_per_s):
+    links = (LinkSpeed(SSD, ssd_bytes_per_s), LinkSpeed("host", 1e10))
+    usage = UsageProfile({}, {}, "computed from quantities")
+    return StoredProfile("t", "now", BOX, links, (), (), {}, {}, usage, Allocation("casual", {}, (), {}))
+
+
+def setting(places, ssd_bytes_per_s, parts=(), split=False):
+    load_s = {SSD: EXPERT_BYTES / ssd_bytes_per_s} | ({"host": EXPERT_BYTES / 1e10} if split else {})
+    footprint = Footprint(EXPERT_BYTES, parts)
+    column = {name: ExpertProfile(name, PERFORMANCE, footprint, load_s) for name in NAMES}
+    room_bytes = places * EXPERT_BYTES + sum(part.size_bytes for part in parts)
+    host = PoolSpec("host", room_bytes, WORKSPACE_BYTES)
+    pools = (host, PoolSpec("device", room_bytes, WORKSPACE_BYTES, cache="host")) if split else (host,)
+    executors = (ExecutorSpec(0, "cuda", "device"),) if split else (ExecutorSpec(0, "cpu", "host"),)
+    profile = DeviceProfile({executors[0].processor: column}, dict.fromkeys(NAMES, 1 / EXPERTS))
+    return Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
+
+
+def even_trace(requests=200, every_s=0.004, seed=1):
+    rng = random.Random(seed)
+    return [Arrival(every_s * number, rng.choice(NAMES)) for number in range(requests)]
+
+
+def advised(trace, places, ssd_bytes_per_s, policy="paper", required=None, **more):
+    plain = setting(places, ssd_bytes_per_s, **more)
+    scenario = scenario_of(GRAPH, profile_of(ssd_bytes_per_s), trace)
+    return scenario, plain, advise(scenario, plain, policy, BOX, required)
+
+
+def test_everything_in_memory_leaves_compute():
+    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8)
+    assert (advice.limit, advice.memory, advice.ssd) == (Limit.COMPUTE, None, None)
+    assert advice.images_per_s == pytest.approx(advice.unlimited_images_per_s)
+    assert advice.sentences[1] == "Compute is the limit: no memory and no SSD would gain more than 5%."
+
+
+def test_a_line_that_keeps_up_waits_for_its_arrivals():
+    _, _, advice = advised(even_trace(every_s=0.5), places=EXPERTS, ssd_bytes_per_s=1e8, required=1.9)
+    assert advice.limit is Limit.ARRIVALS
+    assert advice.sentences[1].startswith("Arrivals are the limit")
+    assert advice.sentences[2] == "The takt asks for 1.90 images/s: met."
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_too_little_memory_is_told_with_what_would_do(split):
+    """Five places for twenty experts: the remedies reach 95 % of the best, and a step less of each does not."""
+    scenario, plain, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, split=split)
+    assert advice.limit is Limit.MEMORY
+    memory, ssd = advice.memory, advice.ssd
+    target = REMOVED * advice.unlimited_images_per_s
+    assert advice.images_per_s < target <= min(memory.images_per_s, ssd.images_per_s)
+    assert (memory.pool, memory.box_bytes) == (("device", 4096 * MIB) if split else ("host", 1024 * MIB))
+    assert memory.now_bytes == 5 * EXPERT_BYTES + WORKSPACE_BYTES < memory.budget_bytes
+    assert memory.budget_bytes <= EXPERTS * EXPERT_BYTES + WORKSPACE_BYTES
+
+    def with_room(expert_bytes):
+        return forecast(scenario, with_expert_bytes(plain, {memory.pool: int(expert_bytes)}), "paper").images_per_s
+
+    expert_bytes = memory.budget_bytes - WORKSPACE_BYTES
+    assert with_room(expert_bytes) == memory.images_per_s
+    assert with_room(expert_bytes / STEP) < target
+    faster = forecast(*with_ssd(scenario, plain, ssd.bytes_per_s), "paper").images_per_s
+    assert faster == ssd.images_per_s
+    assert forecast(*with_ssd(scenario, plain, ssd.bytes_per_s / STEP), "paper").images_per_s < target
+
+
+def test_the_sentences_name_sizes_and_what_the_box_has():
+    _, _, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, required=30.0)
+    first, second, third, takt = advice.sentences
+    now, best = advice.images_per_s, advice.unlimited_images_per_s
+    assert first == (
+        f"paper with 564.0 MiB of host memory reaches {now:.1f} of the {best:.1f} images/s that unlimited memory gives."
+    )
+    assert second == f"Memory is the limit: requests wait for {advice.switches} switches."
+    size, speed = size_text(advice.memory.budget_bytes), speed_text(advice.ssd.bytes_per_s)
+    assert third == (
+        f"With {size} of host memory (now 564.0 MiB, this box has 1.0 GiB) it reaches "
+        f"{advice.memory.images_per_s:.1f} images/s, or with an SSD of {speed} (now 1.0 GB/s) it reaches "
+        f"{advice.ssd.images_per_s:.1f} images/s."
+    )
+    assert takt == "The takt asks for 30.00 images/s: missed now, met with unlimited memory."
+
+
+def test_a_saturated_ssd_is_the_limit_of_a_policy_that_overlaps():
+    _, _, advice = advised(even_trace(), places=5, ssd_bytes_per_s=5e7, policy="coserve")
+    assert advice.limit is Limit.SSD
+    assert advice.ssd_busy_fraction > 0.8
+    busy = f"and it is busy {advice.ssd_busy_fraction:.0%} of the time."
+    assert advice.sentences[1] == f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}"
+
+
+def test_reading_experts_for_the_first_time_is_no_matter_of_memory():
+    """A policy that places nothing before the first request loads all twenty, in whatever memory."""
+    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=5e8, policy="samba")
+    assert (advice.limit, advice.switches, advice.memory) == (Limit.SSD, EXPERTS, None)
+    assert advice.ssd.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert advice.sentences[2].endswith("; more memory in one place does not do as much.")
+
+
+def test_an_ssd_that_no_factor_saves_is_said_so():
+    """Even 64 times as fast it needs 3 s for one expert; only memory helps."""
+    slow = EXPERT_BYTES / (3.0 * FASTEST_SSD)
+    _, _, advice = advised(even_trace(requests=60), places=5, ssd_bytes_per_s=slow, required=1000.0)
+    assert advice.ssd is None
+    assert advice.memory is not None
+    assert "; no SSD up to 64 times as fast as this one does as much." in advice.sentences[2]
+    assert advice.sentences[3] == "The takt asks for 1000.00 images/s: missed with any memory."
+
+
+def test_memory_for_all_experts_counts_shared_parts_once():
+    """All twenty and one backbone fit exactly: nothing is left to gain."""
+    parts = (SharedPart("backbone", 300 * MIB),)
+    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8, parts=parts)
+    assert advice.budget_bytes == {"host": EXPERTS * EXPERT_BYTES + 300 * MIB + WORKSPACE_BYTES}
+    assert advice.limit is Limit.COMPUTE
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, EXPERTS),
+    st.sampled_from([5e7, 5e8, 5e9]),
+    st.sampled_from(["paper", "coserve", "samba"]),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_whatever_the_line_the_advice_is_consistent(places, ssd_bytes_per_s, policy, seed, split):
+    trace = even_trace(requests=60, seed=seed)
+    _, _, advice = advised(trace, places, ssd_bytes_per_s, policy, required=10.0, split=split)
+    assert advice == advised(trace, places, ssd_bytes_per_s, policy, required=10.0, split=split)[2]
+    assert advice.images_per_s <= advice.unlimited_images_per_s
+    is_free = advice.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert is_free == (advice.limit in (Limit.COMPUTE, Limit.ARRIVALS))
+    if is_free:
+        assert advice.memory is None
+        assert advice.ssd is None
+    for remedy in (advice.memory, advice.ssd):
+        assert remedy is None or remedy.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert len(advice.sentences) == (3 if is_free else 4)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(5 * 2**30, "5.0 GiB"), (5 * 2**30 + 1, "5.1 GiB"), (512 * MIB, "512.0 MiB"), (1, "0.1 MiB")],
+)
+def test_sizes_are_rounded_up(size_bytes, text):
+    assert size_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"), [(530e6, "530 MB/s"), (1.31e9, "1.4 GB/s"), (999.5e6, "1000 MB/s"), (1e9, "1.0 GB/s")]
+)
+def test_speeds_are_rounded_up(bytes_per_s, text):
+    assert speed_text(bytes_per_s) == text
