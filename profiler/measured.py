@@ -20,15 +20,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, cast
 
 from agent.core.engine import Engine
-from agent.core.performance import SSD, Limits
+from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from agent.inspection import outputs_sha256
 from agent.records.database import StateLock
 from agent.runtime.device import torch_device
 from agent.runtime.loop import LoopOptions
 from experts.errors import ConfigError
+from profiler.forecast import SHARING_PROCESSORS
 from profiler.naive import NAIVE, NaiveServer, naive_files
-from profiler.played import experts_of, images_of, packed_copies, player
+from profiler.played import AgentSetup, experts_of, images_of, packed_copies, player
 from profiler.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
 from profiler.rows import Figures, Measurement, Row, engine_figures, medians, naive_figures
 from profiler.simulator import PASSES, Simulator
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from agent.assembly import Agent
     from agent.config import LineConfig, PolicyName
+    from agent.profile import StoredProfile
     from experts.expert import Precision
     from profiler.played import Played, Progress
     from profiler.roofline import Compute, Work
@@ -103,7 +105,7 @@ class _Bench:
         self._trace = trace
         self._images = images_of(trace, config.catalog)
         self._options = options
-        self._loop_options = LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s)
+        self._setup = AgentSetup(loop=LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s))
         self._progress = progress
         self._runs: dict[str, list[Figures]] = {policy: [] for policy in self.policies}
         self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(self.policies, ())
@@ -136,7 +138,8 @@ class _Bench:
 
     def _warm_up(self) -> tuple[Agent, Work]:
         policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
-        with player(with_policy(self._config, policy), self.experts, LoopOptions(), _quiet(self._progress)) as stage:
+        config = with_policy(self._config, policy)
+        with player(config, self.experts, AgentSetup(), quiet(self._progress)) as stage:
             played = stage.play(self._trace, self._images)
             return stage.agent, work_of(played, self._images)
 
@@ -146,7 +149,7 @@ class _Bench:
         self._bandwidths.append(bandwidth)
         if not self._options.with_roofline:
             return bandwidth, None
-        compute = measure_compute(agent, work, self._loop_options, _quiet(self._progress))
+        compute = measure_compute(agent, work, quiet(self._progress))
         self._compute.append(compute)
         return bandwidth, compute
 
@@ -154,7 +157,7 @@ class _Bench:
         if policy == NAIVE:
             return self._naive_figures(bandwidth, compute, agent)
         config = with_policy(self._config, policy)
-        with player(config, self.experts, self._loop_options, _quiet(self._progress)) as stage:
+        with player(config, self.experts, self._setup, quiet(self._progress)) as stage:
             played = stage.play(self._trace, self._images)
             self._agents[policy] = stage.agent
         reasons = played.unknown_reasons(self._trace)
@@ -221,10 +224,8 @@ def predicted_seconds(agent: Agent, trace: Sequence[Arrival], played: Played, ss
 
     Experts answer as they did when it was played, so that requests take the same routes.
     """
-    config, profile = agent.config, agent.probed.profile
-    pinned = frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
-    limits = Limits(tuple(agent.pools), config.scheduling.max_overtake_s, pinned=pinned)
-    engine = Engine(config.catalog.graph, profile, agent.executors, PRESETS[config.policy], limits)
+    config = agent.config
+    engine = Engine(config.catalog.graph, agent.profile, agent.executors, PRESETS[config.policy], agent.limits)
     seen = {
         (number, step.expert): step.prediction
         for number, outcome in enumerate(played.outcomes)
@@ -232,12 +233,19 @@ def predicted_seconds(agent: Agent, trace: Sequence[Arrival], played: Played, ss
     }
     simulator = Simulator(
         engine,
-        profile,
+        agent.profile,
         agent.executors,
         predict=lambda request, expert: seen.get((request, expert), PASSES),
-        link_bytes_per_s={SSD: ssd_bytes_per_s},
+        link_bytes_per_s=_links(agent) | {SSD: ssd_bytes_per_s},
+        speedups=sharing_speedups(agent.stored),
     )
     return max(simulator.run(trace).finished_s.values())
+
+
+def sharing_speedups(stored: StoredProfile | None) -> dict[str, tuple[float, ...]]:
+    """Of processors whose executors slow one another down as batches come and go; a CPU's are in the matrix."""
+    speedups = {} if stored is None else stored.speedups
+    return {name: each for name, each in speedups.items() if name in SHARING_PROCESSORS and each}
 
 
 def precision_text(agent: Agent) -> str:
@@ -253,11 +261,16 @@ def machine(agent: Agent) -> str:
     )
 
 
+def _links(agent: Agent) -> dict[str, float]:
+    """The links that a device profile has measured."""
+    return {} if agent.stored is None else {link.link: link.bytes_per_s for link in agent.stored.links}
+
+
 def _roofline_s(compute: Compute | None, io_s: float) -> float | None:
     return None if compute is None else max(compute.seconds, io_s)
 
 
-def _quiet(progress: Progress) -> Progress:
+def quiet(progress: Progress) -> Progress:
     """Packing is worth telling; each agent's probe is not."""
 
     def tell(stage: str, done: int, total: int) -> None:

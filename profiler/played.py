@@ -16,14 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from agent.assembly import build_agent, copy_name
+from agent.assembly import build_agent
+from agent.copies import copy_name
 from agent.core import events
 from agent.core.effects import Evict, StartLoad
 from agent.listing import packed_manifests
+from agent.runtime.loop import LoopOptions
 from experts.errors import AgentCrashed, ConfigError
 from experts.expert import Precision, Verdict
 from experts.images import read_image
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.engine import EngineStatistics
     from agent.core.events import Event
+    from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.core.request import Outcome
-    from agent.runtime.loop import Decider, LoopOptions, LoopStatistics
+    from agent.profile import StoredProfile
+    from agent.runtime.loop import Decider, LoopStatistics
     from experts.catalog import Catalog
     from experts.weights import PackedExpert
     from profiler.simulator import Arrival
@@ -198,13 +202,20 @@ class Player:
         return ended
 
 
+@dataclass(frozen=True, slots=True)
+class AgentSetup:
+    """How an agent is built, beside its line: as ``build_agent`` takes it. ``decider`` stands before its Engine."""
+
+    loop: LoopOptions = field(default_factory=LoopOptions)
+    profile: StoredProfile | Literal["auto"] | None = "auto"
+    executors: Sequence[ExecutorSpec] | None = None
+    pools: Sequence[PoolSpec] | None = None
+    decider: Callable[[Decider], Decider] = lambda engine: engine
+
+
 @contextmanager
 def player(
-    config: LineConfig,
-    experts: Iterable[str],
-    options: LoopOptions,
-    progress: Progress,
-    decider: Callable[[Decider], Decider] = lambda decider: decider,
+    config: LineConfig, experts: Iterable[str], setup: AgentSetup, progress: Progress = lambda *_: None
 ) -> Iterator[Player]:
     """An agent whose initial placement is complete, stopped in the end.
 
@@ -214,14 +225,20 @@ def player(
     timers: list[TimedDecider] = []
 
     def timed(engine: Decider) -> Decider:
-        timers.append(TimedDecider(decider(engine)))
+        timers.append(TimedDecider(setup.decider(engine)))
         return timers[0]
+
+    def tell(number: int, outcome: Outcome) -> None:
+        ended.put(Ended(number, outcome, time.monotonic()))
 
     agent = build_agent(
         config,
-        lambda number, outcome: ended.put(Ended(number, outcome, time.monotonic())),
+        tell,
         progress,
-        options,
+        setup.loop,
+        profile=setup.profile,
+        executors=setup.executors,
+        pools=setup.pools,
         decider=timed,
     )
     agent.loop.when_crashed(ended.put)
@@ -271,7 +288,7 @@ def images_of(trace: Sequence[Arrival], catalog: Catalog) -> tuple[NDArray[np.ui
 
 def packed_copies(agent: Agent) -> dict[str, PackedExpert]:
     """What this agent may load, by the name of the copy."""
-    copies = {row.copy for column in agent.probed.profile.experts.values() for row in column.values()}
+    copies = {row.copy for column in agent.profile.experts.values() for row in column.values()}
     found = {
         copy_name(expert, Precision(manifest.packed.precision)): manifest.packed
         for expert, manifests in packed_manifests(agent.config).items()

@@ -29,7 +29,7 @@ from agent.runtime.device import detect
 from agent.runtime.loop import LoopOptions
 from experts.errors import ConfigError
 from profiler.measured import RunOptions, configured, machine
-from profiler.played import experts_of, images_of, player
+from profiler.played import AgentSetup, experts_of, images_of, player
 from profiler.rows import busy_s
 
 if TYPE_CHECKING:
@@ -402,9 +402,9 @@ def run_and_play_back(config: LineConfig, trace: Sequence[Arrival], options: Loo
         playbacks.append(Playback(recorders[0].recording(), memories(engine)))
         return playbacks[0]
 
-    with player(config, experts, options, lambda *_: None, record) as stage:
+    with player(config, experts, AgentSetup(loop=options, decider=record)) as stage:
         scheduled = stage.play(trace, images)
-    with player(config, experts, options, lambda *_: None, play_back) as stage:
+    with player(config, experts, AgentSetup(loop=options, decider=play_back)) as stage:
         played_back = stage.play(trace, images)
     return Pair(recorders[0].recording(), scheduled, played_back, playbacks[0].differences, machine(stage.agent))
 

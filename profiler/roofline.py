@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from experts.direct_reads import DirectReader
 from experts.errors import ConfigError
 from experts.weights import ALIGNMENT_BYTES, AlignedBuffer
-from profiler.played import packed_copies, player
+from profiler.played import AgentSetup, packed_copies, player
 from profiler.simulator import Arrival
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from agent.assembly import Agent
     from agent.config import LineConfig, PolicyName
-    from agent.runtime.loop import LoopOptions
     from experts.expert import InputSpec
     from experts.weights import PackedExpert, Segment
     from profiler.played import Played, Progress
@@ -97,7 +96,7 @@ def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> Work:
     return Work(tuple(expert for expert, _ in steps), tuple(image for _, image in steps))
 
 
-def measure_compute(agent: Agent, work: Work, options: LoopOptions, progress: Progress) -> Compute:
+def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: None) -> Compute:
     """Run the work with every expert resident, on the executors that this agent of the line had; it may have ended.
 
     Raises ConfigError when nothing was run, or memory cannot hold one expert of each kind.
@@ -109,8 +108,12 @@ def measure_compute(agent: Agent, work: Work, options: LoopOptions, progress: Pr
     held = _held(agent, work, sizes, kinds)
     stands_for = _substitutes(work, held, kinds)
     trace = [Arrival(0.0, expert=stands_for[expert]) for expert in work.experts]
-    roomy = _with_room(agent, sum(sizes[expert] for expert in held))
-    with player(roomy, held, replace(options, ssd_bytes_per_s=None), progress) as stage:
+    setup = AgentSetup(
+        profile=agent.stored,
+        executors=agent.executors,
+        pools=[replace(pool, expert_bytes=sum(sizes[expert] for expert in held)) for pool in agent.pools],
+    )
+    with player(replace(agent.config, policy=POLICY), held, setup, progress) as stage:
         for _ in range(PASSES):
             played = stage.play(trace, work.images)
             loads = sum(played.loads().values())
@@ -223,13 +226,3 @@ def _substitutes(work: Work, held: Sequence[str], kinds: Mapping[str, Kind]) -> 
         for kind in {kinds[expert] for expert in held}
     }
     return {expert: expert if expert in held else next(turns[kinds[expert]]) for expert in dict.fromkeys(work.experts)}
-
-
-def _with_room(agent: Agent, expert_bytes: int) -> LineConfig:
-    """The line with so much room for weights in every memory, and the workspace that the agent had."""
-    workspace_bytes = max(pool.workspace_bytes for pool in agent.pools)
-    budget_bytes = expert_bytes + workspace_bytes
-    memory = agent.config.memory.model_copy(
-        update={"host": budget_bytes, "device": budget_bytes, "workspace": workspace_bytes}
-    )
-    return replace(agent.config, memory=memory, policy=POLICY)
