@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from agent.cli import app
-from profiler.cli import bench_app
+from profiler.cli import offline_app
 
-app.add_typer(bench_app, name="bench")
+app.add_typer(offline_app)
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def serve(
     from agent.progress import progress_on_stderr
     from agent.service import serve_line
 
-    _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     with explained():
         config = read_line(line)
         with progress_on_stderr() as progress:
@@ -86,7 +86,7 @@ def inspect(
     from agent.inspection import inspect_images, outputs_sha256
     from agent.progress import progress_on_stderr
 
-    _log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING)
     with explained():
         config = read_line(line)
         with progress_on_stderr() as progress:
@@ -218,7 +218,7 @@ def demo(
     from agent.demo.demo import run_demo, show_report
     from agent.progress import progress_on_stderr
 
-    _log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING)
     with explained():
         with progress_on_stderr() as progress:
             report = run_demo(directory, data, seed, progress)
@@ -249,7 +249,8 @@ def _time(text: str | None) -> datetime | None:
         raise typer.BadParameter(f"{text!r} is not a time - write 2026-01-31T06:00", param_hint="--since") from error
 
 
-def _log_to_stderr(level: int) -> None:
+def log_to_stderr(level: int) -> None:
+    """Logging as every command has it; libraries that are loud are not heard."""
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     for name in ("PIL", "watchdog", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,18 +1,266 @@
-"""The measuring commands: ``coserve bench``. Each prints what it measured, and where it is short of a target."""
+"""The offline commands: ``coserve profile | plan | bench``. Each prints what it measured, and where that is short.
+
+Heavy runtimes are imported inside the commands that need them, so that ``--help`` answers at once.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-bench_app = typer.Typer(help="Measure this box: decision times, loading from SSD.", no_args_is_help=True)
+from agent.cli import AsJson, LineFile, explained, log_to_stderr
+from experts.expert import Precision
 
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on stdout, nothing else there")]
+LINE = "line"  # the name of what `bench LINE.yaml` runs
+BENCHMARKS = ("decisions", "generate", "load", "overhead", "report", "start", "tasks")
+
+
+class LineByDefault(TyperGroup):
+    """``bench LINE.yaml ...`` runs the line; ``bench NAME ...`` the benchmark of that name."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Put the hidden command's name in front of whatever is not one."""
+        if args and args[0] not in self.commands and args[0] not in {"--help", "--version"}:
+            args = [LINE, *args]
+        return super().parse_args(ctx, args)
+
+
+offline_app = typer.Typer()
+bench_app = typer.Typer(
+    help="Measure: a line and its trace on this box (bench LINE.yaml --trace T), or one of these.",
+    cls=LineByDefault,
+    no_args_is_help=True,
+)
+offline_app.add_typer(bench_app, name="bench")
+
+Memory = Annotated[
+    list[str] | None,
+    typer.Option(help="memory of experts and batches, such as 2GiB, or host=2GiB,device=1GiB; default: the line's"),
+]
+Policies = Annotated[list[str] | None, typer.Option("--policy", help="one or several; default: the line's")]
+Executors = Annotated[str | None, typer.Option(help="such as cuda=3,cpu=1; default: the line's")]
+Bandwidth = Annotated[
+    str | None, typer.Option("--ssd-bandwidth", help="hold loads from the SSD to a rate, such as 530MB/s")
+]
+Trace = Annotated[Path | None, typer.Option(help="JSON lines, one arrival each; default: some boards one takt apart")]
+Requests = Annotated[int, typer.Option(min=1)]
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="a folder on the SSD to measure; default: the current folder")
+]
+
+
+@offline_app.command()
+def profile(
+    line: LineFile,
+    samples: Annotated[
+        Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
+    ] = None,
+    usage_from: Annotated[
+        Path | None, typer.Option(help="learn usage from served history (results.db, or its rows); measures nothing")
+    ] = None,
+    count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
+    simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,
+    casual: Annotated[bool, typer.Option(help="no search: 75 % of memory for experts, the casual executors")] = False,
+    initial_window: Annotated[int, typer.Option(min=1, max=99, help="of the search, in experts")] = 15,
+    error_margin: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the search's linear fit")] = 0.05,
+    fit_values: Annotated[int, typer.Option(min=2, help="throughputs that the fit needs at least")] = 2,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="how far scores may be off fp32 for precision: auto")
+    ] = 0.02,
+    fresh: Annotated[bool, typer.Option(help="measure everything anew")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Profile this box for a line, once: times, memory, usage; then split the memory and count the executors.
+
+    Writes STATE/profile.db, which the agent then starts from, and charts beside it. Killed half-way, it resumes.
+    """
+    from agent.config import read_line
+    from agent.progress import progress_on_stderr
+    from profiler.allocation import SearchOptions
+    from profiler.profile_report import profile_charts, profile_json, profile_table
+    from profiler.profiling import CASUAL, ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
+
+    log_to_stderr(logging.WARNING)
+    with explained():
+        if simulate and casual:
+            raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
+        config = read_line(line)
+        options = ProfilingOptions(
+            samples=samples,
+            count_usage=count_usage,
+            usage_from=usage_from,
+            allocation=SIMULATE if simulate else CASUAL if casual else ENGINE,
+            fresh=fresh,
+            tolerance=tolerance,
+            search=SearchOptions(initial_window, error_margin, fit_values),
+        )
+        with progress_on_stderr() as progress:
+            done = learn_usage(config, usage_from) or profile_line(config, options, progress)
+        charts = profile_charts(done.profile, done.path.with_name("profile"))
+    for note in done.notes:
+        sys.stderr.write(f"note: {note}\n")
+    if as_json:
+        print(json.dumps(profile_json(done.profile)))
+        return
+    print(profile_table(done.profile))
+    print(f"written      {done.path}, charts in {charts[0].parent}" if charts else f"written      {done.path}")
+
+
+@offline_app.command()
+def plan(
+    line: LineFile,
+    trace: Trace = None,
+    database: Annotated[
+        Path | None, typer.Option("--profile", help="a device profile; default: STATE/profile.db of the line")
+    ] = None,
+    policies: Policies = None,
+    memory: Memory = None,
+    executors: Executors = None,
+    precision: Annotated[Precision | None, typer.Option(help="default: the profile's")] = None,
+    ssd_bandwidth: Bandwidth = None,
+    boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the made-up trace")] = 20,
+    seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the made-up trace")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck."""
+    from agent.config import read_line
+    from agent.listing import profile_file
+    from agent.profile import read_profile
+    from profiler.plan import as_json as plan_json
+    from profiler.plan import plan as plan_rows
+    from profiler.plan import plan_advice, plan_table
+    from profiler.settings import bytes_per_s, executor_counts, memory_bytes
+    from profiler.traces import board_trace, read_trace
+
+    log_to_stderr(logging.WARNING)
+    with explained():
+        config = read_line(line)
+        stored = read_profile(database or profile_file(config))
+        arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
+        is_split = stored.box.device_bytes is not None
+        memories = [memory_bytes(each, is_split=is_split) for each in memory or []] or [{}]
+        common: dict[str, Any] = {
+            "executors": executor_counts(executors),
+            "precision": precision,
+            "ssd_bytes_per_s": bytes_per_s(ssd_bandwidth),
+            "seed": seed,
+        }
+        rows = plan_rows(config, None, stored, arrivals, policies or (), memories, **common)
+        first_policy = (policies or [config.policy])[0]
+        advice = plan_advice(config, None, stored, arrivals, first_policy, memories[0], **common)
+    print(json.dumps(plan_json(rows, advice)) if as_json else plan_table(rows, advice), end="\n" if as_json else "")
+
+
+@bench_app.command(LINE, hidden=True)
+def bench_line(
+    line: LineFile,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines, one arrival each", show_default=False)] = None,
+    policies: Policies = None,
+    memory: Annotated[str | None, typer.Option(help="such as 2GiB, or host=2GiB,device=1GiB")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="default: the line's")] = None,
+    executors: Executors = None,
+    ssd_bandwidth: Bandwidth = None,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are told")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Play a trace on the real engine, each policy in turn, beside the roofline measured in the same run."""
+    from agent.assembly import detect_box
+    from agent.config import read_line
+    from agent.progress import progress_on_stderr
+    from profiler.measured import RunOptions, run_line
+    from profiler.rows import report
+    from profiler.settings import bytes_per_s, executor_counts, memory_bytes
+    from profiler.traces import read_trace
+
+    log_to_stderr(logging.WARNING)
+    with explained():
+        if not line.exists() and not line.suffix:
+            raise typer.BadParameter(f"{line} is neither a line file nor one of {', '.join(BENCHMARKS)}")
+        if trace is None:
+            raise typer.BadParameter("a trace to play is missing - give --trace FILE.jsonl", param_hint="--trace")
+        config = read_line(line)
+        options = RunOptions(
+            policies=tuple(policies or ()),
+            repeats=repeat,
+            memory=memory_bytes(memory, is_split=detect_box(config).is_split) if memory else {},
+            precision=precision,
+            executors=executor_counts(executors),
+            ssd_bytes_per_s=bytes_per_s(ssd_bandwidth),
+        )
+        with progress_on_stderr() as progress:
+            measured = run_line(config, read_trace(trace, config.catalog), options, progress)
+    print(json.dumps(measured.as_json()) if as_json else report(measured))
+
+
+@bench_app.command()
+def generate(
+    folder: Annotated[Path, typer.Argument(help="a new folder: line.yaml, weights, images, trace.jsonl")],
+    experts: Annotated[int, typer.Option(min=1, help="classifiers, one component each")] = 40,
+    architecture: Annotated[str, typer.Option(help="a torchvision classifier")] = "resnet101",
+    detectors: Annotated[int, typer.Option(min=0, help="shared YOLOv5m and YOLOv5l behind every third component")] = 0,
+    requests: Requests = 240,
+    memory_for: Annotated[int, typer.Option(min=1, help="experts that fit into memory")] = 12,
+    seed: Annotated[int, typer.Option(help="of everything random")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Write a line of random experts and a trace with heavy-tailed popularity, for `coserve bench LINE.yaml`."""
+    from profiler.generated import LineRecipe, generate_line
+
+    recipe = LineRecipe(experts, architecture, detectors, requests=requests, memory_for=memory_for, seed=seed)
+    with explained():
+        made = generate_line(folder, recipe)
+    if as_json:
+        print(
+            json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()})
+        )
+    else:
+        print(f"{made.written_bytes / 1e9:.1f} GB written, memory for {memory_for} experts; measure it with")
+        print(f"coserve bench {made.line} --trace {made.trace} --policy coserve --policy samba")
+
+
+@bench_app.command()
+def overhead(
+    line: LineFile,
+    trace: Annotated[Path, typer.Option(help="JSON lines, one arrival each")],
+    repeat: Annotated[int, typer.Option(min=1, help="pairs of a run and its playback")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
+    from agent.config import read_line
+    from agent.progress import progress_on_stderr
+    from profiler.measured import RunOptions
+    from profiler.prescheduled import measure_scheduling, report
+    from profiler.traces import read_trace
+
+    log_to_stderr(logging.WARNING)
+    with explained():
+        config = read_line(line)
+        arrivals = read_trace(trace, config.catalog)
+        with progress_on_stderr() as progress:
+            cost = measure_scheduling(config, arrivals, RunOptions(repeats=repeat), progress)
+    print(json.dumps(asdict(cost)) if as_json else report(cost))
+
+
+@bench_app.command()
+def start(
+    directory: Directory = None,
+    starts: Annotated[int, typer.Option(min=1)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """How soon an agent without experts to speak of is ready, and what it holds then."""
+    from profiler.starting import measure_start, report
+
+    with explained():
+        times = measure_start(directory, starts)
+    print(json.dumps(asdict(times)) if as_json else report(times))
 
 
 @bench_app.command()
@@ -26,9 +274,7 @@ def decisions(as_json: AsJson = False) -> None:
 
 @bench_app.command()
 def load(
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="a folder on the SSD to measure; default: the current folder")
-    ] = None,
+    directory: Directory = None,
     architecture: Annotated[str, typer.Option(help="a torchvision classifier or an ultralytics YAML")] = "resnet101",
     files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
@@ -37,9 +283,6 @@ def load(
     """SSD to runnable, beside a raw direct read of the same packed bytes."""
     from profiler.loading import measure_loading, report
 
-    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=directory or Path.cwd()) as scratch:
+    with explained(), tempfile.TemporaryDirectory(prefix="bench-load-", dir=directory or Path.cwd()) as scratch:
         measured = measure_loading(Path(scratch), architecture, files, repeats)
-    if as_json:
-        print(json.dumps(asdict(measured)))
-    else:
-        print(report(measured))
+    print(json.dumps(asdict(measured)) if as_json else report(measured))

@@ -21,7 +21,7 @@ from agent.copies import copy_name
 from agent.core.performance import ExecutorSpec
 from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
-from agent.profile import ProfileDraft, StoredProfile, identity_of, packed_sha256
+from agent.profile import ProfileDraft, StoredProfile, identity_of, packed_sha256, read_profile, replace_usage
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.slots import ExpertCopy
@@ -92,6 +92,20 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callab
         samples = LineSamples.find(config, options.samples)
         with ProfileDraft.open(profile_file(config), config.line, identity_of(box), fresh=options.fresh) as draft:
             return _Profiling(config, options, progress, box, segments, samples, draft).run()
+
+
+def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
+    """Put usage learned from served history into the line's finished profile, which is otherwise kept.
+
+    None where no history is given, or the line has no finished profile yet. Raises ConfigError.
+    """
+    path = profile_file(config)
+    if history is None or not path.exists():
+        return None
+    found = usage_from_results(history, config)
+    read_profile(path)  # what is no profile is refused before anything is replaced
+    replace_usage(path, found.usage)
+    return Profiled(read_profile(path), path, found.notes)
 
 
 class _Profiling:

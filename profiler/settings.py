@@ -1,0 +1,80 @@
+"""What the offline commands take as text: memories, executors, bandwidths. Each mistake says what to write instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.config import MAX_EXECUTORS, PROCESSORS, size_bytes
+from experts.document import suggestion
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MEMORIES = ("host", "device", "workspace")
+PER_SECOND = "/s"
+
+
+def memory_bytes(text: str, *, is_split: bool) -> dict[str, int]:
+    """`2GiB`, or `host=2GiB,device=1GiB`, as bytes by memory. Raises ConfigError.
+
+    A bare size is that of the memory which experts run from: the device's where memory is split, else the host's.
+    """
+    if "=" not in text:
+        return {"device" if is_split else "host": _size(text, "--memory")}
+    found = {}
+    for name, value in _pairs(text, "--memory", "host=2GiB,device=1GiB"):
+        if name not in MEMORIES:
+            raise ConfigError(f"--memory: no memory {name!r} - {suggestion(name, MEMORIES)}")
+        found[name] = _size(value, f"--memory {name}")
+    return found
+
+
+def executor_counts(text: str | None) -> dict[str, int] | None:
+    """`cuda=3,cpu=1` as counts by processor; None for no text. Raises ConfigError."""
+    if text is None:
+        return None
+    counts = {}
+    for name, value in _pairs(text, "--executors", "cuda=3,cpu=1"):
+        if name not in PROCESSORS:
+            raise ConfigError(f"--executors: no processor {name!r} - {suggestion(name, PROCESSORS)}")
+        if not value.isascii() or not value.isdigit() or int(value) > MAX_EXECUTORS:
+            raise ConfigError(f"--executors {name}: {value!r} is not a count from 0 to {MAX_EXECUTORS}")
+        counts[name] = int(value)
+    if not any(counts.values()):
+        raise ConfigError("--executors: no executor at all - give one processor at least 1")
+    return counts
+
+
+def bytes_per_s(text: str | None) -> float | None:
+    """`530MB/s` as bytes per second; None for no text. Raises ConfigError."""
+    if text is None:
+        return None
+    rate = _size(text.removesuffix(PER_SECOND), "--ssd-bandwidth", "530MB/s")
+    if not rate:
+        raise ConfigError(f"--ssd-bandwidth: {text!r} lets nothing through - write a rate such as 530MB/s")
+    return float(rate)
+
+
+def _size(text: str, option: str, example: str = "2GiB") -> int:
+    try:
+        size = size_bytes(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{option}: {text!r} is not understood - write a number and a unit, as in {example}"
+        ) from error
+    if not size and option != "--ssd-bandwidth":
+        raise ConfigError(f"{option}: {text!r} is no memory at all - write a size such as {example}")
+    return size
+
+
+def _pairs(text: str, option: str, example: str) -> Iterator[tuple[str, str]]:
+    seen = set()
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or not name or not value:
+            raise ConfigError(f"{option}: {part!r} is not NAME=VALUE - write it as in {example}")
+        if name in seen:
+            raise ConfigError(f"{option}: {name} is there twice - keep one")
+        seen.add(name)
+        yield name, value
