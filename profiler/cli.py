@@ -26,7 +26,7 @@ BENCHMARKS = ("decisions", "generate", "load", "overhead", "report", "start", "t
 class LineByDefault(TyperGroup):
     """``bench LINE.yaml ...`` runs the line; ``bench NAME ...`` the benchmark of that name."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401  # a class that typer keeps moving
         """Put the hidden command's name in front of whatever is not one."""
         if args and args[0] not in self.commands and args[0] not in {"--help", "--version"}:
             args = [LINE, *args]
