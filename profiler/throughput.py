@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import accumulate, cycle
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from agent.budget import pool_budgets
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.planning import planned
 from experts.errors import ConfigError
-from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, search_allocation
+from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
 from profiler.forecast import forecast, scenario_of
 from profiler.played import Ended, Player, TimedDecider, images_of
 from profiler.simulator import Arrival
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from agent.runtime.device import Box
     from agent.runtime.loop import Decider
     from experts.errors import AgentCrashed
-    from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
+    from profiler.allocation import SearchedAllocation, Throughput
 
 SAMPLE_REQUESTS = 1000
 INTERVAL_S = 0.004  # between two requests, as in section 5.1
@@ -125,6 +126,8 @@ def engine_throughput(
 
     Raises ConfigError when a request is not judged, ImageError for a broken image, AgentCrashed.
     """
+    if not trace:
+        raise ConfigError("an empty queue: the sample holds no request - nothing can be measured")
     images = images_of(trace, config.catalog)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
@@ -152,9 +155,13 @@ def search_in_simulation(
     options: SearchOptions | None = None,
     without: Mapping[str, str] = NOTHING,
 ) -> SearchedAllocation:
-    """The line's allocation by simulated throughputs. ``profile``: its usage counts, its allocation does not."""
+    """The line's allocation by simulated throughputs. ``profile``: its usage counts, its allocation does not.
+
+    A trace that would leave executors idle is played faster (``busy_interval_s``).
+    """
+    options = options or SearchOptions()
     device = device_matrix(config, box, profile, without)
-    throughput = simulated_throughput(config, box, profile, trace, without=without)
+    throughput = simulated_throughput(config, box, profile, _busy(trace, device, options), without=without)
     budgets = pool_budgets(config, box)
     return search_allocation(config, box, device, throughput, budgets, SEARCHED_IN_SIMULATION, options)
 
@@ -168,9 +175,10 @@ def search_on_engine(
     options: SearchOptions | None = None,
     without: Mapping[str, str] = NOTHING,
 ) -> SearchedAllocation:
-    """The line's allocation by throughputs of the real engine. ``profile``: its usage counts, its allocation not."""
+    """The line's allocation by throughputs of the real engine; everything else as for ``search_in_simulation``."""
+    options = options or SearchOptions()
     device = device_matrix(config, box, profile, without)
-    throughput = engine_throughput(config, profile, trace, progress)
+    throughput = engine_throughput(config, profile, _busy(trace, device, options), progress)
     return search_allocation(config, box, device, throughput, pool_budgets(config, box), SEARCHED_ON_ENGINE, options)
 
 
@@ -186,6 +194,15 @@ def device_matrix(
     executors = [ExecutorSpec(number, name, box.pool_of(name)) for number, name in enumerate(able)]
     pools = [PoolSpec(pool, budget_bytes, 0) for pool, budget_bytes in pool_budgets(config, box).items()]
     return planned(config, box, profile, executors=executors, pools=pools, without=without).profile
+
+
+def _busy(trace: Sequence[Arrival], device: DeviceProfile, options: SearchOptions) -> tuple[Arrival, ...]:
+    """The trace, played faster where its requests would leave executors idle."""
+    most = dict.fromkeys(device.experts, options.most_device_executors) | {"cpu": options.most_cpu_executors}
+    span_s = trace[-1].at_s - trace[0].at_s if trace else 0.0
+    busy_s = busy_interval_s(device, most) * (len(trace) - 1)
+    factor = busy_s / span_s if span_s > busy_s else 1.0
+    return tuple(replace(arrival, at_s=arrival.at_s * factor) for arrival in trace)
 
 
 def _player(

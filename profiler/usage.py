@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
+    from agent.profile import StoredProfile
     from experts.graph import ExpertGraph
 
 COMPUTED = "computed from quantities"
@@ -93,19 +94,21 @@ def usage_from_samples(
     progress: Callable[[str, int, int], None],
     packed: Path | None = None,
     most: int = MOST_SAMPLES,
+    profile: StoredProfile | None = None,
 ) -> UsageFound:
     """By running each component's route on its sample images, on this box's real engine.
 
     How often each component comes is told by the boards' quantities, not by how many samples of it there are; how
     often its experts let it pass is counted, so defects should be as rare among the samples as on the line. At most
-    ``most`` samples of each expert are run. ``folder``, ``packed``: as for ``LineSamples.find`` and ``build_agent``.
+    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``; ``packed`` and ``profile``: as for
+    ``build_agent``, and without a profile it probes: the line's own need not hold any more while it is made anew.
     Raises ConfigError where no image can be judged, AgentCrashed.
     """
     samples = LineSamples.find(config, folder, most)
     requests = sorted({(each.component, each.path) for listed in samples.by_expert.values() for each in listed})
     if not requests:
         raise ConfigError(f"line {config.line} has no sample image yet - let it serve first, or name a sample folder")
-    outcomes = _outcomes(config, requests, progress, packed)
+    outcomes = _outcomes(config, requests, progress, packed, profile)
     judged = _judged([component for component, _ in requests], outcomes)
     weights = _weights(config, Counter(component for component, _ in judged))
     count = RouteCount()
@@ -174,11 +177,12 @@ def _outcomes(
     requests: Sequence[tuple[str, Path]],
     progress: Callable[[str, int, int], None],
     packed: Path | None,
+    profile: StoredProfile | None,
 ) -> list[Outcome]:
     """What became of each request, in order."""
     ended: SimpleQueue[tuple[int, Outcome] | AgentCrashed] = SimpleQueue()
     agent = build_agent(
-        config, lambda number, outcome: ended.put((number, outcome)), progress, packed=packed, profile=None
+        config, lambda number, outcome: ended.put((number, outcome)), progress, packed=packed, profile=profile
     )
     agent.loop.when_crashed(ended.put)
     agent.start()

@@ -161,6 +161,14 @@ def test_requests_come_twice_as_fast_as_all_executors_could_work():
 # -- simulated --
 
 
+def test_a_trace_that_would_leave_executors_idle_is_played_faster(tmp_path):
+    """Requests a second apart measure the clock; played faster they measure the box."""
+    config = packed_line(tmp_path, experts=2, boards={}, memory={"host": "4MiB", "device": "4MiB"})
+    profile = profile_of(config, SPLIT)
+    found = search_in_simulation(config, SPLIT, profile, sample_requests(config, 60, interval_s=1.0))
+    assert found.images_per_s > 100
+
+
 def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
     """12 of 31 experts fit beside two images: more executors and larger batches cost experts."""
     config = packed_line(tmp_path, memory={"host": "4MiB", "device": "1MiB"})
@@ -240,6 +248,16 @@ def test_requests_that_are_not_judged_make_no_throughput(tmp_path):
     executors, pools = (ExecutorSpec(0, "cpu", "host"),), (PoolSpec("host", 512 * KIB, 512 * KIB),)
     with pytest.raises(ConfigError, match="4 of 4 sample requests were not judged: "):
         throughput(executors, pools)
+
+
+def test_an_empty_sample_is_refused_by_both_sources(tmp_path):
+    config = packed_line(tmp_path, experts=2, device="cpu", memory={"host": "1MiB"}, boards={})
+    box = detect("cpu")
+    profile = profile_of(config, box)
+    with pytest.raises(ConfigError, match="an empty queue"):
+        search_in_simulation(config, box, profile, ())
+    with pytest.raises(ConfigError, match="an empty queue"):
+        search_on_engine(config, box, profile, (), quiet)
 
 
 def test_usage_in_the_profile_decides_who_is_held(tmp_path):
