@@ -313,3 +313,27 @@ def stored_result(serial, component, at):
         board_type="main",
         ref="R1",
     )
+
+
+def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line, monkeypatch, caplog):
+    monkeypatch.setattr("agent.drift.LEAST_STEPS", 20)
+    now = [0.0]
+    with line.served(clock=lambda: now[0]) as service:
+        for number in range(19):
+            line.drop(f"B{number}_c0_R1.png")
+        wait_until(lambda: service.judged == 19)
+        wait_for_steps(service)
+        assert "usage_drift" not in caplog.text
+        line.drop("B19_c0_R1.png")
+        wait_until(lambda: "usage_drift" in caplog.text)
+        drift = service.statistics().drift
+        assert (drift.steps, drift.distance, drift.has_drifted) == (20, 0.5, True)
+        now[0] = 3599.0
+        wait_for_steps(service, 10)
+        assert caplog.text.count("usage_drift") == 1
+        now[0] = 3600.0
+        wait_until(lambda: caplog.text.count("usage_drift") == 2)
+    expected = f"coserve profile {line.folder / 'line.yaml'} --usage-from {line.folder / 'state' / 'results.db'}"
+    assert expected in caplog.text
+    assert "distance=0.50" in caplog.text
+    assert "experts=cls/f0,cls/f1" in caplog.text

@@ -1,0 +1,456 @@
+"""Agents of a line of fakes on an emulated device: what they take from its profile, and when they refuse to start."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from agent.assembly import build_agent, copies_of, detect_box, planned, profiled_box
+from agent.config import read_line
+from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.inspection import inspect_images
+from agent.line_profile import precision_of, profile_file, usage_of
+from agent.listing import expert_rows, packed_folder
+from agent.matrix import kind_of, matrix
+from agent.profile import (
+    Allocation,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    ProfileDraft,
+    UsageProfile,
+    identity_of,
+    packed_sha256,
+    partial_of,
+)
+from agent.runtime.device import detect
+from experts.errors import ConfigError, MemoryExceeded
+from experts.expert import Precision, Verdict
+from experts.packing import pack_line
+from experts.weights import SegmentStore
+
+PATIENCE_S = 60.0
+MIB = 2**20
+FORMS = {"emulated": Precision.BF16, "cpu": Precision.FP32}
+
+
+class Line:
+    """Fakes cls/f0 to cls/f2 with a route each, c2 with two steps, on an emulated device."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        for number in range(3):
+            self.declare(number, 1_000_000 + number)  # three programs, so three kinds
+        self.document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": self._expert(number) for number in range(3)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)}
+            | {"c2": [{"expert": "cls/f0", "pass": ["ok"]}, {"expert": "cls/f2", "pass": ["ok"]}]},
+            "device": "emulated",
+            "memory": {"host": "30MiB", "device": "20MiB"},
+        }
+
+    def _expert(self, number):
+        weights = f"f{number}.yaml"
+        return {"architecture": "fake", "weights": weights, "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+
+    def declare(self, number, weight_bytes):
+        content = {"weight_bytes": weight_bytes, "label": "ok", "workspace_bytes": 1000}
+        (self.folder / f"f{number}.yaml").write_text(json.dumps(content))
+
+    @property
+    def config(self):
+        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
+        return read_line(self.folder / "line.yaml", {})
+
+    def profiled(self, **changes):
+        """Pack in both precisions, and write a profile of this box by hand; ``changes`` are of its parts."""
+        config, box = self.config, detect_box(self.config)
+        with closing(SegmentStore(packed_folder(config))) as segments:
+            report = pack_line(config.catalog.experts.values(), lambda _: set(FORMS.values()), segments)
+        every = {processor: dict.fromkeys(report.packed, form) for processor, form in FORMS.items()}
+        copies = copies_of(config, every, report.packed)
+        kinds = {(kind_of(copy), p): copy.packed.precision for p, listed in copies.items() for copy in listed}
+        parts = {
+            "kinds": [kind_profile(*key, precision) for key, precision in kinds.items()],
+            "precisions": kinds,
+            "usage": UsageProfile({"cls/f0": 0.6, "cls/f1": 0.4}, {"cls/f0": 0.5}, "served", 100),
+            "allocation": ALLOCATION,
+            "speedups": {"cpu": (1.0, 1.5), "emulated": (1.0, 1.5, 1.5)},
+            "box": identity_of(box),
+        } | changes
+        with ProfileDraft.open(profile_file(config), config.line, parts["box"], fresh=True) as draft:
+            draft.save_links([LinkSpeed("ssd", 1e8), LinkSpeed("host", 1e9)])
+            for kind in parts["kinds"]:
+                draft.save_kind(kind)
+            for processor, speedups in parts["speedups"].items():
+                draft.save_speedups(processor, speedups)
+            draft.save_precisions(parts["precisions"])
+            packed = [packed for forms in report.packed.values() for packed in forms.values()]
+            draft.save_packed({(each.expert, str(each.precision)): packed_sha256(each) for each in packed})
+            draft.save_usage(parts["usage"])
+            draft.save_allocation(parts["allocation"])
+            return draft.finish()
+
+    @contextmanager
+    def built(self, **options):
+        """An agent, its outcomes by request and the stages it went through; stopped in the end."""
+        outcomes, stages = {}, []
+        agent = build_agent(self.config, outcomes.__setitem__, lambda stage, *_: stages.append(stage), **options)
+        agent.start()
+        try:
+            yield agent, outcomes, stages
+        finally:
+            agent.stop()
+
+    def served(self, **options):
+        """An agent that has judged one image of each component; with its outcomes."""
+        with self.built(**options) as (agent, outcomes, _):
+            image = np.zeros((8, 8, 3), dtype=np.uint8)
+            numbers = {agent.loop.submit(image, component=name): name for name in self.document["routes"]}
+            assert agent.loop.wait_until_idle(PATIENCE_S)
+            return agent, {name: outcomes[number] for number, name in numbers.items()}
+
+    def refusal(self):
+        with pytest.raises(ConfigError) as caught:
+            build_agent(self.config, lambda *_: None, lambda *_: None)
+        return str(caught.value)
+
+
+ALLOCATION = Allocation(
+    "searched in simulation",
+    {"host": 30 * MIB, "device": 20 * MIB},
+    (PoolAllocation("host", 29 * MIB, 1 * MIB, 3), PoolAllocation("device", 15 * MIB, 5 * MIB, 3)),
+    {"emulated": 2, "cpu": 1},
+)
+
+
+def kind_profile(kind, processor, precision):
+    return KindProfile(
+        kind=kind, architecture="fake", processor=processor, precision=str(precision),
+        threads=detect("cpu").cores, K_s=0.25, B_s=0.125, fit_error=0.0, max_batch=3, weight_bytes=MIB,
+        workspace_base_bytes=64, workspace_bytes=1024, load_s={"ssd": 0.02, "host": 0.002}, batches=(),
+        samples="synthetic",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def line(tmp_path):
+    return Line(tmp_path)
+
+
+def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_profile_s(line):
+    stored = line.profiled()
+    with line.built() as (agent, _, stages):
+        assert "probe" not in stages
+        assert (agent.stored, agent.probed.seconds) == (stored, 0.0)
+        assert [spec.processor for spec in agent.executors] == ["emulated", "emulated", "cpu"]
+        assert agent.pools == (
+            PoolSpec("host", 29 * MIB, 1 * MIB),
+            PoolSpec("device", 15 * MIB, 5 * MIB, cache="host"),
+        )
+        assert {processor: set(column.values()) for processor, column in agent.precisions.items()} == {
+            processor: {form} for processor, form in FORMS.items()
+        }
+        rows = agent.profile.experts
+        assert rows["emulated"]["cls/f0"].copy == "cls/f0@bf16"
+        assert rows["cpu"]["cls/f0"].copy == "cls/f0@fp32"
+        assert rows["cpu"]["cls/f0"].performance.max_batch == 3
+        assert agent.profile.usage == {"cls/f0": 0.6, "cls/f1": 0.4, "cls/f2": 0.0}
+        assert agent.broken == {}
+
+
+def test_an_agent_with_a_profile_judges_as_one_without(line):
+    without = line.served()[1]
+    line.profiled()
+    agent, outcomes = line.served()
+    assert agent.stored is not None
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, Verdict.OK)
+    assert {name: outcome.label for name, outcome in outcomes.items()} == {
+        name: outcome.label for name, outcome in without.items()
+    }
+
+
+def test_what_is_planned_is_what_an_agent_decides_with(line):
+    stored = line.profiled()
+    config = line.config
+    found = planned(config, detect_box(config), stored)
+    with line.built() as (agent, _, _):
+        assert found.executors == agent.executors
+        assert found.pools == agent.pools
+        assert found.profile == agent.profile
+        assert found.limits == agent.limits
+        assert (found.precisions, found.broken) == (agent.precisions, agent.broken)
+
+
+def test_the_line_file_comes_before_the_profile(line):
+    line.profiled()
+    line.document |= {"executors": {"cpu": 1}, "memory": {"host": "25MiB", "workspace": "2MiB"}}
+    with line.built() as (agent, _, _):
+        assert [spec.processor for spec in agent.executors] == ["cpu"]
+        assert agent.pools[0] == PoolSpec("host", 23 * MIB, 2 * MIB)
+
+
+def test_what_the_caller_gives_comes_before_both(line):
+    stored = line.profiled()
+    profile_file(line.config).unlink()
+    executors = (ExecutorSpec(0, "cpu", "host"),)
+    pools = (PoolSpec("host", 9 * MIB, MIB), PoolSpec("device", 8 * MIB, MIB, cache="host"))
+    with line.built(profile=stored, executors=executors, pools=pools) as (agent, _, stages):
+        assert (agent.executors, agent.pools, agent.stored) == (executors, pools, stored)
+        assert "probe" not in stages
+    with line.built(profile=None, executors=executors, pools=pools) as (agent, _, stages):
+        assert (agent.executors, agent.pools, agent.stored) == (executors, pools, None)
+        assert "probe" in stages
+    tiny = (PoolSpec("host", 1000, MIB), PoolSpec("device", 1000, MIB, cache="host"))
+    with pytest.raises(MemoryExceeded):
+        build_agent(line.config, lambda *_: None, lambda *_: None, profile=stored, executors=executors, pools=tiny)
+
+
+def test_a_profile_that_is_not_wanted_is_not_even_read(line):
+    line.profiled()
+    profile_file(line.config).write_bytes(b"rubbish")
+    assert "is not a SQLite file" in line.refusal()
+    with line.built(profile=None) as (agent, _, stages):
+        assert "probe" in stages
+        assert agent.stored is None
+
+
+def test_whoever_decides_may_be_somebody_else(line):
+    line.profiled()
+    decided = []
+
+    class Watched:
+        def __init__(self, engine):
+            self.next_wakeup_s = engine.next_wakeup_s
+            self.statistics = engine.statistics
+            self.check_invariants = engine.check_invariants
+            self._handle = engine.handle
+
+        def handle(self, event, now):
+            decided.append(type(event).__name__)
+            return self._handle(event, now)
+
+    line.served(decider=Watched)
+    assert decided[0] == "Started"
+    assert decided.count("Arrived") == 3
+
+
+# -- what is refused --
+
+
+def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line):
+    box = identity_of(detect_box(line.config))
+    other = replace(box, cores=box.cores + 1, versions={**box.versions, "torch": "1.0"}, model="another")
+    line.profiled(box=other)
+    line.document["experts"]["cls/f9"] = line._expert(1)
+    path, before = profile_file(line.config), profile_file(line.config).read_bytes()
+    packed = sorted(packed_folder(line.config).rglob("*"))
+    refused = line.refusal().splitlines()
+    assert refused == [
+        f"{path} does not hold for this box and line as they are now:",
+        f"  - the device's model is {box.model!r} now, 'another' in the profile",
+        f"  - the cores are {box.cores} now, {box.cores + 1} in the profile",
+        f"  - torch is {box.versions['torch']} now, 1.0 in the profile",
+        f"run `coserve profile {line.folder / 'line.yaml'}`, or move {path} away to serve with a quick probe",
+    ]
+    assert path.read_bytes() == before
+    assert sorted(packed_folder(line.config).rglob("*")) == packed
+
+
+def test_experts_that_changed_or_came_are_refused_after_they_are_packed(line):
+    line.profiled()
+    line.declare(1, 2_000_000)
+    line.document["experts"]["cls/f9"] = line._expert(2)
+    refused = line.refusal()
+    assert "  - expert cls/f9 is not in the profile" in refused
+    assert "  - expert cls/f1 in fp32 has other packed weights than those that were profiled" in refused
+    assert "cls/f0" not in refused
+    with pytest.raises(ConfigError, match="cls/f9 is not in the profile"):
+        inspect_images(line.config, [], "c0", lambda *_: None)
+
+
+def test_experts_that_went_are_no_reason(line):
+    line.profiled()
+    del line.document["routes"]["c1"], line.document["experts"]["cls/f1"]
+    assert line.served()[1]["c0"].verdict is Verdict.OK
+
+
+def test_a_broken_expert_is_quarantined_and_the_profile_holds_for_the_others(line):
+    line.profiled()
+    (line.folder / "f1.yaml").unlink()
+    agent, outcomes = line.served()
+    assert agent.broken.keys() == {"cls/f1"}
+    assert [outcomes[name].verdict for name in ("c0", "c1")] == [Verdict.OK, Verdict.UNKNOWN]
+
+
+def test_a_kind_that_could_not_be_run_is_quarantined(line):
+    stored = line.profiled()
+    kinds = {kind.kind: kind for kind in stored.kinds}
+    _, *rest = kinds
+    kept = [kind for kind in stored.kinds if kind.kind in rest]
+    line.profiled(kinds=kept, precisions={key: form for key, form in stored.precisions.items() if key[0] in rest})
+    with line.built() as (agent, _, _):
+        assert len(agent.broken) == len(kinds) - len(rest)
+        assert all("could be run when the box was profiled" in reason for reason in agent.broken.values())
+
+
+def test_a_processor_without_times_is_refused(line):
+    stored = line.profiled()
+    on_cpu = [kind for kind in stored.kinds if kind.processor == "cpu"]
+    chosen = {key: form for key, form in stored.precisions.items() if key[1] == "cpu"}
+    line.profiled(kinds=on_cpu, precisions=chosen)
+    assert "the device profile has no times on emulated - run `coserve profile" in line.refusal()
+    line.document["executors"] = {"cpu": 1}
+    with line.built() as (agent, _, _):
+        assert agent.broken == {}
+
+
+def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog):
+    config = line.config
+    with ProfileDraft.open(profile_file(config), "test", identity_of(detect_box(config))):
+        pass
+    with caplog.at_level(logging.INFO), line.built() as (agent, _, stages):
+        assert agent.stored is None
+        assert "probe" in stages
+    assert caplog.text.count("profile_not_finished") == 1
+    assert partial_of(profile_file(config)).exists()
+
+
+# -- what is scaled and what falls back --
+
+
+def test_other_cpu_executors_than_were_profiled_are_scaled_and_told(line, caplog):
+    line.document |= {"device": "cpu", "executors": {"cpu": 2}}
+    box = detect_box(line.config)
+    stored = line.profiled()
+    kinds = [kind for kind in stored.kinds if kind.processor == "cpu"]
+    chosen = {key: form for key, form in stored.precisions.items() if key[1] == "cpu"}
+    allocation = Allocation("casual", {}, (), {"cpu": 1})
+    line.profiled(kinds=kinds, precisions=chosen, allocation=allocation, box=identity_of(box))
+    with caplog.at_level(logging.INFO), line.built() as (agent, _, _):
+        performance = agent.profile.experts["cpu"]["cls/f0"].performance
+    assert (performance.K_s, performance.B_s) == (pytest.approx(0.25 * 2 / 1.5), pytest.approx(0.125 * 2 / 1.5))
+    assert caplog.text.count("cpu_times_scaled processor=cpu factor=1.33 executors=2") == 1
+
+
+def test_a_searched_split_without_room_for_the_largest_expert_gives_way_to_the_casual_rule(line, caplog):
+    shares = (PoolAllocation("device", 0, 20 * MIB, 0),)
+    line.profiled(allocation=replace(ALLOCATION, pools=shares))
+    with line.built() as (agent, _, _):
+        assert agent.pools[1].expert_bytes + agent.pools[1].workspace_bytes == 20 * MIB
+        assert agent.pools[1].expert_bytes > 14 * MIB
+    assert "searched_workspace_left_out pool=device" in caplog.text
+
+
+# -- usage and precision --
+
+
+def test_computed_usage_is_computed_again_and_other_usage_is_taken(line):
+    line.document["boards"] = {"main": {"components": {"c1": 1, "c2": 3}}}
+    computed = UsageProfile({"cls/f0": 0.1}, {"cls/f0": 0.5}, "computed from quantities")
+    stored = line.profiled(usage=computed)
+    assert usage_of(line.config, stored) == {"cls/f0": 0.75, "cls/f1": 0.25, "cls/f2": 0.375}
+    served = replace(stored, usage=replace(computed, origin="served", requests=9))
+    assert usage_of(line.config, served) == {"cls/f0": 0.1, "cls/f1": 0.0, "cls/f2": 0.0}
+    assert usage_of(line.config, None) == {"cls/f0": 0.75, "cls/f1": 0.25, "cls/f2": 0.75}
+    assert {row["expert"]: row["usage"] for row in expert_rows(line.config)}["cls/f2"] == 0.375
+
+
+def test_experts_are_listed_beside_a_profile_that_cannot_be_read(line, caplog):
+    line.profiled()
+    profile_file(line.config).write_bytes(b"rubbish")
+    assert len(expert_rows(line.config)) == 3
+    assert "is not a SQLite file" in caplog.text
+
+
+def test_a_precision_is_the_line_s_or_the_profile_s_or_fp32(line):
+    stored = replace(line.profiled(), precisions={("resnet18 64x64 imagenet", "cpu"): "onnxruntime"})
+    line.document["experts"]["cls/r"] = {
+        "architecture": "resnet18",
+        "weights": "w.safetensors",
+        "labels": ["ok"],
+        "input": {"size": [64, 64]},
+    }
+    auto = line.config
+    line.document["precision"] = "onnxruntime"
+    given = line.config
+
+    def chosen(config, processor, profile, expert="cls/r"):
+        return precision_of(config, expert, processor, profile, None)
+
+    assert chosen(auto, "cpu", stored) is Precision.ONNXRUNTIME
+    assert chosen(auto, "cuda", stored) is Precision.FP32
+    assert chosen(auto, "cpu", None) is Precision.FP32
+    assert chosen(given, "cpu", None) is Precision.ONNXRUNTIME
+    assert chosen(given, "cuda", None) is Precision.FP32
+    assert chosen(given, "cpu", stored, "cls/f0") is Precision.FP32
+
+
+# -- plans --
+
+
+def test_a_plan_takes_other_settings_and_reads_no_weights(line):
+    stored = line.profiled()
+    config, box = line.config, detect_box(line.config)
+    for file in (packed_folder(config) / "segments").iterdir():
+        file.unlink()
+    found = planned(config, box, stored, policy="samba", memory={"host": 12 * MIB, "workspace": 2 * MIB})
+    assert [spec.processor for spec in found.executors] == ["emulated"]
+    assert [(pool.expert_bytes, pool.workspace_bytes) for pool in found.pools] == [
+        (10 * MIB, 2 * MIB),
+        (18 * MIB, 2 * MIB),
+    ]
+    assert [spec.processor for spec in planned(config, box, stored, executors={"cpu": 2}).executors] == ["cpu", "cpu"]
+    specs = (ExecutorSpec(0, "cpu", "host"),)
+    shares = (PoolSpec("host", 9 * MIB, MIB), PoolSpec("device", 9 * MIB, MIB, cache="host"))
+    given = planned(config, box, stored, executors=specs, pools=shares)
+    assert (given.executors, given.pools, given.limits.pools) == (specs, shares, shares)
+    with pytest.raises(ConfigError, match="no memory is called disk"):
+        planned(config, box, stored, memory={"disk": 1})
+
+
+def test_a_plan_for_the_box_that_was_profiled_has_its_budgets(line):
+    stored = line.profiled()
+    line.document["memory"] = {}
+    found = planned(line.config, profiled_box(stored), stored)
+    totals = {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in found.pools}
+    assert totals == {"host": pytest.approx(30 * MIB, abs=2), "device": pytest.approx(20 * MIB, abs=2)}
+
+
+def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
+    stored = line.profiled()
+    line.document["experts"]["cls/f9"] = line._expert(2)
+    config = line.config
+    with pytest.raises(
+        ConfigError, match=r"experts\.cls/f9: not packed in fp32 - run `coserve profile .*which packs it"
+    ):
+        planned(config, detect_box(config), stored)
+    found = planned(config, detect_box(config), stored, without={"cls/f9": "broken"})
+    assert found.broken == {"cls/f9": "broken"}
+    strange = replace(stored, kinds=stored.kinds[:2], packed={})
+    with pytest.raises(ConfigError, match=r"experts\.cls/f\d: the device profile has no times of its kind"):
+        planned(config, detect_box(config), strange, without={"cls/f9": "broken"})
+
+
+def test_a_plan_of_a_budget_below_the_largest_expert_names_it(line):
+    stored = line.profiled()
+    with pytest.raises(ConfigError, match=r"experts\.cls/f0: needs 1\.0 MiB, but memory\.device leaves"):
+        planned(line.config, detect_box(line.config), stored, memory={"device": 600_000})
+
+
+def test_the_matrix_of_a_plan_is_that_of_its_copies(line):
+    stored = line.profiled()
+    config, box = line.config, detect_box(line.config)
+    found = planned(config, box, stored)
+    with closing(SegmentStore(packed_folder(config))) as segments:
+        report = pack_line(config.catalog.experts.values(), lambda _: set(FORMS.values()), segments)
+    copies = copies_of(config, found.precisions, report.packed)
+    assert matrix(stored, box, copies, found.profile.usage, found.executors) == found.profile

@@ -1,0 +1,158 @@
+"""How memories are shared out: the line file first, then the profile, then the casual rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.budget import available_for, casual_allocation, executor_specs, experts_that_fit, pool_budgets, pool_specs
+from agent.config import read_line
+from agent.core.performance import DeviceProfile, ExpertProfile, Footprint, Performance, SharedPart
+from agent.profile import Allocation, PoolAllocation
+from agent.runtime.device import Box, MemorySize
+from experts.errors import ConfigError
+
+MIB = 2**20
+CPU = Box("cpu", "Xeon", ("cpu",), 8, MemorySize(1000 * MIB, 1000 * MIB), None, ())
+RTX = replace(CPU, name="cuda", processors=("cuda", "cpu"), device=MemorySize(500 * MIB, 400 * MIB))
+JETSON = replace(CPU, name="jetson", processors=("cuda", "cpu"))
+APPLE = replace(CPU, name="mps", processors=("mps",))
+EMULATED = replace(RTX, name="emulated", processors=("emulated", "cpu"))
+PERFORMANCE = Performance(K_s=0.01, B_s=0.001, max_batch=4, workspace_bytes=2 * MIB)
+
+
+@pytest.fixture
+def line(tmp_path):
+    """A line of three experts; a test adds keys."""
+
+    def read(**keys):
+        experts = {
+            f"cls/{name}": {
+                "architecture": "resnet18",
+                "weights": "w.safetensors",
+                "labels": ["ok"],
+                "input": {"size": [64, 64]},
+            }
+            for name in "abc"
+        }
+        document = {
+            "line": "t",
+            "state": "./s",
+            "experts": experts,
+            "routes": {"r": [{"expert": "cls/a", "pass": ["ok"]}]},
+        }
+        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document | keys))
+        return read_line(tmp_path / "line.yaml", {})
+
+    return read
+
+
+def profile(box, mib=30):
+    rows = {
+        f"cls/{name}": ExpertProfile(f"cls/{name}@fp32", PERFORMANCE, Footprint(mib * MIB), {"ssd": 1.0})
+        for name in "abc"
+    }
+    return DeviceProfile(dict.fromkeys(box.processors, rows))
+
+
+def searched(**workspaces_mib):
+    pools = tuple(PoolAllocation(pool, 1, size * MIB, 1) for pool, size in workspaces_mib.items())
+    return Allocation("searched in simulation", {}, pools, {"cuda": 4, "cpu": 0})
+
+
+def shares(specs):
+    return {spec.name: (spec.expert_bytes // MIB, spec.workspace_bytes // MIB) for spec in specs}
+
+
+@pytest.mark.parametrize(
+    ("box", "executors"),
+    [
+        (RTX, {"cuda": 3, "cpu": 1}),
+        (JETSON, {"cuda": 2, "cpu": 1}),
+        (APPLE, {"mps": 2}),
+        (CPU, {"cpu": 1}),
+        (EMULATED, {"emulated": 3, "cpu": 1}),
+    ],
+)
+def test_casual_is_the_paper_s(box, executors):
+    budgets = dict.fromkeys(box.pools, 100 * MIB + 1)
+    found = casual_allocation(box, budgets, [Footprint(40 * MIB)] * 4)
+    assert (found.origin, found.executors, found.budget_bytes) == ("casual", executors, budgets)
+    assert found.pools == tuple(PoolAllocation(pool, 75 * MIB + 1, 25 * MIB, 1) for pool in box.pools)
+
+
+def test_experts_that_share_are_counted_with_what_they_share_once():
+    trunk = SharedPart("trunk", 30)
+    ranked = [Footprint(10, (trunk,)), Footprint(10, (trunk,)), Footprint(20)]
+    assert [experts_that_fit(ranked, size) for size in (39, 40, 49, 50, 69, 70, 1000)] == [0, 1, 1, 2, 2, 3, 3]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 300))
+def test_those_that_fit_fit_and_one_more_does_not(sizes, room):
+    count = experts_that_fit([Footprint(size) for size in sizes], room)
+    assert sum(sizes[:count]) <= room
+    assert count == len(sizes) or sum(sizes[: count + 1]) > room
+
+
+def test_executors_come_from_the_line_then_the_profile_then_the_rule(line):
+    def counts(config, box, allocation):
+        return [spec.processor for spec in executor_specs(config, box, allocation)]
+
+    assert counts(line(executors={"cuda": 1}), RTX, searched()) == ["cuda"]
+    assert counts(line(), RTX, searched()) == ["cuda"] * 4
+    assert counts(line(), RTX, None) == ["cuda", "cuda", "cuda", "cpu"]
+    assert counts(line(), JETSON, None) == ["cuda", "cuda", "cpu"]
+    assert counts(line(), EMULATED, None) == ["emulated", "cpu"]
+    assert counts(line(), CPU, None) == ["cpu", "cpu"]
+    assert counts(line(policy="samba"), RTX, searched()) == ["cuda"]
+    with pytest.raises(ConfigError, match="this box has no 'cuda'"):
+        executor_specs(line(), CPU, searched())
+
+
+def test_a_searched_workspace_stays_and_experts_get_the_rest_of_today_s_budget(line):
+    config = line(memory={"host": "200MiB"})
+    executors = executor_specs(config, RTX, searched())
+    found = pool_specs(config, RTX, executors, profile(RTX), searched(host=0, device=100))
+    assert shares(found) == {"host": (200, 0), "device": (260, 100)}
+    smaller = replace(RTX, device=MemorySize(500 * MIB, 300 * MIB))
+    assert shares(pool_specs(config, smaller, executors, profile(RTX), searched(device=100)))["device"] == (170, 100)
+    assert pool_budgets(config, RTX) == {"host": 200 * MIB, "device": 360 * MIB}
+
+
+def test_every_executor_keeps_the_workspace_of_one_image_whatever_was_searched(line):
+    config = line(executors={"cuda": 8})
+    found = pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX), searched(host=0, device=4))
+    assert shares(found)["device"] == (344, 16)
+
+
+def test_the_line_s_workspace_comes_before_the_searched_one(line):
+    config = line(memory={"workspace": "50MiB"})
+    found = pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX), searched(host=0, device=100))
+    assert shares(found)["device"] == (310, 50)
+
+
+def test_a_searched_workspace_that_leaves_no_room_for_the_largest_expert_is_left_out_and_told(line, caplog):
+    config = line(memory={"device": "120MiB"})
+    executors = executor_specs(config, RTX)
+    assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=90)))["device"] == (30, 90)
+    assert caplog.text == ""
+    assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=91)))["device"] == (96, 24)
+    assert "searched_workspace_left_out pool=device" in caplog.text
+
+
+def test_a_budget_below_the_largest_expert_names_it(line):
+    config = line(memory={"device": "40MiB"})
+    with pytest.raises(ConfigError) as caught:
+        pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX, mib=60), searched(device=20))
+    assert len(caught.value.problems) == 3
+    assert "experts.cls/a: needs 60.0 MiB, but memory.device leaves 30.0 MiB of its 40.0 MiB" in str(caught.value)
+
+
+def test_a_budget_and_what_has_to_be_available_for_it(line):
+    box = replace(RTX, host=MemorySize(1, available_for("host", 123 * MIB)))
+    assert pool_budgets(line(), box)["host"] == pytest.approx(123 * MIB, abs=2)

@@ -1,0 +1,122 @@
+"""The matrix of a line from kinds that were measured: by hand, one expert at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.core.performance import ExecutorSpec, Footprint, SharedPart
+from agent.matrix import core_share, load_time_s, matrix, unmeasured
+from agent.profile import Allocation, BoxIdentity, KindProfile, LinkSpeed, StoredProfile, UsageProfile
+from agent.runtime.device import Box, MemorySize
+from agent.runtime.slots import ExpertCopy
+from experts.expert import Expert, InputSpec
+from experts.weights import SLOT_QUANTUM_BYTES, PackedExpert, Segment
+
+UNIT = SLOT_QUANTUM_BYTES
+BOX = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 16), MemorySize(12, 12), (("torch", "2"),))
+IDENTITY = BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"})
+
+
+def kind(processor="cpu", precision="fp32", **changes):
+    measured = KindProfile(
+        kind="resnet18 64x64 imagenet", architecture="resnet18", processor=processor, precision=precision, threads=8,
+        K_s=0.01, B_s=0.002, fit_error=0.01, max_batch=6, weight_bytes=10 * UNIT, workspace_base_bytes=7,
+        workspace_bytes=5, load_s={"ssd": 0.5, "host": 0.2}, batches=(), samples="synthetic",
+    )  # fmt: skip
+    return replace(measured, **changes)
+
+
+def profile(*kinds, links=(("ssd", 100.0 * UNIT), ("host", 1000.0 * UNIT)), speedups=None):
+    speeds = tuple(LinkSpeed(*link) for link in links)
+    usage, allocation = UsageProfile({}, {}, "served", 1), Allocation("casual", {}, (), {})
+    return StoredProfile("l", "", IDENTITY, speeds, kinds, (), {}, {}, usage, allocation, speedups or {})
+
+
+def copy(name="cls/a", precision="fp32", units=10, shared=(), **changes):
+    expert = replace(Expert(name, "resnet18", Path("w"), ("ok",), InputSpec(64, 64)), **changes)
+    parts = tuple(Segment(part, size * UNIT, ()) for part, size in shared)
+    packed = PackedExpert(name, expert.architecture, precision, "", "", Segment(name, units * UNIT, ()), parts)
+    return ExpertCopy(f"{name}@{precision}", expert, packed)
+
+
+def executors(**counts):
+    listed = [name for name, count in counts.items() for _ in range(count)]
+    return [ExecutorSpec(number, name, BOX.pool_of(name)) for number, name in enumerate(listed)]
+
+
+def test_an_expert_takes_its_kind_s_times_and_its_own_bytes():
+    copies = {"cuda": [copy(precision="bf16", shared=(("trunk", 4),))], "cpu": [copy()]}
+    found = matrix(profile(kind("cuda", "bf16", K_s=0.001), kind()), BOX, copies, {"cls/a": 0.5})
+    assert found.usage == {"cls/a": 0.5}
+    on_cuda, on_cpu = found.experts["cuda"]["cls/a"], found.experts["cpu"]["cls/a"]
+    assert (on_cuda.copy, on_cpu.copy) == ("cls/a@bf16", "cls/a@fp32")
+    assert on_cuda.footprint == Footprint(10 * UNIT, (SharedPart("trunk", 4 * UNIT),))
+    assert (on_cuda.performance.K_s, on_cpu.performance.K_s) == (0.001, 0.01)
+    assert on_cpu.performance.latency_s(6) == pytest.approx(0.062)
+    assert (on_cpu.performance.max_batch, on_cpu.performance.workspace_for(2)) == (6, 17)
+    assert on_cuda.load_s.keys() == {"ssd", "host"}
+    assert on_cpu.load_s.keys() == {"ssd"}
+
+
+def test_what_was_not_measured_has_no_row_and_a_reason():
+    copies = {"cpu": [copy(), copy("cls/wide", input=InputSpec(96, 96)), copy("cls/half", "bf16")], "cuda": [copy()]}
+    found = matrix(profile(kind()), BOX, copies, {})
+    assert {processor: list(column) for processor, column in found.experts.items()} == {"cpu": ["cls/a"], "cuda": []}
+    reasons = unmeasured(found, copies)
+    assert reasons.keys() == {"cls/wide", "cls/half"}
+    assert "resnet18 96x96 imagenet" in reasons["cls/wide"]
+
+
+def test_a_load_is_what_was_measured_with_the_bytes_of_this_expert():
+    """0.5 s for 10 units over a link of 100 units/s: 0.4 s are not the link's."""
+    links = {"ssd": 100.0 * UNIT}
+    assert load_time_s(kind(), "ssd", Footprint(10 * UNIT), links) == pytest.approx(0.5)
+    assert load_time_s(kind(), "ssd", Footprint(30 * UNIT), links) == pytest.approx(0.7)
+    assert load_time_s(kind(load_s={"ssd": 0.05}), "ssd", Footprint(30 * UNIT), links) == pytest.approx(0.3)
+    assert load_time_s(kind(load_s={}), "ssd", Footprint(30 * UNIT), links) == pytest.approx(0.3)
+    assert load_time_s(kind(), "ssd", Footprint(20 * UNIT), {}) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="neither"):
+        load_time_s(kind(load_s={}), "host", Footprint(UNIT), links)
+
+
+def test_cpu_executors_that_share_the_cores_take_longer():
+    stored = profile(kind(), speedups={"cpu": (1.0, 1.6)})
+    assert core_share(stored, kind(), executors(cpu=1)).factor == 1.0
+    assert core_share(stored, kind(), executors(cpu=2)).factor == pytest.approx(2 / 1.6)
+    assert core_share(stored, kind(), executors(cpu=4)).factor == pytest.approx(4 / 1.6)
+    assert core_share(stored, kind(), executors(cuda=3, cpu=1)).factor == 1.0
+    found = matrix(stored, BOX, {"cpu": [copy()]}, {}, executors(cpu=2))
+    assert found.experts["cpu"]["cls/a"].performance.K_s == pytest.approx(0.0125)
+    assert found.experts["cpu"]["cls/a"].performance.B_s == pytest.approx(0.0025)
+
+
+def test_a_kind_measured_with_a_share_of_the_cores_is_scaled_from_there():
+    stored = profile(speedups={"cpu": (1.0, 1.6)})
+    halved = kind(threads=4)
+    assert core_share(stored, halved, executors(cpu=2)).factor == 1.0
+    assert core_share(stored, halved, executors(cpu=1)).factor == pytest.approx(1.6 / 2)
+
+
+def test_without_speedups_the_same_cores_do_the_same_work():
+    share = core_share(profile(), kind(), executors(cpu=3))
+    assert (share.factor, share.is_measured, share.executors) == (3.0, False, 3)
+
+
+def test_executors_of_an_accelerator_are_not_scaled():
+    stored = profile(speedups={"cuda": (1.0, 1.2)})
+    assert core_share(stored, kind("cuda"), executors(cuda=3, cpu=1)).factor == 1.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.5, 8), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 8))
+def test_a_share_and_the_way_back_cancel_out(speedups, then, now):
+    stored = profile(speedups={"cpu": tuple(speedups)})
+    there = core_share(stored, kind(threads=8 // then), executors(cpu=now)).factor
+    back = core_share(stored, kind(threads=8 // now), executors(cpu=8 // (8 // then))).factor
+    if 8 // (8 // now) == now:
+        assert there * back == pytest.approx(1)
