@@ -141,7 +141,7 @@ class _Search:
         """The line's own, or the best of a sweep."""
         is_alone = PRESETS[self.config.policy].assigning is Assigning.FIRST
         if self.config.executors is not None or is_alone:
-            return executor_specs(self.config, self.box)
+            return self._profiled(executor_specs(self.config, self.box))
         able = [name for name in self.box.processors if name in self.device.experts]
         most_cpu = min(self.options.most_cpu_executors, self.box.cores) if "cpu" in able else 0
         most_device = self.options.most_device_executors if set(able) - {"cpu"} else 0
@@ -156,13 +156,13 @@ class _Search:
         return executors_of(self.box, sweep.best)
 
     def split(self, executors: tuple[ExecutorSpec, ...]) -> tuple[PoolSpec, ...]:
-        """How the memories are shared out: the better of the searched split and the casual one."""
+        """How the memories are shared out."""
         self._require(executors)
-        casual = searched = self._casual(executors)
+        split = self._casual(executors)
         for place, needs in reversed(list(enumerate(self.needs(executors)))):
             if self.config.memory.workspace is None and not needs.is_limited:
-                searched = self._searched(executors, searched, place, needs)
-        return max((searched, casual), key=lambda pools: self.run(executors, pools))
+                split = self._searched(executors, split, place, needs)
+        return split
 
     def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
         """What each memory must and can hold."""
@@ -178,6 +178,14 @@ class _Search:
         if key not in self._runs:
             self._runs[key] = self.throughput(executors, pools)
         return self._runs[key]
+
+    def _profiled(self, executors: tuple[ExecutorSpec, ...]) -> tuple[ExecutorSpec, ...]:
+        """These executors. Raises ConfigError for a processor that no expert was measured on."""
+        for spec in executors:
+            if spec.processor not in self.device.experts:
+                wrong = f"the device profile has no times on {spec.processor} - run `coserve profile` on this box"
+                raise self.config.document.error(wrong, "executors", spec.processor)
+        return executors
 
     def _sweep_value(self, counts: ExecutorCounts) -> float | None:
         executors = executors_of(self.box, counts)
@@ -200,7 +208,10 @@ class _Search:
     def _searched(
         self, executors: tuple[ExecutorSpec, ...], split: tuple[PoolSpec, ...], place: int, needs: MemoryNeeds
     ) -> tuple[PoolSpec, ...]:
-        """The split with this memory's part searched by the decay window; what no batch can use is the experts'."""
+        """The split with this memory's part searched by the decay window, or as it is where that is better.
+
+        What no batch can use is the experts'.
+        """
 
         def pools(spec: PoolSpec) -> tuple[PoolSpec, ...]:
             return (*split[:place], spec, *split[place + 1 :])
@@ -219,18 +230,18 @@ class _Search:
         useful = pools(needs.leaving(min(needs.maximum_batch_bytes, chosen[place].workspace_bytes)))
         best = max((useful, chosen), key=lambda each: self.run(executors, each))
         self.trials += window_trials(needs.pool, found)
-        casual_value = self.run(executors, split)
-        casual_count = needs.count_in(split[place].expert_bytes)
-        self._tell(needs.pool, casual_count, casual_value, "the casual split, a quarter for workspaces")
         if best != chosen:
-            count = needs.count_in(best[place].expert_bytes)
-            self._tell(needs.pool, count, self.run(executors, best), "what no batch can use given to experts")
-        return best
+            self._tell(needs, best[place], self.run(executors, best), "what no batch can use given to experts")
+        is_kept = self.run(executors, split) > self.run(executors, best)
+        note = "the casual split, a quarter for workspaces" + (", kept as the best" if is_kept else "")
+        self._tell(needs, split[place], self.run(executors, split), note)
+        return split if is_kept else best
 
-    def _tell(self, pool: str, experts: int, images_per_s: float, note: str) -> None:
-        search = MEMORY + pool
+    def _tell(self, needs: MemoryNeeds, spec: PoolSpec, images_per_s: float, note: str) -> None:
+        search = MEMORY + needs.pool
         number = sum(trial.search == search for trial in self.trials) + 1
-        self.trials.append(Trial(search, number, f"{experts} experts", images_per_s, note))
+        setting = f"{needs.count_in(spec.expert_bytes)} experts"
+        self.trials.append(Trial(search, number, setting, images_per_s, note))
 
     def _require(self, executors: Sequence[ExecutorSpec]) -> None:
         """Raises ConfigError for every memory that is too small for what has to run from it."""

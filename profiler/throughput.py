@@ -200,7 +200,7 @@ def _busy(trace: Sequence[Arrival], device: DeviceProfile, options: SearchOption
     """The trace, played faster where its requests would leave executors idle."""
     most = dict.fromkeys(device.experts, options.most_device_executors) | {"cpu": options.most_cpu_executors}
     span_s = trace[-1].at_s - trace[0].at_s if trace else 0.0
-    busy_s = busy_interval_s(device, most) * (len(trace) - 1)
+    busy_s = busy_interval_s(device, most) * max(len(trace) - 1, 0)
     factor = busy_s / span_s if span_s > busy_s else 1.0
     return tuple(replace(arrival, at_s=arrival.at_s * factor) for arrival in trace)
 

@@ -197,7 +197,9 @@ def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
     )
     assert found.allocation.pools == (PoolAllocation("host", 60 * MIB, 20 * MIB, 60),)
     assert found.images_per_s == 100.0
-    assert Trial("memory:host", 3, "22 experts", 1.0, "the middle of window 15-28") in found.trials
+    assert found.trials[2] == Trial("memory:host", 3, "22 experts", 1.0, "the middle of window 15-28")
+    kept = "the casual split, a quarter for workspaces, kept as the best"
+    assert found.trials[-1] == Trial("memory:host", 5, "60 experts", 100.0, kept)
 
 
 def test_what_the_line_file_gives_stays(folder):
@@ -211,6 +213,13 @@ def test_what_the_line_file_gives_stays(folder):
         ("device", 7 * MIB),
     ]
     assert found.windows == {}
+
+
+def test_executors_on_a_processor_that_was_not_profiled_are_refused(folder):
+    config = line_of(folder, 2, executors={"cuda": 1, "cpu": 1})
+    budgets = {"host": 50 * MIB, "device": 50 * MIB}
+    with pytest.raises(ConfigError, match=r"executors\.cuda: the device profile has no times on cuda - run"):
+        search_allocation(config, SPLIT, device_of(2, ("cpu",)), lambda executors, pools: 1.0, budgets, "made up")
 
 
 def test_a_policy_of_one_executor_gets_one(folder):
