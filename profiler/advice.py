@@ -19,7 +19,7 @@ from profiler.bounds import bounds
 from profiler.forecast import forecast, reaches, with_expert_bytes, with_ssd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.core.performance import PoolSpec, SharedPart
     from agent.planning import Planned
@@ -46,12 +46,15 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRemedy:
-    """The smallest budget of one memory, experts and workspaces, that removes the bottleneck, and what it gives."""
+    """The smallest budgets, experts and workspaces, that remove the bottleneck, and what they give. All by memory.
 
-    pool: str
-    now_bytes: int
-    budget_bytes: int
-    box_bytes: int | None  # what this box has of it
+    Only what has to grow is named: the memory that most of the work runs from where that is enough, else all of them
+    by one factor. ``box_bytes``: what this box has of each.
+    """
+
+    now_bytes: Mapping[str, int]
+    budget_bytes: Mapping[str, int]
+    box_bytes: Mapping[str, int]
     images_per_s: float
 
 
@@ -158,23 +161,41 @@ def _waits_for_arrivals(now: Forecast, floor: Bounds) -> bool:
 def _memory_remedy(
     scenario: Scenario, planned: Planned, policy: str, box: BoxIdentity, target_images_per_s: float
 ) -> MemoryRemedy | None:
-    """The memory of the executors that do most: the device's where there is one, else the host's."""
-    pool = _main_pool(planned)
-    all_bytes = _bytes_of_all(planned)[pool.name]
+    """The memory of the executors that do most is the device's where there is one, else the host's."""
+    used = {spec.pool for spec in planned.executors}
+    main = [pool for pool in planned.pools if pool.name == (DEVICE if DEVICE in used else HOST)]
+    for pools in dict.fromkeys((tuple(main), planned.pools)):
+        found = _smallest_room(scenario, planned, policy, pools, target_images_per_s)
+        if found is not None:
+            return MemoryRemedy(
+                now_bytes={pool.name: pool.expert_bytes + pool.workspace_bytes for pool in pools},
+                budget_bytes={pool.name: found[pool.name] + pool.workspace_bytes for pool in pools},
+                box_bytes={pool.name: _box_bytes(box, pool.name) for pool in pools},
+                images_per_s=forecast(scenario, with_expert_bytes(planned, found), policy).images_per_s,
+            )
+    return None
 
-    def with_budget(expert_bytes: float) -> Forecast:
-        return forecast(scenario, with_expert_bytes(planned, {pool.name: int(expert_bytes)}), policy)
 
-    found = _smallest(pool.expert_bytes, all_bytes, lambda size: with_budget(size).images_per_s >= target_images_per_s)
-    if found is None:
-        return None
-    return MemoryRemedy(
-        pool=pool.name,
-        now_bytes=pool.expert_bytes + pool.workspace_bytes,
-        budget_bytes=int(found) + pool.workspace_bytes,
-        box_bytes=box.device_bytes if pool.name == DEVICE else box.host_bytes,
-        images_per_s=with_budget(found).images_per_s,
-    )
+def _smallest_room(
+    scenario: Scenario, planned: Planned, policy: str, pools: Sequence[PoolSpec], target_images_per_s: float
+) -> dict[str, int] | None:
+    """Room for experts, of these memories together, that reaches the target; None where none does."""
+    all_bytes = _bytes_of_all(planned)
+
+    def grown(factor: float) -> dict[str, int]:
+        return {pool.name: min(int(pool.expert_bytes * factor), all_bytes[pool.name]) for pool in pools}
+
+    def is_enough(factor: float) -> bool:
+        played = forecast(scenario, with_expert_bytes(planned, grown(factor)), policy)
+        return played.images_per_s >= target_images_per_s
+
+    most = max(all_bytes[pool.name] / pool.expert_bytes for pool in pools)
+    factor = _smallest(1.0, most, is_enough)
+    return None if factor is None else grown(factor)
+
+
+def _box_bytes(box: BoxIdentity, pool: str) -> int:
+    return box.device_bytes if pool == DEVICE and box.device_bytes is not None else box.host_bytes
 
 
 def _ssd_remedy(scenario: Scenario, planned: Planned, policy: str, target_images_per_s: float) -> SsdRemedy | None:
@@ -202,12 +223,6 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
         else:
             too_little = middle
     return enough
-
-
-def _main_pool(planned: Planned) -> PoolSpec:
-    used = {spec.pool for spec in planned.executors}
-    name = DEVICE if DEVICE in used else HOST
-    return next(pool for pool in planned.pools if pool.name == name)
 
 
 def _bytes_of_all(planned: Planned) -> dict[str, int]:
@@ -248,15 +263,17 @@ def _remedy_sentence(advice: Advice) -> str:
     if memory is not None:
         return f"With {_memory_words(memory)}; {no_ssd} does as much."
     if ssd is not None:
-        return f"With {_ssd_words(ssd)}; more memory in one place does not do as much."
-    return f"More memory in one place does not reach {REMOVED:.0%} of that, and {no_ssd} does."
+        return f"With {_ssd_words(ssd)}; more memory does not do as much."
+    return f"More memory alone does not reach {REMOVED:.0%} of that, and {no_ssd} does."
 
 
 def _memory_words(remedy: MemoryRemedy) -> str:
-    beyond = remedy.box_bytes is not None and remedy.budget_bytes > remedy.box_bytes
-    box = f", this box has {size_text(remedy.box_bytes)}" if beyond and remedy.box_bytes is not None else ""
-    size, now = size_text(remedy.budget_bytes), size_text(remedy.now_bytes)
-    return f"{size} of {remedy.pool} memory (now {now}{box}) it reaches {remedy.images_per_s:.1f} images/s"
+    words = []
+    for pool, size_bytes in remedy.budget_bytes.items():
+        box_bytes = remedy.box_bytes[pool]
+        box = f", this box has {size_text(box_bytes)}" if size_bytes > box_bytes else ""
+        words.append(f"{size_text(size_bytes)} of {pool} memory (now {size_text(remedy.now_bytes[pool])}{box})")
+    return f"{' and '.join(words)} it reaches {remedy.images_per_s:.1f} images/s"
 
 
 def _ssd_words(remedy: SsdRemedy) -> str:

@@ -182,7 +182,7 @@ def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for heading in COLUMNS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(row.policy, *(text(row) for text in COLUMNS.values()))
     out = StringIO()
@@ -259,6 +259,10 @@ def _budgets(row: PlanRow) -> str:
     return " + ".join(size_text(row.memory[name] + row.memory[name + WORKSPACE]) for name in pools)
 
 
+def _bytes_text(size_bytes: float) -> str:
+    return f"{size_bytes / 1e12:.1f} TB" if size_bytes >= 1e12 else f"{size_bytes / 1e9:.1f} GB"
+
+
 def _takt(row: PlanRow) -> str:
     return "-" if row.takt_met is None else "met" if row.takt_met else "missed"
 
@@ -271,13 +275,13 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "loads": lambda row: str(row.switching_loads),
     "least": lambda row: str(row.bound.switches),
     "in order": lambda row: str(row.bound.fcfs_switches),
-    "wait p50": lambda row: f"{row.p50_wait_s:.2f} s",
-    "p99": lambda row: f"{row.p99_wait_s:.2f} s",
-    "read a shift": lambda row: f"{row.bytes_read_per_shift / 1e9:.1f} GB",
+    "wait p50": lambda row: f"{row.p50_wait_s:.1f} s",
+    "p99": lambda row: f"{row.p99_wait_s:.1f} s",
+    "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
     "takt": _takt,
 }
 LEGEND = (
-    "images/s of the floor: what the work, the bytes and the arrivals allow at best. loads: experts brought to where "
-    "they run after the start, of which switches had a request waiting; no schedule needs fewer than the least, none "
-    "in the order of arrival fewer than in order."
+    "of floor: images/s over the most that work, bytes and arrivals allow. loads: experts brought to where they run "
+    "after the start; a request waited for those under switches. least: loads that no schedule can do without; "
+    "in order: the same when requests are served as they came."
 )

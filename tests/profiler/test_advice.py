@@ -88,19 +88,35 @@ def test_too_little_memory_is_told_with_what_would_do(split):
     memory, ssd = advice.memory, advice.ssd
     target = REMOVED * advice.unlimited_images_per_s
     assert advice.images_per_s < target <= min(memory.images_per_s, ssd.images_per_s)
-    assert (memory.pool, memory.box_bytes) == (("device", 4096 * MIB) if split else ("host", 1024 * MIB))
-    assert memory.now_bytes == 5 * EXPERT_BYTES + WORKSPACE_BYTES < memory.budget_bytes
-    assert memory.budget_bytes <= EXPERTS * EXPERT_BYTES + WORKSPACE_BYTES
+    pool = "device" if split else "host"
+    assert memory.box_bytes == {pool: 4096 * MIB if split else 1024 * MIB}
+    assert memory.now_bytes == {pool: 5 * EXPERT_BYTES + WORKSPACE_BYTES}
+    assert memory.now_bytes[pool] < memory.budget_bytes[pool] <= EXPERTS * EXPERT_BYTES + WORKSPACE_BYTES
 
     def with_room(expert_bytes):
-        return forecast(scenario, with_expert_bytes(plain, {memory.pool: int(expert_bytes)}), "paper").images_per_s
+        return forecast(scenario, with_expert_bytes(plain, {pool: int(expert_bytes)}), "paper").images_per_s
 
-    expert_bytes = memory.budget_bytes - WORKSPACE_BYTES
+    expert_bytes = memory.budget_bytes[pool] - WORKSPACE_BYTES
     assert with_room(expert_bytes) == memory.images_per_s
     assert with_room(expert_bytes / STEP) < target
     faster = forecast(*with_ssd(scenario, plain, ssd.bytes_per_s), "paper").images_per_s
     assert faster == ssd.images_per_s
     assert forecast(*with_ssd(scenario, plain, ssd.bytes_per_s / STEP), "paper").images_per_s < target
+
+
+def test_where_one_memory_is_not_enough_all_of_them_grow():
+    """Half of the experts are placed with the CPU, and its memory has room for two: the device's alone is no help."""
+    column = setting(5, 5e8, split=True).profile.experts["cuda"]
+    executors = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", "host"))
+    host = PoolSpec("host", 2 * EXPERT_BYTES, WORKSPACE_BYTES)
+    pools = (host, PoolSpec("device", 4 * EXPERT_BYTES, WORKSPACE_BYTES, cache="host"))
+    profile = DeviceProfile({"cuda": column, "cpu": column}, dict.fromkeys(NAMES, 1 / EXPERTS))
+    plain = Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
+    advice = advise(scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, "paper", BOX)
+    assert list(advice.memory.budget_bytes) == ["host", "device"]
+    assert advice.memory.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert "of host memory (now 264.0 MiB" in advice.sentences[2]
+    assert "of device memory (now 464.0 MiB" in advice.sentences[2]
 
 
 def test_the_sentences_name_sizes_and_what_the_box_has():
@@ -111,7 +127,7 @@ def test_the_sentences_name_sizes_and_what_the_box_has():
         f"paper with 564.0 MiB of host memory reaches {now:.1f} of the {best:.1f} images/s that unlimited memory gives."
     )
     assert second == f"Memory is the limit: requests wait for {advice.switches} switches."
-    size, speed = size_text(advice.memory.budget_bytes), speed_text(advice.ssd.bytes_per_s)
+    size, speed = size_text(advice.memory.budget_bytes["host"]), speed_text(advice.ssd.bytes_per_s)
     assert third == (
         f"With {size} of host memory (now 564.0 MiB, this box has 1.0 GiB) it reaches "
         f"{advice.memory.images_per_s:.1f} images/s, or with an SSD of {speed} (now 1.0 GB/s) it reaches "
@@ -133,7 +149,7 @@ def test_reading_experts_for_the_first_time_is_no_matter_of_memory():
     _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=5e8, policy="samba")
     assert (advice.limit, advice.switches, advice.memory) == (Limit.SSD, EXPERTS, None)
     assert advice.ssd.images_per_s >= REMOVED * advice.unlimited_images_per_s
-    assert advice.sentences[2].endswith("; more memory in one place does not do as much.")
+    assert advice.sentences[2].endswith("; more memory does not do as much.")
 
 
 def test_an_ssd_that_no_factor_saves_is_said_so():

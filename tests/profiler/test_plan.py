@@ -225,7 +225,7 @@ def test_a_faster_ssd_can_be_asked_about(packed_line):
 def test_advice_says_what_would_help(packed_line):
     advice = plan_advice(packed_line.config, None, packed_line.profile, trace_of("0123" * 10), "paper")
     assert advice.limit is Limit.MEMORY
-    assert advice.memory.budget_bytes <= EXPERTS * SLOT_BYTES + WORKSPACE_BYTES
+    assert advice.memory.budget_bytes["host"] <= EXPERTS * SLOT_BYTES + WORKSPACE_BYTES
     assert advice.takt.is_met
     roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
     advice = plan_advice(packed_line.config, None, packed_line.profile, trace_of("0123" * 10), "paper", roomy)
