@@ -170,7 +170,7 @@ def test_memory_for_all_experts_counts_shared_parts_once():
     assert advice.limit is Limit.COMPUTE
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(1, EXPERTS),
     st.sampled_from([5e7, 5e8, 5e9]),

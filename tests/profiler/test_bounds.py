@@ -26,8 +26,8 @@ from agent.core.policy import PRESETS
 from experts.errors import MemoryExceeded
 from experts.graph import ExpertGraph, RouteStep
 from profiler.bounds import (
-    Resources,
     RequestSteps,
+    Resources,
     arrivals_s,
     belady_loads,
     bounds,
