@@ -189,10 +189,10 @@ class _Packing:
         """The expert as packed earlier, if nothing that decides on its bytes has changed since."""
         found = self._manifests.read(job.expert.id, job.precision)
         status = _source_status(job.expert)
-        if found is None or found.source.recipe != _recipe(job.expert) or not self._is_complete(found.packed):
+        if found is None or found.source.recipe != _recipe(job) or not self._is_complete(found.packed):
             return None
         if (status.st_size, status.st_mtime_ns) != (found.source.size_bytes, found.source.mtime_ns):
-            source = _source(job.expert)
+            source = _source(job)
             if source.sha256 != found.source.sha256:
                 return None
             found = replace(found, source=source)
@@ -200,7 +200,7 @@ class _Packing:
         return _Draft(found, staged=None)
 
     def _stage(self, job: _Job) -> _Draft:
-        source = _source(job.expert)
+        source = _source(job)
         packable = backend_for(job.expert.architecture).pack(job.expert, job.precision)
         program_sha256 = self._write_program(packable)
         path = self._staging / f"{len(self._drafts[job.precision])}.{job.precision}.whole"
@@ -311,10 +311,13 @@ def layout_digest(packed: PackedExpert) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _recipe(expert: Expert) -> str:
+def _recipe(job: _Job) -> str:
     """What decides on the packed bytes beside the source file."""
+    expert = job.expert
     size = [expert.input.height, expert.input.width]
-    return json.dumps([PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size])
+    parts = [PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size]
+    from_backend = backend_for(expert.architecture).recipe(job.precision)
+    return json.dumps([*parts, from_backend] if from_backend else parts)
 
 
 def _source_status(expert: Expert) -> os.stat_result:
@@ -328,14 +331,15 @@ def _source_status(expert: Expert) -> os.stat_result:
         raise LoadFailed(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
 
 
-def _source(expert: Expert) -> Source:
+def _source(job: _Job) -> Source:
+    expert = job.expert
     status = _source_status(expert)
     try:
         with expert.weights.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise LoadFailed(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
-    return Source(sha256, status.st_size, status.st_mtime_ns, _recipe(expert))
+    return Source(sha256, status.st_size, status.st_mtime_ns, _recipe(job))
 
 
 def _shared_segments(drafts: Iterable[_Draft]) -> dict[tuple[TensorKey, ...], Segment]:

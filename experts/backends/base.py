@@ -80,5 +80,8 @@ class Backend(Protocol):
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         """Scale and normalise one image: uint8 RGB (height, width, 3), of any size. Thread-safe."""
 
+    def recipe(self, precision: Precision) -> str:
+        """What decides on packed bytes beside the expert and its file, such as a runtime's version; mostly nothing."""
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         """An estimate, from shapes alone, of the memory one batch needs beside the weights; a profile overrides it."""

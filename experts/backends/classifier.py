@@ -21,6 +21,7 @@ from experts.backends.activations import Workspace, workspace
 from experts.backends.base import Packable
 from experts.backends.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
 from experts.backends.binding import Binding
+from experts.backends.forms import executable_forms, require_executable, runtime_recipe
 from experts.backends.pixels import stretched
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from experts.backends.base import Prepared
+    from experts.backends.base import Prepared, Skeleton
+    from experts.backends.onnx_layout import LaidOutGraph
+    from experts.backends.onnxruntime_form import Refused
     from experts.expert import Expert
 
 AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
@@ -89,24 +92,39 @@ class ClassifierSkeleton:
 class ClassifierBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = frozenset(DTYPES)
+    @property
+    def precisions(self) -> frozenset[Precision]:
+        return executable_forms()
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
-        template = _template(_form(expert))
+        require_executable(expert, precision)
+        form = _form(expert)
+        template = _template(form)
         found = read_state_dict(expert)
         heads = AUXILIARY_HEADS.get(expert.architecture, ())
         found = {name: tensor for name, tensor in found.items() if not name.startswith(heads)} if heads else found
         fitted = fit(expert, found, template.original.state_dict())
-        folded = fold_weights(fitted, template.pairs)
-        return Packable(executable(expert, folded, precision))
+        ready = executable(expert, fold_weights(fitted, template.pairs), precision)
+        if precision is Precision.ONNXRUNTIME:
+            from experts.backends.onnxruntime_form import packable
 
-    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> ClassifierSkeleton:
+            return packable(expert, _runtime_form(form, (expert.input.height, expert.input.width)), ready)
+        return Packable(ready)
+
+    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
+        if precision is Precision.ONNXRUNTIME:
+            from experts.backends.onnxruntime_form import RuntimeSkeleton
+
+            return RuntimeSkeleton(expert, program, device, _answered)
         is_transformer = expert.architecture.startswith(TRANSFORMERS)
         memory_format = torch.contiguous_format if is_transformer else torch.channels_last
         return ClassifierSkeleton(deepcopy(_template(_form(expert)).folded), precision, device, memory_format)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
+
+    def recipe(self, precision: Precision) -> str:
+        return runtime_recipe(precision)
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         size = (expert.input.height, expert.input.width)
@@ -182,6 +200,21 @@ def _template(form: _Form) -> _Template:
     folded = deepcopy(original)
     fold_structure(folded, pairs)
     return _Template(original, pairs, folded)
+
+
+@lru_cache(maxsize=64)
+def _runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
+    from experts.backends.onnxruntime_form import runtime_form
+
+    template = _template(form)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        sample = fold_weights(_build(form, init_weights=False).state_dict(), template.pairs)
+    return runtime_form(template.folded, size, ("logits",), sample)
+
+
+def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+    return predictions(expert, outputs[0].softmax(dim=1))
 
 
 @lru_cache(maxsize=256)

@@ -24,6 +24,7 @@ from torchvision.ops import batched_nms
 from experts.backends.activations import Workspace, workspace
 from experts.backends.base import Packable, Prepared
 from experts.backends.binding import Binding, weight_names
+from experts.backends.forms import executable_forms, require_executable, runtime_recipe
 from experts.backends.pixels import normalized, require_rgb
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from experts.backends.base import Skeleton
+    from experts.backends.onnx_layout import LaidOutGraph
+    from experts.backends.onnxruntime_form import Refused
     from experts.expert import Expert
 
 
@@ -82,13 +86,29 @@ class _Template:
     strides: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """Reads the head's raw outputs, boxes and scores."""
+
+    strides: tuple[float, ...]
+
+    def __call__(self, expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        height, width = batch[0].tensor.shape[1:]
+        grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
+        boxes, scores = _decoded(outputs[0], outputs[1], grids, self.strides)
+        if not bool(torch.isfinite(scores).all() & torch.isfinite(boxes).all()):
+            raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
+        found = [_suppressed(boxes[index], scores[index]).tolist() for index in range(len(batch))]
+        return tuple(_prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
+
+
 class DetectorSkeleton:
     """One YOLO model in inference mode."""
 
     def __init__(self, template: _Template, precision: Precision, device: str) -> None:
         self._module = deepcopy(template.folded)
         self._binding = Binding(self._module)
-        self._strides = template.strides
+        self._answered = _Answered(template.strides)
         self._dtype = DTYPES[precision]
         self._device = torch.device(device)
 
@@ -101,31 +121,36 @@ class DetectorSkeleton:
         with torch.inference_mode():
             images = torch.stack([prepared.tensor for prepared in batch])
             images = images.to(self._device, self._dtype, memory_format=torch.channels_last)
-            boxes, scores = _decoded(self._module(images), self._strides)
-            if not bool(torch.isfinite(scores).all() & torch.isfinite(boxes).all()):
-                raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
-            found = [_suppressed(boxes[index], scores[index]).tolist() for index in range(len(batch))]
-        return tuple(_prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
+            raw = self._module(images)
+            return self._answered(expert, (raw["boxes"], raw["scores"]), batch)
 
 
 class DetectorBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = frozenset(DTYPES)
+    @property
+    def precisions(self) -> frozenset[Precision]:
+        return executable_forms()
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
+        require_executable(expert, precision)
         template = _template_of(expert)
         found = {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
         fitted = fit(expert, found, template.original.state_dict())
-        model = deepcopy(template.original)
-        model.load_state_dict(fitted, strict=False, assign=True)  # all but the counts of training batches
-        model.fuse(verbose=False)
-        names = weight_names(template.folded)
-        folded = {name: tensor for name, tensor in model.state_dict().items() if name in names}
-        return Packable(executable(expert, folded, precision))
+        ready = executable(expert, _folded(template, fitted), precision)
+        if precision is Precision.ONNXRUNTIME:
+            from experts.backends.onnxruntime_form import packable
 
-    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> DetectorSkeleton:
-        return DetectorSkeleton(_template_of(expert), precision, device)
+            return packable(expert, _runtime_form(expert.architecture, len(expert.labels), _size(expert)), ready)
+        return Packable(ready)
+
+    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
+        template = _template_of(expert)
+        if precision is Precision.ONNXRUNTIME:
+            from experts.backends.onnxruntime_form import RuntimeSkeleton
+
+            return RuntimeSkeleton(expert, program, device, _Answered(template.strides))
+        return DetectorSkeleton(template, precision, device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         require_rgb(image)
@@ -142,10 +167,12 @@ class DetectorBackend:
             pad_top=_padding(target_height, height, scale),
         )
 
+    def recipe(self, precision: Precision) -> str:
+        return runtime_recipe(precision)
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        size = (expert.input.height, expert.input.width)
         template = _template_of(expert)
-        return _workspace(template, size, precision).batch_bytes(batch_size)
+        return _workspace(template, _size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
@@ -182,6 +209,30 @@ def _template(architecture: str, label_count: int) -> _Template:
     return _Template(original, folded, strides)
 
 
+@lru_cache(maxsize=64)
+def _runtime_form(architecture: str, label_count: int, size: tuple[int, int]) -> LaidOutGraph | Refused:
+    from experts.backends.onnxruntime_form import runtime_form
+
+    template = _template(architecture, label_count)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        sample = _folded(template, _build(architecture, label_count).state_dict())
+    return runtime_form(template.folded, size, ("boxes", "scores"), sample)
+
+
+def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that inference reads, from those as they come."""
+    model = deepcopy(template.original)
+    model.load_state_dict(tensors, strict=False, assign=True)  # all but the counts of training batches
+    model.fuse(verbose=False)
+    names = weight_names(template.folded)
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+def _size(expert: Expert) -> tuple[int, int]:
+    return expert.input.height, expert.input.width
+
+
 @lru_cache(maxsize=256)
 def _workspace(template: _Template, size: tuple[int, int], precision: Precision) -> Workspace:
     return workspace(template.folded, size, DTYPES[precision])
@@ -203,21 +254,22 @@ def _padding(target: int, extent: int, scale: float) -> int:
     return round((target - max(round(extent * scale), 1)) / 2 - 0.1)
 
 
-def _decoded(raw: Mapping[str, Tensor], strides: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+def _decoded(
+    raw_boxes: Tensor, raw_scores: Tensor, grids: tuple[tuple[int, int], ...], strides: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
     """Boxes (n, anchors, 4) as left, top, right, bottom in input pixels, and scores (n, anchors, labels); float32.
 
     Each side's distance from its anchor is the expectation of a distribution over bins (Generalized Focal Loss,
     arXiv 2006.04388); a head with one bin answers with the distance itself.
     """
-    count, _, anchor_count = raw["boxes"].shape
-    bins = raw["boxes"].float().view(count, 4, -1, anchor_count)
+    count, _, anchor_count = raw_boxes.shape
+    bins = raw_boxes.float().view(count, 4, -1, anchor_count)
     weights = torch.arange(bins.shape[2], dtype=torch.float32, device=bins.device).view(1, 1, -1, 1)
     distances = (bins.softmax(2) * weights).sum(2) if bins.shape[2] > 1 else bins.squeeze(2)
-    grids = tuple((feature.shape[2], feature.shape[3]) for feature in raw["feats"])
     anchors, scale = _anchors(grids, strides, str(bins.device))
     left_top, right_bottom = distances.split(2, dim=1)
     boxes = torch.cat((anchors - left_top, anchors + right_bottom), dim=1) * scale
-    return boxes.transpose(1, 2), raw["scores"].float().sigmoid().transpose(1, 2)
+    return boxes.transpose(1, 2), raw_scores.float().sigmoid().transpose(1, 2)
 
 
 @lru_cache(maxsize=64)

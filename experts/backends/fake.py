@@ -105,6 +105,9 @@ class FakeBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
+    def recipe(self, precision: Precision) -> str:
+        return ""
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         return read_fake(expert).workspace_bytes * batch_size
 

@@ -117,6 +117,9 @@ class OnnxBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
+    def recipe(self, precision: Precision) -> str:
+        return ""
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size

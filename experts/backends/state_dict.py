@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
     from experts.expert import Expert
 
-DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.ONNXRUNTIME: torch.float32,
+}
 NAMES_SHOWN = 4
 
 
@@ -47,9 +52,6 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 def executable(expert: Expert, tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
     """The same in execution dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
-    if precision not in DTYPES:
-        choice = ", ".join(DTYPES)
-        raise WeightsMismatch(expert.id, f"{expert.architecture} does not run in {precision}: choose {choice}")
     ready = {name: _executable(tensor, DTYPES[precision]) for name, tensor in tensors.items()}
     for name, tensor in ready.items():
         if not is_finite(tensor):

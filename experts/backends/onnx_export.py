@@ -1,0 +1,98 @@
+"""Torch modules exported as ONNX graphs without weights: every weight is an input, named as in the state dict.
+
+Guarantees: the same module and size give the same bytes, in any process, with any weights, because none are there; the
+number of images is open. The exporter is torch's own (``torch.onnx.export`` over ``torch.export``), which needs the
+package onnxscript. It runs on the meta device: nothing is computed, no memory is taken for weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from onnx import helper, numpy_helper
+from torch.func import functional_call
+
+from experts.backends.binding import weight_names
+from experts.backends.onnx_session import strip_notes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import onnx
+    from torch import Tensor
+    from torch.nn import Module
+
+IMAGES = "images"  # the input that is no weight
+OPSET = 20  # of the standard operators; the first with GELU as one of them
+EXAMPLES = 2  # images in the example: a size of one would be taken for fixed
+
+
+def exported(module: Module, size: tuple[int, int], outputs: Sequence[str]) -> onnx.ModelProto:
+    """The graph of a module in inference mode on the meta device, for images of that height and width.
+
+    A module that answers with a mapping gives those of its entries that ``outputs`` names; any other, its answer under
+    that one name. Weights that do not reach an output are no inputs. Raises ValueError, with the reason, for a module
+    that cannot be exported.
+    """
+    names = weight_names(module)
+    weights = {name: tensor for name, tensor in module.state_dict().items() if name in names}
+    stateless = _Stateless(module, outputs).eval()
+    try:
+        program = torch.onnx.export(
+            stateless,
+            (torch.empty((EXAMPLES, 3, *size), device="meta"),),
+            kwargs={"weights": weights},
+            input_names=[IMAGES, *weights],
+            output_names=list(outputs),
+            dynamic_shapes={"images": {0: torch.export.Dim("n")}, "weights": dict.fromkeys(weights)},
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    except (torch.onnx.OnnxExporterError, RuntimeError) as error:
+        raise ValueError(f"torch cannot export it to ONNX: {_first_line(error)}") from error
+    assert program is not None
+    model = program.model_proto
+    strip_notes(model)
+    _pool_means(model)
+    _drop_unread_inputs(model)
+    return model
+
+
+class _Stateless(torch.nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
+    """A module whose weights come in with every call."""
+
+    def __init__(self, module: Module, outputs: Sequence[str]) -> None:
+        super().__init__()
+        self._inner = (module,)  # in a tuple, so that its parameters do not become ones of this module
+        self._outputs = tuple(outputs)
+
+    def forward(self, images: Tensor, weights: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
+        answer = functional_call(self._inner[0], weights, (images,))
+        return answer if isinstance(answer, torch.Tensor) else tuple(answer[name] for name in self._outputs)
+
+
+def _pool_means(model: onnx.ModelProto) -> None:
+    """Means over height and width become what they are called where convolutions are optimised. In place."""
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type != "ReduceMean" or len(node.input) != 2 or node.input[1] not in constants:
+            continue
+        keeps_axes = all(attribute.i for attribute in node.attribute if attribute.name == "keepdims")
+        if keeps_axes and sorted(constants[node.input[1]].tolist()) == [-2, -1]:
+            node.CopyFrom(helper.make_node("GlobalAveragePool", node.input[:1], node.output))
+
+
+def _drop_unread_inputs(model: onnx.ModelProto) -> None:
+    read = {name for node in model.graph.node for name in node.input}
+    inputs = [value for value in model.graph.input if value.name in read]
+    model.graph.ClearField("input")
+    model.graph.input.extend(inputs)
+
+
+def _first_line(error: BaseException) -> str:
+    """What the innermost error says: the exporter wraps it in advice to its developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

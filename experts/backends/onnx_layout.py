@@ -1,0 +1,235 @@
+"""Graphs in the form that ONNX Runtime executes, with their weights still coming in from outside.
+
+On many CPUs ONNX Runtime convolves in blocks of channels, and reorders the weights of convolutions to suit when it
+builds a session; weights that come in as inputs it cannot reorder, and then convolves a third slower. So its
+optimisation is run once, at packing, on weights made up for the purpose. In the outcome each of them is found again by
+its values, which tells how a real expert's weight has to lie; then they become inputs. What is packed is therefore laid
+out for this version of ONNX Runtime and this CPU: ``runtime_identity`` names both, and programs carry it.
+
+Source of the blocked orders: MLAS, ONNX Runtime's kernels (MlasReorderFilterOIHWBiBo and MlasReorderFilterOIHWBo); that
+they are so is not believed but found, value by value, in each graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime import GraphOptimizationLevel
+
+from experts.backends.onnx_session import optimised
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+IDENTITY_KEY = "coserve.runtime"
+SIZE_MAXIMUM_BYTES = 2**31 - 2**24  # of a serialised graph with the weights of its convolutions; a limit of ONNX
+DISABLED_OPTIMIZERS = ("QuickGeluFusion",)  # it takes x * sigmoid(x) out of the blocked order, and back, at every layer
+
+
+class Order(StrEnum):
+    """How a weight lies: as in the state dict, or padded with zeros and in blocks of channels."""
+
+    AS_IS = "as is"
+    PADDED = "padded"
+    OUT_BLOCKED = "OIHWBo"
+    BLOCKED = "OIHWBiBo"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which weight of the module an input of the program is, and how it lies there. ``shape``: with its padding."""
+
+    source: str
+    order: Order
+    block: int
+    shape: tuple[int, ...]
+
+    def laid(self, weight: Tensor) -> Tensor:
+        """The weight as the program wants it; contiguous, of ``shape``."""
+        if self.order is Order.AS_IS:
+            return weight.detach().contiguous()
+        padded = weight.new_zeros(self.shape)
+        padded[tuple(slice(extent) for extent in weight.shape)] = weight.detach()
+        if self.order is Order.PADDED:
+            return padded
+        outs, ins, height, width = padded.shape
+        block = self.block
+        if self.order is Order.OUT_BLOCKED:
+            blocks = padded.view(outs // block, block, ins, height, width).permute(0, 2, 3, 4, 1)
+        else:
+            blocks = padded.view(outs // block, block, ins // block, block, height, width).permute(0, 2, 4, 5, 3, 1)
+        return blocks.reshape(self.shape).contiguous()  # a reshape that need not copy keeps odd strides
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOutGraph:
+    """A program without weights, and where each of its inputs but the images comes from, in the program's order."""
+
+    program: bytes
+    placements: Mapping[str, Placement]
+
+    def tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One expert's weights as the program's inputs, by their names there."""
+        return {name: placement.laid(weights[placement.source]) for name, placement in self.placements.items()}
+
+
+def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
+    """The graph as ONNX Runtime executes it on this CPU; ``model`` is used up.
+
+    Raises ValueError where it is too large to be optimised, ``onnx_session.REFUSALS`` where it cannot be run.
+    """
+    order = [value.name for value in model.graph.input]
+    probes = _probes(model)
+    if sum(tensor.nbytes for tensor in probes.values()) > SIZE_MAXIMUM_BYTES:
+        raise ValueError("the weights of its convolutions exceed the 2 GiB that an ONNX graph may hold")
+    _settle(model, probes)
+    result = optimised(model, GraphOptimizationLevel.ORT_ENABLE_ALL, DISABLED_OPTIMIZERS)
+    untouched = {value.name: _shape(value) for value in result.graph.input if value.name != images}
+    placements = {name: Placement(name, Order.AS_IS, 1, shape) for name, shape in untouched.items()}
+    placements |= _lift(result, probes)
+    names = sorted(placements, key=lambda name: (order.index(placements[name].source), name))
+    inputs = {value.name: value for value in result.graph.input}
+    result.graph.ClearField("input")
+    result.graph.input.extend(inputs[name] for name in (images, *names))
+    _name_by_place(result)
+    result.metadata_props.add(key=IDENTITY_KEY, value=runtime_identity())
+    return LaidOutGraph(result.SerializeToString(deterministic=True), {name: placements[name] for name in names})
+
+
+@cache
+def runtime_identity() -> str:
+    """What a program's layout depends on: the version of ONNX Runtime, and the block of channels on this CPU."""
+    return f"onnxruntime {onnxruntime.__version__}, channels in blocks of {_channel_block()}"
+
+
+def identity_of(program: bytes) -> str | None:
+    """The ``runtime_identity`` under which a program was laid out."""
+    notes = onnx.load_from_string(program).metadata_props
+    return next((note.value for note in notes if note.key == IDENTITY_KEY), None)
+
+
+def _channel_block() -> int:
+    """How many channels ONNX Runtime's convolutions take together here; 1 where it does not block them."""
+    weight = numpy_helper.from_array(np.ones((1, 64, 1, 1), dtype=np.float32), "weight")
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["images", "weight"], ["answer"])],
+        "probe",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 64, 8, 8])],
+        [helper.make_tensor_value_info("answer", TensorProto.FLOAT, [1, 1, 8, 8])],
+        [weight],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    found = optimised(model, GraphOptimizationLevel.ORT_ENABLE_ALL)
+    return int(found.graph.initializer[0].dims[0])  # the one output channel, filled up to a block
+
+
+def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
+    return tuple(dimension.dim_value for dimension in value.type.tensor_type.shape.dim)
+
+
+def _probes(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """Values for what convolutions read: like no other's, and the first element of each tells which weight it is."""
+    shapes = {value.name: _shape(value) for value in model.graph.input}
+    read = (name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:3])
+    random = np.random.default_rng(0)
+    probes: dict[str, np.ndarray] = {}
+    for number, name in enumerate(dict.fromkeys(name for name in read if name in shapes), start=1):
+        values = random.random(shapes[name], dtype=np.float32)
+        values.flat[0] = number
+        probes[name] = values
+    return probes
+
+
+def _settle(model: onnx.ModelProto, weights: Mapping[str, np.ndarray]) -> None:
+    """Turn inputs into constants. In place."""
+    inputs = [value for value in model.graph.input if value.name not in weights]
+    model.graph.ClearField("input")
+    model.graph.input.extend(inputs)
+    model.graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in weights.items())
+
+
+def _lift(model: onnx.ModelProto, probes: Mapping[str, np.ndarray]) -> dict[str, Placement]:
+    """Turn what was made of the probes into inputs again; returns where each comes from. In place."""
+    by_first = {float(values.flat[0]): name for name, values in probes.items()}
+    placements: dict[str, Placement] = {}
+    renamed: dict[str, str] = {}
+    kept = []
+    for tensor in model.graph.initializer:
+        placement = _placement(tensor, by_first, probes)
+        if placement is None:
+            kept.append(tensor)
+            continue
+        is_second = placement.source in placements
+        name = f"{placement.source} {placement.order}" if is_second else placement.source
+        renamed[tensor.name] = name
+        placements[name] = placement
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, placement.shape)
+        for name, placement in placements.items()
+    ]
+    model.graph.ClearField("initializer")
+    model.graph.initializer.extend(kept)
+    model.graph.input.extend(inputs)
+    for node in model.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+    return placements
+
+
+def _name_by_place(model: onnx.ModelProto) -> None:
+    """Names that ONNX Runtime gave, which differ from run to run, become numbers. In place."""
+    graph = model.graph
+    graph.ClearField("value_info")
+    fixed = {value.name for value in (*graph.input, *graph.output)} | {""}
+    names: dict[str, str] = {}
+    for number, node in enumerate(graph.node):
+        node.name = f"node {number}"
+        for name in (*node.input, *node.output):
+            if name not in fixed:
+                names.setdefault(name, f"value {len(names)}")
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    constants = sorted(graph.initializer, key=lambda tensor: list(names).index(tensor.name))
+    graph.ClearField("initializer")
+    graph.initializer.extend(constants)
+    for tensor in graph.initializer:
+        tensor.name = names[tensor.name]
+
+
+def _placement(
+    tensor: TensorProto, by_first: Mapping[float, str], probes: Mapping[str, np.ndarray]
+) -> Placement | None:
+    """How a constant was made of a probe; None where it was not, as with constants of the graph itself."""
+    if tensor.data_type != TensorProto.FLOAT or not tensor.dims or not prod(tensor.dims):
+        return None
+    found = numpy_helper.to_array(tensor)
+    source = by_first.get(float(found.flat[0]))
+    if source is None:
+        return None
+    probe = torch.from_numpy(probes[source])
+    for placement in _possible(source, tuple(tensor.dims), probe):
+        if np.array_equal(placement.laid(probe).numpy(), found):
+            return placement
+    return None
+
+
+def _possible(source: str, shape: tuple[int, ...], probe: Tensor) -> Iterable[Placement]:
+    if shape == tuple(probe.shape):
+        yield Placement(source, Order.AS_IS, 1, shape)
+    if len(shape) == probe.dim() and all(new >= old for new, old in zip(shape, probe.shape, strict=True)):
+        yield Placement(source, Order.PADDED, 1, shape)
+        for block in (16, 8, 4) if len(shape) == 4 else ():
+            if shape[0] % block == 0:
+                yield Placement(source, Order.OUT_BLOCKED, block, shape)
+            if shape[0] % block == 0 and shape[1] % block == 0:
+                yield Placement(source, Order.BLOCKED, block, shape)
