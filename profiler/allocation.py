@@ -210,7 +210,7 @@ class _Search:
     ) -> tuple[PoolSpec, ...]:
         """The split with this memory's part searched by the decay window, or as it is where that is better.
 
-        What no batch can use is the experts'.
+        What no batch can use is the experts' in any case: where that seems worse, it is chance.
         """
 
         def pools(spec: PoolSpec) -> tuple[PoolSpec, ...]:
@@ -227,14 +227,14 @@ class _Search:
         )
         self.windows[needs.pool] = found
         chosen = pools(needs.keeping(found.chosen))
-        useful = pools(needs.leaving(min(needs.maximum_batch_bytes, chosen[place].workspace_bytes)))
-        best = max((useful, chosen), key=lambda each: self.run(executors, each))
+        best = pools(needs.leaving(min(needs.maximum_batch_bytes, chosen[place].workspace_bytes)))
         self.trials += window_trials(needs.pool, found)
         if best != chosen:
             self._tell(needs, best[place], self.run(executors, best), "what no batch can use given to experts")
         is_kept = self.run(executors, split) > self.run(executors, best)
-        note = "the casual split, a quarter for workspaces" + (", kept as the best" if is_kept else "")
-        self._tell(needs, split[place], self.run(executors, split), note)
+        if split not in (chosen, best):
+            note = "the casual split, a quarter for workspaces" + (", kept as the best" if is_kept else "")
+            self._tell(needs, split[place], self.run(executors, split), note)
         return split if is_kept else best
 
     def _tell(self, needs: MemoryNeeds, spec: PoolSpec, images_per_s: float, note: str) -> None:

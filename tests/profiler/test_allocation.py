@@ -181,6 +181,24 @@ def test_what_no_batch_can_use_is_the_experts(folder):
     assert found.allocation.pools == (PoolAllocation("host", 48 * MIB, 12 * MIB, 48),)
 
 
+def test_room_that_no_batch_can_use_goes_to_experts_even_where_chance_is_against_it(folder):
+    """15 experts seem a little better than 45, and leave 45 MiB of workspace, of which batches can use 15."""
+
+    def by_chance(executors, pools):
+        return 10.1 if pool_of(pools, "host").expert_bytes == 15 * MIB else 10.0
+
+    found = search_allocation(
+        line_of(folder, 60, executors={"cpu": 1}),
+        CPU_ONLY,
+        device_of(60, ("cpu",), max_batch=15),
+        by_chance,
+        {"host": 60 * MIB},
+        "made up",
+    )
+    assert found.windows["host"].chosen == 15
+    assert found.allocation.pools == (PoolAllocation("host", 45 * MIB, 15 * MIB, 45),)
+
+
 def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
     """A quarter of 80 MiB, which no window's bound meets."""
 
