@@ -1,8 +1,9 @@
 """Usage probabilities: how likely a request is to use each expert, and where that is known from (CoServe, section 4.5).
 
 Three ways: computed from routes and quantities; counted by running the routes on samples; learned from what a line has
-served. Guarantees: the probabilities of those experts that only ever come first on a route add up to 1 where all do;
-what a count left out is said in its notes; an expert that a count did not meet is unlikely, never impossible. The rule:
+served. Guarantees: the probabilities of the experts that come first on their routes add up to 1, unless one of them comes
+later on another route too; what a count left out is said in its notes; an expert that a count did not meet is unlikely,
+never impossible. The rule:
     pass rates    every expert counts one request more than came, which passed at the rate of all experts together;
                   all experts together count one more too, which passed by half
     served        one request more than came, spread evenly over the routes, and passing at those rates
