@@ -183,13 +183,13 @@ def _smallest_room(
     all_bytes = _bytes_of_all(planned)
 
     def grown(factor: float) -> dict[str, int]:
-        return {pool.name: min(int(pool.expert_bytes * factor), all_bytes[pool.name]) for pool in pools}
+        return {pool.name: min(int(max(pool.expert_bytes, 1) * factor), all_bytes[pool.name]) for pool in pools}
 
     def is_enough(factor: float) -> bool:
         played = forecast(scenario, with_expert_bytes(planned, grown(factor)), policy)
         return played.images_per_s >= target_images_per_s
 
-    most = max(all_bytes[pool.name] / pool.expert_bytes for pool in pools)
+    most = max(all_bytes[pool.name] / max(pool.expert_bytes, 1) for pool in pools)
     factor = _smallest(1.0, most, is_enough)
     return None if factor is None else grown(factor)
 
