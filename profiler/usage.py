@@ -1,7 +1,7 @@
 """Usage probabilities: how likely a request is to use each expert, and where that is known from (CoServe, section 4.5).
 
 Three ways: computed from routes and quantities; counted by running the routes on samples; learned from what a line has
-served. Guarantees: the probabilities of the experts that come first on their routes add up to 1, unless one of them comes
+served. Guarantees: the probabilities of the experts that come first on their routes add up to 1, unless one comes
 later on another route too; what a count left out is said in its notes; an expert that a count did not meet is unlikely,
 never impossible. The rule:
     pass rates    every expert counts one request more than came, which passed at the rate of all experts together;
