@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+GPU, CPU = "gpu", "cpu"  # processors
+HOST, DEVICE = "host", "device"  # memories
 Value = TypeVar("Value")
 Text = Annotated[str, Field(min_length=1, strict=True)]
 
@@ -52,6 +54,13 @@ class MemorySection(Section):
         return self.size_bytes.value - self.system_bytes.value
 
 
+class MemoriesSection(Section):
+    """Host memory, and the GPU's where the layout is split."""
+
+    host: MemorySection
+    device: MemorySection | None = None
+
+
 class LinkSection(Section):
     """Bandwidths. ``host_bytes_per_s``: from host memory to the device's, where these are two."""
 
@@ -64,6 +73,13 @@ class ProcessorSection(Section):
 
     executor_bytes: Bytes
     speedups: Constant[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]]
+
+
+class ProcessorsSection(Section):
+    """The two kinds of executors."""
+
+    gpu: ProcessorSection
+    cpu: ProcessorSection
 
 
 class LoadSection(Section):
@@ -92,14 +108,15 @@ class ArchitectureSection(Section):
 
 
 class PaperDevice(Section):
-    """A whole device file. ``memories`` are host, and device where the layout is split."""
+    """A whole device file."""
 
     device: Text
     name: Text
     layout: Literal["split", "unified"]
-    memories: dict[Literal["host", "device"], MemorySection]
+    memories: MemoriesSection
     links: LinkSection
-    processors: dict[Literal["gpu", "cpu"], ProcessorSection]
+    cores: Count
+    processors: ProcessorsSection
     architectures: dict[Text, ArchitectureSection] = Field(min_length=1)
 
     @property
@@ -107,25 +124,36 @@ class PaperDevice(Section):
         """Has the GPU a memory of its own?"""
         return self.layout == "split"
 
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The memories by name, nearest to the SSD first."""
+        return (HOST, DEVICE) if self.is_split else (HOST,)
+
     def pool_of(self, processor: str) -> str:
         """The memory that a processor runs from."""
-        return "device" if self.is_split and processor == "gpu" else "host"
+        return DEVICE if self.is_split and processor == GPU else HOST
+
+    def processor(self, name: str) -> ProcessorSection:
+        """The GPU, or the CPU."""
+        return self.processors.gpu if name == GPU else self.processors.cpu
+
+    def usable_bytes(self, pool: str) -> int:
+        """What a memory has for executors, their experts and their batches."""
+        memory = self.memories.device if pool == DEVICE else self.memories.host
+        return memory.usable_bytes if memory is not None else 0
 
     @model_validator(mode="after")
     def _fits_together(self) -> PaperDevice:
-        pools = {"host", "device"} if self.is_split else {"host"}
-        if set(self.memories) != pools:
-            raise ValueError(f"memories of a {self.layout} device are {', '.join(sorted(pools))} - give just these")
-        if set(self.processors) != {"gpu", "cpu"}:
-            raise ValueError("processors are gpu and cpu - give both")
-        for pool, memory in self.memories.items():
-            if memory.usable_bytes <= 0:
+        if (self.memories.device is not None) != self.is_split:
+            raise ValueError("memories.device is of split devices, and these need it - correct memories or layout")
+        for pool in self.pools:
+            if self.usable_bytes(pool) <= 0:
                 raise ValueError(f"memories.{pool}: the system takes all of it - correct one of the two")
         if (self.links.host_bytes_per_s is not None) != self.is_split:
             raise ValueError("links.host_bytes_per_s is of split devices, and these need it - correct links or layout")
         for name, each in self.architectures.items():
             if (each.framework_load_s.host is not None) != self.is_split:
-                raise ValueError(f"architectures.{name}: a load from host is of split devices, and these need it")
+                raise ValueError(f"architectures.{name}.framework_load_s.host is of split devices, and these need it")
         return self
 
 

@@ -51,13 +51,15 @@ class Arrival:
 class Simulation:
     """What happened: the virtual seconds it took, every effect with its time, every outcome by request number.
 
-    ``finished_s``: when each request's outcome came, in seconds since the trace's start.
+    ``finished_s``: when each request's outcome came, in seconds since the trace's start, which on the clock of the
+    effects was at ``started_s``: what comes before is the initial placement.
     """
 
     seconds: float
     effects: tuple[tuple[float, Effect], ...]
     outcomes: dict[int, Outcome]
     finished_s: Mapping[int, float]
+    started_s: float
 
     def waits_s(self, trace: Sequence[Arrival]) -> tuple[float, ...]:
         """From arrival to outcome, of each request of the trace that was simulated, in its order."""
@@ -151,7 +153,7 @@ class Simulator:
         for number, arrival in enumerate(trace):
             self._post(self._start_s + arrival.at_s, Arrived(number, arrival.component, arrival.expert))
         seconds = self._play(until_s=None) - self._start_s
-        return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s))
+        return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s), self._start_s)
 
     def _play(self, until_s: float | None) -> float:
         """Let everything happen up to ``until_s``, or all of it; the time it is then."""

@@ -77,9 +77,9 @@ def paper_task(name: str) -> Task:
     return task_of(board, requests, name)
 
 
-def sample_of(name: str, requests: int) -> Task:
-    """Other requests on a task's board: what the offline phase may look at before the task (section 4.4)."""
-    return task_of(BOARDS[name[0]], requests, f"{name} {SAMPLE}", SAMPLE)
+def sample_of(board: str, requests: int) -> Task:
+    """Other requests on a board than its tasks': what the offline phase may look at (section 4.4)."""
+    return task_of(BOARDS[board], requests, f"{board} {SAMPLE}", SAMPLE)
 
 
 def task_of(board: Board, requests: int, name: str, stream: str = "task") -> Task:

@@ -1,0 +1,92 @@
+"""CoServe Best: the executors and the memory with the highest throughput on a sample (CoServe, sections 4.4 and 5.3).
+
+First the executors are swept, with a memory that nothing was searched for; then the decay window slides over the memory
+of a GPU that has one of its own, and the bounds of the windows behind the one where it stopped are run as well: on a
+sample the throughput does not rise in a line, and what is best of all that was run is taken. Where the memory is unified
+the batches get what they can use at most, as section 4.4 has it for limited processors.
+
+Guarantees: simulated, seeded, and everything that was run is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from agent.budget import CORES_PER_CPU_EXECUTOR
+from profiler.devices import CPU, GPU
+from profiler.sweep import ExecutorCounts, executor_sweep
+from profiler.systems import CASUAL_FRACTION, Row, System, most_experts, simulate
+from profiler.windows import WindowSearch, decay_window_search, decay_windows
+
+if TYPE_CHECKING:
+    from profiler.devices import PaperDevice
+    from profiler.tasks import Task
+
+MOST_GPU_EXECUTORS = 8  # a sweep ends before, once more of them are no better
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """What was found for a policy on one board and device, and what was run on the way.
+
+    ``executors``: figure 17, the GPU's beside one of the CPU, then the CPU's. ``memory``: figure 18, in ascending order
+    of experts, all bounds of windows that fit; empty where the memory is unified, and ``search`` None.
+    """
+
+    board: str
+    device: str
+    system: System
+    executors: tuple[Row, ...]
+    memory: tuple[Row, ...]
+    search: WindowSearch | None
+
+    @property
+    def gpu_sweep(self) -> tuple[Row, ...]:
+        """GPU executors beside one of the CPU, in ascending order."""
+        return _ascending(self.executors, GPU, CPU, 1)
+
+    @property
+    def cpu_sweep(self) -> tuple[Row, ...]:
+        """CPU executors beside those of the GPU that were best beside one, in ascending order."""
+        beside_one = max(self.gpu_sweep, key=lambda row: row.images_per_s)
+        return _ascending(self.executors, CPU, GPU, beside_one.executors[GPU])
+
+
+def search_best(device: PaperDevice, sample: Task, board: str, start: System) -> Best:
+    """The best executors and memory for a system on a sample. ``start``: everything else about it.
+
+    Raises ConfigError where not even one executor of each kind has room.
+    """
+    start = replace(start, experts=None, expert_fraction=CASUAL_FRACTION if device.is_split else None)
+    tried: list[Row] = []
+
+    def of_executors(counts: ExecutorCounts) -> float:
+        tried.append(simulate(replace(start, executors={GPU: counts.device, CPU: counts.cpu}), device, sample))
+        return tried[-1].images_per_s
+
+    most_cpu = max(device.cores.value // CORES_PER_CPU_EXECUTOR, 1)
+    counts = executor_sweep(of_executors, MOST_GPU_EXECUTORS, most_cpu).best
+    assert counts is not None  # every count has a throughput, or simulate has raised
+    best = replace(start, executors={GPU: counts.device, CPU: counts.cpu})
+    if not device.is_split:
+        return Best(board, device.device, best, tuple(tried), (), None)
+    rows: dict[int, Row] = {}
+
+    def of_memory(experts: int) -> float:
+        if experts not in rows:
+            rows[experts] = simulate(replace(best, experts=experts), device, sample)
+        return rows[experts].images_per_s
+
+    most = most_experts(best, device, sample)
+    search = decay_window_search(of_memory, most)
+    for window in decay_windows(most):
+        of_memory(window.upper)
+    memory = tuple(rows[experts] for experts in sorted(rows))
+    chosen = max(rows, key=lambda experts: (rows[experts].images_per_s, experts))
+    return Best(board, device.device, replace(best, experts=chosen), tuple(tried), memory, search)
+
+
+def _ascending(rows: tuple[Row, ...], counted: str, beside: str, count: int) -> tuple[Row, ...]:
+    chosen = [row for row in rows if row.executors.get(beside, 0) == count]
+    return tuple(sorted(chosen, key=lambda row: row.executors.get(counted, 0)))

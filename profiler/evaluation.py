@@ -1,0 +1,165 @@
+"""The paper's evaluation in simulation: its systems on its tasks and devices, and what is short of what it reports.
+
+Guarantees: seeded, so the same rows in every run; the constants of the devices are read, never fitted here; nothing is
+left out: ``shortfalls`` names each target that is missed, and each row that a target needs and that is not there.
+
+CoServe Best is found for each board and device as the offline phase does it (sections 4.4 and 5.3), on a sample
+of other requests: the executors by a sweep at a memory that nothing was searched for, then the decay window for the
+memory of a GPU that has one of its own. Our policy is searched for in the same way; the ablations run with what was
+found for the paper's. Ours may overtake for the time that a board has, 3 minutes (section 5.1), and in one row for the
+5 seconds that are a line's default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from agent.core.performance import Limits
+from profiler.best import Best, search_best
+from profiler.devices import CPU, GPU
+from profiler.systems import Loading, Row, System, simulate
+from profiler.tasks import TASKS, paper_task, sample_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from profiler.devices import PaperDevice
+
+SAMBA, SAMBA_FIFO, SAMBA_PARALLEL = "samba", "samba-fifo", "samba-parallel"
+CASUAL, PAPER, COSERVE = "casual", "paper", "coserve"
+COSERVE_5S, COSERVE_PACKED = "coserve-5s", "coserve-packed"
+ABLATIONS = ("none", "em", "em-ra", PAPER)  # in the order of section 5.3, lowest throughput first
+POLICIES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, CASUAL, *ABLATIONS, COSERVE, COSERVE_5S, COSERVE_PACKED)
+CASUAL_GPU_EXECUTORS = {True: 3, False: 2}  # where the memories are split, and where not (section 5.2)
+SHORT_TASKS = ("A1", "B1")
+SAMPLE_REQUESTS = 1500
+LEAST_RATIO, MOST_RATIO = 4.5, 12.0  # CoServe over Samba-CoE (sections 1 and 5.2)
+LEAST_FEWER_SWITCHES = 0.78  # section 5.2: at least 78.5 % fewer
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Everything that was simulated: a row for each task, device and system, and the searches, the paper's first."""
+
+    rows: tuple[Row, ...]
+    best: tuple[Best, ...]
+
+    def row(self, task: str, device: str, policy: str) -> Row | None:
+        """One system's row; None where it was not run."""
+        key = (task, device, policy)
+        return next((row for row in self.rows if (row.task, row.device, row.policy) == key), None)
+
+
+def evaluate(
+    devices: Sequence[PaperDevice],
+    progress: Callable[[str, int, int], None],
+    tasks: Sequence[str] = TASKS,
+    sample_requests: int = SAMPLE_REQUESTS,
+) -> Evaluation:
+    """Run every system on every task and device. ``tasks``: SHORT_TASKS are the short form.
+
+    ``progress`` is told what begins, and how many of how many steps are done. Raises ConfigError where a device has no
+    room for a system.
+    """
+    boards = tuple(dict.fromkeys(name[0] for name in tasks))
+    steps = len(devices) * (len(boards) + len(tasks))
+    rows: list[Row] = []
+    best: list[Best] = []
+    done = 0
+    for device in devices:
+        for board in boards:
+            progress(f"searching for board {board} on {device.device}", done, steps)
+            sample = sample_of(board, sample_requests)
+            found = {policy: search_best(device, sample, board, _start(policy)) for policy in (PAPER, COSERVE)}
+            best += found.values()
+            done += 1
+            for name in (name for name in tasks if name[0] == board):
+                progress(f"task {name} on {device.device}", done, steps)
+                task = paper_task(name)
+                set_up = systems(device, found[PAPER].system, found[COSERVE].system)
+                rows += [simulate(system, device, task) for system in set_up]
+                done += 1
+    progress("done", done, steps)
+    return Evaluation(tuple(rows), tuple(sorted(best, key=lambda each: each.system.policy != PAPER)))
+
+
+def casual_system(device: PaperDevice) -> System:
+    """CoServe Casual: executors and memory as one would choose them without a search (section 5.2)."""
+    return System(CASUAL, PAPER, {GPU: CASUAL_GPU_EXECUTORS[device.is_split], CPU: 1})
+
+
+def systems(device: PaperDevice, paper: System, ours: System) -> tuple[System, ...]:
+    """Every system of the evaluation, in the order of POLICIES. ``paper``, ``ours``: as found for this device."""
+    return (
+        System(SAMBA, SAMBA, {GPU: 1}),
+        System(SAMBA_FIFO, SAMBA_FIFO, {GPU: 1}),
+        System(SAMBA_PARALLEL, SAMBA_PARALLEL, paper.executors),  # as many executors as CoServe (section 5.1)
+        casual_system(device),
+        *(replace(paper, name=policy, policy=policy) for policy in ABLATIONS),
+        ours,
+        replace(ours, name=COSERVE_5S, max_overtake_s=Limits(()).max_overtake_s),
+        replace(ours, name=COSERVE_PACKED, loading=Loading.PACKED),
+    )
+
+
+def _start(policy: str) -> System:
+    """What a search begins with. Each executor of the paper's loads for itself; ours keeps its own limit."""
+    in_flight = Limits(()).loads_in_flight if policy == COSERVE else None
+    return System(policy, policy, {GPU: 1, CPU: 1}, loads_in_flight=in_flight)
+
+
+def shortfalls(evaluation: Evaluation) -> list[str]:
+    """Each target of the evaluation that is missed, in words; empty when all are reached."""
+    found: list[str] = []
+    for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
+        rows = {row.policy: row for row in evaluation.rows if (row.task, row.device) == (task, device)}
+        missing = [policy for policy in POLICIES if policy not in rows]
+        found += [f"{task} on {device}: nothing was run for {policy}" for policy in missing]
+        if not missing:
+            found += [f"{task} on {device}: {text}" for text in _task_shortfalls(rows)]
+    for best in evaluation.best:
+        if best.system.policy == PAPER:
+            found += [f"board {best.board} on {best.device}: {text}" for text in _sweep_shortfalls(best)]
+    return found
+
+
+def _task_shortfalls(rows: dict[str, Row]) -> list[str]:
+    samba, paper, ours = rows[SAMBA], rows[PAPER], rows[COSERVE]
+    ratio = paper.images_per_s / samba.images_per_s
+    found = []
+    if not LEAST_RATIO <= ratio <= MOST_RATIO:
+        found.append(f"paper over Samba-CoE is {ratio:.2f}, not {LEAST_RATIO} to {MOST_RATIO:g}")
+    if ours.images_per_s <= paper.images_per_s:
+        found.append(f"coserve with {ours.images_per_s:.2f} images/s is not above paper with {paper.images_per_s:.2f}")
+    order = [rows[policy].images_per_s for policy in ABLATIONS]
+    if any(later <= earlier for earlier, later in pairwise(order)):
+        figures = ", ".join(f"{name} {value:.2f}" for name, value in zip(ABLATIONS, order, strict=True))
+        found.append(f"the ablations are not in the paper's order: {figures} images/s")
+    for row in (paper, ours):
+        fewer = fewer_switches(row, samba)
+        if fewer < LEAST_FEWER_SWITCHES:
+            counts = f"{samba.switches} to {row.switches}"
+            found.append(f"{row.policy} has {fewer:.0%} fewer switches ({counts}), not {LEAST_FEWER_SWITCHES:.0%}")
+    return found
+
+
+def _sweep_shortfalls(best: Best) -> list[str]:
+    """Every sweep has its highest throughput inside; the one over memory only where there is one."""
+    sweeps = {"GPU executors": best.gpu_sweep, "CPU executors": best.cpu_sweep, "experts": best.memory}
+    return [
+        f"the highest throughput over {name} is at the {'low' if place == 0 else 'high'} end of the sweep"
+        for name, rows in sweeps.items()
+        if rows and (place := highest(rows)) in (0, len(rows) - 1)
+    ]
+
+
+def highest(rows: Sequence[Row]) -> int:
+    """Where in a sweep the throughput is highest; the first of equal ones."""
+    return max(range(len(rows)), key=lambda number: rows[number].images_per_s)
+
+
+def fewer_switches(row: Row, than: Row) -> float:
+    """The part of another row's switches that this one does without; 0 when the other has none."""
+    return 1 - row.switches / than.switches if than.switches else 0.0
