@@ -138,13 +138,13 @@ def _differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
     if then.model != now.model:
         yield f"the device's model is {now.model!r} now, {then.model!r} in the profile"
     if then.processors != now.processors:
-        yield f"the processors are {', '.join(now.processors)} now, {', '.join(then.processors)} in the profile"
+        here, there = (" and ".join(box.processors) for box in (now, then))
+        yield f"the processors are {here} now, {there} in the profile"
     if then.cores != now.cores:
         yield f"the cores are {now.cores} now, {then.cores} in the profile"
     for library in sorted({*then.versions, *now.versions}):
-        versions = now.versions.get(library), then.versions.get(library)
-        if versions[0] != versions[1]:
-            here, there = (version or "not installed" for version in versions)
+        here, there = (box.versions.get(library, "not installed") for box in (now, then))
+        if here != there:
             yield f"{library} is {here} now, {there} in the profile"
 
 

@@ -442,7 +442,7 @@ def test_a_box_as_it_was_fits(path):
     [
         (replace(BOX, device="cpu"), ["the device is cpu now, cuda in the profile"]),
         (replace(BOX, model="M2"), ["the device's model is 'M2' now, 'RTX' in the profile"]),
-        (replace(BOX, processors=("cpu",)), ["the processors are cpu now, cuda, cpu in the profile"]),
+        (replace(BOX, processors=("cpu",)), ["the processors are cpu now, cuda and cpu in the profile"]),
         (replace(BOX, cores=4), ["the cores are 4 now, 8 in the profile"]),
         (
             replace(BOX, versions={"torch": "2.16.0", "onnxruntime": "1.20"}),
