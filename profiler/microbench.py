@@ -120,13 +120,11 @@ def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = 
     """Median seconds of loading all bytes of a copy into the memory that its processor runs from, by where from.
 
     "ssd", and where memory is split also "host". The first load of a file is hashed and does not count; files take
-    turns, LOADED_FILES of them. Leaves the rig empty. Raises ExpertError.
+    turns, LOADED_FILES of them; one that cannot be loaded is left out. Leaves the rig empty. Raises ExpertError when
+    none can be loaded.
     """
-    chosen = copies[:LOADED_FILES]
-    hashed_s = [_load_once_s(rig, copy, rig.target) for copy in chosen]
-    turns = list(itertools.islice(itertools.cycle(chosen), max(loads, 1)))
+    turns = list(itertools.islice(itertools.cycle(_loadable(rig, copies)), max(loads, 1)))
     times = {SSD: median([_load_once_s(rig, copy, rig.target) for copy in turns])}
-    logger.info("loads copies=%d hashed_s=%.4f ssd_s=%.4f", len(chosen), median(hashed_s), times[SSD])
     if rig.target != HOST:
         times[HOST] = median([_copy_once_s(rig, copy) for copy in turns])
     return times
@@ -219,6 +217,24 @@ def _together_s(
             rig.bring(copy)
         rig.all_s(copies, works[:count])
         return rig.all_s(copies, works)
+
+
+def _loadable(rig: MeasuringRig, copies: Sequence[ExpertCopy]) -> list[ExpertCopy]:
+    """The first LOADED_FILES that can be loaded, each hashed by its first load. Raises ExpertError without one."""
+    found: list[ExpertCopy] = []
+    reasons: list[ExpertError] = []
+    for copy in copies:
+        try:
+            _load_once_s(rig, copy, rig.target)
+        except ExpertError as error:
+            reasons.append(error)
+        else:
+            found.append(copy)
+        if len(found) == LOADED_FILES:
+            break
+    if not found:
+        raise reasons[0]
+    return found
 
 
 def _load_once_s(rig: MeasuringRig, copy: ExpertCopy, pool: str) -> float:

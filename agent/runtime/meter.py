@@ -9,8 +9,10 @@ batch (an arena) counts from the first run on. Elsewhere nothing can be measured
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,6 +41,7 @@ class ResidentMeter:
     """The resident memory of this process. Other work in the process, if any, counts as the run's."""
 
     def __init__(self) -> None:
+        gc.collect()  # what is nobody's goes now, and not during a run
         _give_back_unused()
         self._held_bytes = _status_bytes("RssAnon")
 
@@ -74,6 +77,7 @@ def meter_for(processor: str) -> WorkspaceMeter | None:
     return ResidentMeter() if device == "cpu" and sees_allocations() else None
 
 
+@cache
 def sees_allocations() -> bool:
     """Does the high-water mark tell of memory that was taken and given back, for the second time as for the first?
 
