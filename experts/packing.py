@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from experts.sharing import Partition
     from experts.weights import SegmentStore, TensorSpec
 
-__all__ = ["PackingReport", "PackingStep", "import_weights", "pack_line"]
+__all__ = ["PackingReport", "PackingStep", "forget_other_forms", "import_weights", "pack_line"]
 
 PACKING_FORMAT = 1  # raise it when packed bytes change their meaning: everything is packed again
 COPY_BYTES = 8 * 1024 * 1024
@@ -92,6 +92,17 @@ def pack_line(
             packing.settle()
         packing.collect_garbage({job.expert.id for job in jobs})
     return packing.report()
+
+
+def forget_other_forms(precisions: Mapping[str, Collection[Precision]], store: SegmentStore) -> None:
+    """Remove what lies packed in other precisions than these, by expert id: all experts of the line are named.
+
+    For whoever packed several forms to choose between them; nobody may run from those that go.
+    """
+    packing = _Packing(store)
+    with store.locked():
+        packing.forget(precisions)
+        packing.collect_garbage(precisions.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +177,13 @@ class _Packing:
                     manifest = draft.manifest  # divided as it was, and still complete
                 self._packed[expert][precision] = manifest.packed
                 self._sources[expert] = manifest.source
+
+    def forget(self, precisions: Mapping[str, Collection[Precision]]) -> None:
+        """Drop the manifests of other precisions."""
+        for manifest in self._manifests.read_all():
+            packed = manifest.packed
+            if packed.precision not in precisions.get(packed.expert, ()):
+                self._manifests.delete(packed.expert, packed.precision)
 
     def collect_garbage(self, line: Collection[str]) -> None:
         """Forget experts that left the line or changed; then remove files without a manifest that names them."""

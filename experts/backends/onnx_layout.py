@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 
 IDENTITY_KEY = "coserve.runtime"
 SIZE_MAXIMUM_BYTES = 2**31 - 2**24  # of a serialised graph with the weights of its convolutions; a limit of ONNX
-DISABLED_OPTIMIZERS = ("QuickGeluFusion",)  # it takes x * sigmoid(x) out of the blocked order, and back, at every layer
+DISABLED_OPTIMIZERS = (
+    "ConvAddFusion",  # these three change the values of weights, by constants that follow the convolution
+    "ConvMulFusion",
+    "ConvBNFusion",
+    "QuickGeluFusion",  # it takes x * sigmoid(x) out of the blocked order, and back, at every layer
+)
 
 
 class Order(StrEnum):
@@ -87,7 +92,8 @@ class LaidOutGraph:
 def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
     """The graph as ONNX Runtime executes it on this CPU; ``model`` is used up.
 
-    Raises ValueError where it is too large to be optimised, ``onnx_session.REFUSALS`` where it cannot be run.
+    Raises ValueError where it is too large or a weight is not found again, ``onnx_session.REFUSALS`` where it cannot
+    be run at all.
     """
     order = [value.name for value in model.graph.input]
     probes = _probes(model)
@@ -98,6 +104,9 @@ def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
     untouched = {value.name: _shape(value) for value in result.graph.input if value.name != images}
     placements = {name: Placement(name, Order.AS_IS, 1, shape) for name, shape in untouched.items()}
     placements |= _lift(result, probes)
+    lost = sorted(probes.keys() - {placement.source for placement in placements.values()})
+    if lost:
+        raise ValueError(f"ONNX Runtime makes something else of its weights {', '.join(lost[:4])}")
     names = sorted(placements, key=lambda name: (order.index(placements[name].source), name))
     inputs = {value.name: value for value in result.graph.input}
     result.graph.ClearField("input")
@@ -139,12 +148,16 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _probes(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Values for what convolutions read: like no other's, and the first element of each tells which weight it is."""
-    shapes = {value.name: _shape(value) for value in model.graph.input}
-    read = (name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:3])
+    """Values for what convolutions alone read: like no other's, and the first of each tells which weight it is.
+
+    A weight that something else reads as well stays an input, lest what is computed from it becomes a constant.
+    """
+    by_convolutions = (name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:3])
+    by_others = {name for node in model.graph.node for name in node.input[: 1 if node.op_type == "Conv" else None]}
+    shapes = {value.name: _shape(value) for value in model.graph.input if value.name not in by_others}
     random = np.random.default_rng(0)
     probes: dict[str, np.ndarray] = {}
-    for number, name in enumerate(dict.fromkeys(name for name in read if name in shapes), start=1):
+    for number, name in enumerate(dict.fromkeys(name for name in by_convolutions if name in shapes), start=1):
         values = random.random(shapes[name], dtype=np.float32)
         values.flat[0] = number
         probes[name] = values

@@ -22,6 +22,10 @@ FAMILIES = {
     "onnx": lambda files, name, seed: files.onnx(name, seed),
     "fake": lambda files, name, seed: files.fake(name),
 }
+FORMS = [
+    *((family, Precision.FP32) for family in FAMILIES),
+    *((family, Precision.ONNXRUNTIME) for family in ("resnet18-3x3", "mobilenet_v3_small", "yolov5n", "fake")),
+]
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,19 @@ class Packed:
     experts: tuple
     store: SegmentStore
     forms: tuple
+    precision: Precision
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FORMS, ids="-".join)
 def packed(request, tmp_path_factory, make_files):
-    folder = tmp_path_factory.mktemp(request.param)
+    family, precision = request.param
+    folder = tmp_path_factory.mktemp(family)
     files = make_files(folder)
-    experts = tuple(FAMILIES[request.param](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
+    experts = tuple(FAMILIES[family](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
     store = SegmentStore(folder / "packed")
-    report = pack_line(experts, lambda expert: {Precision.FP32}, store)
+    report = pack_line(experts, lambda expert: {precision}, store)
     assert report.failed == {}
-    yield Packed(experts, store, tuple(report.packed[expert.id][Precision.FP32] for expert in experts))
+    yield Packed(experts, store, tuple(report.packed[expert.id][precision] for expert in experts), precision)
     store.close()
 
 
@@ -49,6 +55,11 @@ def packed(request, tmp_path_factory, make_files):
 def slot(packed, make_slot):
     """The first expert, loaded."""
     return make_slot(packed.experts[0], packed.forms[0], packed.store)
+
+
+@pytest.fixture
+def precision(packed):
+    return packed.precision
 
 
 @pytest.fixture
@@ -80,6 +91,12 @@ def test_every_image_of_a_batch_is_answered_in_order(packed, slot, image):
     assert all(each.label in {*expert.labels, NOTHING_FOUND} and 0 <= each.score <= 1 for each in together)
 
 
+def test_one_skeleton_program_serves_both_experts(packed):
+    first, second = packed.forms
+    assert first.program_sha256 == second.program_sha256
+    assert packed.store.program(first) == packed.store.program(second)
+
+
 def test_an_empty_batch_is_the_callers_error(packed, slot):
     with pytest.raises(ValueError, match="empty batch"):
         slot.infer(packed.experts[0])
@@ -101,10 +118,10 @@ def test_tensors_of_another_form_do_not_bind(slot):
         slot.skeleton.bind({"elsewhere": torch.zeros(3)})
 
 
-def test_workspace_grows_linearly_with_the_batch(packed):
+def test_workspace_grows_linearly_with_the_batch(packed, precision):
     expert = packed.experts[0]
     backend = backend_for(expert.architecture)
-    one, two, four = (backend.workspace_bytes(expert, Precision.FP32, count) for count in (1, 2, 4))
+    one, two, four = (backend.workspace_bytes(expert, precision, count) for count in (1, 2, 4))
     assert four - two == 2 * (two - one)
     assert one >= 4 * 3 * expert.input.height * expert.input.width or expert.architecture == "fake"
 
@@ -116,31 +133,31 @@ def test_an_image_of_another_kind_is_the_callers_error(packed, image):
             backend_for(expert.architecture).prepare(expert, wrong)
 
 
-def test_truncated_weights_are_corrupt(broken):
+def test_truncated_weights_are_corrupt(broken, precision):
     content = broken.weights.read_bytes()
     broken.weights.write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsCorrupt, match=broken.id):
-        backend_for(broken.architecture).pack(broken, Precision.FP32)
+        backend_for(broken.architecture).pack(broken, precision)
 
 
-def test_absent_weights_are_missing(broken):
+def test_absent_weights_are_missing(broken, precision):
     broken.weights.unlink()
     with pytest.raises(WeightsMissing, match=str(broken.weights)):
-        backend_for(broken.architecture).pack(broken, Precision.FP32)
+        backend_for(broken.architecture).pack(broken, precision)
 
 
-def test_another_number_of_labels_is_a_mismatch_that_says_so(packed):
+def test_another_number_of_labels_is_a_mismatch_that_says_so(packed, precision):
     expert = replace(packed.experts[0], labels=("a", "b", "c", "d"))
     if expert.architecture == "fake":
         pytest.skip("a fake answers with whatever labels the line names")
     with pytest.raises(WeightsMismatch, match=r"tells 3 labels apart.* the line names 4"):
-        backend_for(expert.architecture).pack(expert, Precision.FP32)
+        backend_for(expert.architecture).pack(expert, precision)
 
 
-def test_a_pickle_is_never_read(packed, broken):
+def test_a_pickle_is_never_read(packed, broken, precision):
     if broken.architecture == "fake":
         pytest.skip("a fake has no weights file but its declaration")
     pickled = broken.weights.with_suffix(".pt")
     torch.save({"weight": torch.zeros(2)}, pickled)
     with pytest.raises(WeightsRefused):
-        backend_for(broken.architecture).pack(replace(broken, weights=pickled), Precision.FP32)
+        backend_for(broken.architecture).pack(replace(broken, weights=pickled), precision)

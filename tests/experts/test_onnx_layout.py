@@ -1,0 +1,196 @@
+"""Weights in the order that ONNX Runtime executes: the same answers, and every byte where it belongs."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from experts.backends.onnx_layout import Order, Placement, identity_of, laid_out, runtime_identity
+from experts.backends.onnx_session import session_once
+
+SIZE = 6
+
+
+def value(name, *shape):
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
+
+
+def graph_of(nodes, weights, outs):
+    """A graph whose weights are inputs; ``weights``: name -> shape."""
+    inputs = [value("images", "n", 3, SIZE, SIZE), *(value(name, *shape) for name, shape in weights.items())]
+    graph = helper.make_graph(nodes, "made", inputs, [value("answer", "n", outs, SIZE, SIZE)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def residual_graph(channels):
+    """A stem, a convolution around which its input goes, and one with a group per channel."""
+    nodes = [
+        helper.make_node("Conv", ["images", "stem", "stem.bias"], ["s"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["s"], ["r"]),
+        helper.make_node("Conv", ["r", "inner", "inner.bias"], ["i"], pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["i", "r"], ["a"]),
+        helper.make_node("Conv", ["a", "deep"], ["d"], pads=[1, 1, 1, 1], group=channels),
+        helper.make_node("Mul", ["d", "scale"], ["answer"]),
+    ]
+    weights = {
+        "stem": (channels, 3, 3, 3),
+        "stem.bias": (channels,),
+        "inner": (channels, channels, 3, 3),
+        "inner.bias": (channels,),
+        "deep": (channels, 1, 3, 3),
+        "scale": (channels, 1, 1),
+    }
+    return graph_of(nodes, weights, channels), weights
+
+
+def random_weights(shapes, seed=1):
+    random = np.random.default_rng(seed)
+    return {name: torch.from_numpy(random.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+
+
+def answer(model, weights):
+    images = np.random.default_rng(2).normal(size=(2, 3, SIZE, SIZE)).astype(np.float32)
+    feeds = {name: tensor.numpy() for name, tensor in weights.items()}
+    return session_once(model).run(None, {"images": images, **feeds})[0]
+
+
+def check_same_answers(model, shapes):
+    weights = random_weights(shapes)
+    expected = answer(model, weights)
+    graph = laid_out(model, "images")
+    program = onnx.load_from_string(graph.program)
+    found = answer(program, graph.tensors(weights))
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    return graph, program
+
+
+@pytest.mark.parametrize("channels", [1, 3, 8, 16, 24, 32, 40])
+def test_whatever_the_channels_the_answers_stay(channels):
+    graph, program = check_same_answers(*residual_graph(channels))
+    assert {placement.source for placement in graph.placements.values()} == set(residual_graph(channels)[1])
+    assert not [tensor for tensor in program.graph.initializer if tensor.data_type == TensorProto.FLOAT]
+
+
+def test_convolutions_get_the_order_that_this_processor_wants():
+    graph, program = check_same_answers(*residual_graph(32))
+    is_blocked = any(node.domain == "com.microsoft.nchwc" for node in program.graph.node)
+    assert (graph.placements["inner"].order is Order.BLOCKED) == is_blocked
+    assert (graph.placements["stem"].order is Order.OUT_BLOCKED) == is_blocked
+    assert graph.placements["scale"].order is Order.AS_IS
+
+
+def test_a_weight_of_two_convolutions_serves_both():
+    nodes = [
+        helper.make_node("Conv", ["images", "weight"], ["first"], pads=[1, 1, 1, 1]),
+        helper.make_node("Conv", ["first", "weight"], ["answer"], pads=[1, 1, 1, 1]),
+    ]
+    check_same_answers(graph_of(nodes, {"weight": (3, 3, 3, 3)}, 3), {"weight": (3, 3, 3, 3)})
+
+
+def test_a_weight_that_is_convolved_with_and_added_serves_both():
+    nodes = [
+        helper.make_node("Conv", ["images", "weight"], ["c"]),
+        helper.make_node("ReduceSum", ["weight"], ["sum"], keepdims=0),
+        helper.make_node("Add", ["c", "sum"], ["answer"]),
+    ]
+    check_same_answers(graph_of(nodes, {"weight": (16, 3, 1, 1)}, 16), {"weight": (16, 3, 1, 1)})
+
+
+def test_constants_of_the_graph_stay_in_it():
+    nodes = [
+        helper.make_node("Conv", ["images", "weight"], ["c"]),
+        helper.make_node("Mul", ["c", "table"], ["answer"]),
+    ]
+    model = graph_of(nodes, {"weight": (16, 3, 1, 1)}, 16)
+    table = np.arange(16, dtype=np.float32).reshape(16, 1, 1)
+    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+    graph, _ = check_same_answers(model, {"weight": (16, 3, 1, 1)})
+    assert set(graph.placements) == {"weight"}
+
+
+def test_a_weight_that_is_not_found_again_is_told_by_name():
+    nodes = [
+        helper.make_node("Conv", ["images", "idle"], ["nobody reads this"]),
+        helper.make_node("Conv", ["images", "weight"], ["answer"]),
+    ]
+    with pytest.raises(ValueError, match="something else of its weights idle"):
+        laid_out(graph_of(nodes, {"weight": (16, 3, 1, 1), "idle": (16, 3, 1, 1)}, 16), "images")
+
+
+def test_a_program_names_what_it_is_laid_out_for():
+    graph = laid_out(residual_graph(16)[0], "images")
+    assert identity_of(graph.program) == runtime_identity()
+    assert identity_of(residual_graph(16)[0].SerializeToString()) is None
+
+
+def test_filters_in_blocks_of_outputs_by_hand():
+    weight = torch.arange(6.0).view(3, 2, 1, 1) + 1  # outputs (1 2) (3 4) (5 6), filled up to four
+    placement = Placement("w", Order.OUT_BLOCKED, 2, (4, 2, 1, 1))
+    assert placement.laid(weight).flatten().tolist() == [1, 3, 2, 4, 5, 0, 6, 0]
+
+
+def test_filters_in_blocks_of_both_by_hand():
+    weight = torch.arange(8.0).view(2, 4, 1, 1)  # outputs (0 1 2 3) (4 5 6 7)
+    placement = Placement("w", Order.BLOCKED, 2, (2, 4, 1, 1))
+    assert placement.laid(weight).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_a_bias_is_filled_up_with_zeros():
+    assert Placement("b", Order.PADDED, 1, (4,)).laid(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 2, 3, 0]
+
+
+@given(
+    out_blocks=st.integers(1, 3),
+    in_blocks=st.integers(1, 3),
+    missing=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_every_value_of_a_blocked_filter_is_where_the_kernel_reads_it(out_blocks, in_blocks, missing, kernel):
+    block, (height, width) = 4, kernel
+    outs, ins = out_blocks * block - missing[0], in_blocks * block - missing[1]
+    weight = torch.arange(1.0, outs * ins * height * width + 1).view(outs, ins, height, width)
+    placement = Placement("w", Order.BLOCKED, block, (out_blocks * block, in_blocks * block, height, width))
+    flat = placement.laid(weight).flatten()
+    for o, i, y, x in np.ndindex(outs, ins, height, width):
+        outer = ((o // block * in_blocks + i // block) * height + y) * width + x
+        assert flat[(outer * block + i % block) * block + o % block] == weight[o, i, y, x]
+    assert int((flat == 0).sum()) == flat.numel() - weight.numel()
+
+
+def test_another_process_makes_the_same_program():
+    """Names that ONNX Runtime gives depend on addresses and hashes; programs must not."""
+    script = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('again', sys.argv[1])\n"
+        "again = importlib.util.module_from_spec(spec); spec.loader.exec_module(again)\n"
+        "import hashlib; print(hashlib.sha256(again.branching_program()).hexdigest())\n"
+    )
+    digests = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
+        ended = subprocess.run(
+            [sys.executable, "-c", script, __file__], env=environment, capture_output=True, text=True, timeout=100
+        )
+        assert ended.returncode == 0, ended.stderr
+        digests.add(ended.stdout)
+    assert len(digests) == 1
+
+
+def branching_program():
+    """A graph in which many values leave the blocked order."""
+    nodes = [helper.make_node("Conv", ["images", "stem"], ["v0"], pads=[1, 1, 1, 1])]
+    for number in range(20):
+        nodes += [
+            helper.make_node("Conv", [f"v{number}", "inner"], [f"c{number}"], pads=[1, 1, 1, 1]),
+            helper.make_node("Transpose", [f"c{number}"], [f"t{number}"], perm=[0, 1, 3, 2]),
+            helper.make_node("Add", [f"t{number}", f"c{number}"], [f"v{number + 1}"]),
+        ]
+    nodes.append(helper.make_node("Identity", ["v20"], ["answer"]))
+    return laid_out(graph_of(nodes, {"stem": (16, 3, 3, 3), "inner": (16, 16, 3, 3)}, 16), "images").program
