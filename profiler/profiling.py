@@ -23,12 +23,13 @@ from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
 from agent.profile import ProfileDraft, StoredProfile, identity_of, packed_sha256, read_profile, replace_usage
 from agent.records.database import StateLock
+from agent.runtime.device import torch_device
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.slots import ExpertCopy
 from experts.backends import family
 from experts.errors import BackendUnavailable, ConfigError, ExpertError
 from experts.expert import Precision
-from experts.packing import pack_line
+from experts.packing import forget_other_forms, pack_line
 from experts.weights import SegmentStore
 from profiler.agreement import TOLERANCE, candidate_precisions, choose_precision, compare, image_s
 from profiler.allocation import SearchOptions
@@ -163,6 +164,8 @@ class _Profiling:
         wanted = {copy.expert.id: forms[kind_of(copy)] for copy in references if forms[kind_of(copy)]}
         copies = self._packed(wanted)
         listed = [copy for form in copies for copy in copies[form] if form in wanted.get(copy.expert.id, ())]
+        kept = {name: wanted.get(name, {self._reference(name)}) for name in self._config.catalog.experts}
+        forget_other_forms(kept, self._segments)
         self._draft.save_packed(
             {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in listed}
         )
@@ -177,8 +180,10 @@ class _Profiling:
     def _forms(self, expert: str, processors: Iterable[str]) -> Iterable[Precision]:
         """What an expert may run in: what the line file gives, else all that its backend has."""
         architecture = self._config.catalog.experts[expert].architecture
-        if self._config.precision is not None and family(architecture) not in ONE_FORM:
-            return (self._config.precision,)
+        given = self._config.precision
+        if given is not None and family(architecture) not in ONE_FORM:
+            elsewhere = given.is_cpu_only and any(torch_device(processor) != "cpu" for processor in processors)
+            return (given, Precision.FP32) if elsewhere else (given,)
         try:
             return {form for processor in processors for form in candidate_precisions(architecture, processor)}
         except BackendUnavailable as error:
@@ -253,7 +258,9 @@ class _Profiling:
             if not measured[kind]:
                 continue
             if self._config.precision is not None:
-                chosen[kind] = str(self._reference(listed[0].expert.id))
+                form = self._reference(listed[0].expert.id)
+                runs = any(profile.precision == form for profile in measured[kind])
+                chosen[kind] = str(form if runs else Precision.FP32)
                 continue
             chosen[kind] = self._fastest_that_agrees(processor, kind, measured[kind], listed)
         return chosen

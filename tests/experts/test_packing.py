@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from experts.errors import LoadFailed, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import Precision
 from experts.manifests import ManifestFolder
-from experts.packing import pack_line
+from experts.packing import forget_other_forms, pack_line
 
 MIB = 1024 * 1024
 
@@ -143,6 +143,18 @@ def test_an_expert_that_left_the_line_leaves_the_disk(files, store):
     packed_in(store, experts)
     check_sound(store, packed_in(store, experts[:1]))
     assert ManifestFolder(store.directory / "manifests").read("cls/b", "fp32") is None
+
+
+def test_forms_that_were_not_chosen_leave_the_disk(files, store):
+    experts = [files.fake("cls/x"), files.fake("cls/y")]
+    pack_line(experts, lambda expert: {Precision.FP32, Precision.BF16}, store)
+    forget_other_forms({"cls/x": {Precision.BF16}, "cls/y": {Precision.FP32, Precision.BF16}}, store)
+    left = [manifest.packed for manifest in ManifestFolder(store.directory / "manifests").read_all()]
+    assert {(each.expert, each.precision) for each in left} == {
+        ("cls/x", "bf16"), ("cls/y", "fp32"), ("cls/y", "bf16"),
+    }  # fmt: skip
+    segments = {store.segment_path(segment.sha256) for each in left for segment in each.segments}
+    assert set((store.directory / "segments").iterdir()) == segments
 
 
 def test_what_several_experts_hold_in_common_is_stored_once(files, store):
