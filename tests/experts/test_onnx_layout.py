@@ -117,11 +117,13 @@ def test_constants_of_the_graph_stay_in_it():
 
 def test_a_weight_that_is_not_found_again_is_told_by_name():
     nodes = [
-        helper.make_node("Conv", ["images", "idle"], ["nobody reads this"]),
-        helper.make_node("Conv", ["images", "weight"], ["answer"]),
+        helper.make_node("Conv", ["table", "early"], ["c"]),  # of constants alone: computed when the graph is optimised
+        helper.make_node("Add", ["images", "c"], ["answer"]),
     ]
-    with pytest.raises(ValueError, match="something else of its weights idle"):
-        laid_out(graph_of(nodes, {"weight": (16, 3, 1, 1), "idle": (16, 3, 1, 1)}, 16), "images")
+    model = graph_of(nodes, {"early": (3, 2, 1, 1)}, 3)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((1, 2, SIZE, SIZE), dtype=np.float32), "table"))
+    with pytest.raises(ValueError, match="something else of its weights early"):
+        laid_out(model, "images")
 
 
 def test_a_program_names_what_it_is_laid_out_for():
