@@ -2,8 +2,9 @@
 
 First the executors are swept, with a memory that nothing was searched for; then the decay window slides over the memory
 of a GPU that has one of its own, and the bounds of the windows behind the one where it stopped are run as well: on a
-sample the throughput does not rise in a line, and what is best of all that was run is taken. Where the memory is unified
-the batches get what they can use at most, as section 4.4 has it for limited processors.
+sample the throughput does not rise in a line, and the best of all that was run is taken. In unified memory the batches
+get what they can use at most, as section 4.4 has it for limited processors. There are no more CPU executors than a box
+would be given, whose operators use several cores each.
 
 Guarantees: simulated, seeded, and everything that was run is kept.
 """
@@ -20,6 +21,8 @@ from profiler.systems import CASUAL_FRACTION, Row, System, most_experts, simulat
 from profiler.windows import WindowSearch, decay_window_search, decay_windows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from profiler.devices import PaperDevice
     from profiler.tasks import Task
 
@@ -85,6 +88,11 @@ def search_best(device: PaperDevice, sample: Task, board: str, start: System) ->
     memory = tuple(rows[experts] for experts in sorted(rows))
     chosen = max(rows, key=lambda experts: (rows[experts].images_per_s, experts))
     return Best(board, device.device, replace(best, experts=chosen), tuple(tried), memory, search)
+
+
+def highest(rows: Sequence[Row]) -> int:
+    """Where in a sweep the throughput is highest; the first of equal ones."""
+    return max(range(len(rows)), key=lambda number: rows[number].images_per_s)
 
 
 def _ascending(rows: tuple[Row, ...], counted: str, beside: str, count: int) -> tuple[Row, ...]:

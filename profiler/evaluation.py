@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from agent.core.performance import Limits
-from profiler.best import Best, search_best
+from profiler.best import Best, highest, search_best
 from profiler.devices import CPU, GPU
 from profiler.systems import Loading, Row, System, simulate
 from profiler.tasks import TASKS, paper_task, sample_of
@@ -153,11 +153,6 @@ def _sweep_shortfalls(best: Best) -> list[str]:
         for name, rows in sweeps.items()
         if rows and (place := highest(rows)) in (0, len(rows) - 1)
     ]
-
-
-def highest(rows: Sequence[Row]) -> int:
-    """Where in a sweep the throughput is highest; the first of equal ones."""
-    return max(range(len(rows)), key=lambda number: rows[number].images_per_s)
 
 
 def fewer_switches(row: Row, than: Row) -> float:

@@ -1,0 +1,285 @@
+"""Figures 13 to 19 of the paper beside ours: tables in Markdown, charts as PNG.
+
+Guarantees: what stands under "the paper" is what its text says (CoServe, sections 5.2 and 5.3); the heights of the bars
+in its figures are in no text and are not guessed. Whatever was simulated is shown, targets that are missed included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from profiler.best import highest
+from profiler.charts import Series, bar_chart, line_chart
+from profiler.devices import CPU, GPU
+from profiler.evaluation import (
+    ABLATIONS,
+    CASUAL,
+    COSERVE,
+    COSERVE_5S,
+    COSERVE_PACKED,
+    PAPER,
+    SAMBA,
+    SAMBA_FIFO,
+    SAMBA_PARALLEL,
+    fewer_switches,
+    shortfalls,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from profiler.best import Best
+    from profiler.evaluation import Evaluation
+    from profiler.prescheduled import SchedulingCost
+    from profiler.systems import Row
+
+NAMES = {
+    SAMBA: "Samba-CoE",
+    SAMBA_FIFO: "Samba-CoE FIFO",
+    SAMBA_PARALLEL: "Samba-CoE Parallel",
+    CASUAL: "CoServe Casual",
+    PAPER: "CoServe Best",
+    COSERVE: "coserve (ours)",
+    COSERVE_5S: "coserve, overtaking 5 s at most",
+    COSERVE_PACKED: "coserve, packed weights",
+    "none": "CoServe None",
+    "em": "CoServe EM",
+    "em-ra": "CoServe EM+RA",
+}
+BASELINES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, CASUAL, PAPER, COSERVE, COSERVE_PACKED)
+OURS = (COSERVE, COSERVE_5S, COSERVE_PACKED)
+SIMULATED = "simulated; device constants derived from the paper's text"
+PAPER_RATIOS = {"numa": "4.5 to 10.5", "uma": "4.6 to 12"}
+PAPER_SWITCHES = {("B2", "numa"): "93.87 % (1,060 to 65)", ("B1", "uma"): "78.5 % (293 to 63)"}
+PAPER_EXECUTORS = {"A": "3 GPU + 1 CPU", "B": "4 GPU + 1 CPU"}
+PAPER_MEMORY = {
+    "A": "window 28 to 39, 35 experts chosen, 25.4 images/s, linear error 7.7 %",
+    "B": "window 31 to 42, 34 experts chosen, 26.7 images/s, linear error 7.5 %",
+}
+
+
+def write_figures(evaluation: Evaluation, folder: Path, cost: SchedulingCost | None = None) -> str:
+    """All figures as one Markdown text; the charts it shows are written into ``folder``.
+
+    ``cost``: what scheduling costs, measured on the real engine, for figure 19; None leaves it open.
+    """
+    sections = (
+        figure_13(evaluation, folder),
+        figure_14(evaluation, folder),
+        figure_15(evaluation, folder),
+        figure_16(evaluation, folder),
+        figure_17(evaluation, folder),
+        figure_18(evaluation, folder),
+        figure_19(folder, cost),
+        short_of(evaluation),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def figure_13(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput of every system, and over Samba-CoE."""
+    charts = _charts(evaluation, folder, 13, "Throughput", "images/s", BASELINES, _images_per_s)
+    runs = _runs(evaluation)
+    lines = [
+        *_lines(evaluation, BASELINES, lambda row: f"{row.images_per_s:.1f}"),
+        ("Best over Samba-CoE", *(_ratio(evaluation, run, PAPER) for run in runs)),
+        ("the paper's, over all tasks", *(PAPER_RATIOS.get(device, "-") for _, device in runs)),
+        ("ours over Samba-CoE", *(_ratio(evaluation, run, COSERVE) for run in runs)),
+    ]
+    said = (
+        "The paper: CoServe Casual is up to 8.5 (NUMA) and 10.6 (UMA) times Samba-CoE; on NUMA it is 5.71 % (24.5 to "
+        "23.1 images/s) to 18.75 % (27.2 to 22.1) below Best."
+    )
+    return _section("Figure 13: throughput, images/s", charts, _header(runs), lines, said)
+
+
+def figure_14(evaluation: Evaluation, folder: Path) -> str:
+    """Expert switches: loads that a request had to wait for."""
+    charts = _charts(evaluation, folder, 14, "Expert switches", "switches", BASELINES, _switches)
+    runs = _runs(evaluation)
+    lines = [
+        *_lines(evaluation, BASELINES, lambda row: str(row.switches)),
+        ("Best, fewer than Samba-CoE", *(_fewer(evaluation, run, PAPER) for run in runs)),
+        ("the paper's", *(PAPER_SWITCHES.get(run, "78.5 to 93.87 %") for run in runs)),
+        ("ours, fewer than Samba-CoE", *(_fewer(evaluation, run, COSERVE) for run in runs)),
+    ]
+    said = (
+        "A switch is a load, from the SSD or from host memory, that a request had to wait for. The paper: Best has "
+        "1.28 to 18.18 % fewer than Casual on NUMA and 16.48 to 31.13 % fewer on UMA."
+    )
+    return _section("Figure 14: expert switches", charts, _header(runs), lines, said)
+
+
+def figure_15(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput of the ablations, and of our policy."""
+    charts = _charts(evaluation, folder, 15, "Ablations", "images/s", ABLATIONS, _images_per_s)
+    lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: f"{row.images_per_s:.1f}")
+    said = "The paper: each optimisation adds to the throughput, None < EM < EM+RA < CoServe; its text has no figures."
+    title = "Figure 15: throughput of the ablations, images/s"
+    return _section(title, charts, _header(_runs(evaluation)), lines, said)
+
+
+def figure_16(evaluation: Evaluation, folder: Path) -> str:
+    """Switches of the ablations, and of our policy."""
+    charts = _charts(evaluation, folder, 16, "Ablations: expert switches", "switches", ABLATIONS, _switches)
+    lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: str(row.switches))
+    said = "The paper: each optimisation reduces the number of switches; its text has no figures."
+    title = "Figure 16: expert switches of the ablations"
+    return _section(title, charts, _header(_runs(evaluation)), lines, said)
+
+
+def figure_17(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput over the number of executors, on a sample."""
+    searches = _paper_searches(evaluation)
+    charts = []
+    for device in dict.fromkeys(best.device for best in searches):
+        sweeps = {best.board: _by_executors(best) for best in searches if best.device == device}
+        settings = sorted({setting for sweep in sweeps.values() for setting in sweep})
+        chart = folder / f"figure-17-{device}.png"
+        bar_chart(
+            chart,
+            f"Executors of CoServe on {device}, on a sample",
+            "images/s",
+            [f"{gpu}G+{cpu}C" for gpu, cpu in settings],
+            {f"board {board}": [sweep.get(setting) for setting in settings] for board, sweep in sweeps.items()},
+            SIMULATED,
+        )
+        charts.append(chart)
+    lines = []
+    for best in searches:
+        chosen = f"{best.system.executors[GPU]} GPU + {best.system.executors[CPU]} CPU"
+        tried = ", ".join(f"{gpu}G+{cpu}C {value:.1f}" for (gpu, cpu), value in _by_executors(best).items())
+        lines.append((best.board, best.device, chosen, PAPER_EXECUTORS.get(best.board, "-"), tried))
+    header = ("board", "device", "best", "the paper's", "all that was run, images/s")
+    said = (
+        "G and C are executors of the GPU and of the CPU. The simulation charges one more executor the memory of its "
+        "process and its part of the processor, and nothing else that the paper's further executors may cost."
+    )
+    return _section("Figure 17: executors", charts, header, lines, said)
+
+
+def figure_18(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput over the number of experts that the GPU's memory has room for, on a sample."""
+    searches = [best for best in _paper_searches(evaluation) if best.memory]
+    if not searches:
+        return "## Figure 18: memory for experts\n\nNo device with a memory of the GPU's own was run."
+    series = [
+        Series(f"board {each.board}", [row.experts for row in each.memory], [row.images_per_s for row in each.memory])
+        for each in searches
+    ]
+    chart = folder / "figure-18.png"
+    line_chart(chart, "Room for experts in GPU memory, on a sample", "experts", "images/s", series, SIMULATED)
+    lines = []
+    for best in searches:
+        window, chosen = best.search.window if best.search else None, best.memory[highest(best.memory)]
+        slid = f"{window.lower} to {window.upper}, {best.search.end}" if window and best.search else "-"
+        tried = ", ".join(f"{row.experts}: {row.images_per_s:.1f}" for row in best.memory)
+        ours = f"{chosen.experts} experts, {chosen.images_per_s:.1f} images/s"
+        lines.append((best.board, best.device, slid, ours, PAPER_MEMORY.get(best.board, "-"), tried))
+    header = ("board", "device", "window of the search", "best of all windows", "the paper's", "all, images/s")
+    said = "Where the search stopped before the best window, the throughput of the sample did not rise in a line."
+    return _section("Figure 18: memory for experts", [chart], header, lines, said)
+
+
+def figure_19(folder: Path, cost: SchedulingCost | None) -> str:
+    """What scheduling and expert management cost, on the real engine."""
+    title = "Figure 19: what scheduling costs"
+    said = "The paper: less than 3 % between scheduled and pre-scheduled inference, expert management at most 0.2 %."
+    if cost is None:
+        return f"## {title}\n\n{said} Not part of the simulation: it is measured on the real engine."
+    chart = folder / "figure-19.png"
+    latencies = [cost.scheduling_s * 1e3, cost.inference_s * 1e3, cost.prescheduled_s * 1e3]
+    groups = ["scheduling", "inference", "pre-scheduled inference"]
+    bar_chart(chart, "Average latency of one request", "ms", groups, {cost.policy: latencies}, cost.machine)
+    header = ("policy", "requests", "scheduling, ms", "inference, ms", "pre-scheduled, ms", "gap", "expert management")
+    figures = (f"{value:.3f}" for value in latencies)
+    line = (cost.policy, str(cost.requests), *figures, f"{cost.gap:.2%}", f"{cost.management_share:.3%}")
+    return _section(title, [chart], header, [line], f"{said} Here: {cost.machine}.")
+
+
+def short_of(evaluation: Evaluation) -> str:
+    """What is short of the evaluation's targets, as it is."""
+    found = shortfalls(evaluation)
+    listed = "\n".join(f"- {text}" for text in found) if found else "Nothing: every target is reached."
+    return f"## Short of its target\n\n{listed}"
+
+
+def _charts(
+    evaluation: Evaluation,
+    folder: Path,
+    figure: int,
+    title: str,
+    y_label: str,
+    policies: Sequence[str],
+    value: Callable[[Row], float],
+) -> list[Path]:
+    """One chart of bars for each device, a group for each task."""
+    charts = []
+    for device in dict.fromkeys(row.device for row in evaluation.rows):
+        tasks = [task for task, on in _runs(evaluation) if on == device]
+        bars = {
+            NAMES[policy]: [_value(evaluation, (task, device), policy, value) for task in tasks] for policy in policies
+        }
+        charts.append(folder / f"figure-{figure}-{device}.png")
+        bar_chart(charts[-1], f"{title} on {device}", y_label, [f"task {task}" for task in tasks], bars, SIMULATED)
+    return charts
+
+
+def _runs(evaluation: Evaluation) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((row.task, row.device) for row in evaluation.rows))
+
+
+def _header(runs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    return ("system", *(f"{task} {device}" for task, device in runs))
+
+
+def _lines(evaluation: Evaluation, policies: Sequence[str], text: Callable[[Row], str]) -> list[tuple[str, ...]]:
+    """A line for each system, a cell for each task and device."""
+    lines = []
+    for policy in policies:
+        rows = [evaluation.row(task, device, policy) for task, device in _runs(evaluation)]
+        lines.append((NAMES[policy], *("-" if row is None else text(row) for row in rows)))
+    return lines
+
+
+def _images_per_s(row: Row) -> float:
+    return row.images_per_s
+
+
+def _switches(row: Row) -> float:
+    return row.switches
+
+
+def _value(evaluation: Evaluation, run: tuple[str, str], policy: str, value: Callable[[Row], float]) -> float | None:
+    row = evaluation.row(*run, policy)
+    return None if row is None else value(row)
+
+
+def _ratio(evaluation: Evaluation, run: tuple[str, str], policy: str) -> str:
+    row, samba = evaluation.row(*run, policy), evaluation.row(*run, SAMBA)
+    return "-" if row is None or samba is None else f"{row.images_per_s / samba.images_per_s:.1f}"
+
+
+def _fewer(evaluation: Evaluation, run: tuple[str, str], policy: str) -> str:
+    row, samba = evaluation.row(*run, policy), evaluation.row(*run, SAMBA)
+    return "-" if row is None or samba is None else f"{fewer_switches(row, samba):.1%}"
+
+
+def _paper_searches(evaluation: Evaluation) -> list[Best]:
+    return [best for best in evaluation.best if best.system.policy == PAPER]
+
+
+def _by_executors(best: Best) -> dict[tuple[int, int], float]:
+    """Throughput by (GPU executors, CPU executors), in the order that they were run."""
+    return {(row.executors.get(GPU, 0), row.executors.get(CPU, 0)): row.images_per_s for row in best.executors}
+
+
+def _section(
+    title: str, charts: Iterable[Path], header: Sequence[str], lines: Iterable[Sequence[str]], said: str
+) -> str:
+    """A heading, the charts, a table, and what there is to say about it."""
+    table = [header, ["---"] * len(header), *lines]
+    rows = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    images = "\n".join(f"![{title}]({chart.name})" for chart in charts)
+    return f"## {title}\n\n{images}\n\n{rows}\n\n{said}"
