@@ -49,7 +49,8 @@ WORKSPACE_IMAGES = 8  # ... and the images in a batch of each, that the workspac
 NOISE = 0.01  # on what is not random in a fresh network (norms, biases), so that no two experts share it
 EXPERT_STEP, TENSOR_STEP = 9973, 7919  # where in the run of random numbers an expert begins, and each of its tensors
 HEADER_BYTES = 1 << 18  # of a .safetensors file, at most; and of a packed one's manifest
-PRECISION_BYTES = {Precision.FP32: DTYPE_BYTES["float32"], Precision.BF16: 2, Precision.FP16: 2}
+FP32_BYTES = DTYPE_BYTES["float32"]
+PRECISION_BYTES = {Precision.BF16: DTYPE_BYTES["bfloat16"], Precision.FP16: DTYPE_BYTES["float16"]}  # else fp32's
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,9 @@ def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLi
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
         tensors = {name: _fresh_tensors(name, Path(scratch)) for name in _architectures(recipe)}
+    count = recipe.classifiers + recipe.detectors
+    require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
     experts = _experts(folder, recipe)
-    require_disk(folder, _disk_bytes(experts, tensors, recipe), f"{len(experts)} experts and their packed form")
     written_bytes = _write_weights(experts, tensors, recipe.seed)
     os.sync()  # what is still to be written would be paid for by whatever is measured next
     footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.precision)
@@ -236,11 +238,12 @@ def _drawn(name: str, value: NDArray[Any], noise: NDArray[np.float32]) -> NDArra
     return drawn.astype(np.float32, copy=False)
 
 
-def _disk_bytes(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
-    """Weight files, and what packing makes of them."""
-    weights_bytes = sum(tensors[expert.architecture].size_bytes for expert in experts)
-    packed_bytes = weights_bytes * PRECISION_BYTES[recipe.precision] // DTYPE_BYTES["float32"]
-    return weights_bytes + packed_bytes + len(experts) * HEADER_BYTES
+def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
+    """Weight files, and what packing makes of them; detectors all as large as the largest architecture."""
+    largest_bytes = max(each.size_bytes for each in tensors.values())
+    weights_bytes = recipe.classifiers * tensors[recipe.architecture].size_bytes + recipe.detectors * largest_bytes
+    packed_bytes = weights_bytes * PRECISION_BYTES.get(recipe.precision, FP32_BYTES) // FP32_BYTES
+    return weights_bytes + packed_bytes + (recipe.classifiers + recipe.detectors) * HEADER_BYTES
 
 
 def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], seed: int) -> int:

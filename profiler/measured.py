@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from profiler.simulator import Arrival
 
 REASONS_SHOWN = 5
+WARMING_UP = "warming up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,15 @@ class _Bench:
 
     def run(self) -> Measurement:
         """All rounds."""
-        total = 1 + self._options.repeats * len(self.policies)
-        self._progress("bench", 0, total)
+        repeats = self._options.repeats
+        self._progress(WARMING_UP, 0, 1)
         agent, work = self._warm_up()
-        self._progress("bench", 1, total)
-        for repeat in range(self._options.repeats):
+        self._progress(WARMING_UP, 1, 1)
+        for repeat in range(1, repeats + 1):
             bandwidth, compute = self._floor(agent, work)
-            for turn, policy in enumerate(self.policies):
+            for policy in self.policies:
                 self._runs[policy].append(self._figures(policy, bandwidth, compute, agent))
-                self._progress("bench", 2 + repeat * len(self.policies) + turn, total)
+                self._progress(policy, repeat, repeats)
         first = next(iter(packed_copies(agent).values()))
         return Measurement(
             line=self._config.line,

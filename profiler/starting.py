@@ -56,7 +56,9 @@ class StartTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
+class OneStart:
+    """One start, in seconds, and what was resident when it was ready."""
+
     ready_s: float
     resident_bytes: int
     stop_s: float
@@ -71,7 +73,7 @@ def measure_start(directory: Path | None = None, starts: int = 3, *, warm: bool 
         raise ValueError(f"{starts} starts are no measurement")
     with tempfile.TemporaryDirectory(prefix="bench-start-", dir=directory) as folder:
         line = _line(Path(folder) / "line")
-        measured = [_start(line) for _ in range(starts + warm)][warm:]
+        measured = [start_once(line) for _ in range(starts + warm)][warm:]
     return StartTimes(
         starts=starts,
         ready_s=statistics.median(each.ready_s for each in measured),
@@ -111,7 +113,11 @@ def _line(folder: Path) -> Path:
     return line
 
 
-def _start(line: Path) -> _Start:
+def start_once(line: Path) -> OneStart:
+    """Serve a line until it is ready, then end it.
+
+    Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time.
+    """
     with _agent(line) as (process, log):
         started = time.perf_counter()
         _wait_until_ready(process, log)
@@ -124,7 +130,7 @@ def _start(line: Path) -> _Start:
         process.wait(STOP_LIMIT_S)
         stop_s = time.perf_counter() - asked
         drained.join()
-    return _Start(ready_s, resident_bytes, stop_s)
+    return OneStart(ready_s, resident_bytes, stop_s)
 
 
 @contextmanager
