@@ -138,8 +138,10 @@ def _draw_bars(
 
 
 def _short(value: float) -> str:
-    """A figure over a bar: three digits say enough."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    """A figure over a bar: short, so that it does not run into the next one's."""
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"
 
 
 def _finish(path: Path, figure: Figure, axes: Axes, note: str, labels: Sequence[str]) -> None:
