@@ -1,0 +1,211 @@
+"""The evaluation: one task for real, and targets, searches and figures on rows made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from profiler.best import Best, highest, search_best
+from profiler.devices import read_device
+from profiler.evaluation import (
+    ABLATIONS,
+    POLICIES,
+    Evaluation,
+    casual_system,
+    evaluate,
+    fewer_switches,
+    shortfalls,
+    systems,
+)
+from profiler.figures import write_figures
+from profiler.prescheduled import SchedulingCost
+from profiler.systems import Loading, Row, System
+from profiler.tasks import Board, task_of
+from profiler.windows import SearchEnd, Window, WindowSearch
+
+FOLDER = Path(__file__).parents[2] / "configs" / "devices"
+NUMA, UMA = read_device(FOLDER / "numa-rtx3080ti.yaml"), read_device(FOLDER / "uma-apple-m2.yaml")
+
+REACHED = {  # images/s and switches that reach every target
+    "samba": (4.0, 1000),
+    "samba-fifo": (3.5, 1200),
+    "samba-parallel": (7.0, 1000),
+    "casual": (22.0, 90),
+    "none": (6.0, 900),
+    "em": (8.0, 700),
+    "em-ra": (12.0, 400),
+    "paper": (26.0, 200),
+    "coserve": (30.0, 60),
+    "coserve-5s": (29.0, 90),
+    "coserve-packed": (33.0, 20),
+}
+
+
+def row(policy, images_per_s, switches, executors=(3, 1), experts=30):
+    return Row(
+        task="A1",
+        device="numa",
+        policy=policy,
+        images_per_s=images_per_s,
+        switches=switches,
+        seconds=2500 / images_per_s,
+        bytes_read=0,
+        evictions=0,
+        loads=switches,
+        batches=700,
+        executors={"gpu": executors[0], "cpu": executors[1]},
+        experts=experts,
+    )
+
+
+def best_of(executors, memory):
+    sweep = tuple(row("paper", value, 100, executors=counts) for counts, value in executors.items())
+    windows = tuple(row("paper", value, 100, experts=experts) for experts, value in memory.items())
+    search = WindowSearch((), SearchEnd.BEND, Window(28, 39), dict(memory), 39)
+    return Best("A", "numa", System("paper", "paper", {"gpu": 3, "cpu": 1}, experts=39), sweep, windows, search)
+
+
+INNER = best_of({(2, 1): 20.0, (3, 1): 25.0, (4, 1): 24.0, (3, 0): 23.0, (3, 2): 24.5}, {15: 22.0, 39: 25.0, 48: 20.0})
+
+
+def made(best=INNER, **changed):
+    figures = REACHED | changed
+    return Evaluation(tuple(row(policy, *figures[policy]) for policy in figures if figures[policy]), (best,))
+
+
+def test_nothing_is_short_when_every_target_is_reached():
+    assert shortfalls(made()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"paper": (17.0, 200)}, "paper over Samba-CoE is 4.25, not 4.5 to 12"),
+        ({"samba": (2.0, 1000)}, "paper over Samba-CoE is 13.00, not 4.5 to 12"),
+        ({"coserve": (26.0, 60)}, "coserve with 26.00 images/s is not above paper with 26.00"),
+        (
+            {"em": (6.0, 700)},
+            "the ablations are not in the paper's order: none 6.00, em 6.00, em-ra 12.00",
+        ),
+        ({"paper": (26.0, 221)}, "paper has 77.9% fewer switches (1000 to 221), not 78% at least"),
+        ({"coserve": (30.0, 400)}, "coserve has 60.0% fewer switches (1000 to 400), not 78%"),
+        ({"em-ra": None}, "nothing was run for em-ra"),
+    ],
+)
+def test_each_target_that_is_missed_is_named(changed, said):
+    found = shortfalls(made(**changed))
+    assert any(said in text for text in found), found
+    assert all(text.startswith("A1 on numa: ") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("executors", "memory", "said"),
+    [
+        ({(2, 1): 20.0, (3, 1): 25.0, (3, 0): 23.0, (3, 2): 24.5}, {15: 1.0, 39: 2.0, 48: 1.0}, "over GPU executors"),
+        ({(2, 1): 1.0, (3, 1): 3.0, (4, 1): 2.0, (3, 0): 4.0, (3, 2): 2.0}, {15: 1.0, 39: 2.0, 48: 1.0}, "CPU exec"),
+        ({(2, 1): 1.0, (3, 1): 3.0, (4, 1): 2.0, (3, 0): 2.0, (3, 2): 2.0}, {15: 3.0, 39: 2.0, 48: 1.0}, "experts"),
+    ],
+    ids=["GPU executors", "CPU executors", "memory"],
+)
+def test_a_sweep_without_an_inner_optimum_is_named(executors, memory, said):
+    found = shortfalls(made(best_of(executors, memory)))
+    assert [text.startswith("board A on numa") and said in text and "end of the sweep" in text for text in found] == [
+        True
+    ]
+
+
+def test_how_many_switches_fewer():
+    assert fewer_switches(row("paper", 1.0, 65), row("samba", 1.0, 1060)) == pytest.approx(0.9387, abs=1e-4)
+    assert fewer_switches(row("paper", 1.0, 0), row("samba", 1.0, 0)) == 0.0
+
+
+def test_casual_is_what_section_5_2_says():
+    assert casual_system(NUMA).executors == {"gpu": 3, "cpu": 1}
+    assert casual_system(UMA).executors == {"gpu": 2, "cpu": 1}
+    assert casual_system(NUMA).expert_fraction == 0.75
+
+
+def test_the_systems_differ_in_what_they_are_and_in_nothing_else():
+    paper = System("paper", "paper", {"gpu": 4, "cpu": 1}, experts=35)
+    ours = replace(paper, name="coserve", policy="coserve", loads_in_flight=2)
+    by_name = {system.name: system for system in systems(NUMA, paper, ours)}
+    assert tuple(by_name) == POLICIES
+    assert by_name["samba-parallel"].executors == paper.executors
+    for name in ABLATIONS:
+        assert replace(by_name[name], name="paper", policy="paper") == paper
+    assert replace(by_name["coserve-packed"], name="coserve", loading=Loading.FRAMEWORK) == ours
+    assert by_name["coserve-5s"].max_overtake_s == 5.0
+
+
+@pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
+def test_the_best_is_the_best_of_what_was_run(device):
+    sample = task_of(Board("T", 120, seed=5), 120, "T")
+    best = search_best(device, sample, "T", System("paper", "paper", {"gpu": 1, "cpu": 1}))
+    assert best.gpu_sweep[0].executors == {"gpu": 1, "cpu": 1}
+    fastest = max(best.executors, key=lambda each: each.images_per_s)
+    assert {"gpu": 0, "cpu": 0} | fastest.executors == best.system.executors
+    if device.is_split:
+        assert best.system.experts == best.memory[highest(best.memory)].experts
+        assert [each.experts for each in best.memory] == sorted({each.experts for each in best.memory})
+    else:
+        assert (best.memory, best.search) == ((), None)
+
+
+@pytest.fixture(scope="module")
+def one_task():
+    steps = []
+    evaluation = evaluate([UMA], lambda text, done, total: steps.append((text, done, total)), ("B1",), 120)
+    return evaluation, steps
+
+
+def test_a_task_has_a_row_for_every_system(one_task):
+    evaluation, steps = one_task
+    assert [(each.task, each.device, each.policy) for each in evaluation.rows] == [
+        ("B1", "uma", policy) for policy in POLICIES
+    ]
+    assert [best.system.policy for best in evaluation.best] == ["paper", "coserve"]
+    assert steps == [("searching for board B on uma", 0, 2), ("task B1 on uma", 1, 2), ("done", 2, 2)]
+    assert evaluation.row("B1", "uma", "paper") in evaluation.rows
+    assert evaluation.row("A1", "uma", "paper") is None
+
+
+def test_the_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
+    evaluation, _ = one_task
+    text = write_figures(evaluation, tmp_path)
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted(f"figure-{number}-uma.png" for number in range(13, 18))
+    for name in drawn:
+        assert f"({name})" in text
+        with Image.open(tmp_path / name) as image:
+            assert image.format == "PNG"
+    for each in evaluation.rows:
+        assert f"| {each.images_per_s:.1f} |" in text
+        assert f"| {each.switches} |" in text
+    assert "78.5 % (293 to 63)" in text
+    assert "No device with a memory of the GPU's own was run." in text
+    for missed in shortfalls(evaluation):
+        assert f"- {missed}" in text
+
+
+def test_the_figures_of_memory_and_of_what_scheduling_costs(tmp_path):
+    cost = SchedulingCost(
+        machine="a machine",
+        policy="coserve",
+        requests=240,
+        repeats=3,
+        scheduling_s=0.0002,
+        inference_s=0.03,
+        prescheduled_s=0.0297,
+        gap=0.0101,
+        seconds_gap=0.01,
+        management_share=0.0008,
+        differences=0,
+    )
+    text = write_figures(made(), tmp_path, cost)
+    assert {"figure-18.png", "figure-19.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert "| A | numa | 28 to 39, short of the line | 39 experts, 25.0 images/s | window 28 to 39, 35 experts" in text
+    assert "| coserve | 240 | 0.200 | 30.000 | 29.700 | 1.01% | 0.080% |" in text
+    assert "Nothing: every target is reached." in text
