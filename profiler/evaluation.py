@@ -34,7 +34,7 @@ ABLATIONS = ("none", "em", "em-ra", PAPER)  # in the order of section 5.3, lowes
 POLICIES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, CASUAL, *ABLATIONS, COSERVE, COSERVE_5S, COSERVE_PACKED)
 CASUAL_GPU_EXECUTORS = {True: 3, False: 2}  # where the memories are split, and where not (section 5.2)
 SHORT_TASKS = ("A1", "B1")
-SAMPLE_REQUESTS = 1500
+SAMPLE_REQUESTS, SHORT_SAMPLE_REQUESTS = 1500, 750
 LEAST_RATIO, MOST_RATIO = 4.5, 12.0  # CoServe over Samba-CoE (sections 1 and 5.2)
 LEAST_FEWER_SWITCHES = 0.78  # section 5.2: at least 78.5 % fewer
 
@@ -58,7 +58,8 @@ def evaluate(
     tasks: Sequence[str] = TASKS,
     sample_requests: int = SAMPLE_REQUESTS,
 ) -> Evaluation:
-    """Run every system on every task and device. ``tasks``: SHORT_TASKS are the short form.
+    """Run every system on every task and device. ``tasks``, ``sample_requests``: SHORT_TASKS and
+    SHORT_SAMPLE_REQUESTS are the short form.
 
     ``progress`` is told what begins, and how many of how many steps are done. Raises ConfigError where a device has no
     room for a system.
