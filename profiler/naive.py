@@ -27,7 +27,7 @@ from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, Box, Prediction
 from profiler.generated import removed_afterwards, require_disk
-from profiler.played import forget_peak_rss, peak_resident_bytes
+from profiler.played import CoresInUse, forget_peak_rss, peak_resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from profiler.simulator import Arrival
 
 NAIVE = "naive"
+FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts have folded in; not held against it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class NaivePlayed:
     capacity: int  # models that it held at once, at most
     load_s: float  # spent on building and filling models
     peak_rss_bytes: int
+    others_fraction: float  # of all cores, that other processes had meanwhile
 
 
 @contextmanager
@@ -101,7 +103,8 @@ class NaiveServer:
     @property
     def capacity(self) -> int:
         """Models that fit, each as large as the largest; one at least, as it cannot serve otherwise."""
-        return max(self.expert_bytes // max(file.stat().st_size for file in self.files.values()), 1)
+        largest_bytes = max(file.stat().st_size for file in self.files.values())
+        return max(int(self.expert_bytes / (largest_bytes * (1 - FOLDED_FRACTION))), 1)
 
     def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
         """Serve a trace from empty memory, each request at its time or as soon after it as the ones before allow."""
@@ -114,6 +117,7 @@ class NaiveServer:
         self._load_s, self._evictions = 0.0, 0
         link = PacedLink(self.ssd_bytes_per_s)
         forget_peak_rss()
+        cores = CoresInUse()
         started_s = time.monotonic()
         labels, waits_s = [], []
         for arrival, image in zip(trace, images, strict=True):
@@ -133,6 +137,7 @@ class NaiveServer:
             capacity=self.capacity,
             load_s=self._load_s,
             peak_rss_bytes=peak_rss_bytes,
+            others_fraction=cores.others_fraction(),
         )
 
     def _label(self, arrival: Arrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import psutil
 
 from agent.assembly import build_agent
 from agent.copies import copy_name
@@ -112,6 +113,7 @@ class Played:
     before: LoopStatistics
     after: LoopStatistics
     peak_rss_bytes: int
+    others_fraction: float  # of all cores, that other processes had meanwhile
 
     @property
     def labels(self) -> tuple[str | None, ...]:
@@ -163,12 +165,13 @@ class Player:
         before = self.agent.loop.statistics()
         decided = len(self.timer.decisions)
         forget_peak_rss()
+        cores = CoresInUse()
         started_s = time.monotonic()
         numbers = [
             self._submit(arrival, image, started_s + arrival.at_s) for arrival, image in zip(trace, images, strict=True)
         ]
         ended = self._collect(len(numbers))
-        peak_rss_bytes = peak_resident_bytes()
+        peak_rss_bytes, others_fraction = peak_resident_bytes(), cores.others_fraction()
         decisions = tuple(self.timer.decisions[decided:])
         self.agent.loop.wait_until_idle(SETTLE_LIMIT_S)
         return Played(
@@ -181,6 +184,7 @@ class Player:
             before=before,
             after=self.agent.loop.statistics(),
             peak_rss_bytes=peak_rss_bytes,
+            others_fraction=others_fraction,
         )
 
     def _submit(self, arrival: Arrival, image: NDArray[np.uint8], due_s: float) -> int:
@@ -253,6 +257,26 @@ def player(
         yield Player(agent, timers[0], ended)
     finally:
         agent.stop()
+
+
+class CoresInUse:
+    """Who has the cores from now on: this process, or others. What others take makes figures worse than they are."""
+
+    def __init__(self) -> None:
+        self._all, self._busy, self._own = self._times()
+
+    def others_fraction(self) -> float:
+        """The share of all cores' time that went to other processes since; 0 where nothing is known yet."""
+        everything, busy, own = self._times()
+        passed_s = everything - self._all
+        return min(max((busy - self._busy - (own - self._own)) / passed_s, 0.0), 1.0) if passed_s > 0 else 0.0
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds of all cores, of those that were busy, and of this process."""
+        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # also in user
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        return everything, everything - idle, own.user + own.system
 
 
 def experts_of(trace: Iterable[Arrival], catalog: Catalog) -> set[str]:

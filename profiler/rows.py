@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TARGET_ROOFLINE_FRACTION = 0.95
 TARGET_PREDICTION_ERROR = 0.10
+QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the report says so
 PATHS = ("ssd_host", "host_device", "ssd_device")
 
 
@@ -53,6 +54,7 @@ class Figures:
     wait_p99_s: float
     busy_s: float  # of all executors together
     peak_rss_bytes: int
+    others_fraction: float  # of all cores, that other processes had meanwhile
     predicted_images_per_s: float | None
     prediction_error: float | None
     unknown: int
@@ -161,6 +163,7 @@ def engine_figures(
         wait_p99_s=quantile(played.waits_s, 0.99),
         busy_s=busy_s(played),
         peak_rss_bytes=played.peak_rss_bytes,
+        others_fraction=played.others_fraction,
         predicted_images_per_s=_rate(requests, predicted_s),
         prediction_error=None if predicted_s is None else requests / predicted_s / images_per_s - 1,
         unknown=unknown,
@@ -189,6 +192,7 @@ def naive_figures(played: NaivePlayed, digest: str, roofline_s: float | None) ->
         wait_p99_s=quantile(played.waits_s, 0.99),
         busy_s=played.seconds,
         peak_rss_bytes=played.peak_rss_bytes,
+        others_fraction=played.others_fraction,
         predicted_images_per_s=None,
         prediction_error=None,
         unknown=unknown,
@@ -243,6 +247,9 @@ def _remarks(row: Row) -> list[str]:
         verdict = "reached" if reached else "SHORT of its target"
         error = f"predicted {figures.prediction_error:+.1%}"
         remarks.append(f"target     {row.policy}: {error}, within {TARGET_PREDICTION_ERROR:.0%}: {verdict}")
+    if figures.others_fraction > QUIET_FRACTION:
+        others = f"other processes had {figures.others_fraction:.0%} of the cores"
+        remarks.append(f"SHARED     {row.policy}: {others}: compare rows of one run only")
     if figures.unknown:
         reasons = "; ".join(row.unknown_reasons)
         remarks.append(f"UNKNOWN    {row.policy}: {figures.unknown} of {row.requests} were not judged: {reasons}")

@@ -24,6 +24,7 @@ FIGURES = Figures(
     wait_p99_s=4.0,
     busy_s=9.0,
     peak_rss_bytes=3_000_000_000,
+    others_fraction=0.02,
     predicted_images_per_s=6.3,
     prediction_error=0.05,
     unknown=0,
@@ -83,6 +84,11 @@ def test_the_floor_is_a_target_of_coserve_alone(policy):
 def test_what_was_not_judged_is_said_with_its_reasons():
     text = told(row(replace(FIGURES, unknown=2), reasons=("it broke", "it broke again")))
     assert "UNKNOWN    coserve: 2 of 60 were not judged: it broke; it broke again" in text
+
+
+def test_a_machine_that_others_used_meanwhile_is_said():
+    assert "SHARED" not in told(row(FIGURES))
+    assert "coserve: other processes had 40% of the cores" in told(row(replace(FIGURES, others_fraction=0.4)))
 
 
 def test_runs_that_judge_differently_are_said():
