@@ -227,6 +227,63 @@ def generate(
 
 
 @bench_app.command()
+def report(
+    folder: Annotated[Path, typer.Option("--out", help="where report.md and its charts go")] = Path("bench-report"),
+    directory: Directory = None,
+    full: Annotated[bool, typer.Option("--full", help="the traces the targets are stated for; a quarter hour")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
+    from agent.progress import progress_on_stderr
+    from profiler.report import targets_text, write_report
+
+    log_to_stderr(logging.WARNING)
+    with explained(), progress_on_stderr() as progress:
+        written = write_report(folder, directory or Path.cwd(), progress, full=full)
+    if as_json:
+        print(json.dumps(asdict(written), default=str))
+        return
+    print(targets_text(written.targets))
+    print(f"{written.path} in {written.seconds:.0f} s")
+
+
+@bench_app.command()
+def tasks(
+    device: Annotated[list[str] | None, typer.Option(help="numa or uma, the paper's boxes; default: both")] = None,
+    short: Annotated[bool, typer.Option("--short", help="A1 and B1 only")] = False,
+    folder: Annotated[Path | None, typer.Option("--out", help="also write figures 13 to 18 there")] = None,
+    experts: Annotated[int | None, typer.Option(min=2, help="on the real engine instead: so many experts")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="with --experts: so many requests")] = 240,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
+    from agent.progress import progress_on_stderr
+    from profiler.figures import write_figures
+    from profiler.report import DEVICE_FILES, simulated_tasks
+    from profiler.scaled import measure_scaled, scaled_table
+
+    log_to_stderr(logging.WARNING)
+    with explained():
+        unknown = sorted(set(device or ()) - set(DEVICE_FILES))
+        if unknown:
+            raise typer.BadParameter(f"{unknown[0]!r} is not of {', '.join(DEVICE_FILES)}", param_hint="--device")
+        with progress_on_stderr() as progress:
+            if experts is not None:
+                measured = measure_scaled(directory or Path.cwd(), experts, requests, progress)
+                print(json.dumps(measured.as_json()) if as_json else scaled_table(measured))
+                return
+            evaluation = simulated_tasks(device or tuple(DEVICE_FILES), progress, full=not short)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")
+    if as_json:
+        print(json.dumps({"rows": [asdict(row) for row in evaluation.rows], "shortfalls": shortfalls(evaluation)}))
+    else:
+        print(evaluation_table(evaluation))
+
+
+@bench_app.command()
 def overhead(
     line: LineFile,
     trace: Annotated[Path, typer.Option(help="JSON lines, one arrival each")],

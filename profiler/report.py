@@ -1,0 +1,221 @@
+"""The whole proof as one Markdown report with charts: what this project set itself, and what this box made of it.
+
+Guarantees: every figure is from a run of this command, with the machine it ran on; a target that is missed stands in
+the table as SHORT. ``full`` runs the traces and tasks that the targets are stated for, which takes a quarter of an hour
+on two cores; the short form runs smaller ones in under five minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from profiler import decisions, loading, rows, starting
+from profiler.charts import bar_chart
+from profiler.devices import read_device
+from profiler.evaluation import (
+    COSERVE,
+    LEAST_RATIO,
+    MOST_RATIO,
+    PAPER,
+    SAMBA,
+    SAMPLE_REQUESTS,
+    SHORT_SAMPLE_REQUESTS,
+    SHORT_TASKS,
+    evaluate,
+)
+from profiler.figures import write_figures
+from profiler.generated import removed_afterwards
+from profiler.loading import measure_loading
+from profiler.proof import FULL, NAIVE, OURS, SHORT, Target, measure_proof
+from profiler.starting import measure_start
+from profiler.tasks import TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from profiler.decisions import DecisionTimes
+    from profiler.evaluation import Evaluation
+    from profiler.loading import LoadingTimes
+    from profiler.proof import Proof
+    from profiler.starting import StartTimes
+
+    Progress = Callable[[str, int, int], None]
+
+DEVICES = Path(__file__).parents[1] / "configs" / "devices"
+DEVICE_FILES = {"numa": "numa-rtx3080ti.yaml", "uma": "uma-apple-m2.yaml"}
+REPORT = "report.md"
+SHORT_FILES, FULL_FILES = 4, 8  # experts that are loaded for the loading benchmark
+SHORT_REPEATS, FULL_REPEATS = 1, 3
+LOG_GROWTH = 5 / 3  # log 100 000 over log 1 000
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where the report lies, its targets, and how long it took."""
+
+    path: Path
+    targets: tuple[Target, ...]
+    seconds: float
+
+
+def write_report(folder: Path, scratch: Path, progress: Progress, *, full: bool = False) -> Written:
+    """Measure everything and write ``folder/report.md`` with its charts. ``scratch``: a folder on the SSD to measure.
+
+    What is generated there (3 GB, 22 GB in full) is removed afterwards. Raises ConfigError without room for it.
+    """
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    proof = measure_proof(scratch, FULL if full else SHORT, FULL_REPEATS if full else SHORT_REPEATS, progress)
+    with removed_afterwards(scratch) as files:
+        progress("load", 0, 1)
+        loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
+        progress("load", 1, 1)
+    start = measure_start(scratch, starts=3 if full else 1)
+    decision_lines, decision_rows = decisions.report()
+    evaluation = simulated_tasks(tuple(DEVICE_FILES), progress, full=full)
+    targets = (
+        *proof.targets(),
+        *_load_targets(loads),
+        *_decision_targets(decision_rows),
+        *_start_targets(start),
+        *_task_targets(evaluation),
+    )
+    figures = write_figures(evaluation, folder, proof.scheduling)
+    seconds = time.monotonic() - started
+    parts = (
+        _opening(proof, full, seconds),
+        _targets_table(targets),
+        _proof_section(proof, folder),
+        _verbatim("SSD to runnable", loading.report(loads)),
+        _verbatim("A decision", "\n".join(decision_lines)),
+        _verbatim("The agent alone", starting.report(start)),
+        "# The paper's tasks, simulated\n\nOn the paper's two boxes, whose constants are derived from its text "
+        "(`configs/devices`), each with its source.",
+        figures,
+    )
+    path = folder / REPORT
+    path.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    return Written(path, targets, seconds)
+
+
+def simulated_tasks(devices: Sequence[str], progress: Progress, *, full: bool = True) -> Evaluation:
+    """The paper's tasks on these of DEVICE_FILES."""
+    files = [read_device(DEVICES / DEVICE_FILES[name]) for name in devices]
+    tasks, sample = (TASKS, SAMPLE_REQUESTS) if full else (SHORT_TASKS, SHORT_SAMPLE_REQUESTS)
+    return evaluate(files, progress, tasks, sample)
+
+
+def targets_text(targets: Iterable[Target]) -> str:
+    """The targets for a terminal."""
+    told = [(each.what, each.wanted, each.found, _verdict(each)) for each in targets]
+    widths = [max(len(line[column]) for line in told) for column in range(3)]
+    return "\n".join(
+        f"{what:<{widths[0]}}  {wanted:<{widths[1]}}  {found:<{widths[2]}}  {verdict}".rstrip()
+        for what, wanted, found, verdict in told
+    )
+
+
+def _opening(proof: Proof, full: bool, seconds: float) -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    form = "full" if full else "short form: smaller traces, two of the four tasks, single runs"
+    return (
+        f"# CoServe on this box\n\n{now}, {form}, {seconds:.0f} s. {proof.fp32.machine}. What was generated has random "
+        "weights; speeds are those of this machine at this moment, ratios are what counts."
+    )
+
+
+def _targets_table(targets: Iterable[Target]) -> str:
+    lines = [f"| {each.what} | {each.wanted} | {each.found} | {_verdict(each)} |" for each in targets]
+    return "\n".join(["| what | to reach | here | |", "| --- | --- | --- | --- |", *lines])
+
+
+def _verdict(target: Target) -> str:
+    return "" if target.reached is None else "reached" if target.reached else "SHORT"
+
+
+def _proof_section(proof: Proof, folder: Path) -> str:
+    recipe = proof.recipe
+    speeds = {row.policy: row.medians.images_per_s for row in proof.fp32.rows}
+    bars: dict[str, list[float | None]] = {
+        "SSD at full speed": [speeds[NAIVE], speeds[SAMBA], speeds[OURS], proof.bf16.row(OURS).medians.images_per_s],
+        "loads held to 530 MB/s": [
+            None,
+            proof.held.row(SAMBA).medians.images_per_s,
+            proof.held.row(OURS).medians.images_per_s,
+            None,
+        ],
+    }
+    groups = ["naive server, fp32", "samba, fp32", "coserve, fp32", "coserve, bf16"]
+    chart = folder / "real-engine.png"
+    trace = f"{recipe.classifiers} {recipe.architecture}, memory for {recipe.memory_for}, {recipe.requests} requests"
+    bar_chart(chart, f"Real engine: {trace}", "images/s", groups, bars, proof.fp32.machine)
+    texts = [rows.report(each) for each in (proof.fp32, proof.held, proof.bf16)]
+    return "\n\n".join(
+        (
+            f"# On the real engine\n\n{trace}, one every {recipe.every_s * 1e3:g} ms. `naive`: a general server, least "
+            "recently used, first come first served, `torch.load`, its files read cold.",
+            f"![{trace}]({chart.name})",
+            *(f"```\n{text}\n```" for text in texts),
+        )
+    )
+
+
+def _verbatim(title: str, text: str) -> str:
+    return f"# {title}\n\n```\n{text}\n```"
+
+
+def _load_targets(times: LoadingTimes) -> tuple[Target, ...]:
+    most = loading.TARGET_RATIO
+    what = "SSD to runnable over a raw direct read"
+    return (Target(what, f"at most {most}", f"{times.ratio:.3f}", times.meets_target),)
+
+
+def _decision_targets(measured: Sequence[DecisionTimes]) -> tuple[Target, ...]:
+    at_target = next(row for row in measured if row.queued == decisions.TARGET_QUEUED)
+    growth = measured[-1].p99_s / measured[0].p99_s
+    most = decisions.TARGET_P99_S
+    return (
+        Target(
+            f"decision, p99 with {at_target.queued:,} queued",
+            f"at most {most * 1e6:.0f} us",
+            f"{at_target.p99_s * 1e6:.0f} us",
+            at_target.p99_s <= most,
+        ),
+        Target(
+            "the same, 100,000 queued over 1,000", f"at most {LOG_GROWTH:.2f}", f"{growth:.2f}", growth <= LOG_GROWTH
+        ),
+    )
+
+
+def _start_targets(times: StartTimes) -> tuple[Target, ...]:
+    ready_s, resident = starting.TARGET_READY_S, starting.TARGET_RESIDENT_BYTES
+    return (
+        Target("the agent is READY within", f"{ready_s:.0f} s", f"{times.ready_s:.1f} s", times.ready_s <= ready_s),
+        Target(
+            "the agent without experts holds",
+            f"at most {resident / 1e6:.0f} MB",
+            f"{times.resident_bytes / 1e6:.0f} MB",
+            times.resident_bytes <= resident,
+        ),
+    )
+
+
+def _task_targets(evaluation: Evaluation) -> tuple[Target, ...]:
+    found = []
+    for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
+        samba, paper, ours = (evaluation.row(task, device, name) for name in (SAMBA, PAPER, COSERVE))
+        assert samba is not None
+        assert paper is not None
+        assert ours is not None
+        ratio = paper.images_per_s / samba.images_per_s
+        ratio_reached = LEAST_RATIO <= ratio <= MOST_RATIO
+        found.append(
+            Target(f"simulated {task} on {device}: paper over Samba-CoE", "4.5 to 12", f"{ratio:.2f}", ratio_reached)
+        )
+        gain = ours.images_per_s / paper.images_per_s
+        found.append(Target(f"simulated {task} on {device}: coserve over paper", "above 1", f"{gain:.3f}", gain > 1))
+    return tuple(found)
