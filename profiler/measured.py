@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, cast
 
+from agent.core.effects import StartBatch
 from agent.core.engine import Engine
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
@@ -31,7 +32,7 @@ from profiler.forecast import SHARING_PROCESSORS
 from profiler.naive import NAIVE, NaiveServer, naive_files
 from profiler.played import AgentSetup, experts_of, images_of, packed_copies, player
 from profiler.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
-from profiler.rows import Figures, Measurement, Row, engine_figures, medians, naive_figures
+from profiler.rows import Figures, Measurement, Predicted, Row, engine_figures, medians, naive_figures
 from profiler.simulator import PASSES, Simulator
 
 if TYPE_CHECKING:
@@ -164,9 +165,9 @@ class _Bench:
         reasons = played.unknown_reasons(self._trace)
         self._reasons[policy] = tuple(dict.fromkeys((*self._reasons[policy], *reasons)))[:REASONS_SHOWN]
         io_s = io_bytes(stage.agent, played, work_of(played, self._images)) / bandwidth
-        predicted_s = predicted_seconds(stage.agent, self._trace, played, bandwidth)
+        forecast = predicted(stage.agent, self._trace, played, bandwidth)
         digest = outputs_sha256(played.labels)
-        return engine_figures(played, len(reasons), digest, predicted_s, _roofline_s(compute, io_s))
+        return engine_figures(played, len(reasons), digest, forecast, _roofline_s(compute, io_s))
 
     def _naive_figures(self, bandwidth: float, compute: Compute | None, agent: Agent) -> Figures:
         processor = agent.box.processors[0]
@@ -220,7 +221,7 @@ def configured(config: LineConfig, options: RunOptions) -> LineConfig:
     )
 
 
-def predicted_seconds(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_per_s: float) -> float:
+def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
     """What the simulator says that a trace takes, from this agent's own profile and limits.
 
     Experts answer as they did when it was played, so that requests take the same routes.
@@ -232,15 +233,21 @@ def predicted_seconds(agent: Agent, trace: Sequence[Arrival], played: Played, ss
         for number, outcome in enumerate(played.outcomes)
         for step in outcome.steps
     }
-    simulator = Simulator(
+    simulation = Simulator(
         engine,
         agent.profile,
         agent.executors,
         predict=lambda request, expert: seen.get((request, expert), PASSES),
         link_bytes_per_s=_links(agent) | {SSD: ssd_bytes_per_s},
         speedups=sharing_speedups(agent.stored),
+    ).run(trace)
+    processors = {spec.id: spec.processor for spec in agent.executors}
+    batches = (effect.batch for _, effect in simulation.effects if isinstance(effect, StartBatch))
+    busy_s = sum(
+        agent.profile.experts[processors[batch.executor]][batch.expert].performance.latency_s(len(batch.requests))
+        for batch in batches
     )
-    return max(simulator.run(trace).finished_s.values())
+    return Predicted(max(simulation.finished_s.values()), busy_s)
 
 
 def sharing_speedups(stored: StoredProfile | None) -> dict[str, tuple[float, ...]]:

@@ -32,11 +32,20 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the simulator says: how long the trace takes, and how long its executors are busy together."""
+
+    seconds: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """One run of one policy, or the medians of several. None where it does not apply, or was not asked for.
 
     ``scheduling_s`` and ``expert_management_s``: the deciding thread's processor time; ``decision_us``: as the clock
-    on the wall has it. ``prediction_error``: predicted over measured, less one.
+    on the wall has it. ``prediction_error``: predicted over measured, less one. ``batch_slowness``: how long executors
+    were busy over how long the profile says, which is the part of that error that is due to K and B.
     """
 
     seconds: float
@@ -57,6 +66,7 @@ class Figures:
     others_fraction: float  # of all cores, that other processes had meanwhile
     predicted_images_per_s: float | None
     prediction_error: float | None
+    batch_slowness: float | None
     unknown: int
     outputs_sha256: str
 
@@ -136,7 +146,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def engine_figures(
-    played: Played, unknown: int, digest: str, predicted_s: float | None, roofline_s: float | None
+    played: Played, unknown: int, digest: str, predicted: Predicted, roofline_s: float | None
 ) -> Figures:
     """The figures of a trace on the real engine; what was not judged does not count as an image."""
     requests = len(played.outcomes)
@@ -164,8 +174,9 @@ def engine_figures(
         busy_s=busy_s(played),
         peak_rss_bytes=played.peak_rss_bytes,
         others_fraction=played.others_fraction,
-        predicted_images_per_s=_rate(requests, predicted_s),
-        prediction_error=None if predicted_s is None else requests / predicted_s / images_per_s - 1,
+        predicted_images_per_s=requests / predicted.seconds,
+        prediction_error=played.seconds / predicted.seconds - 1,
+        batch_slowness=busy_s(played) / predicted.busy_s if predicted.busy_s else None,
         unknown=unknown,
         outputs_sha256=digest,
     )
@@ -195,6 +206,7 @@ def naive_figures(played: NaivePlayed, digest: str, roofline_s: float | None) ->
         others_fraction=played.others_fraction,
         predicted_images_per_s=None,
         prediction_error=None,
+        batch_slowness=None,
         unknown=unknown,
         outputs_sha256=digest,
     )
@@ -245,7 +257,9 @@ def _remarks(row: Row) -> list[str]:
     if figures.prediction_error is not None:
         reached = abs(figures.prediction_error) <= TARGET_PREDICTION_ERROR
         verdict = "reached" if reached else "SHORT of its target"
-        error = f"predicted {figures.prediction_error:+.1%}"
+        error = (
+            f"predicted {figures.prediction_error:+.1%} (batches took {figures.batch_slowness:.2f} of their profile)"
+        )
         remarks.append(f"target     {row.policy}: {error}, within {TARGET_PREDICTION_ERROR:.0%}: {verdict}")
     if figures.others_fraction > QUIET_FRACTION:
         others = f"other processes had {figures.others_fraction:.0%} of the cores"

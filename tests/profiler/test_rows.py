@@ -27,6 +27,7 @@ FIGURES = Figures(
     others_fraction=0.02,
     predicted_images_per_s=6.3,
     prediction_error=0.05,
+    batch_slowness=1.02,
     unknown=0,
     outputs_sha256="ab" * 32,
 )
@@ -66,14 +67,14 @@ def test_targets_that_are_reached_are_said():
     for part in ("a box, 2 cores", "line-1", "2000 MB/s", "past the page cache", "6.00", "0.960", "abababab"):
         assert part in text
     assert "coserve: roofline fraction at least 0.95: reached" in text
-    assert "coserve: predicted +5.0%, within 10%: reached" in text
+    assert "coserve: predicted +5.0% (batches took 1.02 of their profile), within 10%: reached" in text
     assert "SHORT" not in text
 
 
 def test_targets_that_are_missed_are_said():
     text = told(row(replace(FIGURES, roofline_fraction=0.94, prediction_error=-0.11)))
     assert "coserve: roofline fraction at least 0.95: SHORT of its target" in text
-    assert "coserve: predicted -11.0%, within 10%: SHORT of its target" in text
+    assert "coserve: predicted -11.0% (batches took 1.02 of their profile), within 10%: SHORT of its target" in text
 
 
 @pytest.mark.parametrize("policy", ["samba", "naive"])
