@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 IDENTITY_KEY = "coserve.runtime"
 SIZE_MAXIMUM_BYTES = 2**31 - 2**24  # of a serialised graph with the weights of its convolutions; a limit of ONNX
-DISABLED_OPTIMIZERS = (
-    "ConvAddFusion",  # these three change the values of weights, by constants that follow the convolution
-    "ConvMulFusion",
-    "ConvBNFusion",
-    "QuickGeluFusion",  # it takes x * sigmoid(x) out of the blocked order, and back, at every layer
-)
+DISABLED_OPTIMIZERS = ("ConvAddFusion", "ConvMulFusion", "ConvBNFusion")  # they change the values of weights
 
 
 class Order(StrEnum):

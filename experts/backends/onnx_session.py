@@ -1,18 +1,20 @@
 """ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
 
-A session holds no weights, and what ONNX Runtime would report to its makers is turned off before the first one.
+A session holds no weights. All of them take their workspace from one arena, which keeps what the largest batches so far
+needed: with an arena each, sixteen architectures would keep sixteen workspaces, and without any, each batch would wait
+for the system's memory a third longer. What ONNX Runtime would report to its makers is turned off.
 """
 
 from __future__ import annotations
 
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import onnx
 import onnxruntime
 import torch
-from onnxruntime import GraphOptimizationLevel
+from onnxruntime import GraphOptimizationLevel, OrtAllocatorType, OrtArenaCfg, OrtMemoryInfo, OrtMemType
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from experts.errors import BackendUnavailable
@@ -26,6 +28,7 @@ REFUSALS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
 _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain")
 
 
@@ -89,10 +92,19 @@ def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, in
     return [(provider, {"device_id": torch.device(device).index or 0}), PROVIDERS["cpu"]]
 
 
-def _options(threads: int) -> onnxruntime.SessionOptions:
+@cache
+def _prepare_process() -> None:
+    """Once, before the first session."""
     onnxruntime.disable_telemetry_events()
+    memory = OrtMemoryInfo("Cpu", OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, OrtMemType.DEFAULT)
+    onnxruntime.create_and_register_allocator(memory, OrtArenaCfg({"arena_extend_strategy": GROW_AS_REQUESTED}))
+
+
+def _options(threads: int) -> onnxruntime.SessionOptions:
+    _prepare_process()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: they come as exceptions as well
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.use_env_allocators", "1")  # the arena of the process
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores belong to other experts too
     return options

@@ -71,8 +71,8 @@ class RuntimeSkeleton:
         if not batch:
             raise ValueError("an empty batch")
         images = _as_ort_value(torch.stack([prepared.tensor for prepared in batch]))
-        outputs = self._session.run_with_ort_values(self._outputs, {IMAGES: images, **self._weights})
-        return self._answered(expert, [torch.from_numpy(output.numpy()) for output in outputs], batch)
+        outputs = self._session.run(self._outputs, {IMAGES: images, **self._weights})
+        return self._answered(expert, [torch.from_numpy(output) for output in outputs], batch)
 
 
 def runtime_form(
@@ -124,8 +124,8 @@ def _deviations(
     named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
     feeds = {name: _as_ort_value(tensor) for name, tensor in {IMAGES: images, **graph.tensors(weights)}.items()}
     session = shared_session(graph.program, torch.get_num_threads(), "cpu", is_final=True)
-    found = dict(zip(outputs, session.run_with_ort_values(list(outputs), feeds), strict=True))
-    return {name: _deviation(torch.from_numpy(found[name].numpy()), named[name]) for name in outputs}
+    found = dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
+    return {name: _deviation(torch.from_numpy(found[name]), named[name]) for name in outputs}
 
 
 def _noisy(tensor: Tensor, generator: torch.Generator) -> Tensor:
