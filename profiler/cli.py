@@ -249,7 +249,9 @@ def report(
 
 @bench_app.command()
 def tasks(
-    device: Annotated[list[str] | None, typer.Option(help="numa or uma, the paper's boxes; default: both")] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="numa, uma (the paper's boxes; default: both) or PROFILE.db")
+    ] = None,
     short: Annotated[bool, typer.Option("--short", help="A1 and B1 only")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="also write figures 13 to 18 there")] = None,
     experts: Annotated[int | None, typer.Option(min=2, help="on the real engine instead: so many experts")] = None,
@@ -259,28 +261,28 @@ def tasks(
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
     from agent.progress import progress_on_stderr
+    from profiler.evaluation import evaluation_json, evaluation_table
     from profiler.figures import write_figures
     from profiler.report import DEVICE_FILES, simulated_tasks
-    from profiler.scaled import measure_scaled, scaled_table
+    from profiler.scaled import measure_scaled, scaled_json, scaled_table
 
     log_to_stderr(logging.WARNING)
-    with explained():
-        unknown = sorted(set(device or ()) - set(DEVICE_FILES))
-        if unknown:
-            raise typer.BadParameter(f"{unknown[0]!r} is not of {', '.join(DEVICE_FILES)}", param_hint="--device")
-        with progress_on_stderr() as progress:
-            if experts is not None:
-                measured = measure_scaled(directory or Path.cwd(), experts, requests, progress)
-                print(json.dumps(measured.as_json()) if as_json else scaled_table(measured))
-                return
+    if experts is not None and (device or short or folder is not None):
+        raise typer.BadParameter(
+            "the real engine has no --device, --short or --out - leave them", param_hint="--experts"
+        )
+    with explained(), progress_on_stderr() as progress:
+        if experts is not None:
+            measured = measure_scaled(directory or Path.cwd(), experts, requests, progress)
+        else:
             evaluation = simulated_tasks(device or tuple(DEVICE_FILES), progress, full=not short)
+    if experts is not None:
+        print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
+        return
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")
-    if as_json:
-        print(json.dumps({"rows": [asdict(row) for row in evaluation.rows], "shortfalls": shortfalls(evaluation)}))
-    else:
-        print(evaluation_table(evaluation))
+    print(json.dumps(evaluation_json(evaluation)) if as_json else evaluation_table(evaluation))
 
 
 @bench_app.command()

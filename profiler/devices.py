@@ -38,6 +38,7 @@ class Constant(Section, Generic[Value]):
 
 
 Bytes = Constant[Annotated[int, Field(gt=0)]]
+Reserved = Constant[Annotated[int, Field(ge=0)]]  # bytes that may be none
 Positive = Constant[Annotated[float, Field(gt=0)]]
 Count = Constant[Annotated[int, Field(ge=1, strict=True)]]
 
@@ -46,7 +47,7 @@ class MemorySection(Section):
     """One memory, and what of it is never for experts."""
 
     size_bytes: Bytes
-    system_bytes: Bytes
+    system_bytes: Reserved
 
     @property
     def usable_bytes(self) -> int:
@@ -71,7 +72,7 @@ class LinkSection(Section):
 class ProcessorSection(Section):
     """What a kind of executors costs, and how much faster n of them are together than one."""
 
-    executor_bytes: Bytes
+    executor_bytes: Reserved
     speedups: Constant[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]]
 
 

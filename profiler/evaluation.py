@@ -12,9 +12,9 @@ found for the paper's. Ours may overtake for the time that a board has, 3 minute
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import Limits
 from profiler.best import Best, highest, search_best
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from profiler.devices import PaperDevice
+    from profiler.rows import Figures
 
 SAMBA, SAMBA_FIFO, SAMBA_PARALLEL = "samba", "samba-fifo", "samba-parallel"
 CASUAL, PAPER, COSERVE = "casual", "paper", "coserve"
@@ -158,6 +159,34 @@ def _sweep_shortfalls(best: Best) -> list[str]:
     ]
 
 
-def fewer_switches(row: Row, than: Row) -> float:
+def fewer_switches(row: Row | Figures, than: Row | Figures) -> float:
     """The part of another row's switches that this one does without; 0 when the other has none."""
     return 1 - row.switches / than.switches if than.switches else 0.0
+
+
+def evaluation_table(evaluation: Evaluation) -> str:
+    """The rows for a terminal, by task and device, each against Samba-CoE; then what is short of its target."""
+    lines: list[str] = []
+    for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
+        samba = evaluation.row(task, device, SAMBA)
+        lines += [
+            f"task {task} on {device}",
+            f"{'policy':<15} {'images/s':>8} {'over samba':>10} {'switches':>8} {'fewer':>6}  executors",
+        ]
+        rows = (row for row in evaluation.rows if (row.task, row.device) == (task, device))
+        lines += [*(_table_line(row, samba) for row in rows), ""]
+    missed = shortfalls(evaluation)
+    lines += [f"SHORT      {text}" for text in missed] or ["target     every one is reached"]
+    return "\n".join(lines)
+
+
+def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
+    """The object of `coserve bench tasks --json`."""
+    return {"rows": [asdict(row) for row in evaluation.rows], "shortfalls": shortfalls(evaluation)}
+
+
+def _table_line(row: Row, samba: Row | None) -> str:
+    ratio = "-" if samba is None else f"{row.images_per_s / samba.images_per_s:.2f}"
+    fewer = "-" if samba is None or row is samba else f"{fewer_switches(row, samba):.1%}"
+    executors = ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count)
+    return f"{row.policy:<15} {row.images_per_s:8.2f} {ratio:>10} {row.switches:8d} {fewer:>6}  {executors}"

@@ -49,7 +49,7 @@ NAMES = {
 }
 BASELINES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, CASUAL, PAPER, COSERVE, COSERVE_PACKED)
 OURS = (COSERVE, COSERVE_5S, COSERVE_PACKED)
-SIMULATED = "simulated; device constants derived from the paper's text"
+SIMULATED = "simulated; constants of the paper's devices are derived from its text"
 PAPER_RATIOS = {"numa": "4.5 to 10.5", "uma": "4.6 to 12"}
 PAPER_SWITCHES = {("B2", "numa"): "93.87 % (1,060 to 65)", ("B1", "uma"): "78.5 % (293 to 63)"}
 PAPER_EXECUTORS = {"A": "3 GPU + 1 CPU", "B": "4 GPU + 1 CPU"}

@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.profile import read_profile
+from experts.errors import ConfigError
 from profiler import decisions, loading, rows, starting
 from profiler.charts import bar_chart
 from profiler.devices import read_device
@@ -30,6 +32,7 @@ from profiler.evaluation import (
 from profiler.figures import write_figures
 from profiler.generated import removed_afterwards
 from profiler.loading import measure_loading
+from profiler.measured_device import SUFFIX, device_of
 from profiler.proof import FULL, NAIVE, OURS, SHORT, Target, measure_proof
 from profiler.starting import measure_start
 from profiler.tasks import TASKS
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from profiler.decisions import DecisionTimes
+    from profiler.devices import PaperDevice
     from profiler.evaluation import Evaluation
     from profiler.loading import LoadingTimes
     from profiler.proof import Proof
@@ -103,10 +107,24 @@ def write_report(folder: Path, scratch: Path, progress: Progress, *, full: bool 
 
 
 def simulated_tasks(devices: Sequence[str], progress: Progress, *, full: bool = True) -> Evaluation:
-    """The paper's tasks on these of DEVICE_FILES."""
-    files = [read_device(DEVICES / DEVICE_FILES[name]) for name in devices]
+    """The paper's tasks on these devices, each named as ``task_device`` has it. Raises ConfigError."""
+    found = [task_device(name) for name in dict.fromkeys(devices)]
+    names = [device.device for device in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--device: {names.count(name)} of these are {name} - give one of them at a time")
     tasks, sample = (TASKS, SAMPLE_REQUESTS) if full else (SHORT_TASKS, SHORT_SAMPLE_REQUESTS)
-    return evaluate(files, progress, tasks, sample)
+    return evaluate(found, progress, tasks, sample)
+
+
+def task_device(name: str) -> PaperDevice:
+    """One of DEVICE_FILES by its name, or the box that a profile (PROFILE.db) was measured on. Raises ConfigError."""
+    if name in DEVICE_FILES:
+        return read_device(DEVICES / DEVICE_FILES[name])
+    if not name.endswith(SUFFIX):
+        known = ", ".join(DEVICE_FILES)
+        raise ConfigError(f"--device: {name!r} is none of {known}, and no profile of a box (PROFILE{SUFFIX})")
+    return device_of(read_profile(Path(name)), Path(name))
 
 
 def targets_text(targets: Iterable[Target]) -> str:
