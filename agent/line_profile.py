@@ -10,7 +10,16 @@ import logging
 from typing import TYPE_CHECKING
 
 from agent.config import usage_probabilities
-from agent.profile import box_mismatches, identity_of, kind_name, mismatches, packed_sha256, partial_of, read_profile
+from agent.profile import (
+    box_mismatches,
+    identity_of,
+    is_of_another_box,
+    kind_name,
+    mismatches,
+    packed_sha256,
+    partial_of,
+    read_profile,
+)
 from experts.backends import family
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -71,7 +80,8 @@ def refuse_mismatches(config: LineConfig, profile: StoredProfile, box: Box, pack
         return
     path = profile_file(config)
     listed = "".join(f"\n  - {reason}" for reason in reasons)
-    advice = f"run `coserve profile {config.document.file}`, or move {path} away to serve with a quick probe"
+    replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
+    advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"
     raise ConfigError(f"{path} does not hold for this box and line as they are now:{listed}\n{advice}")
 
 

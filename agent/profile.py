@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ __all__ = [
     "UsageProfile",
     "box_mismatches",
     "identity_of",
+    "is_of_another_box",
     "kind_name",
     "mismatches",
     "packed_sha256",
@@ -129,6 +131,11 @@ def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
     """The same for the box alone. Memory counts only where it shrank below what was shared out."""
     budgets = profile.allocation.budget_bytes
     return (*_differences(profile.box, box), *_shrunken(budgets, box))
+
+
+def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
+    """Are these two boxes, whatever their libraries and the sizes of their memories?"""
+    return any(_differences(replace(then, versions={}), replace(now, versions={})))
 
 
 def _differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:

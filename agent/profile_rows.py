@@ -24,6 +24,7 @@ from agent.profile_records import (
     Trial,
     UsageProfile,
 )
+from agent.profile_schema import AGAIN
 from experts.errors import ConfigError
 from experts.expert import Precision
 
@@ -170,16 +171,14 @@ def profile_in(connection: Connection, path: Path) -> StoredProfile:
     """The whole profile. Raises ConfigError, naming ``path``, for one that is not whole."""
     head = connection.execute("SELECT * FROM profile").fetchone()
     if head is None or head["finished_at"] is None:
-        raise ConfigError(f"{path} is a half-written profile - `coserve profile LINE.yaml` resumes it")
+        raise ConfigError(f"{path} is a half-written profile - {AGAIN}")
     missing = missing_parts(connection)
     if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)} - run `coserve profile LINE.yaml` again")
+        raise ConfigError(f"{path} lacks {', '.join(missing)} - {AGAIN}")
     try:
         return _whole(connection, head)
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ConfigError(
-            f"{path} holds what no profile holds ({error}) - run `coserve profile LINE.yaml` again"
-        ) from error
+        raise ConfigError(f"{path} holds what no profile holds ({error}) - {AGAIN}") from error
 
 
 def _whole(connection: Connection, head: Row) -> StoredProfile:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEADER = b"SQLite format 3\x00"
-AGAIN = "run `coserve profile LINE.yaml` again, or move this file away to serve with a quick probe"
+AGAIN = "run `coserve profile LINE.yaml` again with --fresh, or move this file away to serve with a quick probe"
 JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")
 
 migrations = Migrations("profile")

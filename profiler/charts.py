@@ -37,12 +37,16 @@ STYLE: Any = {  # the stubs of matplotlib list every key it knows, which differ 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve, or one set of points. ``x`` and ``y`` are of one length; an empty ``label`` is not in the legend."""
+    """One curve, or one set of points. ``x`` and ``y`` are of one length; an empty ``label`` is not in the legend.
+
+    ``colour``: a number, series of the same one belong together; None = its own place among the series.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     kind: Literal["line", "points", "dashed"] = "line"
+    colour: int | None = None
 
 
 def line_chart(
@@ -60,7 +64,7 @@ def line_chart(
     with rc_context(STYLE):
         figure, axes = _empty(title, y_label)
         for number, each in enumerate(series):
-            _draw(axes, each, number)
+            _draw(axes, each, number if each.colour is None else each.colour)
         axes.set_xlabel(x_label)
         if log_x:
             axes.set_xscale("log")

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from agent.cli import AsJson, LineFile, explained, log_to_stderr
+from agent.cli import FAILED, AsJson, LineFile, explained, log_to_stderr
 from experts.expert import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
 BENCHMARKS = ("decisions", "generate", "load", "overhead", "report", "start", "tasks")
@@ -57,6 +62,17 @@ Directory = Annotated[
 ]
 
 
+@contextmanager
+def disk_explained() -> Iterator[None]:
+    """What a disk refuses, as one line on stderr. Exit code 1: what was saved until then is whole."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else f"{error}"
+        sys.stderr.write(f"{told} - make room or correct the path, then run the command again: it resumes\n")
+        raise typer.Exit(FAILED) from error
+
+
 @offline_app.command()
 def profile(
     line: LineFile,
@@ -64,7 +80,8 @@ def profile(
         Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
     ] = None,
     usage_from: Annotated[
-        Path | None, typer.Option(help="learn usage from served history (results.db, or its rows); measures nothing")
+        Path | None,
+        typer.Option(help="usage from served history (results.db, or its rows); alone it changes nothing else"),
     ] = None,
     count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
     simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,
@@ -75,7 +92,9 @@ def profile(
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="how far scores may be off fp32 for precision: auto")
     ] = 0.02,
-    fresh: Annotated[bool, typer.Option(help="measure everything anew")] = False,
+    fresh: Annotated[
+        bool, typer.Option(help="measure everything anew, also in the place of another box's or a damaged profile")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Profile this box for a line, once: times, memory, usage; then split the memory and count the executors.
@@ -92,6 +111,10 @@ def profile(
     with explained():
         if simulate and casual:
             raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
+        if usage_from is not None and count_usage:
+            raise typer.BadParameter(
+                "usage is learned or counted - give one of the two", param_hint="--usage-from / --count-usage"
+            )
         config = read_line(line)
         options = ProfilingOptions(
             samples=samples,
@@ -102,9 +125,11 @@ def profile(
             tolerance=tolerance,
             search=SearchOptions(initial_window, error_margin, fit_values),
         )
-        with progress_on_stderr() as progress:
-            done = learn_usage(config, usage_from) or profile_line(config, options, progress)
-        charts = profile_charts(done.profile, done.path.with_name("profile"))
+        is_measured = fresh or simulate or casual or samples is not None
+        with disk_explained(), progress_on_stderr() as progress:
+            learned = None if is_measured else learn_usage(config, usage_from)
+            done = learned or profile_line(config, options, progress)
+            charts = profile_charts(done.profile, done.path.with_name("profile"))
     for note in done.notes:
         sys.stderr.write(f"note: {note}\n")
     if as_json:

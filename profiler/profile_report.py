@@ -33,7 +33,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
     An architecture of which the line has several kinds (input sizes, stems) is named by its kind.
     """
     several = defaultdict(set)
-    for kind in profile.kinds:
+    for kind in chosen_kinds(profile):
         several[kind.architecture].add(kind.kind)
     architectures: dict[str, dict[str, Any]] = {}
     for kind in chosen_kinds(profile):
@@ -138,7 +138,7 @@ def _kind_json(kind: KindProfile) -> dict[str, Any]:
 
 def _kinds_table(profile: StoredProfile) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
-    table.add_column("kind", no_wrap=True)
+    table.add_column("kind", overflow="fold")
     for name in (
         "on",
         "precision",
@@ -151,9 +151,12 @@ def _kinds_table(profile: StoredProfile) -> Table:
         "SSD ms",
         "agrees with fp32",
     ):
-        table.add_column(name, justify="left" if name in {"on", "precision", "agrees with fp32"} else "right")
+        table.add_column(
+            name, justify="left" if name in {"on", "precision", "agrees with fp32"} else "right", no_wrap=True
+        )
     agreements = {(each.kind, each.processor, each.precision): each for each in profile.agreements}
-    for kind in profile.kinds:
+    on_the_line = {kind for kind, _ in profile.precisions}
+    for kind in (each for each in profile.kinds if each.kind in on_the_line):
         agreement = agreements.get((kind.kind, kind.processor, kind.precision))
         is_chosen = profile.precisions.get((kind.kind, kind.processor)) == kind.precision
         told = "" if agreement is None else _agreement(agreement.images, agreement.labels_differ, agreement.agrees)
@@ -175,7 +178,7 @@ def _kinds_table(profile: StoredProfile) -> Table:
 
 def _agreement(images: int, differ: int, agrees: bool) -> str:
     if not images:
-        return "not proven: no samples"
+        return "not proven"
     return f"yes, {images} images" if agrees else f"NO: {differ} labels of {images}" if differ else "NO: scores"
 
 
@@ -226,15 +229,19 @@ def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
     """Each kind's medians, and its line up to its maximum batch."""
-    measured = [Series(_label(kind), *_points(kind, per_image=False), kind="points") for kind in kinds]
+    measured = [
+        Series(_label(kind), *_points(kind, per_image=False), kind="points", colour=number)
+        for number, kind in enumerate(kinds)
+    ]
     lines = [
         Series(
             f"{kind.K_s * 1e3:.2f} n + {kind.B_s * 1e3:.2f}",
             [1.0, float(kind.max_batch)],
             [(kind.K_s + kind.B_s) * 1e3, (kind.K_s * kind.max_batch + kind.B_s) * 1e3],
             kind="dashed",
+            colour=number,
         )
-        for kind in kinds
+        for number, kind in enumerate(kinds)
     ]
     return measured + lines
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agent.intake.naming import Naming
 
 MOST_PER_EXPERT = 24
+SYNTHETIC = "synthetic"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
 RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # what a taken name was given on its shelf
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, spread evenly however many are taken
@@ -83,9 +84,14 @@ class LineSamples:
 def described(samples: Sequence[Sample]) -> str:
     """ "24 images from inbox/done", or "synthetic" where there are none."""
     if not samples:
-        return "synthetic"
+        return SYNTHETIC
     folders = sorted({sample.folder for sample in samples})
     return f"{len(samples)} {'image' if len(samples) == 1 else 'images'} from {' and '.join(folders)}"
+
+
+def is_synthetic(text: str) -> bool:
+    """Whether this is what ``described`` says, perhaps with more behind it, where there are no samples."""
+    return text.split(";")[0] == SYNTHETIC
 
 
 class _Search:

@@ -1,0 +1,121 @@
+"""Which precision each kind of a line's experts runs in on a processor (``precision: auto``).
+
+The fastest that agrees with fp32 on the samples of all experts of the kind, asked in that order and no further than
+needed; without samples fp32. What the line file gives is taken as it is, fp32 where a processor does not run it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from agent.matrix import kind_of
+from agent.profile import packed_sha256
+from experts.expert import Precision
+from profiler.agreement import choose_precision, compare, image_s
+from profiler.line_packing import by_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.config import LineConfig
+    from agent.profile import Agreement, KindProfile, ProfileDraft
+    from agent.runtime.slots import ExpertCopy
+    from profiler.line_packing import LinePacking
+    from profiler.microbench import Bench
+
+
+class PrecisionChoice:
+    """The choice of one profiling run; comparisons are saved in the draft. ``notes``: what stays fp32, and why."""
+
+    def __init__(
+        self,
+        config: LineConfig,
+        packing: LinePacking,
+        draft: ProfileDraft,
+        tolerance: float,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.notes: list[str] = []
+        self._config = config
+        self._packing = packing
+        self._draft = draft
+        self._tolerance = tolerance
+        self._progress = progress
+
+    def forget_changed(self, references: Sequence[ExpertCopy]) -> None:
+        """Give up agreements of kinds of which an expert came, or has other weights than when they were found."""
+        then = self._draft.packed()
+        now = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in references}
+        changed = {
+            kind_of(copy)
+            for copy, (name, digest) in zip(references, now.items(), strict=True)
+            if then.get(name) != digest
+        }
+        for agreement in self._draft.agreements():
+            if agreement.kind in changed:
+                self._draft.save_agreement(replace(agreement, images=0))
+        self._draft.save_packed({**then, **now})  # after them: were it killed between, they are given up once more
+
+    def on(self, bench: Bench, references: Sequence[ExpertCopy]) -> dict[str, str]:
+        """The form of each kind that was measured on the bench's processor."""
+        measured: defaultdict[str, list[KindProfile]] = defaultdict(list)
+        for each in self._draft.kinds():
+            if each.processor == bench.processor:
+                measured[each.kind].append(each)
+        return {
+            kind: self._given(measured[kind], listed)
+            if self._config.precision is not None
+            else self._fastest_that_agrees(bench, measured[kind], listed)
+            for kind, listed in by_kind(references).items()
+            if measured[kind]
+        }
+
+    def _given(self, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str:
+        """The line file's, where it runs."""
+        form = self._packing.reference(references[0].expert.id)
+        return str(form if any(profile.precision == form for profile in profiles) else Precision.FP32)
+
+    def _fastest_that_agrees(
+        self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]
+    ) -> str:
+        sampled = [copy for copy in references if bench.samples.of(copy.expert.id)]
+        agreements: list[Agreement] = []
+        for profile in sorted(profiles, key=image_s):
+            if profile.precision == Precision.FP32:
+                break
+            if not sampled:
+                self._stays(profile, "no sample images")
+                break
+            agreement = self._agreement(bench, Precision(profile.precision), sampled)
+            if agreement is None:
+                continue
+            agreements.append(agreement)
+            if not agreement.images:
+                self._stays(profile, "none of its sample images can be judged")
+                break
+            if agreement.agrees:
+                break
+        return choose_precision(profiles, agreements)
+
+    def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
+        """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form."""
+        key = (kind_of(sampled[0]), bench.processor, str(form))
+        earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)
+        if earlier is not None and earlier.images and earlier.tolerance == self._tolerance:
+            return earlier
+        wanted = {copy.expert.id: {form} for copy in sampled}
+        others = [copy for copy in self._packing.pack(wanted)[form] if copy.expert.id in wanted]
+        if not others:
+            return None
+        self._progress(f"compare {form} on {bench.processor}", 0, 1)
+        agreement = compare(bench, sampled, others, self._tolerance)
+        self._draft.save_agreement(agreement)
+        self._progress(f"compare {form} on {bench.processor}", 1, 1)
+        return agreement
+
+    def _stays(self, profile: KindProfile, reason: str) -> None:
+        self.notes.append(
+            f"{profile.kind} on {profile.processor} stays fp32: {reason}, so {profile.precision} is not proven to agree"
+        )
