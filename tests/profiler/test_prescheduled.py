@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.config import read_line
-from agent.core.effects import StartBatch
+from agent.core.effects import Complete, Evict, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.events import Arrived, BatchFailed, Finished, Loaded, LoadFailed, Started
 from agent.core.performance import (
@@ -91,8 +91,54 @@ class Stage:
     def played_back(self, recording):
         """The simulation, the playback itself, and the recording of it."""
         playback = Playback(recording, self.memories)
-        again = Recorder(playback, self.memories)
+        again = Recorder(Watched(playback, self.memories), self.memories)
         return self.run(again), playback, again.recording()
+
+
+class Watched:
+    """A Decider whose effects are checked against what a workshop could carry out."""
+
+    def __init__(self, decider, memories):
+        self._decider = decider
+        self._memories = memories
+        self._loads, self._running = {}, {}
+        self._resident, self._here = set(), set()
+        self.next_wakeup_s = decider.next_wakeup_s
+        self.statistics = decider.statistics
+        self.check_invariants = decider.check_invariants
+
+    def handle(self, event, now):
+        if isinstance(event, Arrived):
+            self._here.add(event.request)
+        elif isinstance(event, Loaded):
+            load = self._loads.pop(event.load)
+            self._resident.add((load.pool, load.copy))
+        elif isinstance(event, Finished):
+            del self._running[next(number for number, batch in self._running.items() if batch.id == event.batch)]
+        effects = self._decider.handle(event, now)
+        for effect in effects:
+            self._check(effect)
+        return effects
+
+    def _check(self, effect):
+        if isinstance(effect, StartBatch):
+            batch = effect.batch
+            assert (self._memories[batch.executor], batch.copy) in self._resident
+            assert batch.executor not in self._running
+            assert set(batch.requests) <= self._here
+            self._running[batch.executor] = batch
+        elif isinstance(effect, StartLoad):
+            assert effect.source == SSD or (effect.source, effect.copy) in self._resident
+            assert (effect.pool, effect.copy) not in self._resident
+            assert len(self._loads) < 4  # two from each source
+            self._loads[effect.load] = effect
+        elif isinstance(effect, Evict):
+            assert not any(
+                batch.copy == effect.copy and self._memories[number] == effect.pool
+                for number, batch in self._running.items()
+            )
+            assert not any((load.source, load.copy) == (effect.pool, effect.copy) for load in self._loads.values())
+            self._resident.remove((effect.pool, effect.copy))
 
 
 def in_lanes(recording):
@@ -155,6 +201,19 @@ def test_nothing_runs_before_its_request_is_there_and_its_expert_is_loaded():
     assert batch.requests == (0,)
     assert started(playback.handle(Finished(batch.id, (Prediction("ok", 1.0),)), 0.2)) == []
     assert [each.requests for each in started(playback.handle(Arrived(1), 0.5))] == [(1,)]
+
+
+def test_nothing_is_loaded_before_as_many_requests_came_as_when_it_was_decided():
+    stage = Stage(unified(4, 3, 1), "samba", [Arrival(0.0, "c1"), Arrival(0.5, "c2")], 4)
+    _, recording = stage.recorded()
+    playback = Playback(recording, stage.memories)
+    playback.handle(Started(), 0.0)
+    (first,) = playback.handle(Arrived(0), 0.0)
+    (batch,) = started(playback.handle(Loaded(first.load), 0.1))
+    ended = playback.handle(Finished(batch.id, (Prediction("ok", 1.0),)), 0.2)
+    assert [type(effect) for effect in ended] == [Complete]
+    (second,) = playback.handle(Arrived(1), 0.5)
+    assert (first.expert, second.expert) == ("e1", "e2")
 
 
 def test_other_labels_than_the_recorded_ones_are_counted():
