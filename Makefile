@@ -22,9 +22,8 @@ lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(INSTALLED)  ## how fast experts load and decisions are taken here
-	$(VENV)/bin/coserve bench load
-	$(VENV)/bin/coserve bench decisions
+bench: $(INSTALLED)  ## the short proof, under five minutes: bench-report/report.md with charts
+	$(VENV)/bin/coserve bench report --out bench-report
 
 clean:  ## remove what the targets wrote, but not $(VENV)
 	rm -rf build dist demo bench-report *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
