@@ -1,8 +1,8 @@
 """ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
 
 A session holds no weights. All of them take their workspace from one arena, which keeps what the largest batches so far
-needed: with an arena each, sixteen architectures would keep sixteen workspaces, and without any, each batch would wait
-for the system's memory a third longer. What ONNX Runtime would report to its makers is turned off.
+needed: with an arena each, every architecture would keep a workspace of its own, and without any, detectors of large
+images run up to a third slower, waiting for the system's memory. What ONNX Runtime would report to its makers is off.
 """
 
 from __future__ import annotations
