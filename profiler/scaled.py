@@ -106,6 +106,7 @@ def scaled_table(measurement: Measurement) -> str:
     samba = measurement.row(SAMBA).medians
     lines = [
         rows.report(measurement),
+        "",
         f"{'policy':<15} {'over samba':>10} {'the paper':>9} {'switches':>8} {'fewer':>7} {'the paper':>14}  executors",
     ]
     for row in measurement.rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from profiler.evaluation import (
     Evaluation,
     casual_system,
     evaluate,
+    evaluation_json,
+    evaluation_table,
     fewer_switches,
     shortfalls,
     systems,
@@ -122,6 +125,32 @@ def test_how_many_switches_fewer():
     assert fewer_switches(row("paper", 1.0, 0), row("samba", 1.0, 0)) == 0.0
 
 
+def test_the_terminals_table_by_hand():
+    lines = evaluation_table(made(em=(6.0, 700), paper=(17.0, 1100))).splitlines()
+    assert lines[0] == "task A1 on numa"
+    assert [line.split() for line in lines[2:4]] == [
+        ["samba", "4.00", "1.00", "1000", "-", "3", "gpu,", "1", "cpu"],
+        ["samba-fifo", "3.50", "0.88", "1200", "-20.0%", "3", "gpu,", "1", "cpu"],
+    ]
+    assert [line.split()[0] for line in lines[2 : 2 + len(POLICIES)]] == list(REACHED)
+    assert lines[2 + len(POLICIES)] == ""
+    missed = shortfalls(made(em=(6.0, 700), paper=(17.0, 1100)))
+    assert len(missed) == 3
+    assert lines[3 + len(POLICIES) :] == [f"SHORT      {text}" for text in missed]
+
+
+def test_the_terminals_table_says_when_nothing_is_short_and_does_without_a_baseline():
+    assert evaluation_table(made()).splitlines()[-1] == "target     every one is reached"
+    lines = evaluation_table(made(samba=None)).splitlines()
+    assert lines[2].split()[:5] == ["samba-fifo", "3.50", "-", "1200", "-"]
+    assert lines[-1] == "SHORT      A1 on numa: nothing was run for samba"
+
+
+def test_executors_that_there_are_none_of_are_not_listed():
+    alone = Evaluation((row("samba", 4.0, 1000, executors=(1, 0)),), ())
+    assert evaluation_table(alone).splitlines()[2].endswith("  1 gpu")
+
+
 def test_casual_is_what_section_5_2_says():
     assert casual_system(NUMA).executors == {"gpu": 3, "cpu": 1}
     assert casual_system(UMA).executors == {"gpu": 2, "cpu": 1}
@@ -170,6 +199,16 @@ def test_a_task_has_a_row_for_every_system(one_task):
     assert steps == [("searching for board B on uma", 0, 2), ("task B1 on uma", 1, 2), ("done", 2, 2)]
     assert evaluation.row("B1", "uma", "paper") in evaluation.rows
     assert evaluation.row("A1", "uma", "paper") is None
+
+
+def test_rows_have_the_keys_that_scripts_read_and_are_json(one_task):
+    evaluation, _ = one_task
+    found = json.loads(json.dumps(evaluation_json(evaluation)))
+    assert found.keys() == {"rows", "shortfalls"}
+    for told, each in zip(found["rows"], evaluation.rows, strict=True):
+        assert told.keys() >= {"task", "device", "policy", "images_per_s", "switches"}
+        assert (told["images_per_s"], told["switches"]) == (each.images_per_s, each.switches)
+    assert found["shortfalls"] == shortfalls(evaluation)
 
 
 def test_the_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
