@@ -204,7 +204,8 @@ class _Profiling:
                 self._draft.save_kind(measure_kind(self._bench(processor), listed))
             except ExpertError as error:
                 self._notes.append(f"{kind} in {form} does not run on {processor}: {error.message}")
-        self._progress(f"measure on {processor}", len(jobs), len(jobs))
+        if jobs:
+            self._progress(f"measure on {processor}", len(jobs), len(jobs))
 
     def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> dict[tuple[str, str], str]:
         """The precision of each kind on each processor."""

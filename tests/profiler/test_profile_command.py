@@ -1,0 +1,589 @@
+"""``coserve profile`` from start to end on real files, processes and engines: what it writes, keeps, resumes, refuses.
+
+Nothing is said of how fast anything was: where a test needs one precision to be the fastest, it seeds the draft.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from typer.testing import CliRunner
+
+from agent.assembly import build_agent, detect_box
+from agent.config import read_line
+from agent.inspection import inspect_images
+from agent.listing import packed_folder, profile_file
+from agent.profile import ProfileDraft, identity_of, partial_of, read_profile
+from agent.records.database import StateLock
+from agent.records.results import Result, ResultStore
+from coserve import app
+from experts.backends.classifier import write_random_weights
+from experts.errors import AlreadyRunning, ConfigError
+from experts.expert import Verdict
+from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
+from profiler.batches import BatchOptions
+from profiler.profiling import CASUAL, ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
+from profiler.samples import SYNTHETIC
+from profiler.usage import COMPUTED, SERVED
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
+COMPONENTS = 3
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+class Line:
+    """Fakes cls/f0 to cls/f2 with a route each; three kinds, as each declares another size."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        for number in range(COMPONENTS):
+            self.declare(number)
+        fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+        self.document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": fake | {"weights": f"f{number}.yaml"} for number in range(COMPONENTS)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(COMPONENTS)},
+            "boards": {"main": {"components": {"c0": 3, "c1": 2, "c2": 1}, "takt_s": 5.0}},
+            "memory": {"host": "64MiB"},
+            "precision": "fp32",
+        }
+
+    def declare(self, number, weight_bytes=300_000, **declared):
+        document = {"weight_bytes": weight_bytes + number, "workspace_bytes": 1000, "label": "ok"} | declared
+        (self.folder / f"f{number}.yaml").write_text(json.dumps(document))
+
+    @property
+    def file(self):
+        file = self.folder / "line.yaml"
+        file.write_text(yaml.safe_dump(self.document))
+        return file
+
+    @property
+    def config(self):
+        return read_line(self.file, {})
+
+    @property
+    def path(self):
+        return profile_file(self.config)
+
+    @property
+    def identity(self):
+        return identity_of(detect_box(self.config))
+
+    def profiled(self, stages=None, **options):
+        """Profiled in the quickest way that the options leave."""
+        found = {"allocation": CASUAL, "batches": SHORT} | options
+        return profile_line(self.config, ProfilingOptions(**found), told(stages))
+
+    def refusal(self, **options):
+        """Why it is refused before anything was measured or packed."""
+        stages = []
+        with pytest.raises(ConfigError) as caught:
+            self.profiled(stages, **options)
+        assert not [stage for stage in stages if stage != "pack"]
+        return str(caught.value)
+
+    def seed(self, kinds=(), **seconds):
+        """Kinds as a killed run left them, as fast as is said here of each precision: none is left to measure.
+
+        Those of the finished profile, with all else that it holds, or these alone.
+        """
+        with ProfileDraft.open(self.path, "test", self.identity) as draft:
+            for kind in kinds or draft.kinds():
+                draft.save_kind(replace(kind, K_s=seconds[kind.precision], B_s=seconds[kind.precision]))
+
+    def crops(self, name="crops", **sizes):
+        """A sample folder: two images of each component, or as many as are given."""
+        for component in self.document["routes"]:
+            for number in range(sizes.get(component, 2)):
+                place = self.folder / name / component / "ok"
+                place.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (8, 8), (40 * number, 100, 30)).save(place / f"{number}.png")
+        return self.folder / name
+
+
+def told(stages):
+    return lambda stage, done, total: None if stages is None else stages.append(stage)
+
+
+@pytest.fixture
+def line(tmp_path):
+    return Line(tmp_path / "line")
+
+
+@contextmanager
+def serving(config):
+    """An agent of the line, and the stages that its start went through."""
+    stages = []
+    agent = build_agent(config, lambda *_: None, lambda stage, *_: stages.append(stage))
+    agent.start()
+    try:
+        yield agent, stages
+    finally:
+        agent.stop()
+
+
+def times(profile):
+    """What was measured of each kind: equal only if it was not measured again."""
+    return {(kind.kind, kind.processor, kind.precision): kind.batches for kind in profile.kinds}
+
+
+def run(*words, check):
+    """A command in this process; stdout and stderr. No error of ours may come out as an exception."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == check, done.stderr
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert "Traceback" not in done.output
+    return done
+
+
+class TestAWholeProfile:
+    @pytest.mark.parametrize(
+        ("allocation", "origin"),
+        [(SIMULATE, SEARCHED_IN_SIMULATION), (ENGINE, SEARCHED_ON_ENGINE), (CASUAL, "casual")],
+    )
+    def test_is_written_whole_and_an_agent_starts_from_it_without_a_probe(self, line, allocation, origin):
+        done = line.profiled(allocation=allocation, engine_requests=12)
+        assert read_profile(line.path) == done.profile
+        assert not partial_of(line.path).exists()
+        assert done.notes == ()
+        assert done.profile.box == line.identity
+        assert {(kind.processor, kind.precision) for kind in done.profile.kinds} == {("cpu", "fp32")}
+        assert len(done.profile.kinds) == len(done.profile.precisions) == COMPONENTS
+        assert done.profile.packed.keys() == {(f"cls/f{number}", "fp32") for number in range(COMPONENTS)}
+        assert (done.profile.usage.origin, done.profile.allocation.origin) == (COMPUTED, origin)
+        assert done.profile.usage.probabilities == pytest.approx({"cls/f0": 1 / 2, "cls/f1": 1 / 3, "cls/f2": 1 / 6})
+        (pool,) = done.profile.allocation.pools
+        assert pool.expert_bytes + pool.workspace_bytes == done.profile.allocation.budget_bytes["host"] == 64 * 2**20
+        assert pool.experts == COMPONENTS
+        assert sum(done.profile.allocation.executors.values()) >= 1
+        assert {trial.search for trial in done.profile.trials} >= (set() if allocation == CASUAL else {"executors"})
+        with serving(line.config) as (agent, stages):
+            assert agent.stored == done.profile
+            assert "probe" not in stages
+            assert set(agent.precisions["cpu"].values()) == {"fp32"}
+            assert {spec.processor for spec in agent.executors} == {"cpu"}
+            assert len(agent.executors) == done.profile.allocation.executors["cpu"]
+
+    def test_the_chosen_precision_is_the_one_that_is_packed_and_run(self, line):
+        line.document["precision"] = "bf16"
+        write_random_weights(line.folder / "s.safetensors", "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": "s.safetensors"}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        profile = line.profiled().profile
+        assert profile.packed.keys() == {("cls/f0", "bf16"), ("cls/f1", "fp32"), ("cls/f2", "fp32")}
+        assert {kind.architecture: kind.precision for kind in profile.kinds} == {
+            "squeezenet1_1": "bf16",
+            "fake": "fp32",
+        }
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+
+    def test_an_expert_that_cannot_be_served_is_a_note_and_stops_no_other(self, line):
+        (line.folder / "f1.yaml").unlink()
+        for allocation in (CASUAL, SIMULATE):
+            done = line.profiled(allocation=allocation)
+            assert [note for note in done.notes if note.startswith("cls/f1 cannot be served: ")] == list(done.notes)
+            assert len(done.notes) == 1
+            assert {expert for expert, _ in done.profile.packed} == {"cls/f0", "cls/f2"}
+
+    def test_a_line_of_which_nothing_can_be_served_says_why(self, line):
+        for number in range(COMPONENTS):
+            (line.folder / f"f{number}.yaml").unlink()
+        assert "f0.yaml is not there" in line.refusal()
+        assert not line.path.exists()
+
+
+class TestAgain:
+    def test_with_nothing_changed_nothing_is_measured_and_the_profile_is_equal(self, line):
+        line.document["precision"] = "auto"
+        first = line.profiled(allocation=SIMULATE, samples=line.crops()).profile
+        stages = []
+        again = line.profiled(stages, allocation=SIMULATE, samples=line.crops()).profile
+        assert replace(again, written_at=first.written_at) == first
+        assert {stage.split()[0] for stage in stages} <= {"pack", "measure"}
+
+    def test_fresh_measures_all_anew(self, line):
+        first = line.profiled().profile
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("UPDATE kinds SET samples = 'of long ago'")
+        assert {kind.samples for kind in line.profiled().profile.kinds} == {"of long ago"}
+        again = line.profiled(fresh=True).profile
+        assert times(again).keys() == times(first).keys()
+        assert {kind.samples.split(";")[0] for kind in again.kinds} == {SYNTHETIC}
+
+    def test_other_weights_are_packed_and_compared_and_no_kind_is_measured(self, line):
+        """Two squeezenets of one kind, of which bf16 is made the fastest; then one of them gets other weights."""
+        weights = [line.folder / f"s{number}.safetensors" for number in range(2)]
+        for number, file in enumerate(weights):
+            write_random_weights(file, "squeezenet1_1", 2, seed=number)
+            line.document["experts"][f"cls/f{number}"] |= {"architecture": "squeezenet1_1", "weights": file.name}
+            line.document["experts"][f"cls/f{number}"]["input"] = {"size": [64, 64]}
+        del line.document["experts"]["cls/f2"], line.document["routes"]["c2"]
+        del line.document["boards"]
+        line.document["precision"] = "auto"
+        options = {"samples": line.crops(), "tolerance": 1.0}
+        line.profiled(**options)
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        stages = []
+        first = line.profiled(stages, **options).profile
+        agreement = next(each for each in first.agreements if each.precision == "bf16")
+        assert agreement.images == 4
+        assert set(first.precisions.values()) == {"bf16" if agreement.agrees else "fp32"}
+        write_random_weights(weights[0], "squeezenet1_1", 2, seed=7)
+        stages = []
+        second = line.profiled(stages, **options).profile
+        assert times(second) == times(first)
+        assert "compare bf16 on cpu" in stages
+        changed = {name for name, digest in second.packed.items() if first.packed.get(name, digest) != digest}
+        assert {expert for expert, _ in changed} == {"cls/f0"}
+        stages = []
+        assert replace(line.profiled(stages, **options).profile, written_at="") == replace(second, written_at="")
+        assert "compare bf16 on cpu" not in stages
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert set(agent.precisions["cpu"].values()) == set(second.precisions.values())
+
+    def test_an_expert_that_joined_is_measured_and_the_others_are_not(self, line):
+        left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
+        del line.document["boards"]
+        first = line.profiled().profile
+        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
+        second = line.profiled().profile
+        assert times(second).items() > times(first).items()
+        assert len(second.kinds) == COMPONENTS
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import agent.progress
+from contextlib import contextmanager
+
+@contextmanager
+def deadly():
+    def report(stage, done, total):
+        if stage == {stage!r} and done == {done}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    yield report
+
+agent.progress.progress_on_stderr = deadly
+sys.argv = ["coserve", "profile", {line!r}, "--casual"]
+from coserve import main
+main()
+"""
+
+
+def draft_of(line):
+    with ProfileDraft.open(line.path, "test", line.identity) as draft:
+        return {(kind.kind, kind.processor, kind.precision): kind.batches for kind in draft.kinds()}
+
+
+class TestKilled:
+    def test_half_way_it_resumes_and_measures_nothing_again(self, line):
+        script = KILLED.format(root=str(ROOT), stage="measure on cpu", done=1, line=str(line.file))
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert not line.path.exists()
+        with pytest.raises(ConfigError, match=r"profiling was not finished - `coserve profile LINE.yaml` resumes it"):
+            read_profile(line.path)
+        saved = draft_of(line)
+        assert len(saved) == 1
+        assert times(line.profiled().profile).items() > saved.items()
+        assert not partial_of(line.path).exists()
+
+    @pytest.mark.parametrize("stage", ["compare bf16 on cpu", "executors of cpu"])
+    def test_after_a_comparison_it_is_not_made_again(self, line, stage):
+        class Stopped(Exception):
+            pass
+
+        def stop(name, done, total):
+            if name == stage and done == total:
+                raise Stopped
+
+        line.document["precision"] = "auto"
+        options = ProfilingOptions(allocation=CASUAL, batches=SHORT, samples=line.crops())
+        kinds = line.profiled(samples=options.samples).profile.kinds
+        line.path.unlink()
+        line.seed(kinds, bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        with pytest.raises(Stopped):
+            profile_line(line.config, options, stop)
+        stages = []
+        done = line.profiled(stages, samples=options.samples)
+        compared = stages.count("compare bf16 on cpu") // 2
+        assert compared == (COMPONENTS - 1 if stage.startswith("compare") else 0)
+        assert set(done.profile.precisions.values()) == {"bf16"}
+
+
+class TestSamples:
+    def test_a_precision_that_is_faster_is_taken_where_it_agrees(self, line):
+        line.document["precision"] = "auto"
+        crops = line.crops(c2=0)
+        line.profiled(samples=crops)
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        done = line.profiled(samples=crops)
+        chosen = {kind.split()[-1]: form for (kind, _), form in done.profile.precisions.items()}
+        assert sorted(chosen.values()) == ["bf16", "bf16", "fp32"]
+        assert [note for note in done.notes if "stays fp32: no sample images, so bf16 is not proven to agree" in note]
+        agreements = [each for each in done.profile.agreements if each.precision == "bf16"]
+        assert [(each.images, each.agrees) for each in agreements] == [(2, True), (2, True)]
+        assert {kind.samples.split(";")[0] for kind in done.profile.kinds} == {"2 images from crops", SYNTHETIC}
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
+
+    def test_without_any_it_stays_fp32_and_says_so_and_samples_that_come_later_count(self, line):
+        line.document["precision"] = "auto"
+        line.profiled()
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        done = line.profiled()
+        assert set(done.profile.precisions.values()) == {"fp32"}
+        assert len([note for note in done.notes if "stays fp32: no sample images" in note]) == COMPONENTS
+        measured = line.profiled(samples=line.crops()).profile
+        assert {kind.samples.split(";")[0] for kind in measured.kinds} == {"2 images from crops"}
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        assert set(line.profiled(samples=line.crops()).profile.precisions.values()) == {"bf16"}
+
+    def test_a_folder_without_a_usable_image_is_refused_and_nothing_is_written(self, line):
+        (line.folder / "none" / "c0" / "ok").mkdir(parents=True)
+        (line.folder / "none" / "c0" / "ok" / "broken.png").write_bytes(b"not an image")
+        (line.folder / "none" / "readme.txt").write_text("nothing here")
+        told_of = line.refusal(samples=line.folder / "none")
+        assert told_of.startswith(f"{line.folder / 'none'} holds no usable image: 2 files were looked at")
+        assert not line.path.exists()
+        assert "is not a folder of samples" in line.refusal(samples=line.folder / "nowhere")
+
+    def test_usage_can_be_counted_on_them(self, line):
+        line.declare(0, label="bad")
+        line.document["routes"]["c0"].append({"expert": "cls/f2", "pass": ["ok"]})
+        usage = line.profiled(samples=line.crops(), count_usage=True).profile.usage
+        assert (usage.origin, usage.requests) == ("counted on samples", 6)
+        assert usage.pass_rates["cls/f0"] < 0.5 < usage.pass_rates["cls/f1"]
+
+
+# -- usage from history --
+
+
+def served(line, name="test"):
+    """A results database of a line of this name: each component once, c0 three times."""
+    path = line.folder / f"{name}.db"
+    with closing(ResultStore(path)) as store:
+        for number, component in enumerate((0, 0, 0, 1, 2)):
+            store.record(
+                Result(
+                    key=f"{number}",
+                    line=name,
+                    component=f"c{component}",
+                    image=f"{number}.png",
+                    verdict=Verdict.OK,
+                    arrived_at=NOON,
+                    finished_at=NOON,
+                    seconds=0.1,
+                    config_sha256="ab",
+                    experts=(f"cls/f{component}",),
+                    detail={},
+                )
+            )
+    return path
+
+
+class TestUsageFromHistory:
+    def test_alone_it_replaces_the_usage_and_nothing_else(self, line):
+        first = line.profiled().profile
+        learned = learn_usage(line.config, served(line))
+        assert learned is not None
+        assert learned.profile.usage.origin == SERVED
+        assert learned.profile.usage.requests == 5
+        assert replace(learned.profile, usage=first.usage) == first
+        assert read_profile(line.path) == learned.profile
+        assert any("only 5 requests" in note for note in learned.notes)
+
+    def test_without_a_profile_all_is_measured_with_it(self, line):
+        assert learn_usage(line.config, served(line)) is None
+        done = line.profiled(usage_from=served(line))
+        assert done.profile.usage.origin == SERVED
+        assert any("only 5 requests" in note for note in done.notes)
+
+    def test_beside_another_option_the_search_counts_with_it(self, line):
+        line.profiled()
+        done = run("profile", line.file, "--usage-from", served(line), "--simulate", "--json", check=0)
+        found = json.loads(done.stdout)
+        assert (found["usage_origin"], found["allocation"]["origin"]) == (SERVED, SEARCHED_IN_SIMULATION)
+
+    @pytest.mark.parametrize("profiled", [False, True], ids=["no profile yet", "a profile"])
+    def test_what_is_no_history_of_the_line_is_refused_before_anything_is_measured(self, line, profiled):
+        if profiled:
+            line.profiled()
+        before = line.path.read_bytes() if profiled else None
+        text = line.folder / "notes.txt"
+        text.write_bytes(b"\xff\xfe\x00 no rows")
+        for history, reason in (
+            (line.folder / "gone.db", "gone.db: cannot be read"),
+            (text, "notes.txt"),
+            (served(line, "other"), "no row of line 'test', only of other (5)"),
+        ):
+            if profiled:
+                with pytest.raises(ConfigError) as caught:
+                    learn_usage(line.config, history)
+                assert reason in str(caught.value)
+            else:
+                assert reason in line.refusal(usage_from=history)
+            assert reason in run("profile", line.file, "--usage-from", history, check=78).stderr
+        assert (line.path.read_bytes() if profiled else None) == before
+        assert line.path.exists() is profiled
+
+
+# -- what is refused --
+
+
+def foreign(path):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE profile SET device = 'cuda', model = 'RTX 3080 Ti'")
+
+
+def half_written(path):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE profile SET finished_at = NULL")
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+def no_database(path):
+    path.write_bytes(b"device: cuda\n")
+
+
+class TestWhatLiesInTheProfilesPlace:
+    @pytest.mark.parametrize(
+        ("spoil", "reason"),
+        [
+            (foreign, "is the profile of another box: cuda, RTX 3080 Ti"),
+            (half_written, "is a half-written profile"),
+            (truncated, "is damaged or truncated"),
+            (no_database, "is not a SQLite file"),
+        ],
+    )
+    def test_stays_unless_all_is_measured_anew(self, line, spoil, reason):
+        line.profiled()
+        spoil(line.path)
+        content = line.path.read_bytes()
+        refused = line.refusal()
+        assert str(line.path) in refused
+        assert reason in refused
+        assert "--fresh" in refused
+        image = line.crops() / "c0" / "ok" / "0.png"
+        for words in (("profile", "--casual"), ("inspect", image, "--component", "c0")):
+            error = run(words[0], line.file, *words[1:], check=78).stderr
+            assert str(line.path) in error
+            assert "--fresh" in error
+        if spoil is not foreign:  # a plan may be made for another box, from that one's profile
+            assert str(line.path) in run("plan", line.file, check=78).stderr
+        assert line.path.read_bytes() == content
+        assert not partial_of(line.path).exists()
+        assert line.profiled(fresh=True).profile.box == line.identity
+        assert inspect_images(line.config, [image], "c0", lambda *_: None)[0]["verdict"] == "OK"
+
+    def test_other_libraries_of_the_same_box_are_simply_measured_anew(self, line):
+        line.profiled()
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("""UPDATE profile SET versions = '{"torch": "1.0"}'""")
+            connection.execute("UPDATE kinds SET samples = 'of long ago'")
+        profile = line.profiled().profile
+        assert profile.box == line.identity
+        assert {kind.samples.split(";")[0] for kind in profile.kinds} == {SYNTHETIC}
+
+    def test_a_running_agent_keeps_the_profiler_away(self, line):
+        with StateLock(line.config.state):
+            with pytest.raises(AlreadyRunning, match=r"is held by another agent: stop it first"):
+                line.profiled()
+            assert "is held by another agent" in run("profile", line.file, "--casual", check=1).stderr
+        assert not line.path.exists()
+
+
+class TestMemory:
+    @pytest.mark.parametrize("allocation", [CASUAL, SIMULATE])
+    def test_a_budget_below_the_largest_expert_is_told_before_anything_is_measured(self, line, allocation):
+        line.document["memory"] = {"host": "1MiB"}
+        line.declare(1, weight_bytes=3 * 2**20)
+        refused = line.refusal(allocation=allocation)
+        assert "line.yaml:" in refused
+        assert "experts.cls/f1: needs 3." in refused
+        assert "but memory.host is 1.0 MiB" in refused
+        assert "cls/f0" not in refused
+
+    @pytest.mark.parametrize("allocation", [CASUAL, SIMULATE])
+    def test_an_expert_that_batches_leave_no_room_for_is_told(self, line, allocation):
+        line.document["memory"] = {"host": "4MiB", "workspace": "3MiB"}
+        line.declare(1, weight_bytes=2 * 2**20)
+        with pytest.raises(ConfigError, match=r"cls/f1") as caught:
+            line.profiled(allocation=allocation)
+        assert "MiB" in str(caught.value)
+        assert not line.path.exists()
+
+    def test_a_processor_that_the_box_does_not_have_is_told(self, line):
+        line.document["executors"] = {"cuda": 2}
+        line.document["device"] = "cpu"
+        assert "executors.cuda: this box has no 'cuda' - use cpu" in line.refusal()
+
+
+class TestTheCommand:
+    def test_prints_an_object_or_a_table_and_draws_charts(self, line):
+        line.profiled()  # what takes long: the command itself only searches
+        done = run("profile", line.file, "--simulate", "--json", check=0)
+        found = json.loads(done.stdout)
+        assert found.keys() >= {"device", "architectures", "usage", "allocation", "executors"}
+        charts = sorted((line.config.state / "profile").glob("*.png"))
+        assert {chart.name for chart in charts} >= {
+            "average-latency.png",
+            "batch-latency.png",
+            "footprint.png",
+            "usage.png",
+        }
+        text = run("profile", line.file, "--simulate", check=0).stdout
+        assert text.splitlines()[-1] == f"written      {line.path}, charts in {line.config.state / 'profile'}"
+        assert max(len(each) for each in text.splitlines()[:-1]) <= 120
+
+    @pytest.mark.parametrize(
+        "words", [("--simulate", "--casual"), ("--usage-from", "x.db", "--count-usage"), ("--initial-window", "0")]
+    )
+    def test_options_that_contradict_are_a_mistake_of_usage(self, line, words):
+        assert "--" in run("profile", line.file, *words, check=2).stderr
+        assert not line.config.state.exists()
+
+    def test_a_state_that_is_no_folder_is_told_without_a_traceback(self, line):
+        line.document["state"] = "./f0.yaml"
+        before = (line.folder / "f0.yaml").read_bytes()
+        assert "f0.yaml: File exists" in run("profile", line.file, "--casual", check=1).stderr
+        assert (line.folder / "f0.yaml").read_bytes() == before
+
+    def test_notes_go_to_stderr(self, line):
+        (line.folder / "f1.yaml").unlink()
+        line.profiled()
+        done = run("profile", line.file, "--casual", "--json", check=0)
+        assert json.loads(done.stdout)["usage"]
+        assert "note: cls/f1 cannot be served: " in done.stderr
+
+    def test_in_its_own_process(self, line):
+        line.profiled()
+        command = [sys.executable, str(ROOT / "coserve.py"), "profile", str(line.file), "--casual", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["allocation"]["origin"] == "casual"
+        assert (packed_folder(line.config) / "manifests").is_dir()
