@@ -345,9 +345,14 @@ class SchedulingCost:
     differences: int  # labels that a playback judged unlike its recording
 
     @property
+    def larger_gap(self) -> float:
+        """The larger of the two: an executor that waits for a decision is not busy, but the trace takes longer."""
+        return max(self.gap, self.seconds_gap)
+
+    @property
     def meets_targets(self) -> bool:
         """The paper's figures: a gap under 3 %, expert management at most 0.2 %."""
-        return self.gap < TARGET_GAP and self.management_share <= TARGET_MANAGEMENT_SHARE
+        return self.larger_gap < TARGET_GAP and self.management_share <= TARGET_MANAGEMENT_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,15 +416,15 @@ def run_and_play_back(config: LineConfig, trace: Sequence[Arrival], options: Loo
 
 def report(cost: SchedulingCost) -> str:
     """The figures in words, with the machine they come from, and whether they reach the paper's."""
-    gap = "reached" if cost.gap < TARGET_GAP else "SHORT of its target"
+    gap = "reached" if cost.larger_gap < TARGET_GAP else "SHORT of its target"
     share = "reached" if cost.management_share <= TARGET_MANAGEMENT_SHARE else "SHORT of its target"
     lines = [
         f"machine       {cost.machine}",
         f"runs          policy {cost.policy}, {cost.requests} requests, medians of {cost.repeats} pairs",
         f"scheduling    {cost.scheduling_s * 1e3:.3f} ms a request, of the deciding thread",
         f"inference     {cost.inference_s * 1e3:.3f} ms a request; pre-scheduled {cost.prescheduled_s * 1e3:.3f} ms",
-        f"gap           {cost.gap:+.2%} of inference, target under {TARGET_GAP:.0%}: {gap}; "
-        f"{cost.seconds_gap:+.2%} of the whole trace",
+        f"gap           {cost.gap:+.2%} of inference, {cost.seconds_gap:+.2%} of the whole trace, "
+        f"target under {TARGET_GAP:.0%} for both: {gap}",
         f"management    {cost.management_share:.3%} of the time, target {TARGET_MANAGEMENT_SHARE:.1%}: {share}",
     ]
     if cost.differences:
