@@ -256,6 +256,7 @@ def report(
     folder: Annotated[Path, typer.Option("--out", help="where report.md and its charts go")] = Path("bench-report"),
     directory: Directory = None,
     full: Annotated[bool, typer.Option("--full", help="the traces the targets are stated for; a quarter hour")] = False,
+    repeat: Annotated[int | None, typer.Option(min=1, help="rounds; default: 1, with --full 3")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
@@ -264,7 +265,7 @@ def report(
 
     log_to_stderr(logging.WARNING)
     with explained(), progress_on_stderr() as progress:
-        written = write_report(folder, directory or Path.cwd(), progress, full=full)
+        written = write_report(folder, directory or Path.cwd(), progress, full=full, repeats=repeat)
     if as_json:
         print(json.dumps(asdict(written), default=str))
         return
@@ -288,6 +289,7 @@ def tasks(
     from agent.progress import progress_on_stderr
     from profiler.evaluation import evaluation_json, evaluation_table
     from profiler.figures import write_figures
+    from profiler.measured_device import device_notes
     from profiler.report import DEVICE_FILES, simulated_tasks
     from profiler.scaled import measure_scaled, scaled_json, scaled_table
 
@@ -304,6 +306,8 @@ def tasks(
     if experts is not None:
         print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
         return
+    for note in device_notes(dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)):
+        sys.stderr.write(f"note: {note}\n")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")

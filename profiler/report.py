@@ -66,14 +66,17 @@ class Written:
     seconds: float
 
 
-def write_report(folder: Path, scratch: Path, progress: Progress, *, full: bool = False) -> Written:
+def write_report(
+    folder: Path, scratch: Path, progress: Progress, *, full: bool = False, repeats: int | None = None
+) -> Written:
     """Measure everything and write ``folder/report.md`` with its charts. ``scratch``: a folder on the SSD to measure.
 
     What is generated there (3 GB, 22 GB in full) is removed afterwards. Raises ConfigError without room for it.
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    proof = measure_proof(scratch, FULL if full else SHORT, FULL_REPEATS if full else SHORT_REPEATS, progress)
+    rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)
+    proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress)
     with removed_afterwards(scratch) as files:
         progress("load", 0, 1)
         loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
@@ -91,7 +94,7 @@ def write_report(folder: Path, scratch: Path, progress: Progress, *, full: bool 
     figures = write_figures(evaluation, folder, proof.scheduling)
     seconds = time.monotonic() - started
     parts = (
-        _opening(proof, full, seconds),
+        _opening(proof, full, rounds, seconds),
         _targets_table(targets),
         _proof_section(proof, folder),
         _verbatim("SSD to runnable", loading.report(loads)),
@@ -137,12 +140,13 @@ def targets_text(targets: Iterable[Target]) -> str:
     )
 
 
-def _opening(proof: Proof, full: bool, seconds: float) -> str:
+def _opening(proof: Proof, full: bool, rounds: int, seconds: float) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    form = "full" if full else "short form: smaller traces, two of the four tasks, single runs"
+    form = "full" if full else "short form: smaller traces and two of the four tasks"
+    machine = proof.fp32.measured.machine
     return (
-        f"# CoServe on this box\n\n{now}, {form}, {seconds:.0f} s. {proof.fp32.machine}. What was generated has random "
-        "weights; speeds are those of this machine at this moment, ratios are what counts."
+        f"# CoServe on this box\n\n{now}, {form}, medians of {rounds}, {seconds:.0f} s. {machine}. What was generated "
+        "has random weights; speeds are those of this machine at this moment, ratios are what counts."
     )
 
 
@@ -157,29 +161,41 @@ def _verdict(target: Target) -> str:
 
 def _proof_section(proof: Proof, folder: Path) -> str:
     recipe = proof.recipe
-    speeds = {row.policy: row.medians.images_per_s for row in proof.fp32.rows}
+    fp32, held = proof.fp32, proof.held
     bars: dict[str, list[float | None]] = {
-        "SSD at full speed": [speeds[NAIVE], speeds[SAMBA], speeds[OURS], proof.bf16.row(OURS).medians.images_per_s],
-        "loads held to 530 MB/s": [
-            None,
-            proof.held.row(SAMBA).medians.images_per_s,
-            proof.held.row(OURS).medians.images_per_s,
-            None,
+        "SSD at full speed": [
+            fp32.images_per_s(NAIVE),
+            fp32.images_per_s(SAMBA),
+            fp32.images_per_s(OURS),
+            proof.bf16.images_per_s(OURS),
         ],
+        "loads held to 530 MB/s": [None, held.images_per_s(SAMBA), held.images_per_s(OURS), None],
     }
     groups = ["naive server, fp32", "samba, fp32", "coserve, fp32", "coserve, bf16"]
     chart = folder / "real-engine.png"
     trace = f"{recipe.classifiers} {recipe.architecture}, memory for {recipe.memory_for}, {recipe.requests} requests"
-    bar_chart(chart, f"Real engine: {trace}", "images/s", groups, bars, proof.fp32.machine)
-    texts = [rows.report(each) for each in (proof.fp32, proof.held, proof.bf16)]
+    bar_chart(chart, f"Real engine: {trace}", "images/s", groups, bars, fp32.measured.machine)
     return "\n\n".join(
         (
             f"# On the real engine\n\n{trace}, one every {recipe.every_s * 1e3:g} ms. `naive`: a general server, least "
-            "recently used, first come first served, `torch.load`, its files read cold.",
+            "recently used, first come first served, `torch.load`, its files read cold. The comparisons follow one "
+            "another; the rows of one are interleaved. Memory is the same number of bytes throughout.",
             f"![{trace}]({chart.name})",
-            *(f"```\n{text}\n```" for text in texts),
+            _plan_table(proof),
+            *(f"## {each.title}\n\n```\n{rows.report(each.measured)}\n```" for each in proof.comparisons),
         )
     )
+
+
+def _plan_table(proof: Proof) -> str:
+    """What `coserve plan` said before, beside what came."""
+    lines = [
+        f"| {each.title} | {policy} | {planned:.2f} | {each.images_per_s(policy):.2f} | {each.error(policy):+.1%} |"
+        for each in proof.comparisons
+        for policy, planned in each.planned.items()
+    ]
+    head = ["| trace | policy | planned, images/s | measured | plan off by |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join(["`coserve plan`, from a profile made before, against the measurement:", "", *head, *lines])
 
 
 def _verbatim(title: str, text: str) -> str:
