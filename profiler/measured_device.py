@@ -21,7 +21,7 @@ from profiler.profile_report import chosen_kinds
 from profiler.tasks import CLASSIFIER, DETECTORS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from agent.profile import KindProfile, StoredProfile
@@ -31,6 +31,12 @@ MEASURED, ABSENT = "measured", "not in the profile"
 ARCHITECTURES = (CLASSIFIER, *DETECTORS)
 LINKS = {SSD: "direct reads from the SSD", HOST: "copies from host memory to the device's"}
 INSTEAD = "measure the tasks scaled down on this box: `coserve bench tasks --experts N`"
+LOADS = (
+    "loads are those of packed weights for every policy, Samba-CoE's too, which pays for a framework's in the paper: "
+    "ratios over it come out smaller"
+)
+SHARED_CORES = "an emulated device runs on the CPU's cores, which the simulation gives to both: too many images/s"
+EMULATED = "emulated"  # the name of such a box
 PROFILE_IT = "profile a line of all three with `coserve profile LINE.yaml`"
 
 
@@ -41,6 +47,11 @@ def device_of(profile: StoredProfile, file: Path) -> PaperDevice:
     profile without resnet101, yolov5m and yolov5l on it and on the CPU, or without its links.
     """
     return _Reading(profile, file).device()
+
+
+def device_notes(names: Iterable[str]) -> list[str]:
+    """What the reader of figures has to know about profiled boxes of these names."""
+    return [f"{name}: {text}" for name in names for text in (LOADS, *([SHARED_CORES] if name == EMULATED else []))]
 
 
 class _Reading:

@@ -21,7 +21,7 @@ from agent.profile import (
 )
 from experts.errors import ConfigError
 from profiler.devices import constants
-from profiler.measured_device import INSTEAD, device_of
+from profiler.measured_device import INSTEAD, device_notes, device_of
 from profiler.report import task_device
 from profiler.systems import Loading, System, device_profile, simulate
 from profiler.tasks import Board, task_of
@@ -218,3 +218,10 @@ def test_a_device_that_is_neither_is_told(name, said, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=said):
         task_device(name)
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_what_a_reader_of_the_figures_has_to_know_is_told():
+    (cuda,) = device_notes(["cuda"])
+    assert cuda.startswith("cuda: loads are those of packed weights for every policy")
+    assert device_notes(["emulated"])[1].startswith("emulated: an emulated device runs on the CPU's cores")
+    assert device_notes([]) == []
