@@ -35,13 +35,14 @@ from agent.runtime.executor import threads_per_executor
 from experts.errors import ConfigError, ExpertError
 from experts.weights import SegmentStore
 from profiler.agreement import TOLERANCE, candidate_precisions
-from profiler.allocation import SearchOptions
+from profiler.allocation import EXECUTORS, MEMORY, SearchOptions
 from profiler.batches import BatchOptions
 from profiler.line_packing import LinePacking, by_kind, refuse_what_never_fits
 from profiler.memory_shares import memory_needs
 from profiler.microbench import Bench, measure_kind, measure_links, measure_speedups
 from profiler.precision_choice import PrecisionChoice
 from profiler.samples import LineSamples, is_synthetic
+from profiler.search_runs import RUNS, SearchRuns
 from profiler.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
 from profiler.usage import UsageFound, computed_usage, usage_from_results, usage_from_samples
 
@@ -172,6 +173,7 @@ class _Profiling:
         usage = served or self._usage(self._interim(precisions, computed_usage(self._config)))
         self._draft.save_usage(usage.usage)
         self._draft.save_allocation(self._allocation(self._interim(precisions, usage.usage)))
+        self._draft.save_trials(RUNS, ())
         profile = self._draft.finish()
         broken = [f"{name} cannot be served: {reason}" for name, reason in self._packing.failed.items()]
         return Profiled(profile, profile_file(self._config), (*self._notes, *broken, *usage.notes))
@@ -247,6 +249,8 @@ class _Profiling:
     def _allocation(self, interim: StoredProfile) -> Allocation:
         """Searched, or the casual one."""
         without = dict(self._packing.failed)
+        for search in (EXECUTORS, *(MEMORY + pool for pool in self._box.pools)):
+            self._draft.save_trials(search, ())  # of a search that was killed in its last moment
         if self._options.allocation == CASUAL:
             return self._casual(interim, without)
         requests = SAMPLE_REQUESTS if self._options.allocation == SIMULATE else self._options.engine_requests
@@ -254,8 +258,9 @@ class _Profiling:
         if self._options.allocation == SIMULATE:
             found = search_in_simulation(self._config, self._box, interim, trace, self._options.search, without)
         else:
+            runs = SearchRuns(self._draft, self._config, self._box, interim, trace)
             found = search_on_engine(
-                self._config, self._box, interim, trace, self._progress, self._options.search, without
+                self._config, runs.box, interim, trace, self._progress, self._options.search, without, runs.remembered
             )
         for search in dict.fromkeys(trial.search for trial in found.trials):
             self._draft.save_trials(search, [trial for trial in found.trials if trial.search == search])

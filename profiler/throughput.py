@@ -174,11 +174,15 @@ def search_on_engine(
     progress: Callable[[str, int, int], None],
     options: SearchOptions | None = None,
     without: Mapping[str, str] = NOTHING,
+    remembered: Callable[[Throughput], Throughput] = lambda throughput: throughput,
 ) -> SearchedAllocation:
-    """The line's allocation by throughputs of the real engine; everything else as for ``search_in_simulation``."""
+    """The line's allocation by throughputs of the real engine; everything else as for ``search_in_simulation``.
+
+    ``remembered`` may answer for a run that was made before, and keep the others.
+    """
     options = options or SearchOptions()
     device = device_matrix(config, box, profile, without)
-    throughput = engine_throughput(config, profile, _busy(trace, device, options), progress)
+    throughput = remembered(engine_throughput(config, profile, _busy(trace, device, options), progress))
     return search_allocation(config, box, device, throughput, pool_budgets(config, box), SEARCHED_ON_ENGINE, options)
 
 

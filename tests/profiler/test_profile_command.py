@@ -27,6 +27,7 @@ from agent.listing import packed_folder, profile_file
 from agent.profile import ProfileDraft, identity_of, partial_of, read_profile
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
+from agent.runtime.device import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.errors import AlreadyRunning, ConfigError
@@ -35,6 +36,7 @@ from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
 from profiler.batches import BatchOptions
 from profiler.profiling import CASUAL, ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
 from profiler.samples import SYNTHETIC
+from profiler.search_runs import RUNS
 from profiler.usage import COMPUTED, SERVED
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +61,7 @@ class Line:
             "experts": {f"cls/f{number}": fake | {"weights": f"f{number}.yaml"} for number in range(COMPONENTS)},
             "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(COMPONENTS)},
             "boards": {"main": {"components": {"c0": 3, "c1": 2, "c2": 1}, "takt_s": 5.0}},
-            "memory": {"host": "64MiB"},
+            "memory": {"host": "512MiB"},
             "precision": "fp32",
         }
 
@@ -169,7 +171,7 @@ class TestAWholeProfile:
         assert (done.profile.usage.origin, done.profile.allocation.origin) == (COMPUTED, origin)
         assert done.profile.usage.probabilities == pytest.approx({"cls/f0": 1 / 2, "cls/f1": 1 / 3, "cls/f2": 1 / 6})
         (pool,) = done.profile.allocation.pools
-        assert pool.expert_bytes + pool.workspace_bytes == done.profile.allocation.budget_bytes["host"] == 64 * 2**20
+        assert pool.expert_bytes + pool.workspace_bytes == done.profile.allocation.budget_bytes["host"] == 512 * 2**20
         assert pool.experts == COMPONENTS
         assert sum(done.profile.allocation.executors.values()) >= 1
         assert {trial.search for trial in done.profile.trials} >= (set() if allocation == CASUAL else {"executors"})
@@ -329,6 +331,29 @@ class TestKilled:
         compared = stages.count("compare bf16 on cpu") // 2
         assert compared == (COMPONENTS - 1 if stage.startswith("compare") else 0)
         assert set(done.profile.precisions.values()) == {"bf16"}
+
+    @pytest.mark.skipif(detect("cpu").cores < 2, reason="one core: one run, and nothing to take up")
+    def test_in_the_search_on_the_engine_no_run_is_made_again(self, line):
+        class Stopped(Exception):
+            pass
+
+        packings = []
+
+        def stop(stage, done, total):
+            """In the second run of the search: two packings come before it, and one with each of its runs."""
+            if done == total and (packings or stage == "executors of cpu"):
+                packings.append(stage)
+                if packings.count("pack") == 4:
+                    raise Stopped
+
+        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT)
+        with pytest.raises(Stopped):
+            profile_line(line.config, options, stop)
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            (known,) = draft.trials(RUNS)
+        profile = line.profiled(allocation=ENGINE, engine_requests=12).profile
+        assert known.images_per_s in {trial.images_per_s for trial in profile.trials}
+        assert RUNS not in {trial.search for trial in profile.trials}
 
 
 class TestSamples:
@@ -530,7 +555,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("allocation", [CASUAL, SIMULATE])
     def test_an_expert_that_batches_leave_no_room_for_is_told(self, line, allocation):
-        line.document["memory"] = {"host": "4MiB", "workspace": "3MiB"}
+        line.document["memory"] = {"host": "34MiB", "workspace": "33MiB"}
         line.declare(1, weight_bytes=2 * 2**20)
         with pytest.raises(ConfigError, match=r"cls/f1") as caught:
             line.profiled(allocation=allocation)
