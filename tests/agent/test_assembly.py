@@ -259,7 +259,7 @@ def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line
         f"  - the device's model is {box.model!r} now, 'another' in the profile",
         f"  - the cores are {box.cores} now, {box.cores + 1} in the profile",
         f"  - torch is {box.versions['torch']} now, 1.0 in the profile",
-        f"run `coserve profile {line.folder / 'line.yaml'}`, or move {path} away to serve with a quick probe",
+        f"run `coserve profile {line.folder / 'line.yaml'} --fresh`, or move {path} away to serve with a quick probe",
     ]
     assert path.read_bytes() == before
     assert sorted(packed_folder(line.config).rglob("*")) == packed
