@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 9.0, 4.6, 110  # just under a thousand pixels: a README's width
 GROUP_WIDTH = 0.84  # of the distance between two groups of bars
 LARGEST_LABELLED = 40  # bars; with more of them, figures over the bars would run into one another
+LEGEND_CHARACTERS, MARK_CHARACTERS = 110, 6  # that a chart is wide, and a legend's mark with its gaps
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "//", "..", "xx", "--", "\\\\", "++", "oo")
@@ -152,7 +153,8 @@ def _finish(path: Path, figure: Figure, axes: Axes, note: str, labels: Sequence[
     axes.margins(y=0.1)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     if any(labels):
-        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(len(labels), 4), frameon=False, fontsize=10)
+        columns = max(1, min(len(labels), 4, LEGEND_CHARACTERS // (max(map(len, labels)) + MARK_CHARACTERS)))
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, fontsize=10)
     if note:
         figure.supxlabel(note, fontsize=8.5, color="#555555")
     buffer = io.BytesIO()

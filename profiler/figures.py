@@ -192,9 +192,11 @@ def figure_19(folder: Path, cost: SchedulingCost | None) -> str:
     latencies = [cost.scheduling_s * 1e3, cost.inference_s * 1e3, cost.prescheduled_s * 1e3]
     groups = ["scheduling", "inference", "pre-scheduled inference"]
     bar_chart(chart, "Average latency of one request", "ms", groups, {cost.policy: latencies}, cost.machine)
-    header = ("policy", "requests", "scheduling, ms", "inference, ms", "pre-scheduled, ms", "gap of inference / trace", "expert management")
+    times = ("scheduling, ms", "inference, ms", "pre-scheduled, ms")
+    header = ("policy", "requests", *times, "gap", "of the trace", "expert management")
     figures = (f"{value:.3f}" for value in latencies)
-    line = (cost.policy, str(cost.requests), *figures, f"{cost.gap:.2%} / {cost.seconds_gap:.2%}", f"{cost.management_share:.3%}")
+    gaps = (f"{cost.gap:.2%}", f"{cost.seconds_gap:.2%}")
+    line = (cost.policy, str(cost.requests), *figures, *gaps, f"{cost.management_share:.3%}")
     return _section(title, [chart], header, [line], f"{said} Here: {cost.machine}.")
 
 

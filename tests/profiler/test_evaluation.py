@@ -246,5 +246,5 @@ def test_the_figures_of_memory_and_of_what_scheduling_costs(tmp_path):
     text = write_figures(made(), tmp_path, cost)
     assert {"figure-18.png", "figure-19.png"} <= {path.name for path in tmp_path.iterdir()}
     assert "| A | numa | 28 to 39, short of the line | 39 experts, 25.0 images/s | window 28 to 39, 35 experts" in text
-    assert "| coserve | 240 | 0.200 | 30.000 | 29.700 | 1.01% | 0.080% |" in text
+    assert "| coserve | 240 | 0.200 | 30.000 | 29.700 | 1.01% | 1.00% | 0.080% |" in text
     assert "Nothing: every target is reached." in text
