@@ -2,8 +2,8 @@
 
 What the line file gives comes first, then the allocation that a device profile searched, then the rules that need
 neither: the CoServe paper's casual choice (section 5.2), bounded by what the batches can use at most. Of a searched
-allocation the workspaces are taken as they are and experts get the rest of today's budget, which differs from one
-start to the next where it is auto.
+allocation the workspaces are taken, bounded alike by what today's executors can use, and experts get the rest of
+today's budget, which differs from one start to the next where it is auto.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def pool_specs(
         need = _workspace_need(pool, executors, profile)
         workspace_bytes = _workspace_bytes(config, budget_bytes, need)
         if config.memory.workspace is None and pool in searched:
-            wanted_bytes = max(searched[pool], need.least_bytes)
+            wanted_bytes = max(min(searched[pool], need.useful_bytes), need.least_bytes)
             workspace_bytes = _that_fits(pool, budget_bytes, wanted_bytes, workspace_bytes, footprints)
         expert_bytes = max(budget_bytes - workspace_bytes, 0)
         cache = "host" if box.is_split and pool == "device" else None

@@ -136,7 +136,7 @@ def kind_profile(kind, processor, precision):
     return KindProfile(
         kind=kind, architecture="fake", processor=processor, precision=str(precision),
         threads=detect("cpu").cores, K_s=0.25, B_s=0.125, fit_error=0.0, max_batch=3, weight_bytes=MIB,
-        workspace_base_bytes=64, workspace_bytes=1024, load_s={"ssd": 0.02, "host": 0.002}, batches=(),
+        workspace_base_bytes=64, workspace_bytes=MIB - 64, load_s={"ssd": 0.02, "host": 0.002}, batches=(),
         samples="synthetic",
     )  # fmt: skip
 
@@ -343,7 +343,8 @@ def test_other_cpu_executors_than_were_profiled_are_scaled_and_told(line, caplog
 
 def test_a_searched_split_without_room_for_the_largest_expert_gives_way_to_the_casual_rule(line, caplog):
     shares = (PoolAllocation("device", 0, 20 * MIB, 0),)
-    line.profiled(allocation=replace(ALLOCATION, pools=shares))
+    kinds = [replace(kind, max_batch=24) for kind in line.profiled().kinds]
+    line.profiled(allocation=replace(ALLOCATION, pools=shares), kinds=kinds)
     with line.built() as (agent, _, _):
         assert agent.pools[1].expert_bytes + agent.pools[1].workspace_bytes == 20 * MIB
         assert agent.pools[1].expert_bytes > 14 * MIB

@@ -117,11 +117,20 @@ def test_executors_come_from_the_line_then_the_profile_then_the_rule(line):
 def test_a_searched_workspace_stays_and_experts_get_the_rest_of_today_s_budget(line):
     config = line(memory={"host": "200MiB"})
     executors = executor_specs(config, RTX, searched())
-    found = pool_specs(config, RTX, executors, profile(RTX), searched(host=0, device=100))
-    assert shares(found) == {"host": (200, 0), "device": (260, 100)}
+    found = pool_specs(config, RTX, executors, profile(RTX), searched(host=0, device=20))
+    assert shares(found) == {"host": (200, 0), "device": (340, 20)}
     smaller = replace(RTX, device=MemorySize(500 * MIB, 300 * MIB))
-    assert shares(pool_specs(config, smaller, executors, profile(RTX), searched(device=100)))["device"] == (170, 100)
+    assert shares(pool_specs(config, smaller, executors, profile(RTX), searched(device=20)))["device"] == (250, 20)
     assert pool_budgets(config, RTX) == {"host": 200 * MIB, "device": 360 * MIB}
+
+
+@pytest.mark.parametrize(("policy", "useful_mib"), [("coserve", 32), ("samba", 8)])
+def test_experts_get_what_today_s_executors_cannot_use_of_a_searched_workspace(line, policy, useful_mib):
+    """Four executors were searched for; each can use 4 images of 2 MiB, and samba has one."""
+    config = line(policy=policy)
+    executors = executor_specs(config, RTX, searched())
+    found = pool_specs(config, RTX, executors, profile(RTX), searched(host=0, device=100))
+    assert shares(found)["device"] == (360 - useful_mib, useful_mib)
 
 
 def test_every_executor_keeps_the_workspace_of_one_image_whatever_was_searched(line):
@@ -137,11 +146,11 @@ def test_the_line_s_workspace_comes_before_the_searched_one(line):
 
 
 def test_a_searched_workspace_that_leaves_no_room_for_the_largest_expert_is_left_out_and_told(line, caplog):
-    config = line(memory={"device": "120MiB"})
+    config = line(memory={"device": "48MiB"})
     executors = executor_specs(config, RTX)
-    assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=90)))["device"] == (30, 90)
+    assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=18)))["device"] == (30, 18)
     assert caplog.text == ""
-    assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=91)))["device"] == (96, 24)
+    assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=19)))["device"] == (36, 12)
     assert "searched_workspace_left_out pool=device" in caplog.text
 
 
