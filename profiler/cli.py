@@ -81,7 +81,9 @@ def profile(
     ] = None,
     usage_from: Annotated[
         Path | None,
-        typer.Option(help="usage from served history (results.db, or its rows); alone it changes nothing else"),
+        typer.Option(
+            help="usage from served history (results.db, or its rows); alone it only changes a finished profile"
+        ),
     ] = None,
     count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
     simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,

@@ -44,7 +44,7 @@ from profiler.precision_choice import PrecisionChoice
 from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS, SearchRuns
 from profiler.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
-from profiler.usage import UsageFound, computed_usage, usage_from_results, usage_from_samples
+from profiler.usage import SERVED, UsageFound, computed_usage, usage_from_results, usage_from_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,21 +104,50 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callab
         served = None if options.usage_from is None else usage_from_results(options.usage_from, config)
         samples = LineSamples.find(config, options.samples)
         with ProfileDraft.open(path, config.line, identity_of(box), fresh=options.fresh) as draft:
-            return _Profiling(config, options, progress, box, segments, samples, draft).run(served)
+            kept = None if served else _kept_usage(config, options, path)
+            return _Profiling(config, options, progress, box, segments, samples, draft).run(served or kept)
 
 
 def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
     """Put usage learned from served history into the line's finished profile, which is otherwise kept.
 
-    None where no history is given, or the line has no finished profile yet. Raises ConfigError.
+    None where no history is given. Raises ConfigError, also for a line that has no finished profile yet.
     """
-    path = profile_file(config)
-    if history is None or not path.exists():
+    if history is None:
         return None
+    path = profile_file(config)
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: no finished profile yet - run `coserve profile {config.document.file}` first, or give "
+            "--simulate or --casual to profile with this usage"
+        )
     found = usage_from_results(history, config)
     read_profile(path)  # what is no profile is refused before anything is replaced
     replace_usage(path, found.usage)
     return Profiled(read_profile(path), path, found.notes)
+
+
+def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> UsageFound | None:
+    """The usage that the line's finished profile learned from what was served, unless another is asked for.
+
+    Experts that joined since are as likely as their routes make them.
+    """
+    if options.fresh or options.count_usage or not path.exists():
+        return None
+    then = read_profile(path)
+    if then.line != config.line or then.usage.origin != SERVED:
+        return None
+    computed = computed_usage(config).probabilities
+    usage = replace(
+        then.usage,
+        probabilities={name: then.usage.probabilities.get(name, computed[name]) for name in sorted(computed)},
+        pass_rates={name: rate for name, rate in then.usage.pass_rates.items() if name in computed},
+    )
+    note = (
+        f"usage stays as it was learned from {usage.requests} served requests: --fresh computes it from quantities "
+        "again, --usage-from learns it anew"
+    )
+    return UsageFound(usage, (note,))
 
 
 def _refuse_to_replace(path: Path, box: Box) -> None:
@@ -157,7 +186,7 @@ class _Profiling:
         self._notes: list[str] = []
 
     def run(self, served: UsageFound | None) -> Profiled:
-        """All steps. ``served``: the usage, where it was learned from history."""
+        """All steps. ``served``: the usage, where it was learned from history, now or before."""
         if self._samples.broken:
             self._notes.append(f"{len(self._samples.broken)} sample images are broken and were passed over")
         processors = self._processors()

@@ -16,13 +16,26 @@ import yaml
 from PIL import Image
 
 import agent.service
-from agent.assembly import build_agent
+from agent.assembly import build_agent, copies_of, detect_box
 from agent.config import read_line
+from agent.listing import packed_folder, profile_file
+from agent.matrix import kind_of
+from agent.profile import (
+    Allocation,
+    KindProfile,
+    LinkSpeed,
+    ProfileDraft,
+    UsageProfile,
+    identity_of,
+    packed_sha256,
+)
 from agent.records.results import Result, ResultReader, ResultStore
 from agent.runtime.loop import LoopOptions
 from agent.service import LineService
 from experts.errors import AgentCrashed
-from experts.expert import Verdict
+from experts.expert import Precision, Verdict
+from experts.packing import pack_line
+from experts.weights import SegmentStore
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 PATIENCE_S = 60.0
@@ -65,6 +78,28 @@ class Line:
     def config(self):
         (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
         return read_line(self.folder / "line.yaml", {})
+
+    def profile(self):
+        """A profile of this line and box, written by hand."""
+        config = self.config
+        with closing(SegmentStore(packed_folder(config))) as segments:
+            packed = pack_line(config.catalog.experts.values(), lambda _: {Precision.FP32}, segments).packed
+        fp32 = {"cpu": dict.fromkeys(packed, Precision.FP32)}
+        kinds = {kind_of(copy): copy for copy in copies_of(config, fp32, packed)["cpu"]}
+        with ProfileDraft.open(profile_file(config), config.line, identity_of(detect_box(config))) as draft:
+            draft.save_links([LinkSpeed("ssd", 1e9)])
+            for kind in kinds:
+                times = {"threads": 1, "K_s": 0.001, "B_s": 0.001, "fit_error": 0.0, "max_batch": 4}
+                sizes = {"weight_bytes": 1_000_000, "workspace_base_bytes": 0, "workspace_bytes": 0}
+                rest = {"load_s": {"ssd": 0.001}, "batches": (), "samples": "synthetic"}
+                draft.save_kind(KindProfile(kind, "fake", "cpu", "fp32", **times, **sizes, **rest))
+            draft.save_precisions({(kind, "cpu"): "fp32" for kind in kinds})
+            draft.save_packed(
+                {(name, form): packed_sha256(packed[name][form]) for name in packed for form in packed[name]}
+            )
+            draft.save_usage(UsageProfile({"cls/f0": 0.5, "cls/f1": 0.5}, {}, "served", 100))
+            draft.save_allocation(Allocation("casual", {}, (), {"cpu": 1}))
+            draft.finish()
 
     def drop(self, name, content=None):
         (self.folder / name).write_bytes(png() if content is None else content)
@@ -315,7 +350,11 @@ def stored_result(serial, component, at):
     )
 
 
-def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line, monkeypatch, caplog):
+@pytest.mark.parametrize("is_profiled", [False, True], ids=["no profile", "a profile"])
+def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line, monkeypatch, caplog, is_profiled):
+    line.document["device"] = "cpu"
+    if is_profiled:
+        line.profile()
     monkeypatch.setattr("agent.drift.LEAST_STEPS", 20)
     now = [0.0]
     with line.served(clock=lambda: now[0]) as service:
@@ -333,7 +372,8 @@ def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line
         assert caplog.text.count("usage_drift") == 1
         now[0] = 3600.0
         wait_until(lambda: caplog.text.count("usage_drift") == 2)
-    expected = f"coserve profile {line.folder / 'line.yaml'} --usage-from {line.folder / 'state' / 'results.db'}"
-    assert expected in caplog.text
+    learning = f" --usage-from {line.folder / 'state' / 'results.db'}" if is_profiled else ""
+    told = [record.getMessage() for record in caplog.records if "usage_drift" in record.getMessage()]
+    assert {each.split("learn how: ")[1] for each in told} == {f"coserve profile {line.folder / 'line.yaml'}{learning}"}
     assert "distance=0.50" in caplog.text
     assert "experts=cls/f0,cls/f1" in caplog.text

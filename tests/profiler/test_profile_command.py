@@ -439,8 +439,30 @@ class TestUsageFromHistory:
         assert read_profile(line.path) == learned.profile
         assert any("only 5 requests" in note for note in learned.notes)
 
-    def test_without_a_profile_all_is_measured_with_it(self, line):
-        assert learn_usage(line.config, served(line)) is None
+    def test_alone_it_needs_a_profile_and_measures_none(self, line):
+        refused = run("profile", line.file, "--usage-from", served(line), check=78).stderr
+        assert f"no finished profile yet - run `coserve profile {line.file}` first" in refused
+        assert not line.path.exists()
+        assert not partial_of(line.path).exists()
+
+    def test_it_stays_when_the_box_is_profiled_again_unless_another_is_asked_for(self, line):
+        line.profiled(usage_from=served(line))
+        left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
+        del line.document["boards"]
+        learned = line.profiled().profile.usage
+        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
+        kept = line.profiled()
+        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (SERVED, 5)
+        assert kept.profile.usage.probabilities == learned.probabilities | {"cls/f2": pytest.approx(1 / 3)}
+        (note,) = kept.notes
+        assert "usage stays as it was learned from 5 served requests" in note
+        assert "--fresh" in note
+        counted = line.profiled(samples=line.crops(), count_usage=True).profile.usage
+        assert counted.origin == "counted on samples"
+        learn_usage(line.config, served(line))
+        assert line.profiled(fresh=True).profile.usage.origin == COMPUTED
+
+    def test_beside_another_option_all_is_measured_with_it(self, line):
         done = line.profiled(usage_from=served(line))
         assert done.profile.usage.origin == SERVED
         assert any("only 5 requests" in note for note in done.notes)
@@ -458,6 +480,7 @@ class TestUsageFromHistory:
         before = line.path.read_bytes() if profiled else None
         text = line.folder / "notes.txt"
         text.write_bytes(b"\xff\xfe\x00 no rows")
+        alone = () if profiled else ("--casual",)
         for history, reason in (
             (line.folder / "gone.db", "gone.db: cannot be read"),
             (text, "notes.txt"),
@@ -469,7 +492,7 @@ class TestUsageFromHistory:
                 assert reason in str(caught.value)
             else:
                 assert reason in line.refusal(usage_from=history)
-            assert reason in run("profile", line.file, "--usage-from", history, check=78).stderr
+            assert reason in run("profile", line.file, "--usage-from", history, *alone, check=78).stderr
         assert (line.path.read_bytes() if profiled else None) == before
         assert line.path.exists() is profiled
 
