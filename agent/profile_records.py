@@ -59,7 +59,10 @@ class KindProfile:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How a precision's outputs compare with fp32 on the same samples, over all experts of a kind on one processor."""
+    """How a precision's outputs compare with fp32 on the same samples, over all experts of a kind on one processor.
+
+    ``samples_sha256``: which samples they were (``LineSamples.sha256``); an agreement on others says nothing of them.
+    """
 
     kind: str
     processor: str
@@ -68,6 +71,7 @@ class Agreement:
     labels_differ: int
     largest_score_difference: float
     tolerance: float
+    samples_sha256: str
 
     @property
     def agrees(self) -> bool:

@@ -81,6 +81,7 @@ def box_matrix_usage_and_allocation(database: Database) -> None:
             labels_differ INTEGER NOT NULL,
             largest_score_difference REAL NOT NULL,
             tolerance REAL NOT NULL,
+            samples_sha256 TEXT NOT NULL,
             PRIMARY KEY (kind, processor, precision)
         )""",
         """CREATE TABLE precisions (

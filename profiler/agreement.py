@@ -83,6 +83,7 @@ def compare(
         labels_differ=sum(not each.same_labels for each in differences),
         largest_score_difference=max((each.score for each in differences), default=0.0),
         tolerance=tolerance,
+        samples_sha256=bench.samples.sha256(copy.expert.id for copy in fp32),
     )
 
 

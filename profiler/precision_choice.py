@@ -1,7 +1,8 @@
 """Which precision each kind of a line's experts runs in on a processor (``precision: auto``).
 
 The fastest that agrees with fp32 on the samples of all experts of the kind, asked in that order and no further than
-needed; without samples fp32. What the line file gives is taken as it is, fp32 where a processor does not run it.
+needed, and again when experts or samples are others than they were; without samples fp32. What the line file gives is
+taken as it is, fp32 where a processor does not run it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class PrecisionChoice:
         """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form."""
         key = (kind_of(sampled[0]), bench.processor, str(form))
         earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)
-        if earlier is not None and earlier.images and earlier.tolerance == self._tolerance:
+        terms = (self._tolerance, bench.samples.sha256(copy.expert.id for copy in sampled))
+        if earlier is not None and earlier.images and (earlier.tolerance, earlier.samples_sha256) == terms:
             return earlier
         wanted = {copy.expert.id: {form} for copy in sampled}
         others = [copy for copy in self._packing.pack(wanted)[form] if copy.expert.id in wanted]

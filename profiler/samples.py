@@ -10,7 +10,9 @@ intake, an agent's own ``done/`` and ``ng/`` included; ``failed/``, hidden and u
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -79,6 +81,11 @@ class LineSamples:
     def of(self, expert: str) -> tuple[Sample, ...]:
         """The samples of one expert, in the order to use them; empty where there are none."""
         return self.by_expert.get(expert, ())
+
+    def sha256(self, experts: Iterable[str]) -> str:
+        """Which samples these experts have: a digest of their paths, sizes and times of change."""
+        parts = [[expert, *_stamp(sample.path)] for expert in sorted(experts) for sample in self.of(expert)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def described(samples: Sequence[Sample]) -> str:
@@ -194,6 +201,15 @@ class _Checked:
             else:
                 self._sound.add(sample.path)
         return sample.path in self._sound
+
+
+def _stamp(path: Path) -> list[str | int]:
+    """What changes with a file; of one that has gone meanwhile only its path."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return [str(path)]
+    return [str(path), found.st_size, found.st_mtime_ns]
 
 
 def _files_below(folder: Path) -> Iterator[str]:

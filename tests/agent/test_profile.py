@@ -63,7 +63,7 @@ KIND = KindProfile(
     samples="24 images from inbox/done",
 )
 FASTER = replace(KIND, precision="bf16", K_s=0.05, batches=())
-AGREEMENT = Agreement(KIND.kind, "cpu", "bf16", 24, 0, 0.0123456789, 0.02)
+AGREEMENT = Agreement(KIND.kind, "cpu", "bf16", 24, 0, 0.0123456789, 0.02, "5a")
 USAGE = UsageProfile({"cls/a": 2 / 3, "cls/b": 1 / 3, "det/x": 0.6}, {"cls/a": 0.9}, "computed from quantities", 0)
 ALLOCATION = Allocation(
     "searched in simulation",

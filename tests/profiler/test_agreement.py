@@ -171,7 +171,7 @@ def kind(precision, K_s, B_s=0.0, max_batch=4, name="resnet18 64x64", processor=
 
 
 def agreement(precision, images=9, labels_differ=0, score=0.0):
-    return Agreement("resnet18 64x64", "cpu", precision, images, labels_differ, score, TOLERANCE)
+    return Agreement("resnet18 64x64", "cpu", precision, images, labels_differ, score, TOLERANCE, "5a")
 
 
 class TestTheChoice:

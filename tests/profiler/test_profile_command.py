@@ -215,9 +215,10 @@ class TestAWholeProfile:
 class TestAgain:
     def test_with_nothing_changed_nothing_is_measured_and_the_profile_is_equal(self, line):
         line.document["precision"] = "auto"
-        first = line.profiled(allocation=SIMULATE, samples=line.crops()).profile
+        options = {"allocation": SIMULATE, "samples": line.crops()}
+        first = line.profiled(**options).profile
         stages = []
-        again = line.profiled(stages, allocation=SIMULATE, samples=line.crops()).profile
+        again = line.profiled(stages, **options).profile
         assert replace(again, written_at=first.written_at) == first
         assert {stage.split()[0] for stage in stages} <= {"pack", "measure"}
 
@@ -372,6 +373,28 @@ class TestSamples:
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
             assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
+
+    @pytest.mark.parametrize("change", ["another image", "other pixels", "one more"])
+    def test_what_agreed_on_others_is_compared_again(self, line, change):
+        line.document["precision"] = "auto"
+        crops = line.crops()
+        line.profiled(samples=crops)
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        first = line.profiled(samples=crops).profile
+        image = crops / "c0" / "ok" / "0.png"
+        if change == "another image":
+            image.rename(image.with_name("9.png"))
+        elif change == "other pixels":
+            Image.new("RGB", (30, 40), (200, 0, 0)).save(image)
+        else:
+            line.crops(c0=3, c1=0, c2=0)
+        stages = []
+        second = line.profiled(stages, samples=crops).profile
+        assert stages.count("compare bf16 on cpu") == 2  # the kind of c0 alone
+        images = [each.images for each in second.agreements if each.precision == "bf16"]
+        assert sorted(images) == ([2, 2, 3] if change == "one more" else [2, 2, 2])
+        assert second.precisions == first.precisions
+        assert times(second) == times(first)
 
     def test_without_any_it_stays_fp32_and_says_so_and_samples_that_come_later_count(self, line):
         line.document["precision"] = "auto"

@@ -58,8 +58,8 @@ def profile():
         links=(LinkSpeed("ssd", 7e8), LinkSpeed("host", 1.2e10)),
         kinds=(kind(), kind(precision="fp32"), kind(processor="cpu", precision="fp32", load_s={"ssd": 0.2})),
         agreements=(
-            Agreement(LARGE, "cuda", "bf16", 48, 0, 0.004, 0.02),
-            Agreement(LARGE, "cuda", "fp16", 48, 3, 0.1, 0.02),
+            Agreement(LARGE, "cuda", "bf16", 48, 0, 0.004, 0.02, "5a"),
+            Agreement(LARGE, "cuda", "fp16", 48, 3, 0.1, 0.02, "5a"),
         ),
         precisions={(LARGE, "cuda"): "bf16", (LARGE, "cpu"): "fp32"},
         packed={("cls/a", "bf16"): "1", ("cls/b", "bf16"): "2"},
@@ -140,7 +140,7 @@ def test_the_table_holds_all_and_fits(profile):
     [(0, 0, 0.0, "not proven"), (48, 3, 0.0, "NO: 3 labels of 48"), (48, 0, 0.5, "NO: scores")],
 )
 def test_a_precision_that_does_not_agree_says_how_far_it_is_off(profile, images, differ, score, told):
-    agreement = Agreement(LARGE, "cuda", "bf16", images, differ, score, 0.02)
+    agreement = Agreement(LARGE, "cuda", "bf16", images, differ, score, 0.02, "5a")
     assert told in profile_table(replace(profile, agreements=(agreement,)))
 
 
