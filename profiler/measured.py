@@ -5,7 +5,8 @@ each is told by its medians, and every value is kept; what was not judged is cou
 a run faster. One run that counts for nothing goes first: it leaves the runtimes' kernels built.
 
 Cold and warm: packed files are read past the page cache wherever the filesystem lets them be (``direct_io``), so a load
-costs the same in every run; memories begin as the policy's initial placement leaves them.
+costs the same in every run; memories begin as the policy's initial placement leaves them, those of the naive server
+with the models most used.
 """
 
 from __future__ import annotations
@@ -177,13 +178,14 @@ class _Bench:
             graph=self._config.catalog.graph,
             files={expert: self.files[expert] for expert in self.experts},
             expert_bytes=pool.expert_bytes,
+            usage=agent.profile.usage,
             device=torch_device(processor),
             threads=agent.box.cores,
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
         )
         played = server.play(self._trace, self._images)
-        io_s = sum(self.files[expert].stat().st_size for expert in self.experts) / bandwidth
-        return naive_figures(played, outputs_sha256(played.labels), _roofline_s(compute, io_s))
+        floor_s = _roofline_s(compute, played.missing_bytes / bandwidth)
+        return naive_figures(played, outputs_sha256(played.labels), floor_s)
 
     def _row(self, policy: str, agent: Agent) -> Row:
         agent = self._agents.get(policy, agent)

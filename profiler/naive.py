@@ -5,6 +5,10 @@ least recently used one goes; a model that is not there is built by its architec
 ``load_state_dict(torch.load(file, weights_only=True))``. Its file is dropped from the page cache before each load, as
 the memory of an edge box that is full of models leaves none for it: every load is cold. fp32, as its weights are.
 
+Its clock starts with a full memory, as an agent's does after its initial placement: the models most used of those that
+the trace may need, as many as fit, are loaded before, which is not counted. They count as used in the order of usage,
+so that the most used one of them is the last to go.
+
 It runs in this process, over copies of the line's weights in torch's own format, which are removed afterwards.
 """
 
@@ -60,6 +64,8 @@ class NaivePlayed:
     load_s: float  # spent on building and filling models
     peak_rss_bytes: int
     others_fraction: float  # of all cores, that other processes had meanwhile
+    resident_at_start: frozenset[str]  # experts whose models were there when the first request came
+    missing_bytes: int  # of the distinct experts that were needed and not there then; no server reads less
 
 
 @contextmanager
@@ -86,12 +92,13 @@ def naive_files(config: LineConfig, experts: Iterable[str]) -> Iterator[dict[str
 
 @dataclass(slots=True)
 class NaiveServer:
-    """See the module. ``expert_bytes``: the memory it may fill with models."""
+    """See the module. ``expert_bytes``: the memory it may fill with models. ``usage``: probabilities by expert."""
 
     experts: Mapping[str, Expert]
     graph: ExpertGraph
     files: Mapping[str, Path]
     expert_bytes: int
+    usage: Mapping[str, float]
     device: str
     threads: int
     ssd_bytes_per_s: float | None = None
@@ -107,12 +114,16 @@ class NaiveServer:
         return max(int(self.expert_bytes / (largest_bytes * (1 - FOLDED_FRACTION))), 1)
 
     def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
-        """Serve a trace from empty memory, each request at its time or as soon after it as the ones before allow."""
+        """Serve a trace, each request at its time or as soon after it as the ones before allow.
+
+        Whatever was played before, memory holds the most used models and no other ones when the clock starts.
+        """
         with ThreadPoolExecutor(1, "naive", torch.set_num_threads, (self.threads,)) as thread:
             return thread.submit(self._play, trace, images).result()
 
     def _play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
-        self._models.clear()
+        self._place()
+        resident_at_start = frozenset(self._models)
         self._loaded.clear()
         self._load_s, self._evictions = 0.0, 0
         link = PacedLink(self.ssd_bytes_per_s)
@@ -138,7 +149,16 @@ class NaiveServer:
             load_s=self._load_s,
             peak_rss_bytes=peak_rss_bytes,
             others_fraction=cores.others_fraction(),
+            resident_at_start=resident_at_start,
+            missing_bytes=sum(self.files[expert].stat().st_size for expert in set(self._loaded) - resident_at_start),
         )
+
+    def _place(self) -> None:
+        """Fill an empty memory with the most used models, at the disk's own speed."""
+        self._models.clear()
+        most_used_first = sorted(self.files, key=lambda expert: (-self.usage.get(expert, 0.0), expert))
+        for expert in reversed(most_used_first[: self.capacity]):
+            self._model(expert, PacedLink(None))
 
     def _label(self, arrival: Arrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:
         """What a request is judged to be: its route's experts one after another, or the one expert it names."""

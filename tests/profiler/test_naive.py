@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from agent.config import read_line
@@ -39,21 +40,30 @@ def asking(*experts):
     return tuple(Arrival(0.0, expert=expert) for expert in experts)
 
 
-def played(config, trace, capacity):
+USAGE = {"cls/000": 0.1, "cls/001": 0.2, "cls/002": 0.5}
+NO_ROOM, ALL_ROOM = 0, 10**9  # bytes: for one model, as it cannot serve otherwise, and for all of them
+
+
+def server_of(config, files, expert_bytes, usage=USAGE, ssd_bytes_per_s=None):
+    return NaiveServer(
+        config.catalog.experts, config.catalog.graph, files, expert_bytes, usage, "cpu", 2, ssd_bytes_per_s
+    )
+
+
+def played(config, trace, capacity, usage=USAGE):
     """A trace on a server that holds so many models."""
     experts = experts_of(trace, config.catalog)
     with naive_files(config, experts) as files:
         largest = max(file.stat().st_size for file in files.values())
-        server = NaiveServer(config.catalog.experts, config.catalog.graph, files, capacity * largest, "cpu", 2)
-        return server.play(trace, images_of(trace, config.catalog))
+        return server_of(config, files, capacity * largest, usage).play(trace, images_of(trace, config.catalog))
 
 
 @pytest.mark.parametrize(
     ("capacity", "loads", "evictions"),
     [
-        (1, 6, 5),  # every change of expert is a load
-        (2, 5, 3),  # 0 1 0 | 2 evicts 1 | 1 evicts 0 | 0 evicts 2
-        (3, 3, 0),
+        (1, 6, 6),  # 2 is there, and every change of expert is a load
+        (2, 5, 5),  # 1 and 2 are there: 0 evicts 1 | 1 evicts 2 | 0 | 2 evicts 1 | 1 evicts 0 | 0 evicts 2
+        (3, 0, 0),
     ],
 )
 def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
@@ -66,16 +76,49 @@ def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
 
 
 def test_a_memory_smaller_than_any_model_holds_one(config):
-    assert played(config, asking("cls/000", "cls/000"), 0).loads == 1
+    result = played(config, asking("cls/000", "cls/000", "cls/001"), 0)
+    assert (result.resident_at_start, result.loads) == ({"cls/001"}, 2)
 
 
-def test_it_plays_again_from_an_empty_memory(config):
-    trace = asking("cls/000", "cls/001")
+@pytest.mark.parametrize(
+    ("capacity", "there"),
+    [(1, {"cls/002"}), (2, {"cls/001", "cls/002"}), (3, {"cls/000", "cls/001", "cls/002"})],
+)
+def test_the_most_used_models_are_there_when_its_clock_starts_and_are_not_counted(config, capacity, there):
+    trace = asking("cls/002", "cls/001", "cls/000")
+    result = played(config, trace, capacity)
+    assert result.resident_at_start == there
+    assert (result.loads, result.evictions) == (3 - capacity, 3 - capacity)
+    assert (result.load_s > 0) == (result.loads > 0)
+    assert result.missing_bytes == result.bytes_read
+
+
+def test_models_used_alike_are_placed_by_name_and_others_than_the_traces_are_not(config):
+    used_elsewhere = {"cls/003": 1.0}
+    assert played(config, asking("cls/002", "cls/001"), 1, used_elsewhere).resident_at_start == {"cls/001"}
+
+
+def test_the_least_used_of_the_placed_models_goes_first(config):
+    """Model 0 needs room: 1 goes, as 2 is used more, so that 2 is still there."""
+    assert played(config, asking("cls/000", "cls/002", "cls/001"), 2).loads == 2
+
+
+def test_what_no_server_could_do_without_reading_counts_each_expert_once(config):
+    trace = asking("cls/000", "cls/001", "cls/000", "cls/001")
     with naive_files(config, ["cls/000", "cls/001"]) as files:
-        server = NaiveServer(config.catalog.experts, config.catalog.graph, files, 10**9, "cpu", 1)
-        images = images_of(trace, config.catalog)
+        result = server_of(config, files, NO_ROOM).play(trace, images_of(trace, config.catalog))
+        sizes = [files[expert].stat().st_size for expert in ("cls/000", "cls/001")]
+    assert (result.resident_at_start, result.loads) == ({"cls/001"}, 4)
+    assert (result.missing_bytes, result.bytes_read) == (sizes[0], 2 * sum(sizes))
+
+
+def test_it_plays_again_from_the_same_memory(config):
+    trace = asking("cls/000", "cls/001", "cls/000")
+    with naive_files(config, ["cls/000", "cls/001"]) as files:
+        server, images = server_of(config, files, NO_ROOM), images_of(trace, config.catalog)
         first, second = server.play(trace, images), server.play(trace, images)
-    assert (first.loads, second.loads) == (2, 2)
+    assert (first.loads, second.loads) == (3, 3)
+    assert first.resident_at_start == second.resident_at_start == {"cls/001"}
     assert first.labels == second.labels
 
 
@@ -88,9 +131,10 @@ def test_it_follows_routes_and_judges_as_the_engine_does(config):
     with player(config, experts, AgentSetup()) as stage:
         engine = stage.play(trace, images)
     with naive_files(config, experts) as files:
-        naive = NaiveServer(config.catalog.experts, config.catalog.graph, files, 10**9, "cpu", 2).play(trace, images)
-    assert naive.labels == engine.labels
-    assert naive.loads == len(experts)
+        naive = server_of(config, files, ALL_ROOM).play(trace, images)
+        turns = server_of(config, files, NO_ROOM).play(trace, images)
+    assert naive.labels == turns.labels == engine.labels
+    assert (naive.resident_at_start, naive.loads) == (experts, 0)
 
 
 def picture(seed):
@@ -98,12 +142,19 @@ def picture(seed):
 
 
 def test_a_detectors_boxes_are_those_of_its_backend(config, tmp_path):
-    """With a bias that lets it see things everywhere, so that there are boxes to be compared."""
-    model = build(config.catalog.experts["det/000"]).eval()
+    """It sees things everywhere, so that there are boxes to be compared, and no two of them are seen alike.
+
+    Random weights hardly answer to an image: amplified, their scores are further apart than rounding can put them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = build(config.catalog.experts["det/000"]).eval()
     state = model.state_dict()
     for name, tensor in state.items():
         if ".cv3." in name and name.endswith(".2.bias"):
-            tensor.fill_(0.5)
+            tensor.copy_(0.5 + 0.5 * torch.arange(len(tensor)))
+        if ".cv3." in name and name.endswith(".2.weight"):
+            tensor.mul_(1e6)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "seeing.safetensors")
     expert = replace(config.catalog.experts["det/000"], weights=tmp_path / "seeing.safetensors")
     backend = backend_for(expert.architecture)
@@ -115,6 +166,7 @@ def test_a_detectors_boxes_are_those_of_its_backend(config, tmp_path):
     assert naive.label == known.label != NOTHING_FOUND
     assert naive.score == pytest.approx(known.score, rel=1e-4)
     assert [box.label for box in naive.boxes] == [box.label for box in known.boxes]
+    assert [box.score for box in naive.boxes] == pytest.approx([box.score for box in known.boxes], rel=1e-4)
 
 
 def test_its_files_are_gone_afterwards_also_when_it_breaks(config):
@@ -143,7 +195,7 @@ def test_a_rate_holds_its_loads(config):
     trace = asking("cls/000", "cls/001")
     with naive_files(config, ["cls/000", "cls/001"]) as files:
         size_bytes = sum(file.stat().st_size for file in files.values())
-        server = NaiveServer(config.catalog.experts, config.catalog.graph, files, 10**9, "cpu", 1, 100e6)
+        server = server_of(config, files, NO_ROOM, ssd_bytes_per_s=100e6)
         result = server.play(trace, images_of(trace, config.catalog))
     assert result.seconds >= size_bytes / 100e6
-    assert replace(result, seconds=0.0).bytes_read == size_bytes
+    assert result.bytes_read == size_bytes
