@@ -8,6 +8,11 @@ of other requests: the executors by a sweep at a memory that nothing was searche
 memory of a GPU that has one of its own. Our policy is searched for in the same way; the ablations run with what was
 found for the paper's. Ours may overtake for the time that a board has, 3 minutes (section 5.1), and in one row for the
 5 seconds that are a line's default.
+
+Samba-CoE has two rows. The main one, which the paper's ratios stand beside, splits the memory 75 to 25 as CoServe
+Casual does: with that, and with the tasks' sigma of 2, it makes about the paper's 1,060 switches in task B2 on NUMA.
+But its one executor groups no requests: nine of ten of its batches have one image, and most of that quarter is of no
+use to it. The other row has as many experts as fit beside the workspace of one image.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from agent.core.performance import Limits
 from profiler.best import Best, highest, search_best
 from profiler.devices import CPU, GPU
-from profiler.systems import Loading, Row, System, simulate
+from profiler.systems import Loading, Row, System, most_experts, simulate
 from profiler.tasks import TASKS, paper_task, sample_of
 
 if TYPE_CHECKING:
@@ -27,12 +32,15 @@ if TYPE_CHECKING:
 
     from profiler.devices import PaperDevice
     from profiler.rows import Figures
+    from profiler.tasks import Task
 
-SAMBA, SAMBA_FIFO, SAMBA_PARALLEL = "samba", "samba-fifo", "samba-parallel"
+SAMBA, SAMBA_ALL_MEMORY = "samba", "samba-all-memory"
+SAMBA_FIFO, SAMBA_PARALLEL = "samba-fifo", "samba-parallel"
 CASUAL, PAPER, COSERVE = "casual", "paper", "coserve"
 COSERVE_5S, COSERVE_PACKED = "coserve-5s", "coserve-packed"
 ABLATIONS = ("none", "em", "em-ra", PAPER)  # in the order of section 5.3, lowest throughput first
-POLICIES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, CASUAL, *ABLATIONS, COSERVE, COSERVE_5S, COSERVE_PACKED)
+SAMBAS = (SAMBA, SAMBA_ALL_MEMORY, SAMBA_FIFO, SAMBA_PARALLEL)
+POLICIES = (*SAMBAS, CASUAL, *ABLATIONS, COSERVE, COSERVE_5S, COSERVE_PACKED)
 CASUAL_GPU_EXECUTORS = {True: 3, False: 2}  # where the memories are split, and where not (section 5.2)
 SHORT_TASKS = ("A1", "B1")
 SAMPLE_REQUESTS, SHORT_SAMPLE_REQUESTS = 1500, 750
@@ -80,7 +88,7 @@ def evaluate(
             for name in (name for name in tasks if name[0] == board):
                 progress(f"task {name} on {device.device}", done, steps)
                 task = paper_task(name)
-                set_up = systems(device, found[PAPER].system, found[COSERVE].system)
+                set_up = systems(device, task, found[PAPER].system, found[COSERVE].system)
                 rows += [simulate(system, device, task) for system in set_up]
                 done += 1
     progress("done", done, steps)
@@ -92,10 +100,12 @@ def casual_system(device: PaperDevice) -> System:
     return System(CASUAL, PAPER, {GPU: CASUAL_GPU_EXECUTORS[device.is_split], CPU: 1})
 
 
-def systems(device: PaperDevice, paper: System, ours: System) -> tuple[System, ...]:
+def systems(device: PaperDevice, task: Task, paper: System, ours: System) -> tuple[System, ...]:
     """Every system of the evaluation, in the order of POLICIES. ``paper``, ``ours``: as found for this device."""
+    samba = System(SAMBA, SAMBA, {GPU: 1})
     return (
-        System(SAMBA, SAMBA, {GPU: 1}),
+        samba,
+        replace(samba, name=SAMBA_ALL_MEMORY, experts=most_experts(samba, device, task)),
         System(SAMBA_FIFO, SAMBA_FIFO, {GPU: 1}),
         System(SAMBA_PARALLEL, SAMBA_PARALLEL, paper.executors),  # as many executors as CoServe (section 5.1)
         casual_system(device),
@@ -128,11 +138,13 @@ def shortfalls(evaluation: Evaluation) -> list[str]:
 
 
 def _task_shortfalls(rows: dict[str, Row]) -> list[str]:
-    samba, paper, ours = rows[SAMBA], rows[PAPER], rows[COSERVE]
-    ratio = paper.images_per_s / samba.images_per_s
+    samba, all_memory, paper, ours = rows[SAMBA], rows[SAMBA_ALL_MEMORY], rows[PAPER], rows[COSERVE]
+    ratio, over_all_memory = (paper.images_per_s / row.images_per_s for row in (samba, all_memory))
     found = []
     if not LEAST_RATIO <= ratio <= MOST_RATIO:
         found.append(f"paper over Samba-CoE is {ratio:.2f}, not {LEAST_RATIO} to {MOST_RATIO:g}")
+    if over_all_memory < LEAST_RATIO:
+        found.append(f"paper over Samba-CoE with all memory for experts is {over_all_memory:.2f}, below {LEAST_RATIO}")
     if ours.images_per_s <= paper.images_per_s:
         found.append(f"coserve with {ours.images_per_s:.2f} images/s is not above paper with {paper.images_per_s:.2f}")
     order = [rows[policy].images_per_s for policy in ABLATIONS]
@@ -165,16 +177,20 @@ def fewer_switches(row: Row | Figures, than: Row | Figures) -> float:
 
 
 def evaluation_table(evaluation: Evaluation) -> str:
-    """The rows for a terminal, by task and device, each against Samba-CoE; then what is short of its target."""
+    """The rows for a terminal, by task and device, each against both rows of Samba-CoE; then what is short of target.
+
+    "all memory" is the ratio over the one with all memory for experts.
+    """
     lines: list[str] = []
     for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
-        samba = evaluation.row(task, device, SAMBA)
+        samba, all_memory = (evaluation.row(task, device, name) for name in (SAMBA, SAMBA_ALL_MEMORY))
         lines += [
             f"task {task} on {device}",
-            f"{'policy':<15} {'images/s':>8} {'over samba':>10} {'switches':>8} {'fewer':>6}  executors",
+            f"{'policy':<16} {'images/s':>8} {'over samba':>10} {'all memory':>10} {'switches':>8} {'fewer':>6}  "
+            "executors",
         ]
         rows = (row for row in evaluation.rows if (row.task, row.device) == (task, device))
-        lines += [*(_table_line(row, samba) for row in rows), ""]
+        lines += [*(_table_line(row, samba, all_memory) for row in rows), ""]
     missed = shortfalls(evaluation)
     lines += [f"SHORT      {text}" for text in missed] or ["target     every one is reached"]
     return "\n".join(lines)
@@ -185,8 +201,11 @@ def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
     return {"rows": [asdict(row) for row in evaluation.rows], "shortfalls": shortfalls(evaluation)}
 
 
-def _table_line(row: Row, samba: Row | None) -> str:
-    ratio = "-" if samba is None else f"{row.images_per_s / samba.images_per_s:.2f}"
+def _table_line(row: Row, samba: Row | None, all_memory: Row | None) -> str:
+    over, over_all_memory = (
+        "-" if than is None else f"{row.images_per_s / than.images_per_s:.2f}" for than in (samba, all_memory)
+    )
     fewer = "-" if samba is None or row is samba else f"{fewer_switches(row, samba):.1%}"
     executors = ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count)
-    return f"{row.policy:<15} {row.images_per_s:8.2f} {ratio:>10} {row.switches:8d} {fewer:>6}  {executors}"
+    ratios = f"{over:>10} {over_all_memory:>10}"
+    return f"{row.policy:<16} {row.images_per_s:8.2f} {ratios} {row.switches:8d} {fewer:>6}  {executors}"

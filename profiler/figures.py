@@ -19,8 +19,10 @@ from profiler.evaluation import (
     COSERVE_PACKED,
     PAPER,
     SAMBA,
+    SAMBA_ALL_MEMORY,
     SAMBA_FIFO,
     SAMBA_PARALLEL,
+    SAMBAS,
     fewer_switches,
     shortfalls,
 )
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 NAMES = {
     SAMBA: "Samba-CoE",
+    SAMBA_ALL_MEMORY: "Samba-CoE, all memory for experts",
     SAMBA_FIFO: "Samba-CoE FIFO",
     SAMBA_PARALLEL: "Samba-CoE Parallel",
     CASUAL: "CoServe Casual",
@@ -47,7 +50,7 @@ NAMES = {
     "em": "CoServe EM",
     "em-ra": "CoServe EM+RA",
 }
-BASELINES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, CASUAL, PAPER, COSERVE, COSERVE_PACKED)
+BASELINES = (*SAMBAS, CASUAL, PAPER, COSERVE, COSERVE_PACKED)
 OURS = (COSERVE, COSERVE_5S, COSERVE_PACKED)
 SIMULATED = "simulated; constants of the paper's devices are derived from its text"
 PAPER_RATIOS = {"numa": "4.5 to 10.5", "uma": "4.6 to 12"}
@@ -83,15 +86,17 @@ def figure_13(evaluation: Evaluation, folder: Path) -> str:
     runs = _runs(evaluation)
     lines = [
         *_lines(evaluation, BASELINES, lambda row: f"{row.images_per_s:.1f}"),
-        ("Best over Samba-CoE", *(_ratio(evaluation, run, PAPER) for run in runs)),
+        ("Best over Samba-CoE", *_ratios(evaluation, PAPER, SAMBA)),
         ("the paper's, over all tasks", *(PAPER_RATIOS.get(device, "-") for _, device in runs)),
-        ("ours over Samba-CoE", *(_ratio(evaluation, run, COSERVE) for run in runs)),
+        ("ours over Samba-CoE", *_ratios(evaluation, COSERVE, SAMBA)),
+        ("Best over Samba-CoE, all memory for experts", *_ratios(evaluation, PAPER, SAMBA_ALL_MEMORY)),
+        ("ours over Samba-CoE, all memory for experts", *_ratios(evaluation, COSERVE, SAMBA_ALL_MEMORY)),
     ]
     said = (
         "The paper: CoServe Casual is up to 8.5 (NUMA) and 10.6 (UMA) times Samba-CoE; on NUMA it is 5.71 % (24.5 to "
         "23.1 images/s) to 18.75 % (27.2 to 22.1) below Best."
     )
-    return _section("Figure 13: throughput, images/s", charts, _header(runs), lines, said)
+    return _section("Figure 13: throughput, images/s", charts, _header(runs), lines, f"{said}\n\n{_split(evaluation)}")
 
 
 def figure_14(evaluation: Evaluation, folder: Path) -> str:
@@ -100,9 +105,11 @@ def figure_14(evaluation: Evaluation, folder: Path) -> str:
     runs = _runs(evaluation)
     lines = [
         *_lines(evaluation, BASELINES, lambda row: str(row.switches)),
-        ("Best, fewer than Samba-CoE", *(_fewer(evaluation, run, PAPER) for run in runs)),
+        ("Best, fewer than Samba-CoE", *_fewer(evaluation, PAPER, SAMBA)),
         ("the paper's", *(PAPER_SWITCHES.get(run, "78.5 to 93.87 %") for run in runs)),
-        ("ours, fewer than Samba-CoE", *(_fewer(evaluation, run, COSERVE) for run in runs)),
+        ("ours, fewer than Samba-CoE", *_fewer(evaluation, COSERVE, SAMBA)),
+        ("Best, fewer than Samba-CoE, all memory for experts", *_fewer(evaluation, PAPER, SAMBA_ALL_MEMORY)),
+        ("ours, fewer than Samba-CoE, all memory for experts", *_fewer(evaluation, COSERVE, SAMBA_ALL_MEMORY)),
     ]
     said = (
         "A switch is a load, from the SSD or from host memory, that a request had to wait for. The paper: Best has "
@@ -258,14 +265,54 @@ def _value(evaluation: Evaluation, run: tuple[str, str], policy: str, value: Cal
     return None if row is None else value(row)
 
 
-def _ratio(evaluation: Evaluation, run: tuple[str, str], policy: str) -> str:
-    row, samba = evaluation.row(*run, policy), evaluation.row(*run, SAMBA)
-    return "-" if row is None or samba is None else f"{row.images_per_s / samba.images_per_s:.1f}"
+def _split(evaluation: Evaluation) -> str:
+    """How Samba-CoE's memory is split in its main row, and what the other split does to it, row by row."""
+    calibrated = evaluation.row("B2", "numa", SAMBA)
+    here = "" if calibrated is None else f" ({calibrated.switches:,} here)"
+    said = (
+        "Samba-CoE's main row keeps 75 % of the memory for experts and 25 % for batches, as Casual does: with that, "
+        f"and with quantities of sigma 2, it makes about the paper's 1,060 switches in task B2 on NUMA{here}. But its "
+        "one executor groups no requests, nearly all of its batches have one image, and that quarter is of little use "
+        'to it. "All memory for experts" is the same with room for as many of the most used experts as fit beside one '
+        "image"
+    )
+    both = [(evaluation.row(*run, SAMBA), evaluation.row(*run, SAMBA_ALL_MEMORY)) for run in _runs(evaluation)]
+    found = [
+        f"- {main.task} {main.device}: {main.experts} to {other.experts} experts, {main.switches} to {other.switches} "
+        f"switches, Best over it{_change(evaluation, PAPER, main, other)}, "
+        f"ours{_change(evaluation, COSERVE, main, other)}"
+        for main, other in both
+        if main is not None and other is not None
+    ]
+    return "\n".join((f"{said}. From the one to the other:\n", *found)) if found else f"{said}."
 
 
-def _fewer(evaluation: Evaluation, run: tuple[str, str], policy: str) -> str:
-    row, samba = evaluation.row(*run, policy), evaluation.row(*run, SAMBA)
-    return "-" if row is None or samba is None else f"{fewer_switches(row, samba):.1%}"
+def _change(evaluation: Evaluation, policy: str, main: Row, other: Row) -> str:
+    """A policy's ratio over one row and over another one."""
+    row = evaluation.row(main.task, main.device, policy)
+    if row is None:
+        return " -"
+    return f" {row.images_per_s / main.images_per_s:.2f} to {row.images_per_s / other.images_per_s:.2f}"
+
+
+def _ratios(evaluation: Evaluation, policy: str, than: str) -> list[str]:
+    """The throughput of a policy over another one's, for each task and device."""
+    return [
+        "-" if row is None or other is None else f"{row.images_per_s / other.images_per_s:.1f}"
+        for row, other in _pairs(evaluation, policy, than)
+    ]
+
+
+def _fewer(evaluation: Evaluation, policy: str, than: str) -> list[str]:
+    """The part of another policy's switches that one does without, for each task and device."""
+    return [
+        "-" if row is None or other is None else f"{fewer_switches(row, other):.1%}"
+        for row, other in _pairs(evaluation, policy, than)
+    ]
+
+
+def _pairs(evaluation: Evaluation, policy: str, than: str) -> list[tuple[Row | None, Row | None]]:
+    return [(evaluation.row(*run, policy), evaluation.row(*run, than)) for run in _runs(evaluation)]
 
 
 def _paper_searches(evaluation: Evaluation) -> list[Best]:

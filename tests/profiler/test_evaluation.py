@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from experts.errors import ConfigError
 from profiler.best import Best, highest, search_best
 from profiler.devices import read_device
 from profiler.evaluation import (
@@ -25,7 +26,7 @@ from profiler.evaluation import (
 )
 from profiler.figures import write_figures
 from profiler.prescheduled import SchedulingCost
-from profiler.systems import Loading, Row, System
+from profiler.systems import Loading, Row, System, simulate
 from profiler.tasks import Board, task_of
 from profiler.windows import SearchEnd, Window, WindowSearch
 
@@ -34,6 +35,7 @@ NUMA, UMA = read_device(FOLDER / "numa-rtx3080ti.yaml"), read_device(FOLDER / "u
 
 REACHED = {  # images/s and switches that reach every target
     "samba": (4.0, 1000),
+    "samba-all-memory": (5.0, 800),
     "samba-fifo": (3.5, 1200),
     "samba-parallel": (7.0, 1000),
     "casual": (22.0, 90),
@@ -71,6 +73,7 @@ def best_of(executors, memory):
     return Best("A", "numa", System("paper", "paper", {"gpu": 3, "cpu": 1}, experts=39), sweep, windows, search)
 
 
+SMALL_TASK = task_of(Board("T", 150, seed=5), 150, "T")
 INNER = best_of({(2, 1): 20.0, (3, 1): 25.0, (4, 1): 24.0, (3, 0): 23.0, (3, 2): 24.5}, {15: 22.0, 39: 25.0, 48: 20.0})
 
 
@@ -87,6 +90,8 @@ def test_nothing_is_short_when_every_target_is_reached():
     ("changed", "said"),
     [
         ({"paper": (17.0, 200)}, "paper over Samba-CoE is 4.25, not 4.5 to 12"),
+        ({"samba-all-memory": (6.5, 600)}, "paper over Samba-CoE with all memory for experts is 4.00, below 4.5"),
+        ({"samba-all-memory": None}, "nothing was run for samba-all-memory"),
         ({"samba": (2.0, 1000)}, "paper over Samba-CoE is 13.00, not 4.5 to 12"),
         ({"coserve": (26.0, 60)}, "coserve with 26.00 images/s is not above paper with 26.00"),
         (
@@ -129,20 +134,20 @@ def test_the_terminals_table_by_hand():
     lines = evaluation_table(made(em=(6.0, 700), paper=(17.0, 1100))).splitlines()
     assert lines[0] == "task A1 on numa"
     assert [line.split() for line in lines[2:4]] == [
-        ["samba", "4.00", "1.00", "1000", "-", "3", "gpu,", "1", "cpu"],
-        ["samba-fifo", "3.50", "0.88", "1200", "-20.0%", "3", "gpu,", "1", "cpu"],
+        ["samba", "4.00", "1.00", "0.80", "1000", "-", "3", "gpu,", "1", "cpu"],
+        ["samba-all-memory", "5.00", "1.25", "1.00", "800", "20.0%", "3", "gpu,", "1", "cpu"],
     ]
     assert [line.split()[0] for line in lines[2 : 2 + len(POLICIES)]] == list(REACHED)
     assert lines[2 + len(POLICIES)] == ""
     missed = shortfalls(made(em=(6.0, 700), paper=(17.0, 1100)))
-    assert len(missed) == 3
+    assert len(missed) == 4
     assert lines[3 + len(POLICIES) :] == [f"SHORT      {text}" for text in missed]
 
 
 def test_the_terminals_table_says_when_nothing_is_short_and_does_without_a_baseline():
     assert evaluation_table(made()).splitlines()[-1] == "target     every one is reached"
     lines = evaluation_table(made(samba=None)).splitlines()
-    assert lines[2].split()[:5] == ["samba-fifo", "3.50", "-", "1200", "-"]
+    assert lines[2].split()[:6] == ["samba-all-memory", "5.00", "-", "1.00", "800", "-"]
     assert lines[-1] == "SHORT      A1 on numa: nothing was run for samba"
 
 
@@ -160,13 +165,25 @@ def test_casual_is_what_section_5_2_says():
 def test_the_systems_differ_in_what_they_are_and_in_nothing_else():
     paper = System("paper", "paper", {"gpu": 4, "cpu": 1}, experts=35)
     ours = replace(paper, name="coserve", policy="coserve", loads_in_flight=2)
-    by_name = {system.name: system for system in systems(NUMA, paper, ours)}
+    by_name = {system.name: system for system in systems(NUMA, SMALL_TASK, paper, ours)}
     assert tuple(by_name) == POLICIES
     assert by_name["samba-parallel"].executors == paper.executors
     for name in ABLATIONS:
         assert replace(by_name[name], name="paper", policy="paper") == paper
     assert replace(by_name["coserve-packed"], name="coserve", loading=Loading.FRAMEWORK) == ours
     assert by_name["coserve-5s"].max_overtake_s == 5.0
+    assert replace(by_name["samba-all-memory"], name="samba", experts=None) == by_name["samba"]
+
+
+@pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
+def test_samba_with_all_memory_for_experts_leaves_room_for_one_image(device):
+    paper = System("paper", "paper", {"gpu": 2, "cpu": 1})
+    main, everything = systems(device, SMALL_TASK, paper, paper)[:2]
+    rows = simulate(main, device, SMALL_TASK), simulate(everything, device, SMALL_TASK)
+    assert rows[1].experts == everything.experts > rows[0].experts
+    assert rows[1].switches <= rows[0].switches
+    with pytest.raises(ConfigError, match="take fewer of either"):
+        simulate(replace(everything, experts=everything.experts + 1), device, SMALL_TASK)
 
 
 @pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
@@ -224,9 +241,37 @@ def test_the_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
         assert f"| {each.images_per_s:.1f} |" in text
         assert f"| {each.switches} |" in text
     assert "78.5 % (293 to 63)" in text
+    assert "| Samba-CoE, all memory for experts |" in text
     assert "No device with a memory of the GPU's own was run." in text
     for missed in shortfalls(evaluation):
         assert f"- {missed}" in text
+
+
+def test_figures_13_and_14_hold_both_rows_of_samba_by_hand(tmp_path):
+    made_by_hand = made()
+    rows = tuple(replace(each, experts=53) if each.policy == "samba-all-memory" else each for each in made_by_hand.rows)
+    lines = write_figures(replace(made_by_hand, rows=rows), tmp_path).splitlines()
+    for told in (
+        "| Best over Samba-CoE | 6.5 |",
+        "| Best over Samba-CoE, all memory for experts | 5.2 |",
+        "| ours over Samba-CoE, all memory for experts | 6.0 |",
+        "| Best, fewer than Samba-CoE | 80.0% |",
+        "| Best, fewer than Samba-CoE, all memory for experts | 75.0% |",
+        "| ours, fewer than Samba-CoE, all memory for experts | 92.5% |",
+    ):
+        assert told in lines
+    (split,) = (line for line in lines if line.startswith("Samba-CoE's main row keeps 75 %"))
+    assert "1,060 switches in task B2 on NUMA." in split
+    changed = "- A1 numa: 30 to 53 experts, 1000 to 800 switches, Best over it 6.50 to 5.20, ours 7.50 to 6.00"
+    assert changed in lines
+
+
+def test_the_figures_say_what_came_of_the_calibrated_row_and_do_without_the_other_one(tmp_path):
+    calibrated = replace(row("samba", 4.3, 1005), task="B2")
+    text = write_figures(Evaluation((calibrated,), (INNER,)), tmp_path)
+    assert "1,060 switches in task B2 on NUMA (1,005 here)." in text
+    assert "| Best over Samba-CoE, all memory for experts | - |" in text
+    assert "fit beside one image.\n" in text
 
 
 def test_the_figures_of_memory_and_of_what_scheduling_costs(tmp_path):
