@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from agent.config import usage_probabilities
 from agent.profile import (
+    SOURCE,
     box_mismatches,
     identity_of,
     is_of_another_box,
@@ -73,16 +74,28 @@ def refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box, packe
 
 
 def refuse_mismatches(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:
-    """Raises ConfigError, with every reason, if the profile does not hold for this box and these packed experts."""
-    digests = {(each.expert, each.precision): packed_sha256(each) for each in packed}
-    reasons = mismatches(profile, identity_of(box), digests)
+    """Raises ConfigError, with every reason, if the profile does not hold for this box and these packed experts.
+
+    A form that an expert was not profiled in is accepted where its kind was timed in it and its weights are the same.
+    """
+    listed = tuple(packed)
+    timed = {(kind.kind, kind.precision) for kind in profile.kinds}
+    experts = config.catalog.experts
+    untimed = {
+        each.expert
+        for each in listed
+        if (kind_name(experts[each.expert], each.program_sha256), each.precision) not in timed
+    }
+    sources = {(each.expert, SOURCE): each.source_sha256 for each in listed if each.expert not in untimed}
+    digests = {(each.expert, each.precision): packed_sha256(each) for each in listed}
+    reasons = mismatches(profile, identity_of(box), digests | sources)
     if not reasons:
         return
     path = profile_file(config)
-    listed = "".join(f"\n  - {reason}" for reason in reasons)
+    told = "".join(f"\n  - {reason}" for reason in reasons)
     replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
     advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"
-    raise ConfigError(f"{path} does not hold for this box and line as they are now:{listed}\n{advice}")
+    raise ConfigError(f"{path} does not hold for this box and line as they are now:{told}\n{advice}")
 
 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:

@@ -67,7 +67,7 @@ def planned(
     precisions = precisions_of(wanted, [spec.processor for spec in specs], profile, programs_of(lying))
     packed = by_precision(lying)
     copies = copies_of(wanted, precisions, {name: forms for name, forms in packed.items() if name not in without})
-    _refuse_unpacked(wanted, precisions, packed, without)
+    _refuse_unpacked(wanted, precisions, packed, without, is_asked=wanted.precision != config.precision)
     found = matrix(profile, box, copies, usage_of(wanted, profile), specs)
     broken = dict(without) | unmeasured(found, copies)
     _refuse_unprofiled(wanted, profile, broken.keys() - without.keys())
@@ -112,11 +112,19 @@ def _refuse_unpacked(
     precisions: Precisions,
     packed: Mapping[str, Mapping[Precision, PackedExpert]],
     without: Mapping[str, str],
+    *,
+    is_asked: bool,
 ) -> None:
+    """``is_asked``: another precision than the line file's is, which profiling would not pack."""
+    profiling = f"`coserve profile {config.document.file}`"
     wanted = {(name, form) for column in precisions.values() for name, form in column.items() if name not in without}
     problems = [
         config.document.error(
-            f"not packed in {form} - run `coserve profile {config.document.file}`, which packs it", "experts", name
+            f"not packed in {form} - write `precision: {form}` into the line file, then run {profiling}"
+            if is_asked and form == config.precision
+            else f"not packed in {form} - run {profiling}, which packs it",
+            "experts",
+            name,
         )
         for name, form in sorted(wanted)
         if form not in packed.get(name, {})

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from agent import profile_rows as rows
 from agent.profile_records import (
+    SOURCE,
     Agreement,
     Allocation,
     BatchTimes,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from experts.weights import PackedExpert
 
 __all__ = [
+    "SOURCE",
     "Agreement",
     "Allocation",
     "BatchTimes",
@@ -121,8 +123,9 @@ def packed_sha256(packed: PackedExpert) -> str:
 def mismatches(profile: StoredProfile, box: BoxIdentity, packed: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
     """Why a profile does not hold for a box and a line as they are now, one sentence each; empty if it does.
 
-    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now. Experts that
-    have left the line are no mismatch.
+    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now, and
+    (expert, SOURCE) of those that may be served in a form that they were not in when the box was profiled: it is no
+    mismatch where the owner's file is still the same. Experts that have left the line are none either.
     """
     return (*box_mismatches(profile, box), *_expert_mismatches(profile, packed))
 
@@ -170,9 +173,15 @@ def _expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], 
     yield from (f"expert {expert} is not in the profile" for expert in unknown)
     for (expert, precision), sha256 in packed.items():
         then = profile.packed.get((expert, precision))
-        if expert in unknown or then == sha256:
+        if expert in unknown or precision == SOURCE or then == sha256:
             continue
         if then is None:
+            source, source_then = packed.get((expert, SOURCE)), profile.packed.get((expert, SOURCE))
+            if source is not None and source == source_then:
+                continue
+            if source is not None and source_then is not None:
+                yield f"expert {expert} has other weights than those that were profiled"
+                continue
             yield f"expert {expert} was not profiled in {precision}"
         else:
             yield f"expert {expert} in {precision} has other packed weights than those that were profiled"
@@ -310,7 +319,7 @@ class ProfileDraft:
             rows.put_precisions(self._connection, precisions)
 
     def save_packed(self, packed: Mapping[tuple[str, str], str]) -> None:
-        """(expert, precision) -> ``packed_sha256`` of all that was profiled."""
+        """(expert, precision) -> ``packed_sha256``, and (expert, SOURCE), of all that was profiled."""
         with self._part("packed"):
             rows.put_packed(self._connection, packed)
 

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
+
+
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
     """What a profile holds for. ``versions``: the libraries that run experts, by name."""
@@ -138,7 +141,8 @@ class LinkSpeed:
 class StoredProfile:
     """A whole profile. ``precisions``: (kind, processor) -> the one chosen.
 
-    ``packed``: (expert, precision) -> ``packed_sha256`` of what was profiled.
+    ``packed``: (expert, precision) -> ``packed_sha256`` of what was profiled, and (expert, SOURCE) -> sha256 of the
+    owner's file that it was packed from, which tells whether another form is of the same weights.
     ``speedups[processor][n - 1]``: how much faster n executors of a processor are together than one alone.
     """
 

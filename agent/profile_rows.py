@@ -143,7 +143,7 @@ def links_in(connection: Connection) -> tuple[LinkSpeed, ...]:
 
 
 def packed_in(connection: Connection) -> dict[tuple[str, str], str]:
-    """(expert, precision) -> sha256."""
+    """(expert, precision or SOURCE) -> sha256."""
     return {(row["expert"], row["precision"]): row["sha256"] for row in _rows(connection, "packed")}
 
 

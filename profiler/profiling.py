@@ -21,6 +21,7 @@ from agent.core.performance import ExecutorSpec
 from agent.listing import packed_folder, profile_file
 from agent.planning import planned
 from agent.profile import (
+    SOURCE,
     PoolAllocation,
     ProfileDraft,
     StoredProfile,
@@ -268,7 +269,8 @@ class _Profiling:
         references = {name: digest for name, digest in self._draft.packed().items() if self._is_reference(*name)}
         kept = self._packing.keep(precisions)
         digests = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in kept}
-        self._draft.save_packed({**references, **digests})
+        sources = {(copy.expert.id, SOURCE): copy.packed.source_sha256 for copy in kept}
+        self._draft.save_packed({**references, **digests, **sources})
 
     def _usage(self, interim: StoredProfile) -> UsageFound:
         if self._options.count_usage:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.profile import (
+    SOURCE,
     Agreement,
     Allocation,
     BatchTimes,
@@ -484,6 +485,23 @@ def test_experts_that_changed_or_came_are_told_and_those_that_went_are_not(path)
         "expert cls/b was not profiled in bf16",
     )
     assert mismatches(profile, BOX, {("cls/b", "fp32"): "bb"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        ("s", "s", []),
+        ("s", "t", ["expert cls/a has other weights than those that were profiled"]),
+        (None, "s", ["expert cls/a was not profiled in fp16"]),
+        ("s", None, ["expert cls/a was not profiled in fp16"]),
+    ],
+)
+def test_a_form_that_is_not_listed_is_known_by_its_source(path, then, now, expected):
+    def of(source, packed):
+        return packed if source is None else packed | {("cls/a", SOURCE): source}
+
+    profile = replace(written(path), packed=of(then, PACKED))
+    assert list(mismatches(profile, BOX, of(now, {("cls/a", "fp16"): "ac", ("cls/a", "bf16"): "ab"}))) == expected
 
 
 def test_an_identity_is_what_the_box_has():

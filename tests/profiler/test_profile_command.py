@@ -24,7 +24,7 @@ from agent.assembly import build_agent, detect_box
 from agent.config import read_line
 from agent.inspection import inspect_images
 from agent.listing import packed_folder, profile_file
-from agent.profile import ProfileDraft, identity_of, partial_of, read_profile
+from agent.profile import SOURCE, ProfileDraft, identity_of, partial_of, read_profile
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
 from agent.runtime.device import detect
@@ -167,7 +167,9 @@ class TestAWholeProfile:
         assert done.profile.box == line.identity
         assert {(kind.processor, kind.precision) for kind in done.profile.kinds} == {("cpu", "fp32")}
         assert len(done.profile.kinds) == len(done.profile.precisions) == COMPONENTS
-        assert done.profile.packed.keys() == {(f"cls/f{number}", "fp32") for number in range(COMPONENTS)}
+        assert done.profile.packed.keys() == {
+            (f"cls/f{number}", form) for number in range(COMPONENTS) for form in ("fp32", SOURCE)
+        }
         assert (done.profile.usage.origin, done.profile.allocation.origin) == (COMPUTED, origin)
         assert done.profile.usage.probabilities == pytest.approx({"cls/f0": 1 / 2, "cls/f1": 1 / 3, "cls/f2": 1 / 6})
         (pool,) = done.profile.allocation.pools
@@ -188,7 +190,11 @@ class TestAWholeProfile:
         line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": "s.safetensors"}
         line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
         profile = line.profiled().profile
-        assert profile.packed.keys() == {("cls/f0", "bf16"), ("cls/f1", "fp32"), ("cls/f2", "fp32")}
+        assert profile.packed.keys() - {(f"cls/f{number}", SOURCE) for number in range(COMPONENTS)} == {
+            ("cls/f0", "bf16"),
+            ("cls/f1", "fp32"),
+            ("cls/f2", "fp32"),
+        }
         assert {kind.architecture: kind.precision for kind in profile.kinds} == {
             "squeezenet1_1": "bf16",
             "fake": "fp32",
@@ -196,6 +202,37 @@ class TestAWholeProfile:
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
             assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+
+    def test_a_precision_that_was_measured_may_be_asked_for_afterwards(self, line):
+        weights = line.folder / "s.safetensors"
+        write_random_weights(weights, "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": weights.name}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        line.document["precision"] = "auto"
+        assert set(line.profiled().profile.precisions.values()) == {"fp32"}
+        asked = run("plan", line.file, "--precision", "bf16", check=78).stderr
+        advice = f"write `precision: bf16` into the line file, then run `coserve profile {line.file}`"
+        assert f"experts.cls/f0: not packed in bf16 - {advice}" in asked
+        assert "cls/f1" not in asked
+        line.document["precision"] = "bf16"
+        assert "not packed in bf16 - run `coserve profile" in run("plan", line.file, check=78).stderr
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+            assert agent.broken == {}
+        write_random_weights(weights, "squeezenet1_1", 2, seed=4)
+        with pytest.raises(ConfigError, match="expert cls/f0 has other weights than those that were profiled"):
+            build_agent(line.config, lambda *_: None, lambda *_: None)
+
+    def test_a_precision_that_was_not_measured_is_refused(self, line):
+        write_random_weights(line.folder / "s.safetensors", "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": "s.safetensors"}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        line.profiled()
+        line.document["precision"] = "bf16"
+        with pytest.raises(ConfigError, match="expert cls/f0 was not profiled in bf16") as caught:
+            build_agent(line.config, lambda *_: None, lambda *_: None)
+        assert "cls/f1" not in str(caught.value)
 
     def test_an_expert_that_cannot_be_served_is_a_note_and_stops_no_other(self, line):
         (line.folder / "f1.yaml").unlink()
