@@ -282,7 +282,7 @@ def tasks(
     ] = None,
     short: Annotated[bool, typer.Option("--short", help="A1 and B1 only")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="also write figures 13 to 18 there")] = None,
-    experts: Annotated[int | None, typer.Option(min=3, help="on the real engine instead: so many experts")] = None,
+    experts: Annotated[int | None, typer.Option(min=2, help="on the real engine instead: so many experts")] = None,
     requests: Annotated[int, typer.Option(min=1, help="with --experts: so many requests")] = 240,
     directory: Directory = None,
     as_json: AsJson = False,

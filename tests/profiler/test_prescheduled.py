@@ -279,7 +279,7 @@ def test_the_report_says_whether_the_papers_figures_are_reached():
         "51.000 ms",
         "50.000 ms",
         "+2.00%",
-        "under 3%: reached",
+        "under 3% for both: reached",
         "0.100%",
         "0.2%: reached",
     ):
