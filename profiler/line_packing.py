@@ -39,7 +39,11 @@ MISSING_RUNTIME = "install it, or take the experts that need it off the line"
 
 
 class LinePacking:
-    """A line's packed weights. ``failed``: experts that cannot be packed, and why."""
+    """A line's packed weights. ``failed``: experts that cannot be served, and why.
+
+    Those are the ones that cannot be packed in their reference, or in no form that they are to run in; that one cannot
+    be packed in a form that was only to be tried says nothing. Whoever finds another reason adds it.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class LinePacking:
         progress: Callable[[str, int, int], None],
     ) -> None:
         self.failed: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # experts that could not be packed in one form at least, and why
         self._config = config
         self._segments = segments
         self._samples = samples
@@ -88,7 +93,9 @@ class LinePacking:
             report = pack_line(experts.values(), forms, self._segments, step)
         except BackendUnavailable as error:
             raise ConfigError(f"{error} - {MISSING_RUNTIME}") from error
-        self.failed.update({name: error.message for name, error in report.failed.items()})
+        self._refused.update({name: error.message for name, error in report.failed.items()})
+        lacking = [name for name in report.failed if self.reference(name) not in report.packed.get(name, {})]
+        self.failed.update({name: self._refused[name] for name in lacking})
         found: Copies = defaultdict(list)
         for name, by_form in report.packed.items():
             for form, packed in by_form.items():
@@ -105,7 +112,10 @@ class LinePacking:
         copies = self.pack(wanted)
         kept = {name: wanted.get(name, {self.reference(name)}) for name in self._config.catalog.experts}
         forget_other_forms(kept, self._segments)
-        return [copy for form in copies for copy in copies[form] if form in wanted.get(copy.expert.id, ())]
+        standing = [copy for form in copies for copy in copies[form] if form in wanted.get(copy.expert.id, ())]
+        unserved = wanted.keys() - {copy.expert.id for copy in standing}
+        self.failed.update({name: self._refused[name] for name in sorted(unserved)})
+        return standing
 
     def _forms(self, expert: str, processors: Iterable[str]) -> set[Precision]:
         """What an expert may run in: what the line file gives, else all that its backend has."""

@@ -2,7 +2,7 @@
 
 The fastest that agrees with fp32 on the samples of all experts of the kind, asked in that order and no further than
 needed, and again when experts or samples are others than they were; without samples fp32. What the line file gives is
-taken as it is, fp32 where a processor does not run it.
+taken as it is, fp32 where a processor does not run it. A kind of which neither runs is left off the processor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class PrecisionChoice:
-    """The choice of one profiling run; comparisons are saved in the draft. ``notes``: what stays fp32, and why."""
+    """The choice of one profiling run; comparisons are saved in the draft.
+
+    ``notes``: what stays fp32 or is left off a processor, and why.
+    """
 
     def __init__(
         self,
@@ -60,44 +63,55 @@ class PrecisionChoice:
         self._draft.save_packed({**then, **now})  # after them: were it killed between, they are given up once more
 
     def on(self, bench: Bench, references: Sequence[ExpertCopy]) -> dict[str, str]:
-        """The form of each kind that was measured on the bench's processor."""
+        """The form of each kind that was measured on the bench's processor, but for those that are left off it."""
         measured: defaultdict[str, list[KindProfile]] = defaultdict(list)
         for each in self._draft.kinds():
             if each.processor == bench.processor:
                 measured[each.kind].append(each)
-        return {
+        chosen = {
             kind: self._given(measured[kind], listed)
             if self._config.precision is not None
             else self._fastest_that_agrees(bench, measured[kind], listed)
             for kind, listed in by_kind(references).items()
             if measured[kind]
         }
+        return {kind: form for kind, form in chosen.items() if form is not None}
 
-    def _given(self, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str:
-        """The line file's, where it runs."""
+    def _given(self, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
+        """The line file's, where it runs, else fp32; None where neither does."""
         form = self._packing.reference(references[0].expert.id)
-        return str(form if any(profile.precision == form for profile in profiles) else Precision.FP32)
+        measured = {profile.precision for profile in profiles}
+        for each in (form, Precision.FP32):
+            if each in measured:
+                return str(each)
+        self._left_off(profiles[0], f"neither {form} nor fp32 runs there")
+        return None
 
     def _fastest_that_agrees(
         self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]
-    ) -> str:
+    ) -> str | None:
+        is_fp32_able = any(profile.precision == Precision.FP32 for profile in profiles)
         sampled = [copy for copy in references if bench.samples.of(copy.expert.id)]
         agreements: list[Agreement] = []
         for profile in sorted(profiles, key=image_s):
             if profile.precision == Precision.FP32:
                 break
             if not sampled:
-                self._stays(profile, "no sample images")
+                self._not_proven(profile, "no sample images", is_fp32_able=is_fp32_able)
                 break
             agreement = self._agreement(bench, Precision(profile.precision), sampled)
             if agreement is None:
                 continue
             agreements.append(agreement)
             if not agreement.images:
-                self._stays(profile, "none of its sample images can be judged")
+                reason = "none of its sample images can be judged"
+                self._not_proven(profile, reason, is_fp32_able=is_fp32_able)
                 break
             if agreement.agrees:
                 break
+        if not is_fp32_able and not any(each.images and each.agrees for each in agreements):
+            self._left_off(profiles[0], "fp32 does not run there, and no other precision is proven to agree with it")
+            return None
         return choose_precision(profiles, agreements)
 
     def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
@@ -117,7 +131,12 @@ class PrecisionChoice:
         self._progress(f"compare {form} on {bench.processor}", 1, 1)
         return agreement
 
-    def _stays(self, profile: KindProfile, reason: str) -> None:
-        self.notes.append(
-            f"{profile.kind} on {profile.processor} stays fp32: {reason}, so {profile.precision} is not proven to agree"
-        )
+    def _not_proven(self, profile: KindProfile, reason: str, *, is_fp32_able: bool) -> None:
+        if is_fp32_able:
+            self.notes.append(
+                f"{profile.kind} on {profile.processor} stays fp32: {reason}, so {profile.precision} is not proven to "
+                "agree"
+            )
+
+    def _left_off(self, profile: KindProfile, reason: str) -> None:
+        self.notes.append(f"{profile.kind} is not run on {profile.processor}: {reason}")

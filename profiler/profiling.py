@@ -3,8 +3,9 @@
 Guarantees: nothing that was measured is lost when it is killed, the next run goes on from there; the finished profile
 replaces the earlier one as a whole or not at all; no agent of this line runs meanwhile, for both would slow the other.
 In this order: each kind of experts once on each processor, in every form that its backend has or in the one that the
-line file names; which forms agree with fp32, the fastest first, over all experts that have samples; links; several
-executors at once; usage; and last the split of the memories and the number of executors.
+line file names; which forms agree with fp32, the fastest first, over all experts that have samples; links; one image
+on every expert as it will run, so that one that fails spoils nothing that follows; several executors at once; usage;
+and last the split of the memories and the number of executors.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections import Counter, defaultdict
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.assembly import detect_box
 from agent.budget import casual_allocation, executor_specs, pool_budgets
 from agent.core.performance import ExecutorSpec
 from agent.listing import packed_folder, profile_file
+from agent.matrix import kind_of
 from agent.planning import planned
 from agent.profile import (
     SOURCE,
@@ -42,6 +45,7 @@ from profiler.line_packing import LinePacking, by_kind, refuse_what_never_fits
 from profiler.memory_shares import memory_needs
 from profiler.microbench import Bench, measure_kind, measure_links, measure_speedups
 from profiler.precision_choice import PrecisionChoice
+from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS, SearchRuns
 from profiler.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
@@ -198,8 +202,10 @@ class _Profiling:
         for processor in processors:
             self._measure_kinds(processor, copies)
         precisions = self._choose(processors, self._packing.references(copies))
-        self._measure_links_and_speedups(copies, processors)
-        self._save_packed(precisions)
+        self._measure_links(copies)
+        able = self._able(processors, precisions, self._keep(precisions))
+        for processor in processors:
+            self._measure_speedups(processor, able[processor])
         usage = served or self._usage(self._interim(precisions, computed_usage(self._config)))
         self._draft.save_usage(usage.usage)
         self._draft.save_allocation(self._allocation(self._interim(precisions, usage.usage)))
@@ -249,28 +255,61 @@ class _Profiling:
         if not precisions:
             reasons = "\n".join([*self._notes, *self._packing.failed.values()])
             raise ConfigError(f"no expert of this line can be run on this box:\n{reasons}")
+        able = {kind for kind, _ in precisions}
+        for copy in references:
+            if kind_of(copy) not in able:
+                self._packing.failed.setdefault(copy.expert.id, f"its kind ({kind_of(copy)}) runs on no processor")
         self._draft.save_precisions(precisions)
         return precisions
 
-    def _measure_links_and_speedups(self, copies: Copies, processors: Sequence[str]) -> None:
-        references = self._packing.references(copies)
+    def _measure_links(self, copies: Copies) -> None:
         if not self._draft.links():
-            self._draft.save_links(measure_links(self._box, references, self._segments))
-        for processor in processors:
-            if processor not in self._draft.speedups() and references:
-                self._progress(f"executors of {processor}", 0, 1)
-                most = min(self._box.cores, MOST_TOGETHER)
-                largest = max(by_kind(references).values(), key=len)
-                self._draft.save_speedups(processor, measure_speedups(self._bench(processor), largest, most))
-                self._progress(f"executors of {processor}", 1, 1)
+            self._draft.save_links(measure_links(self._box, self._packing.references(copies), self._segments))
 
-    def _save_packed(self, precisions: Mapping[tuple[str, str], str]) -> None:
-        """Note what was profiled: every expert as it will run, and as it was compared with."""
+    def _able(
+        self, processors: Sequence[str], precisions: Mapping[tuple[str, str], str], kept: Sequence[ExpertCopy]
+    ) -> dict[str, list[ExpertCopy]]:
+        """The copies that each processor will run, without those of experts that fail on any; these are noted."""
+        copies = {
+            processor: [copy for copy in kept if precisions.get((kind_of(copy), processor)) == copy.packed.precision]
+            for processor in processors
+        }
+        for processor, listed in copies.items():
+            report = partial(self._progress, f"try on {processor}")
+            for name, reason in failing_experts(self._bench(processor), listed, report).items():
+                self._packing.failed.setdefault(name, f"on {processor}: {reason}")
+        failed = self._packing.failed
+        return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
+
+    def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
+        """By the kind with the most experts; one executor is all that counts where none of them can be run."""
+        most = min(self._box.cores, MOST_TOGETHER)
+        if len(self._draft.speedups().get(processor, ())) >= most:
+            return
+        self._progress(f"executors of {processor}", 0, 1)
+        reason = "" if copies else "none of the experts runs there"
+        speedups: tuple[float, ...] = (1.0,)
+        if copies:
+            largest = max(by_kind(copies).values(), key=len)
+            try:
+                speedups = measure_speedups(self._bench(processor), largest, most)
+            except ExpertError as error:
+                reason = error.message
+        if reason:
+            self._notes.append(
+                f"executors of {processor} were not measured together, and are taken to gain nothing: {reason}"
+            )
+        self._draft.save_speedups(processor, speedups)
+        self._progress(f"executors of {processor}", 1, 1)
+
+    def _keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:
+        """Every expert as it will run; noted as what was profiled, with what it was compared with."""
         references = {name: digest for name, digest in self._draft.packed().items() if self._is_reference(*name)}
         kept = self._packing.keep(precisions)
         digests = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in kept}
         sources = {(copy.expert.id, SOURCE): copy.packed.source_sha256 for copy in kept}
         self._draft.save_packed({**references, **digests, **sources})
+        return kept
 
     def _usage(self, interim: StoredProfile) -> UsageFound:
         if self._options.count_usage:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agent.assembly import build_agent, detect_box
@@ -117,6 +118,27 @@ class Line:
                 place.mkdir(parents=True, exist_ok=True)
                 Image.new("RGB", (8, 8), (40 * number, 100, 30)).save(place / f"{number}.png")
         return self.folder / name
+
+    def classify(self, *numbers):
+        """Make these experts squeezenets of one kind."""
+        for number in numbers:
+            write_random_weights(self.weights(number), "squeezenet1_1", 2, seed=number)
+            expert = {"architecture": "squeezenet1_1", "weights": self.weights(number).name}
+            self.document["experts"][f"cls/f{number}"] |= expert | {"input": {"size": [64, 64]}}
+
+    def weights(self, number):
+        return self.folder / f"s{number}.safetensors"
+
+    def overflow(self, number):
+        """Finite weights whose answers are not: it can be packed, but not in fp16, and not be run."""
+        tensors = load_file(self.weights(number))
+        save_file({name: tensor * 1e12 for name, tensor in tensors.items()}, self.weights(number))
+
+    def leave(self, *numbers):
+        """These components only, without boards."""
+        self.document.pop("boards", None)
+        for number in set(range(COMPONENTS)) - set(numbers):
+            del self.document["experts"][f"cls/f{number}"], self.document["routes"][f"c{number}"]
 
 
 def told(stages):
@@ -249,6 +271,82 @@ class TestAWholeProfile:
         assert not line.path.exists()
 
 
+class TestAnExpertThatFailsWhenItIsRun:
+    @pytest.mark.parametrize("allocation", [SIMULATE, ENGINE, CASUAL])
+    @pytest.mark.parametrize("precision", ["fp32", "auto"])
+    def test_is_told_and_stops_no_other(self, line, allocation, precision):
+        """The first of its kind, so that it would be the first to be run with others."""
+        line.classify(0, 1)
+        line.overflow(0)
+        line.document["precision"] = precision
+        done = line.profiled(allocation=allocation, engine_requests=12)
+        told_of = [note for note in done.notes if "cannot be served" in note]
+        assert told_of == [
+            "cls/f0 cannot be served: on cpu: its output is not a number: check its weights, or use precision fp32"
+        ]
+        assert len(done.profile.kinds) == (2 if precision == "fp32" else 8)
+        assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.broken == {}
+
+    def test_of_which_there_are_no_others_is_told(self, line):
+        """Its kind was measured, and with its executors not, while its weights were sound."""
+        line.classify(0)
+        line.leave(0)
+        line.profiled()
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("DELETE FROM speedups")
+        line.overflow(0)
+        done = line.profiled()
+        assert done.profile.speedups == {"cpu": (1.0,)}
+        gain = "executors of cpu were not measured together, and are taken to gain nothing: none of the experts runs"
+        assert [note for note in done.notes if note.startswith(gain)]
+        write_random_weights(line.weights(0), "squeezenet1_1", 2, seed=0)
+        assert len(line.profiled().profile.speedups["cpu"]) == min(line.identity.cores, 4)
+
+
+class TestAKindThatRunsInNoFormThatMayBeTaken:
+    """A squeezenet of which a killed run measured fp16, that fits fp16 no more, and that does not run in fp32."""
+
+    @pytest.fixture
+    def options(self, line):
+        line.classify(0)
+        line.document["precision"] = "fp16"
+        options = {"samples": line.crops()}
+        kinds = line.profiled(**options).profile.kinds
+        line.path.unlink()
+        line.seed([kind for kind in kinds if kind.architecture == "squeezenet1_1"], fp16=0.001)
+        line.overflow(0)
+        return options
+
+    @pytest.mark.parametrize(
+        ("precision", "reason"),
+        [
+            ("auto", "fp32 does not run there, and no other precision is proven to agree with it"),
+            ("bf16", "neither bf16 nor fp32 runs there"),
+        ],
+    )
+    def test_is_left_off_and_told_and_stops_no_other(self, line, options, precision, reason):
+        line.document["precision"] = precision
+        done = line.profiled(**options, allocation=SIMULATE)
+        (kind,) = {kind.kind for kind in done.profile.kinds if kind.architecture == "squeezenet1_1"}
+        assert f"{kind} is not run on cpu: {reason}" in done.notes
+        assert f"cls/f0 cannot be served: its kind ({kind}) runs on no processor" in done.notes
+        assert {name.split()[0] for name, _ in done.profile.precisions} == {"fake"}
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert set(agent.broken) == {"cls/f0"}
+
+    def test_without_any_other_kind_nothing_is_written(self, line, options):
+        line.leave(0)
+        line.document["precision"] = "auto"
+        with pytest.raises(ConfigError, match="no expert of this line can be run on this box") as caught:
+            line.profiled(**options)
+        assert "is not run on cpu: fp32 does not run there" in str(caught.value)
+        assert not line.path.exists()
+
+
 class TestAgain:
     def test_with_nothing_changed_nothing_is_measured_and_the_profile_is_equal(self, line):
         line.document["precision"] = "auto"
@@ -257,7 +355,7 @@ class TestAgain:
         stages = []
         again = line.profiled(stages, **options).profile
         assert replace(again, written_at=first.written_at) == first
-        assert {stage.split()[0] for stage in stages} <= {"pack", "measure"}
+        assert {stage.split()[0] for stage in stages} <= {"pack", "measure", "try"}
 
     def test_fresh_measures_all_anew(self, line):
         first = line.profiled().profile
@@ -378,10 +476,10 @@ class TestKilled:
         packings = []
 
         def stop(stage, done, total):
-            """In the second run of the search: two packings come before it, and one with each of its runs."""
+            """In the second run of the search: one packing comes with each."""
             if done == total and (packings or stage == "executors of cpu"):
                 packings.append(stage)
-                if packings.count("pack") == 4:
+                if packings.count("pack") == 2:
                     raise Stopped
 
         options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT)
