@@ -11,7 +11,7 @@ and last the split of the memories and the number of executors.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -44,7 +44,9 @@ from profiler.batches import BatchOptions
 from profiler.line_packing import LinePacking, by_kind, refuse_what_never_fits
 from profiler.memory_shares import memory_needs
 from profiler.microbench import Bench, measure_kind, measure_links, measure_speedups
+from profiler.played import CoresInUse
 from profiler.precision_choice import PrecisionChoice
+from profiler.rows import QUIET_FRACTION
 from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS, SearchRuns
@@ -52,7 +54,7 @@ from profiler.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simu
 from profiler.usage import SERVED, UsageFound, computed_usage, usage_from_results, usage_from_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from agent.runtime.slots import ExpertCopy
     from profiler.line_packing import Copies
 
+MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
+AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
 ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
@@ -239,7 +243,9 @@ class _Profiling:
             if earlier is not None and not (is_synthetic(earlier.samples) and self._is_sampled(listed)):
                 continue
             try:
-                self._draft.save_kind(measure_kind(self._bench(processor), listed))
+                with self._noticing_others(f"{kind} in {form} on {processor}"):
+                    measured = measure_kind(self._bench(processor), listed)
+                self._draft.save_kind(measured)
             except ExpertError as error:
                 self._notes.append(f"{kind} in {form} does not run on {processor}: {error.message}")
         if jobs:
@@ -260,6 +266,12 @@ class _Profiling:
             if kind_of(copy) not in able:
                 self._packing.failed.setdefault(copy.expert.id, f"its kind ({kind_of(copy)}) runs on no processor")
         self._draft.save_precisions(precisions)
+        self._notes += [
+            f"{each.kind} in {each.precision} on {each.processor}: batches were up to {each.fit_error:.0%} off K n + B "
+            f"- {AGAIN_IN_QUIET}"
+            for each in self._draft.kinds()
+            if each.fit_error > MOST_FIT_ERROR and precisions.get((each.kind, each.processor)) == each.precision
+        ]
         return precisions
 
     def _measure_links(self, copies: Copies) -> None:
@@ -292,7 +304,8 @@ class _Profiling:
         if copies:
             largest = max(by_kind(copies).values(), key=len)
             try:
-                speedups = measure_speedups(self._bench(processor), largest, most)
+                with self._noticing_others(f"the gain of several executors of {processor}"):
+                    speedups = measure_speedups(self._bench(processor), largest, most)
             except ExpertError as error:
                 reason = error.message
         if reason:
@@ -355,6 +368,17 @@ class _Profiling:
         return replace(interim.allocation, pools=tuple(pools), executors=dict(counts))
 
     # -- small answers --
+
+    @contextmanager
+    def _noticing_others(self, what: str) -> Iterator[None]:
+        """Note where other processes took what was being measured."""
+        cores = CoresInUse()
+        yield
+        others = cores.others_fraction()
+        if others > QUIET_FRACTION:
+            self._notes.append(
+                f"other processes had {others:.0%} of the cores while {what} was measured - {AGAIN_IN_QUIET}"
+            )
 
     def _bench(self, processor: str) -> Bench:
         executors = [ExecutorSpec(0, processor, self._box.pool_of(processor))]

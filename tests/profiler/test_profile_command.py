@@ -6,6 +6,7 @@ Nothing is said of how fast anything was: where a test needs one precision to be
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sqlite3
 import subprocess
@@ -33,6 +34,7 @@ from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
+from profiler import profiling
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
 from profiler.batches import BatchOptions
 from profiler.profiling import CASUAL, ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
@@ -139,6 +141,13 @@ class Line:
         self.document.pop("boards", None)
         for number in set(range(COMPONENTS)) - set(numbers):
             del self.document["experts"][f"cls/f{number}"], self.document["routes"][f"c{number}"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_box(monkeypatch):
+    """Notes on who else had the cores, and on how straight a curve was, depend on the moment."""
+    monkeypatch.setattr(profiling, "QUIET_FRACTION", 1.0)
+    monkeypatch.setattr(profiling, "MOST_FIT_ERROR", math.inf)
 
 
 def told(stages):
@@ -304,6 +313,35 @@ class TestAnExpertThatFailsWhenItIsRun:
         assert [note for note in done.notes if note.startswith(gain)]
         write_random_weights(line.weights(0), "squeezenet1_1", 2, seed=0)
         assert len(line.profiled().profile.speedups["cpu"]) == min(line.identity.cores, 4)
+
+
+class TestABusyBox:
+    def test_is_told_of_each_kind_and_of_executors_together_once(self, line, monkeypatch):
+        monkeypatch.setattr(profiling, "QUIET_FRACTION", -1.0)
+        done = line.profiled()
+        notes = [note for note in done.notes if note.startswith("other processes had ")]
+        measured = sorted(note.split(" while ")[1] for note in notes)
+        rest = "was measured - profile again with --fresh when the box is quiet"
+        kinds = sorted(f"{kind.kind} in fp32 on cpu {rest}" for kind in done.profile.kinds)
+        assert measured == [*kinds, f"the gain of several executors of cpu {rest}"]
+        assert not [note for note in line.profiled().notes if note.startswith("other processes had ")]
+
+    def test_is_suspected_where_a_chosen_kind_has_no_straight_curve(self, line, monkeypatch):
+        monkeypatch.setattr(profiling, "MOST_FIT_ERROR", 0.15)
+        line.document["precision"] = "auto"
+        line.profiled()
+        errors = {"fp32": 0.15, "bf16": 0.9, "fp16": 0.9, "onnxruntime": 0.9}
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            kinds = draft.kinds()
+            crooked = kinds[0].kind
+            for kind in kinds:
+                off = 0.163 if (kind.kind, kind.precision) == (crooked, "fp32") else errors[kind.precision]
+                draft.save_kind(replace(kind, fit_error=off))
+        notes = [note for note in line.profiled().notes if "off K n + B" in note]
+        assert notes == [
+            f"{crooked} in fp32 on cpu: batches were up to 16% off K n + B - profile again with --fresh when the box "
+            "is quiet"
+        ]
 
 
 class TestAKindThatRunsInNoFormThatMayBeTaken:
