@@ -6,7 +6,7 @@ Guarantees: everything shown is read from the stored profile; a chart whose data
 from __future__ import annotations
 
 import io
-from collections import defaultdict
+from collections import Counter, defaultdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agent.profile import KindProfile, StoredProfile, Trial
 
 WIDTH = 120
+NORMALIZATIONS = {"imagenet", "unit"}
 MOST_CURVES = 6  # in one chart: more could not be told apart
 MOST_TRIALS = 12  # of one search in the table; the chart and the database hold all of them
 
@@ -155,13 +156,14 @@ def _kinds_table(profile: StoredProfile) -> Table:
             name, justify="left" if name in {"on", "precision", "agrees with fp32"} else "right", no_wrap=True
         )
     agreements = {(each.kind, each.processor, each.precision): each for each in profile.agreements}
+    names = _short_names({kind.kind for kind in profile.kinds})
     on_the_line = {kind for kind, _ in profile.precisions}
     for kind in (each for each in profile.kinds if each.kind in on_the_line):
         agreement = agreements.get((kind.kind, kind.processor, kind.precision))
         is_chosen = profile.precisions.get((kind.kind, kind.processor)) == kind.precision
         told = "" if agreement is None else _agreement(agreement.images, agreement.labels_differ, agreement.agrees)
         table.add_row(
-            ("* " if is_chosen else "  ") + kind.kind,
+            ("* " if is_chosen else "  ") + names[kind.kind],
             kind.processor,
             kind.precision,
             f"{kind.K_s * 1e3:.2f}",
@@ -174,6 +176,13 @@ def _kinds_table(profile: StoredProfile) -> Table:
             told,
         )
     return table
+
+
+def _short_names(kinds: set[str]) -> dict[str, str]:
+    """Without how pixels are normalised, which follows from the architecture as a rule; whole where it does not."""
+    short = {kind: " ".join(part for part in kind.split() if part not in NORMALIZATIONS) for kind in kinds}
+    times = Counter(short.values())
+    return {kind: name if times[name] == 1 else kind for kind, name in short.items()}
 
 
 def _agreement(images: int, differ: int, agrees: bool) -> str:
