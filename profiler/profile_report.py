@@ -156,8 +156,8 @@ def _kinds_table(profile: StoredProfile) -> Table:
             name, justify="left" if name in {"on", "precision", "agrees with fp32"} else "right", no_wrap=True
         )
     agreements = {(each.kind, each.processor, each.precision): each for each in profile.agreements}
-    names = _short_names({kind.kind for kind in profile.kinds})
     on_the_line = {kind for kind, _ in profile.precisions}
+    names = _short_names(on_the_line)
     for kind in (each for each in profile.kinds if each.kind in on_the_line):
         agreement = agreements.get((kind.kind, kind.processor, kind.precision))
         is_chosen = profile.precisions.get((kind.kind, kind.processor)) == kind.precision
