@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.config import read_line
+from agent.listing import profile_file
+from agent.profile import read_profile
 from experts.expert import Precision
+from profiler.batches import BatchOptions
 from profiler.generated import LineRecipe, generate_line, removed_afterwards
 from profiler.measured import RunOptions, run_line
 from profiler.plan import plan
 from profiler.prescheduled import TARGET_GAP, TARGET_MANAGEMENT_SHARE, measure_scheduling
-from profiler.profiling import CASUAL, ProfilingOptions, profile_line
+from profiler.profiling import CASUAL, KIND_LIMIT_S, ProfilingOptions, profile_line
 from profiler.rows import TARGET_PREDICTION_ERROR, TARGET_ROOFLINE_FRACTION
 from profiler.traces import read_trace
 
@@ -36,7 +39,8 @@ OURS, SAMBA, NAIVE = "coserve", "samba", "naive"
 HELD_BYTES_PER_S = 530e6  # the SSD of the paper's NUMA device (Figure 1)
 LEAST_OVER_SAMBA_HELD = 4.0
 LEAST_OVER_NAIVE, LEAST_OVER_NAIVE_BF16 = 6.0, 10.0
-SHORT = LineRecipe(classifiers=16, requests=96, memory_for=5)
+SHORT = LineRecipe(classifiers=8, requests=32, memory_for=3)
+SHORT_KIND_LIMIT_S = 8.0
 FULL = LineRecipe()
 
 
@@ -101,9 +105,12 @@ class Proof:
         )
 
 
-def measure_proof(directory: Path, recipe: LineRecipe, repeats: int, progress: Progress) -> Proof:
+def measure_proof(
+    directory: Path, recipe: LineRecipe, repeats: int, progress: Progress, kind_limit_s: float = KIND_LIMIT_S
+) -> Proof:
     """Generate a line in ``directory``, profile, plan and measure it, remove it.
 
+    ``kind_limit_s``: spent on running the batches of its one kind of experts.
     Raises ConfigError where the disk has no room for it, AgentCrashed.
     """
     with removed_afterwards(directory) as folder:
@@ -115,6 +122,10 @@ def measure_proof(directory: Path, recipe: LineRecipe, repeats: int, progress: P
         half = replace(config, precision=Precision.BF16, state=folder / "state-bf16")
         at_full_speed = RunOptions((OURS, SAMBA, NAIVE), repeats)
         held = RunOptions((OURS, SAMBA), repeats, ssd_bytes_per_s=HELD_BYTES_PER_S, with_roofline=False)
+        for line in (config, half):
+            profile_line(
+                line, ProfilingOptions(allocation=CASUAL, batches=BatchOptions(limit_s=kind_limit_s)), progress
+            )
         return Proof(
             recipe=recipe,
             fp32=_compared("fp32, the SSD at full speed", config, trace, at_full_speed, progress),
@@ -127,8 +138,8 @@ def measure_proof(directory: Path, recipe: LineRecipe, repeats: int, progress: P
 def _compared(
     title: str, config: LineConfig, trace: Sequence[Arrival], options: RunOptions, progress: Progress
 ) -> Comparison:
-    """First the plan from a profile, then the measurement."""
-    profile = profile_line(config, ProfilingOptions(allocation=CASUAL), progress).profile
+    """First the plan from the line's profile, then the measurement."""
+    profile = read_profile(profile_file(config))
     policies = [policy for policy in options.policies if policy != NAIVE]
     rows = plan(config, None, profile, trace, policies, ssd_bytes_per_s=options.ssd_bytes_per_s)
     planned = {row.policy: row.images_per_s for row in rows}

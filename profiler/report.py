@@ -33,7 +33,8 @@ from profiler.figures import write_figures
 from profiler.generated import removed_afterwards
 from profiler.loading import measure_loading
 from profiler.measured_device import SUFFIX, device_of
-from profiler.proof import FULL, NAIVE, OURS, SHORT, Target, measure_proof
+from profiler.profiling import KIND_LIMIT_S
+from profiler.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, Target, measure_proof
 from profiler.starting import measure_start
 from profiler.tasks import TASKS
 
@@ -71,12 +72,13 @@ def write_report(
 ) -> Written:
     """Measure everything and write ``folder/report.md`` with its charts. ``scratch``: a folder on the SSD to measure.
 
-    What is generated there (3 GB, 22 GB in full) is removed afterwards. Raises ConfigError without room for it.
+    What is generated there (4 GB, 24 GB in full) is removed afterwards. Raises ConfigError without room for it.
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)
-    proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress)
+    limit_s = KIND_LIMIT_S if full else SHORT_KIND_LIMIT_S
+    proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
     with removed_afterwards(scratch) as files:
         progress("load", 0, 1)
         loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
