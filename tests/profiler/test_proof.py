@@ -1,0 +1,93 @@
+"""The targets of the proof, by hand: what is reached, what is SHORT, and that the worst row of a plan decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from profiler.generated import LineRecipe
+from profiler.prescheduled import SchedulingCost
+from profiler.proof import Comparison, Proof
+from profiler.report import targets_text
+from profiler.rows import Figures, Measurement, Row
+
+FIGURES = Figures(
+    seconds=10.0,
+    images_per_s=6.0,
+    switches=3,
+    loads={"ssd_host": 8, "host_device": 0, "ssd_device": 0},
+    evictions=5,
+    bytes_read=2_000_000_000,
+    roofline_images_per_s=6.25,
+    roofline_fraction=0.96,
+    decision_us=None,
+    scheduling_s=0.01,
+    expert_management_s=0.002,
+    wait_p50_s=1.0,
+    wait_p99_s=4.0,
+    busy_s=9.0,
+    peak_rss_bytes=3_000_000_000,
+    others_fraction=0.02,
+    predicted_images_per_s=None,
+    prediction_error=None,
+    batch_slowness=None,
+    unknown=0,
+    outputs_sha256="ab" * 32,
+)
+COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0)
+
+
+def compared(speeds, planned):
+    rows = tuple(
+        Row(policy, 60, "fp32", {}, {"cpu": 1}, figures, (figures,), ())
+        for policy, figures in ((name, replace(FIGURES, images_per_s=speed)) for name, speed in speeds.items())
+    )
+    return Comparison("a trace", Measurement("line", "a box", rows, True, 2e9, False, 9.6, ()), planned)
+
+
+@pytest.fixture
+def proof():
+    return Proof(
+        recipe=LineRecipe(),
+        fp32=compared({"coserve": 12.0, "samba": 8.0, "naive": 2.0}, {"coserve": 12.6, "samba": 7.6}),
+        held=compared({"coserve": 12.0, "samba": 3.0}, {"coserve": 12.0, "samba": 3.0}),
+        bf16=compared({"coserve": 20.0}, {"coserve": 19.0}),
+        scheduling=COST,
+    )
+
+
+def verdicts(proof):
+    return {target.what: target.reached for target in proof.targets()}
+
+
+def test_ratios_are_of_what_was_measured(proof):
+    found = {target.what: target.found for target in proof.targets()}
+    assert found["coserve over samba, the SSD at full speed"] == "1.50"
+    assert found["coserve over samba, loads held to 530 MB/s"] == "4"
+    assert found["over a naive server, fp32"] == "6"
+    assert found["over a naive server, bf16"] == "10"
+    assert found["roofline fraction, coserve, fp32"] == "0.96"
+
+
+def test_a_target_met_exactly_is_reached_and_one_without_figure_is_neither(proof):
+    found = verdicts(proof)
+    assert found.pop("coserve over samba, the SSD at full speed") is None
+    assert set(found.values()) == {True}
+
+
+def test_the_worst_planned_row_of_all_decides_whichever_side_it_is_off(proof):
+    off = replace(proof, bf16=compared({"coserve": 20.0}, {"coserve": 17.8}))
+    assert off.bf16.error("coserve") == pytest.approx(-0.11)
+    assert verdicts(off)["planned against measured, the worst of all rows"] is False
+
+
+def test_the_larger_gap_of_scheduling_decides(proof):
+    slow = replace(proof, scheduling=replace(COST, seconds_gap=0.031))
+    assert verdicts(slow)["scheduling, against pre-scheduled requests"] is False
+
+
+def test_what_is_missed_stands_as_short(proof):
+    slow = replace(proof, held=compared({"coserve": 11.9, "samba": 3.0}, {}))
+    line = next(line for line in targets_text(slow.targets()).splitlines() if "530 MB/s" in line)
+    assert line.split()[-4:] == ["least", "4", "3.97", "SHORT"]
