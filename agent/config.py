@@ -391,14 +391,15 @@ def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | No
     """
     rates = pass_rates or {}
     usage = dict.fromkeys(config.catalog.experts, 0.0)
-    for component, share in _component_shares(config).items():
+    for component, share in component_shares(config).items():
         for step in config.catalog.graph.routes[component]:
             usage[step.expert] += share
             share *= rates.get(step.expert, 1.0)
     return usage
 
 
-def _component_shares(config: LineConfig) -> dict[str, float]:
+def component_shares(config: LineConfig) -> dict[str, float]:
+    """How likely a request is of each component: by quantity over one board of each type; without boards all alike."""
     quantities: dict[str, int] = {}
     for board in config.boards.values():
         for component, quantity in board.components.items():

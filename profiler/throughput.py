@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.assembly import build_agent
 from agent.budget import pool_budgets
+from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.planning import planned
 from experts.errors import ConfigError
@@ -25,7 +26,6 @@ from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, Sear
 from profiler.forecast import forecast, scenario_of
 from profiler.played import Ended, Player, TimedDecider, images_of
 from profiler.simulator import Arrival
-from profiler.usage import component_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from agent.assembly import build_agent
-from agent.config import usage_probabilities
+from agent.config import component_shares, usage_probabilities
 from agent.profile import UsageProfile
 from experts.errors import AgentCrashed, ConfigError
 from experts.expert import Verdict
@@ -118,17 +118,6 @@ def usage_from_samples(
     rates = count.pass_rates(config.catalog.experts)
     usage = UsageProfile(usage_probabilities(config, rates), rates, COUNTED, count.requests)
     return UsageFound(usage, tuple(_sample_notes(config, samples, len(requests), count)))
-
-
-def component_shares(config: LineConfig) -> dict[str, float]:
-    """How likely a request is of each component: by quantity over one board of each type; without boards all alike."""
-    quantities: Counter[str] = Counter()
-    for board in config.boards.values():
-        quantities.update(board.components)
-    if not quantities:
-        quantities.update(list(config.catalog.graph.routes))
-    total = quantities.total()
-    return {component: quantity / total for component, quantity in quantities.items()}
 
 
 @dataclass(slots=True)
