@@ -216,6 +216,7 @@ def test_a_killed_profiler_loses_nothing_that_was_saved_and_keeps_nothing_by_hal
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=measure_until_killed, args=(path, there))
     process.start()
+    there.close()  # a process that cannot start ends the wait
     assert here.recv() == "inside"
     os.kill(process.pid, signal.SIGKILL)
     process.join()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.runtime.meter import CudaMeter, ResidentMeter, meter_for, sees_allocations
+from agent.runtime.meter import CudaMeter, ResidentMeter, meter_for, sees_allocations, trial_peaks
 
 MIB = 2**20
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="resident peaks are Linux's")
@@ -18,33 +18,33 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="resident peaks 
 class TestResidentMemory:
     def test_a_peak_is_seen_though_it_is_over(self):
         meter = ResidentMeter()
-        peak_bytes = meter.peak_bytes(lambda: np.ones(96 * MIB, dtype=np.uint8))
-        assert 90 * MIB < peak_bytes < 160 * MIB
+        peak_bytes = meter.peak_bytes(lambda: np.ones(160 * MIB, dtype=np.uint8))
+        assert 128 * MIB < peak_bytes < 224 * MIB
 
     def test_it_is_seen_again_when_the_allocator_has_kept_the_memory(self):
         """Blocks of 8 MiB stay on the heap of the C library once some were freed: trimmed away before each run."""
         meter = ResidentMeter()
 
         def run():
-            return [torch.ones(8 * MIB, dtype=torch.uint8) for _ in range(10)]
+            return [torch.ones(8 * MIB, dtype=torch.uint8) for _ in range(20)]
 
         peaks = [meter.peak_bytes(run) for _ in range(3)]
-        assert min(peaks) > 72 * MIB
+        assert min(peaks) > 128 * MIB
 
     def test_a_run_that_takes_nothing_weighs_little(self):
-        before = np.ones(96 * MIB, dtype=np.uint8)
+        before = np.ones(160 * MIB, dtype=np.uint8)
         meter = ResidentMeter()
-        assert meter.peak_bytes(lambda: None) < 32 * MIB
+        assert meter.peak_bytes(lambda: None) < 64 * MIB
         assert before.all(), "and what was held before is no run's"
 
     def test_what_a_runtime_keeps_counts_on(self):
         meter = ResidentMeter()
         kept = []
-        meter.peak_bytes(lambda: kept.append(np.ones(96 * MIB, dtype=np.uint8)))
-        assert meter.peak_bytes(lambda: None) > 90 * MIB
+        meter.peak_bytes(lambda: kept.append(np.ones(160 * MIB, dtype=np.uint8)))
+        assert meter.peak_bytes(lambda: None) > 128 * MIB
 
     def test_the_cpu_and_the_emulated_device_are_metered(self):
-        assert sees_allocations()
+        assert sees_allocations(), f"a trial is seen as {trial_peaks()} bytes"
         assert isinstance(meter_for("cpu"), ResidentMeter)
         assert isinstance(meter_for("emulated"), ResidentMeter)
 
