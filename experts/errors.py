@@ -2,6 +2,7 @@
 
 CoServeError
 +- ConfigError              a line file, a key or a value: exit code 78, before anything starts
+|  `- SampleUnfit           requests that are to be measured are not judged; it says which experts and images leave
 +- ExpertError              one expert; the agent lives on
 |  +- ExpertNotFound        no expert of that id on this line
 |  +- WeightsError          its weights: retrying is pointless, the expert is quarantined
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -74,6 +75,18 @@ class ConfigError(CoServeError):
         together.place = problems[0].place
         together._several = tuple(problems)
         return together
+
+
+class SampleUnfit(ConfigError):
+    """A sample of requests that measures nothing, as some are not judged; without these others may be.
+
+    ``experts``: those that do not judge what they are given, and why; ``images``: files that cannot be read, and why.
+    """
+
+    def __init__(self, message: str, experts: Mapping[str, str], images: Mapping[Path, str]) -> None:
+        super().__init__(message)
+        self.experts = experts
+        self.images = images
 
 
 class ExpertError(CoServeError):

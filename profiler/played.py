@@ -27,7 +27,7 @@ from agent.core import events
 from agent.core.effects import Evict, StartLoad
 from agent.listing import packed_manifests
 from agent.runtime.loop import LoopOptions
-from experts.errors import AgentCrashed, ConfigError
+from experts.errors import AgentCrashed, ConfigError, ExpertError
 from experts.expert import Precision, Verdict
 from experts.images import read_image
 from profiler.generated import synthetic_pixels
@@ -134,13 +134,17 @@ class Played:
         before, after = self.before.engine.loads, self.after.engine.loads
         return {path: count - before.get(path, 0) for path, count in after.items()}
 
-    def unknown_reasons(self, trace: Sequence[Arrival]) -> tuple[str, ...]:
-        """Why requests were not judged; a request of one expert is judged when the expert answered."""
+    def unjudged(self, trace: Sequence[Arrival]) -> tuple[int, ...]:
+        """Which requests were not judged, from 0; a request of one expert is judged when the expert answered."""
         return tuple(
-            outcome.reason or "no reason given"
-            for outcome, arrival in zip(self.outcomes, trace, strict=True)
+            number
+            for number, (outcome, arrival) in enumerate(zip(self.outcomes, trace, strict=True))
             if outcome.verdict is Verdict.UNKNOWN and (arrival.expert is None or outcome.label is None)
         )
+
+    def unknown_reasons(self, trace: Sequence[Arrival]) -> tuple[str, ...]:
+        """Why requests were not judged."""
+        return tuple(self.outcomes[number].reason or "no reason given" for number in self.unjudged(trace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +212,17 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class AgentSetup:
-    """How an agent is built, beside its line: as ``build_agent`` takes it. ``decider`` stands before its Engine."""
+    """How an agent is built, beside its line: as ``build_agent`` takes it. ``decider`` stands before its Engine.
+
+    ``is_strict``: experts that cannot be served are refused before anything is played; else their requests end UNKNOWN.
+    """
 
     loop: LoopOptions = field(default_factory=LoopOptions)
     profile: StoredProfile | Literal["auto"] | None = "auto"
     executors: Sequence[ExecutorSpec] | None = None
     pools: Sequence[PoolSpec] | None = None
     decider: Callable[[Decider], Decider] = lambda engine: engine
+    is_strict: bool = True
 
 
 @contextmanager
@@ -223,7 +231,8 @@ def player(
 ) -> Iterator[Player]:
     """An agent whose initial placement is complete, stopped in the end.
 
-    ``experts``: those that traces will need. Raises ConfigError, naming each, when one of them cannot be served.
+    ``experts``: those that traces will need. A strict setup raises ConfigError naming each of them that cannot be
+    served, and WeightsError for a packed file that is damaged or gone.
     """
     ended: SimpleQueue[Ended | AgentCrashed] = SimpleQueue()
     timers: list[TimedDecider] = []
@@ -248,12 +257,14 @@ def player(
     agent.loop.when_crashed(ended.put)
     needed = sorted(set(experts))
     try:
-        _refuse_broken(config, needed, agent.broken)
-        _verify(agent, needed)
+        if setup.is_strict:
+            _refuse_broken(config, needed, agent.broken)
+        _verify(agent, needed, is_strict=setup.is_strict)
         agent.start()
         if not agent.loop.wait_until_idle(PLACEMENT_LIMIT_S):
             raise ConfigError(f"{config.document.file}: experts were not placed within {PLACEMENT_LIMIT_S:.0f} s")
-        _refuse_broken(config, needed, agent.loop.statistics().engine.quarantined)
+        if setup.is_strict:
+            _refuse_broken(config, needed, agent.loop.statistics().engine.quarantined)
         yield Player(agent, timers[0], ended)
     finally:
         agent.stop()
@@ -321,8 +332,11 @@ def packed_copies(agent: Agent) -> dict[str, PackedExpert]:
     return {copy: found[copy] for copy in copies}
 
 
-def _verify(agent: Agent, experts: Sequence[str]) -> None:
-    """Hash the packed files of these experts once: an agent does so at their first load, and then never again."""
+def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
+    """Hash the packed files of these experts once: an agent does so at their first load, and then never again.
+
+    Where it is not strict, one that is not sound is left to its load, which fails for the same reason.
+    """
     segments = {
         segment.sha256: (segment, packed.expert)
         for packed in packed_copies(agent).values()
@@ -331,7 +345,9 @@ def _verify(agent: Agent, experts: Sequence[str]) -> None:
     }
     with ThreadPoolExecutor(VERIFIERS, thread_name_prefix="verify") as threads:
         for done in [threads.submit(agent.segments.verify, *each) for each in segments.values()]:
-            done.result()
+            error = done.exception()
+            if error is not None and (is_strict or not isinstance(error, ExpertError)):
+                raise error
 
 
 def _refuse_broken(config: LineConfig, needed: Sequence[str], broken: Mapping[str, str]) -> None:

@@ -2,7 +2,8 @@
 
 The fastest that agrees with fp32 on the samples of all experts of the kind, asked in that order and no further than
 needed, and again when experts or samples are others than they were; without samples fp32. What the line file gives is
-taken as it is, fp32 where a processor does not run it. A kind of which neither runs is left off the processor.
+taken as the agent takes it, with a profile or without: a kind that does not run in it is left off the processor, as is
+one of which no form may be taken.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from agent.line_profile import precision_of
 from agent.matrix import kind_of
 from agent.profile import packed_sha256
 from experts.expert import Precision
@@ -69,7 +71,7 @@ class PrecisionChoice:
             if each.processor == bench.processor:
                 measured[each.kind].append(each)
         chosen = {
-            kind: self._given(measured[kind], listed)
+            kind: self._given(bench.processor, measured[kind], listed)
             if self._config.precision is not None
             else self._fastest_that_agrees(bench, measured[kind], listed)
             for kind, listed in by_kind(references).items()
@@ -77,14 +79,14 @@ class PrecisionChoice:
         }
         return {kind: form for kind, form in chosen.items() if form is not None}
 
-    def _given(self, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
-        """The line file's, where it runs, else fp32; None where neither does."""
-        form = self._packing.reference(references[0].expert.id)
-        measured = {profile.precision for profile in profiles}
-        for each in (form, Precision.FP32):
-            if each in measured:
-                return str(each)
-        self._left_off(profiles[0], f"neither {form} nor fp32 runs there")
+    def _given(self, processor: str, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
+        """The form that the agent runs by the line file; None where the kind does not run in it."""
+        form = precision_of(self._config, references[0].expert.id, processor, None, None)
+        if any(profile.precision == form for profile in profiles):
+            return str(form)
+        self._left_off(
+            profiles[0], f"it does not run in {form}, which the line file gives - write `precision: auto`, or another"
+        )
         return None
 
     def _fastest_that_agrees(

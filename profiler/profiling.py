@@ -36,7 +36,7 @@ from agent.profile import (
 )
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
-from experts.errors import ConfigError, ExpertError
+from experts.errors import ConfigError, ExpertError, SampleUnfit
 from experts.weights import SegmentStore
 from profiler.agreement import TOLERANCE, candidate_precisions
 from profiler.allocation import EXECUTORS, MEMORY, SearchOptions
@@ -61,7 +61,9 @@ if TYPE_CHECKING:
     from agent.profile import Allocation, UsageProfile
     from agent.runtime.device import Box
     from agent.runtime.slots import ExpertCopy
+    from profiler.allocation import SearchedAllocation
     from profiler.line_packing import Copies
+    from profiler.simulator import Arrival
 
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
@@ -261,6 +263,10 @@ class _Profiling:
         if not precisions:
             reasons = "\n".join([*self._notes, *self._packing.failed.values()])
             raise ConfigError(f"no expert of this line can be run on this box:\n{reasons}")
+        for kind in sorted({kind for kind, _ in precisions}):
+            runs = [f"{name} in {precisions[kind, name]}" for name in processors if (kind, name) in precisions]
+            if len(runs) < len(processors):
+                self._notes.append(f"{kind} runs on {' and '.join(runs)} only")
         able = {kind for kind, _ in precisions}
         for copy in references:
             if kind_of(copy) not in able:
@@ -294,20 +300,23 @@ class _Profiling:
         return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
 
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
-        """By the kind with the most experts; one executor is all that counts where none of them can be run."""
+        """By the kind with the most experts, without those that fail at it; where all do, one alone counts."""
         most = min(self._box.cores, MOST_TOGETHER)
         if len(self._draft.speedups().get(processor, ())) >= most:
             return
         self._progress(f"executors of {processor}", 0, 1)
         reason = "" if copies else "none of the experts runs there"
         speedups: tuple[float, ...] = (1.0,)
-        if copies:
-            largest = max(by_kind(copies).values(), key=len)
+        left = max(by_kind(copies).values(), key=len, default=[])
+        while left:
             try:
                 with self._noticing_others(f"the gain of several executors of {processor}"):
-                    speedups = measure_speedups(self._bench(processor), largest, most)
+                    speedups = measure_speedups(self._bench(processor), left, most)
+                reason = ""
+                break
             except ExpertError as error:
-                reason = error.message
+                reason, failing = error.message, error.expert
+                left = [copy for copy in left if copy.expert.id != failing]
         if reason:
             self._notes.append(
                 f"executors of {processor} were not measured together, and are taken to gain nothing: {reason}"
@@ -331,23 +340,54 @@ class _Profiling:
 
     def _allocation(self, interim: StoredProfile) -> Allocation:
         """Searched, or the casual one."""
-        without = dict(self._packing.failed)
         for search in (EXECUTORS, *(MEMORY + pool for pool in self._box.pools)):
             self._draft.save_trials(search, ())  # of a search that was killed in its last moment
         if self._options.allocation == CASUAL:
-            return self._casual(interim, without)
-        requests = SAMPLE_REQUESTS if self._options.allocation == SIMULATE else self._options.engine_requests
-        trace = sample_requests(self._config, requests, images=self._images(), without=without)
-        if self._options.allocation == SIMULATE:
-            found = search_in_simulation(self._config, self._box, interim, trace, self._options.search, without)
-        else:
-            runs = SearchRuns(self._draft, self._config, self._box, interim, trace)
-            found = search_on_engine(
-                self._config, runs.box, interim, trace, self._progress, self._options.search, without, runs.remembered
-            )
+            return self._casual(interim, self._packing.failed)
+        found = self._simulated(interim) if self._options.allocation == SIMULATE else self._run(interim)
         for search in dict.fromkeys(trial.search for trial in found.trials):
             self._draft.save_trials(search, [trial for trial in found.trials if trial.search == search])
         return found.allocation
+
+    def _simulated(self, interim: StoredProfile) -> SearchedAllocation:
+        without = self._packing.failed
+        trace = self._sample(SAMPLE_REQUESTS, interim.usage, {})
+        return search_in_simulation(self._config, self._box, interim, trace, self._options.search, without)
+
+    def _run(self, interim: StoredProfile) -> SearchedAllocation:
+        """On the engine. What turns out not to judge, or not to be read, leaves the sample; the search begins again.
+
+        Raises ConfigError where nothing is left of the sample.
+        """
+        config, without, images = self._config, self._packing.failed, self._images()
+        while True:
+            trace = self._sample(self._options.engine_requests, interim.usage, images)
+            runs = SearchRuns(self._draft, config, self._box, interim, trace)
+            try:
+                return search_on_engine(
+                    config, runs.box, interim, trace, self._progress, self._options.search, without, runs.remembered
+                )
+            except SampleUnfit as error:
+                self._leave_out(error)
+                images = {
+                    component: [path for path in paths if path not in error.images]
+                    for component, paths in images.items()
+                }
+
+    def _sample(self, count: int, usage: UsageProfile, images: Mapping[str, Sequence[Path]]) -> tuple[Arrival, ...]:
+        return sample_requests(self._config, count, images=images, without=self._packing.failed, usage=usage)
+
+    def _leave_out(self, unfit: SampleUnfit) -> None:
+        for name, reason in sorted(unfit.experts.items()):
+            self._packing.failed.setdefault(name, reason)
+            self._notes.append(
+                f"the allocation was searched without {name} and the components on whose routes it stands, as it did "
+                "not judge there what it was given: put it right and profile again, or take it off the line"
+            )
+        self._notes += [
+            f"sample image {path} was left out of the search: {reason} - remove it from the samples, or replace it"
+            for path, reason in sorted(unfit.images.items())
+        ]
 
     def _casual(self, interim: StoredProfile, without: Mapping[str, str]) -> Allocation:
         """As an agent would take it. Raises ConfigError naming each expert that does not fit."""

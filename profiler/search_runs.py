@@ -1,15 +1,15 @@
 """Runs of the real engine that outlive a kill: an allocation search that is taken up makes only those it still lacks.
 
-Guarantees: a run is remembered under all that it was made with: line file, weights, precisions, requests, executors
-and memories, to the byte. Where a budget is automatic, what is free differs a little from start to start, so a search
-that is taken up goes on with the budgets that it began with, as long as they are within DRIFT of today's.
+Guarantees: a run is remembered under all that it was made with: line file, weights, precisions, times, usage, requests,
+executors and memories, to the byte. Where a budget is automatic, what is free differs a little from start to start, so
+a search that is taken up goes on with the budgets that it began with, as long as they are within DRIFT of today's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from agent.budget import pool_budgets
@@ -81,6 +81,11 @@ def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[Arrival]
         config.policy,
         sorted(profile.packed.items()),
         sorted(profile.precisions.items()),
-        [[arrival.component, str(arrival.image)] for arrival in trace],
+        sorted(profile.usage.probabilities.items()),
+        sorted(profile.usage.pass_rates.items()),
+        [asdict(kind) for kind in profile.kinds],
+        [asdict(link) for link in profile.links],
+        sorted(profile.speedups.items()),
+        [asdict(arrival) for arrival in trace],
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

@@ -1,49 +1,47 @@
 """Where the allocation search has its throughputs from: this box's real engine, or the same Engine under virtual time.
 
-Guarantees: both run the same sample of requests, drawn by the boards' quantities, at a pace that keeps every executor
-busy, so that memories and executors decide and not the arrivals; a run in which a request was not judged is an error
-and never a throughput.
+Guarantees: both run the same sample of requests, drawn as the line's usage is known, at a pace that keeps every
+executor busy, so that memories and executors decide and not the arrivals; a run in which a request was not judged is
+an error and never a throughput, and the error says without what the sample may be measured.
 """
 
 from __future__ import annotations
 
 import random
-import time
 from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import replace
 from itertools import accumulate, cycle
-from queue import SimpleQueue
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from agent.assembly import build_agent
 from agent.budget import pool_budgets
 from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.planning import planned
-from experts.errors import ConfigError
+from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
 from profiler.forecast import forecast, scenario_of
-from profiler.played import Ended, Player, TimedDecider, images_of
+from profiler.played import AgentSetup, experts_of, images_of, player
 from profiler.simulator import Arrival
+from profiler.usage import COMPUTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from agent.config import LineConfig
     from agent.core.performance import DeviceProfile
-    from agent.core.request import Outcome
-    from agent.profile import StoredProfile
+    from agent.profile import StoredProfile, UsageProfile
     from agent.runtime.device import Box
-    from agent.runtime.loop import Decider
-    from experts.errors import AgentCrashed
+    from experts.catalog import Catalog
     from profiler.allocation import SearchedAllocation, Throughput
+    from profiler.played import Played
 
 SAMPLE_REQUESTS = 1000
 INTERVAL_S = 0.004  # between two requests, as in section 5.1
 BUSY_FACTOR = 2.0  # requests come at least so many times as fast as they could be executed without any load
-PLACEMENT_LIMIT_S = 900.0
+NAMED = 3  # experts whose reasons a message gives
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -54,23 +52,20 @@ def sample_requests(
     interval_s: float = INTERVAL_S,
     images: Mapping[str, Sequence[Path]] | None = None,
     without: Mapping[str, str] = NOTHING,
+    usage: UsageProfile | None = None,
 ) -> tuple[Arrival, ...]:
     """A smaller set of requests that stands for the line's (section 4.4), in a random order.
 
-    Of each component come as many as its share of the boards' quantities makes, rounded up or down by chance; each
-    takes the next of its ``images``, where it has any. ``without``: experts that cannot be served, and with them the
-    components on whose routes they stand. Raises ConfigError where no component is left.
+    Of each component come as many as its share makes (``drawn_shares``), rounded up or down by chance; each takes the
+    next of its ``images``, where it has any. ``without``: experts that cannot be served, and with them the components
+    on whose routes they stand. Raises ConfigError where no component is left.
     """
     if count < 1:
         raise ConfigError(f"a sample of {count} requests measures nothing - take hundreds")
-    routes = config.catalog.graph.routes
-    shares = {
-        component: share
-        for component, share in sorted(component_shares(config).items())
-        if not any(step.expert in without for step in routes[component])
-    }
+    shares = drawn_shares(config, usage, without)
     if not shares:
-        raise ConfigError("every route has an expert that cannot be served - nothing can be measured")
+        reasons = "".join(f"\n  - {name}: {reason}" for name, reason in sorted(without.items())[:NAMED])
+        raise ConfigError(f"every route has an expert that cannot be served - nothing can be measured{reasons}")
     rng = random.Random(seed)
     components, bounds = list(shares), list(accumulate(shares.values()))
     offset = rng.random()
@@ -82,6 +77,36 @@ def sample_requests(
         Arrival(number * interval_s, component, image=next(pictures[component]) if component in pictures else None)
         for number, component in enumerate(drawn)
     )
+
+
+def drawn_shares(
+    config: LineConfig, usage: UsageProfile | None = None, without: Mapping[str, str] = NOTHING
+) -> dict[str, float]:
+    """What part of a sample each component makes, in proportion; ``without`` as for ``sample_requests``.
+
+    Without ``usage``, or where it was computed from them, by the quantities on the boards. Where it was counted or
+    served, by what came: each expert that comes first on a route has its probability there, and the components that it
+    comes first for share that by their quantities, or evenly where none of them is on a board. An expert of which the
+    usage has no record counts as one request more than came would make it, were that spread evenly over the routes,
+    and for no more than the rarest that has one.
+    """
+    routes, quantities = config.catalog.graph.routes, component_shares(config)
+    able = [name for name in sorted(routes) if not any(step.expert in without for step in routes[name])]
+    if usage is None or usage.origin == COMPUTED:
+        return {component: quantities[component] for component in able if component in quantities}
+    by_first: defaultdict[str, list[str]] = defaultdict(list)
+    for component in able:
+        by_first[routes[component][0].expert].append(component)
+    known = {first: usage.probabilities.get(first, 0.0) for first in by_first}
+    unknown = min([1 / (usage.requests + 1) / len(routes), *(share for share in known.values() if share > 0)])
+    shares: dict[str, float] = {}
+    for first, components in by_first.items():
+        parts = {component: quantities.get(component, 0.0) for component in components}
+        if not any(parts.values()):
+            parts = dict.fromkeys(components, 1.0)
+        whole = sum(parts.values())
+        shares |= {name: (known[first] or unknown) * part / whole for name, part in parts.items() if part}
+    return dict(sorted(shares.items()))
 
 
 def busy_interval_s(device: DeviceProfile, executors: Mapping[str, int]) -> float:
@@ -124,24 +149,22 @@ def engine_throughput(
 ) -> Throughput:
     """By a real agent of this line for each configuration; the caller keeps other agents of the line away.
 
-    Raises ConfigError when a request is not judged, ImageError for a broken image, AgentCrashed.
+    Raises SampleUnfit when a request is not judged or an image is broken, AgentCrashed.
     """
     if not trace:
         raise ConfigError("an empty queue: the sample holds no request - nothing can be measured")
-    images = images_of(trace, config.catalog)
+    try:
+        images = images_of(trace, config.catalog)
+    except ImageError as error:
+        raise SampleUnfit(f"sample image {error}", {}, {Path(error.image): error.message}) from error
+    needed = experts_of(trace, config.catalog)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
-        player = _player(config, profile, executors, pools, progress)
-        try:
-            player.agent.start()
-            if not player.agent.loop.wait_until_idle(PLACEMENT_LIMIT_S):
-                raise ConfigError(f"{config.document.file}: experts were not placed within {PLACEMENT_LIMIT_S:.0f} s")
-            played = player.play(trace, images)
-        finally:
-            player.agent.stop()
-        reasons = played.unknown_reasons(trace)
-        if reasons:
-            raise ConfigError(f"{len(reasons)} of {len(trace)} sample requests were not judged: {reasons[0]}")
+        setup = AgentSetup(profile=profile, executors=executors, pools=pools, is_strict=False)
+        with player(config, needed, setup, progress) as stage:
+            played = stage.play(trace, images)
+        if played.unjudged(trace):
+            raise _unfit(config.catalog, trace, played)
         return len(trace) / played.seconds
 
     return images_per_s
@@ -209,24 +232,15 @@ def _busy(trace: Sequence[Arrival], device: DeviceProfile, options: SearchOption
     return tuple(replace(arrival, at_s=arrival.at_s * factor) for arrival in trace)
 
 
-def _player(
-    config: LineConfig,
-    profile: StoredProfile,
-    executors: Sequence[ExecutorSpec],
-    pools: Sequence[PoolSpec],
-    progress: Callable[[str, int, int], None],
-) -> Player:
-    """An agent of this configuration, not started yet."""
-    ended: SimpleQueue[Ended | AgentCrashed] = SimpleQueue()
-    timers: list[TimedDecider] = []
-
-    def timed(engine: Decider) -> Decider:
-        timers.append(TimedDecider(engine))
-        return timers[0]
-
-    def tell(number: int, outcome: Outcome) -> None:
-        ended.put(Ended(number, outcome, time.monotonic()))
-
-    agent = build_agent(config, tell, progress, profile=profile, executors=executors, pools=pools, decider=timed)
-    agent.loop.when_crashed(ended.put)
-    return Player(agent, timers[0], ended)
+def _unfit(catalog: Catalog, trace: Sequence[Arrival], played: Played) -> SampleUnfit:
+    """Which experts did not judge: those whose turn it was. Their images were read before, so that they are sound."""
+    quarantined, unjudged = played.after.engine.quarantined, played.unjudged(trace)
+    broken: dict[str, str] = {}
+    for number in unjudged:
+        arrival, outcome = trace[number], played.outcomes[number]
+        expert = arrival.expert or catalog.graph.routes[str(arrival.component)][len(outcome.steps)].expert
+        shown = "a made-up image" if arrival.image is None else str(arrival.image)
+        reason = str(outcome.reason).removeprefix(f"expert {expert}: ").removeprefix(f"{expert}: ")
+        broken.setdefault(expert, quarantined.get(expert, f"on {shown}: {reason}"))
+    first = played.unknown_reasons(trace)[0]
+    return SampleUnfit(f"{len(unjudged)} of {len(trace)} sample requests were not judged: {first}", broken, {})

@@ -131,10 +131,11 @@ class Line:
     def weights(self, number):
         return self.folder / f"s{number}.safetensors"
 
-    def overflow(self, number):
+    def overflow(self, number, weights=1e12, biases=1e12):
         """Finite weights whose answers are not: it can be packed, but not in fp16, and not be run."""
         tensors = load_file(self.weights(number))
-        save_file({name: tensor * 1e12 for name, tensor in tensors.items()}, self.weights(number))
+        scaled = {name: each * (biases if name.endswith("bias") else weights) for name, each in tensors.items()}
+        save_file(scaled, self.weights(number))
 
     def leave(self, *numbers):
         """These components only, without boards."""
@@ -299,6 +300,42 @@ class TestAnExpertThatFailsWhenItIsRun:
             assert "probe" not in stages
             assert agent.broken == {}
 
+    def test_on_another_image_than_the_one_it_is_tried_with_leaves_the_search_with_its_components(self, line):
+        """Its answer on black is a number, as there are no biases, and on anything else it is none."""
+        line.classify(0, 1)
+        line.overflow(0, biases=0.0)
+        for number in (0, 1):
+            line.document["experts"][f"cls/f{number}"]["input"] = {"size": [64, 64], "normalize": "unit"}
+        crops = line.crops()
+        Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
+        done = line.profiled(allocation=ENGINE, engine_requests=12, samples=crops)
+        served = [note for note in done.notes if "cannot be served" in note]
+        assert len(served) == 1
+        assert served[0].startswith("cls/f0 cannot be served: on ")
+        assert served[0].endswith(".png: its output is not a number: check its weights, or use precision fp32")
+        (left_out,) = [note for note in done.notes if note.startswith("the allocation was searched without")]
+        assert left_out.startswith("the allocation was searched without cls/f0 and the components on whose routes it")
+        assert "put it right and profile again, or take it off the line" in left_out
+        assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
+        assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
+        assert not [note for note in done.notes if "not measured together" in note]
+
+    def test_and_without_which_nothing_is_left_to_be_searched_with_is_an_error_that_says_why(self, line):
+        line.classify(0)
+        line.leave(0)
+        line.overflow(0, biases=0.0)
+        line.document["experts"]["cls/f0"]["input"] |= {"normalize": "unit"}
+        crops = line.crops(c0=1)
+        Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
+        line.profiled(samples=crops)
+        line.crops(c0=3)
+        Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
+        with pytest.raises(ConfigError, match="every route has an expert that cannot be served") as caught:
+            line.profiled(allocation=ENGINE, engine_requests=12, samples=crops)
+        assert "cls/f0: on " in str(caught.value)
+        assert "its output is not a number" in str(caught.value)
+        assert line.path.exists()
+
     def test_of_which_there_are_no_others_is_told(self, line):
         """Its kind was measured, and with its executors not, while its weights were sound."""
         line.classify(0)
@@ -362,7 +399,7 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         ("precision", "reason"),
         [
             ("auto", "fp32 does not run there, and no other precision is proven to agree with it"),
-            ("bf16", "neither bf16 nor fp32 runs there"),
+            ("bf16", "it does not run in bf16, which the line file gives - write `precision: auto`, or another"),
         ],
     )
     def test_is_left_off_and_told_and_stops_no_other(self, line, options, precision, reason):
@@ -375,6 +412,45 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
             assert set(agent.broken) == {"cls/f0"}
+
+    def test_it_is_run_neither_with_the_profile_nor_without(self, line):
+        """It runs in fp32, which an earlier profile measured, and in the form that the line file gives now it fails."""
+        line.classify(0)
+        line.overflow(0, weights=100.0)
+        line.document["precision"] = "auto"
+        kinds = {(kind.architecture, kind.precision) for kind in line.profiled().profile.kinds}
+        assert ("squeezenet1_1", "fp32") in kinds
+        assert ("squeezenet1_1", "fp16") not in kinds
+        line.document["precision"] = "fp16"
+        done = line.profiled()
+        (note,) = [note for note in done.notes if "is not run on cpu" in note]
+        reason = "it does not run in fp16, which the line file gives - write `precision: auto`, or another"
+        assert note == f"squeezenet1_1 64x64 imagenet is not run on cpu: {reason}"
+        assert not [kind for kind, _ in done.profile.precisions if kind.startswith("squeezenet1_1")]
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+        line.path.unlink()
+        with serving(line.config) as (agent, stages):
+            assert "probe" in stages
+            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+
+    def test_where_else_it_runs_and_in_what_is_told(self, line):
+        """Its other processor ran that form when a killed run measured it."""
+        line.classify(0)
+        line.overflow(0, weights=100.0)
+        line.document |= {"device": "emulated", "memory": {"host": "256MiB", "device": "256MiB"}, "precision": "fp32"}
+        (measured,) = (
+            kind
+            for kind in line.profiled().profile.kinds
+            if (kind.architecture, kind.processor) == ("squeezenet1_1", "emulated")
+        )
+        line.document["precision"] = "fp16"
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            draft.save_kind(replace(measured, precision="fp16"))
+        notes = line.profiled().notes
+        assert any(note.startswith(f"{measured.kind} is not run on cpu: it does not run in fp16") for note in notes)
+        assert f"{measured.kind} runs on emulated in fp16 only" in notes
 
     def test_without_any_other_kind_nothing_is_written(self, line, options):
         line.leave(0)
@@ -531,6 +607,21 @@ class TestKilled:
 
 
 class TestSamples:
+    def test_an_image_that_breaks_meanwhile_leaves_the_search_and_ends_nothing(self, line):
+        crops = line.crops()
+        broken = crops / "c0" / "ok" / "1.png"
+
+        def spoil(stage, done, total):
+            if stage == "executors of cpu" and done == total:
+                broken.write_bytes(b"no image")
+
+        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT, samples=crops)
+        done = profile_line(line.config, options, spoil)
+        (note,) = done.notes
+        assert note.startswith(f"sample image {broken} was left out of the search: ")
+        assert note.endswith(" - remove it from the samples, or replace it")
+        assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
+
     def test_a_precision_that_is_faster_is_taken_where_it_agrees(self, line):
         line.document["precision"] = "auto"
         crops = line.crops(c2=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -69,7 +70,7 @@ def test_what_was_run_is_known_after_a_kill_and_only_that(config, draft, profile
     assert engine.asked == others
 
 
-@pytest.mark.parametrize("changed", ["weights", "precision", "requests", "policy"])
+@pytest.mark.parametrize("changed", ["weights", "precision", "requests", "images", "policy", "usage", "times"])
 def test_nothing_is_known_of_another_situation(config, draft, profile, changed):
     SearchRuns(draft, config, BOX, profile, TRACE).remembered(Engine())(EXECUTORS, POOLS)
     trace = TRACE[:1] if changed == "requests" else TRACE
@@ -77,6 +78,12 @@ def test_nothing_is_known_of_another_situation(config, draft, profile, changed):
         profile = replace(profile, packed={("cls/a", "fp32"): "2"})
     if changed == "precision":
         profile = replace(profile, precisions={("fake", "cuda"): "bf16"})
+    if changed == "images":
+        trace = (replace(TRACE[0], image=Path("a.png")), TRACE[1])
+    if changed == "usage":
+        profile = replace(profile, usage=replace(profile.usage, probabilities={"cls/a": 0.5}))
+    if changed == "times":
+        profile = replace(profile, speedups={"cuda": (1.0, 1.8)})
     if changed == "policy":
         config = replace(config, policy="samba")
     engine = Engine()

@@ -20,7 +20,7 @@ from agent.listing import packed_folder, packed_manifests
 from agent.planning import planned
 from agent.profile import KindProfile, LinkSpeed, StoredProfile, UsageProfile, identity_of, kind_name
 from agent.runtime.device import Box, MemorySize, detect
-from experts.errors import ConfigError
+from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
 from experts.weights import SegmentStore
 from profiler.allocation import SearchOptions
@@ -33,7 +33,7 @@ from profiler.throughput import (
     search_on_engine,
     simulated_throughput,
 )
-from profiler.usage import computed_usage
+from profiler.usage import COMPUTED, COUNTED, SERVED, computed_usage
 
 KIB = 1024
 EXPERTS = 30
@@ -72,7 +72,10 @@ def line_in(folder, experts=EXPERTS, workspace_bytes=48 * KIB, **changes):
 
 
 def packed_line(folder, **changes):
-    config = line_in(folder, **changes)
+    return packed(line_in(folder, **changes))
+
+
+def packed(config):
     precisions = {"cpu": dict.fromkeys(config.catalog.experts, Precision.FP32)}
     with closing(SegmentStore(packed_folder(config))) as segments:
         pack(config, segments, precisions, quiet)
@@ -142,10 +145,54 @@ def test_a_sample_takes_images_in_turn_and_leaves_out_what_cannot_be_served(tmp_
     assert {each.image for each in sample if each.component != "c1"} == {None}
     without = sample_requests(config, 9, without={"det/x": "broken"})
     assert {each.component for each in without} == {"c1", "c2"}
-    with pytest.raises(ConfigError, match="every route has an expert that cannot be served"):
+    with pytest.raises(ConfigError, match=r"every route has an expert that cannot be served.*\n  - cls/e0: broken\n"):
         sample_requests(config, 9, without=dict.fromkeys(config.catalog.experts, "broken"))
     with pytest.raises(ConfigError, match="a sample of 0 requests measures nothing"):
         sample_requests(config, 0)
+
+
+def drawn(config, probabilities, origin=SERVED, requests=999, count=1000, **options):
+    """How often each component is drawn by this usage."""
+    usage = UsageProfile(probabilities, {}, origin, requests)
+    return Counter(arrival.component for arrival in sample_requests(config, count, usage=usage, **options))
+
+
+class TestASampleByUsage:
+    @pytest.fixture
+    def config(self, tmp_path):
+        return line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 5, "c1": 3, "c2": 2}}})
+
+    @pytest.mark.parametrize("origin", [SERVED, COUNTED])
+    def test_that_was_seen_follows_it_and_not_the_boards(self, config, origin):
+        seen = {"cls/e0": 0.1, "cls/e1": 0.2, "cls/e2": 0.7, "det/x": 0.1}
+        assert drawn(config, seen, origin) == {"c0": 100, "c1": 200, "c2": 700}
+
+    def test_that_was_computed_is_the_boards(self, config):
+        assert drawn(config, {"cls/e2": 1.0}, COMPUTED) == {"c0": 500, "c1": 300, "c2": 200}
+
+    def test_is_shared_by_quantity_where_components_share_their_first_expert(self, config, tmp_path):
+        """c0 and c1 begin with cls/e0, three and one of them on a board; c2 with cls/e2."""
+        document = json.loads(config.document.file.read_text())
+        document["routes"]["c1"] = document["routes"]["c0"]
+        document["boards"]["one"]["components"] = {"c0": 3, "c1": 1, "c2": 9}
+        config.document.file.write_text(json.dumps(document))
+        shared = read_line(config.document.file, {})
+        assert drawn(shared, {"cls/e0": 0.8, "cls/e2": 0.2}) == {"c0": 600, "c1": 200, "c2": 200}
+        document["boards"]["one"]["components"] = {"c2": 9}
+        config.document.file.write_text(json.dumps(document))
+        off_board = read_line(config.document.file, {})
+        assert drawn(off_board, {"cls/e0": 0.8, "cls/e2": 0.2}) == {"c0": 400, "c1": 400, "c2": 200}
+
+    def test_gives_an_expert_without_a_record_a_small_share_and_not_none(self, config):
+        """One request more than 9 that came, over three routes: 1/30; and never more than the rarest that has one."""
+        few = drawn(config, {"cls/e0": 0.5, "cls/e1": 0.5}, requests=9, count=3100)
+        assert few["c2"] in {100, 101}
+        rare = drawn(config, {"cls/e0": 0.99, "cls/e1": 0.01, "cls/e2": 0.0}, requests=9, count=1010)
+        assert rare["c2"] == rare["c1"] == 10
+
+    def test_leaves_out_what_cannot_be_served(self, config):
+        seen = {"cls/e0": 0.5, "cls/e1": 0.1, "cls/e2": 0.4}
+        assert drawn(config, seen, without={"det/x": "broken"}) == {"c1": 200, "c2": 800}
 
 
 def test_requests_come_twice_as_fast_as_all_executors_could_work():
@@ -239,16 +286,38 @@ def test_a_search_on_the_engine_finds_what_an_agent_starts_with(tmp_path):
     assert len(plan.executors) == found.allocation.executors["cpu"]
 
 
-def test_requests_that_are_not_judged_make_no_throughput(tmp_path):
-    config = packed_line(tmp_path, experts=2, device="cpu", memory={"host": "1MiB"}, boards={})
-    profile = profile_of(config, detect("cpu"))
-    trace = sample_requests(config, 4)
-    for manifest in (config.state / "packed" / "segments").iterdir():
-        manifest.write_bytes(b"0" * manifest.stat().st_size)
-    throughput = engine_throughput(config, profile, trace, quiet)
-    executors, pools = (ExecutorSpec(0, "cpu", "host"),), (PoolSpec("host", 512 * KIB, 512 * KIB),)
-    with pytest.raises(ConfigError, match="4 of 4 sample requests were not judged: "):
-        throughput(executors, pools)
+ONE_EXECUTOR = (ExecutorSpec(0, "cpu", "host"),)
+
+
+def refusal(config, trace):
+    """Why a sample measures nothing on one executor."""
+    pools = (PoolSpec("host", 512 * KIB, 512 * KIB),)
+    with pytest.raises(SampleUnfit) as caught:
+        engine_throughput(config, profile_of(config, detect("cpu")), trace, quiet)(ONE_EXECUTOR, pools)
+    return caught.value
+
+
+def test_requests_that_are_not_judged_make_no_throughput_and_each_expert_is_told_with_its_file(tmp_path):
+    config = packed_line(tmp_path, experts=3, device="cpu", memory={"host": "1MiB"}, boards={})
+    damaged = {}
+    for name in ("cls/e0", "cls/e2"):
+        (manifest,) = packed_manifests(config)[name]
+        path = config.state / "packed" / "segments" / f"{manifest.packed.own.sha256}.bin"
+        path.write_bytes(b"0" * path.stat().st_size)
+        damaged[name] = f"{path} does not have the sha256 it was packed with: delete it and start again"
+    found = refusal(config, sample_requests(config, 6))
+    assert str(found).startswith("4 of 6 sample requests were not judged: ")
+    assert (found.experts, found.images) == (damaged, {})
+
+
+def test_an_image_that_cannot_be_read_is_told_and_no_expert(tmp_path):
+    config = packed_line(tmp_path, experts=1, device="cpu", memory={"host": "1MiB"}, boards={})
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    found = refusal(config, sample_requests(config, 3, images={"c0": [broken]}))
+    assert found.experts == {}
+    assert list(found.images) == [broken]
+    assert "broken.png" in str(found)
 
 
 def test_an_empty_sample_is_refused_by_both_sources(tmp_path):
