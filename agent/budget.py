@@ -3,7 +3,8 @@
 What the line file gives comes first, then the allocation that a device profile searched, then the rules that need
 neither: the CoServe paper's casual choice (section 5.2), bounded by what the batches can use at most. Of a searched
 allocation the workspaces are taken, bounded alike by what today's executors can use, and experts get the rest of
-today's budget, which differs from one start to the next where it is auto.
+today's budget, which differs from one start to the next where it is auto. In a smaller budget than the search had, the
+experts that it chose keep their room first, until batches have no more than the casual choice leaves them.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def pool_specs(
     allocation: Allocation | None = None,
 ) -> tuple[PoolSpec, ...]:
     """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit."""
-    searched = {} if allocation is None else {share.pool: share.workspace_bytes for share in allocation.pools}
+    searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     homes = pinned_homes(_pinned(config), executors, profile.experts)
     specs = []
     problems: list[ConfigError] = []
@@ -113,14 +114,16 @@ def pool_specs(
         need = _workspace_need(pool, executors, profile)
         workspace_bytes = _workspace_bytes(config, budget_bytes, need)
         if config.memory.workspace is None and pool in searched:
-            wanted_bytes = max(min(searched[pool], need.useful_bytes), need.least_bytes)
+            wanted_bytes = _searched_bytes(searched[pool], budget_bytes, need)
             workspace_bytes = _that_fits(pool, budget_bytes, wanted_bytes, workspace_bytes, footprints)
         expert_bytes = max(budget_bytes - workspace_bytes, 0)
         cache = "host" if box.is_split and pool == "device" else None
         specs.append(PoolSpec(pool, expert_bytes, workspace_bytes, cache))
         beside = " with all pinned experts" if homes else ""
         left = f"{beside}, but memory.{pool} leaves {_mib(expert_bytes)} of its {_mib(budget_bytes)} to experts"
-        advice = f"raise memory.{pool}, or take a smaller model"
+        given = config.memory.workspace
+        lower = "" if given is None else f" lower memory.workspace, which takes {_mib(given)},"
+        advice = f"raise memory.{pool},{lower} or take a smaller model"
         problems += [
             config.document.error(f"needs {_mib(needed)}{left} - {advice}", "experts", name)
             for name, needed in misfits(footprints, expert_bytes).items()
@@ -180,6 +183,13 @@ def _workspace_bytes(config: LineConfig, budget_bytes: int, need: WorkspaceNeed)
         needs = f"one image on each of {need.executors} executors needs {_mib(need.least_bytes)}"
         raise config.document.error(f"{_mib(given)} is too little - {needs}", "memory", "workspace")
     return given
+
+
+def _searched_bytes(searched: PoolAllocation, budget_bytes: int, need: WorkspaceNeed) -> int:
+    """What the search gave to batches, brought to today's budget without a step in it: see the module."""
+    beside_experts_bytes = min(budget_bytes - searched.expert_bytes, searched.workspace_bytes)
+    casual_bytes = min(int(budget_bytes * WORKSPACE_FRACTION), searched.workspace_bytes)
+    return max(min(max(beside_experts_bytes, casual_bytes), need.useful_bytes), need.least_bytes)
 
 
 def _that_fits(

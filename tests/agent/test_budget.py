@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -139,6 +140,20 @@ def test_every_executor_keeps_the_workspace_of_one_image_whatever_was_searched(l
     assert shares(found)["device"] == (344, 16)
 
 
+def test_in_a_smaller_budget_the_searched_experts_keep_their_room_down_to_the_casual_share(line):
+    """Searched in 100 MiB: 70 for experts and 30 for batches, more than a quarter."""
+    allocation = replace(searched(), pools=(PoolAllocation("device", 70 * MIB, 30 * MIB, 2),))
+    found = {}
+    for budget_mib in range(60, 140, 4):
+        config = line(memory={"device": f"{budget_mib}MiB"})
+        executors = executor_specs(config, RTX, allocation)
+        found[budget_mib] = shares(pool_specs(config, RTX, executors, profile(RTX), allocation))["device"]
+    assert (found[60], found[92], found[96]) == ((45, 15), (69, 23), (70, 26))
+    assert (found[100], found[120]) == ((70, 30), (90, 30))
+    for less, more in pairwise(found.values()):
+        assert less[0] <= more[0] <= less[0] + 4, "no step: of 4 MiB more, experts get 0 to 4"
+
+
 def test_the_line_s_workspace_comes_before_the_searched_one(line):
     config = line(memory={"workspace": "50MiB"})
     found = pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX), searched(host=0, device=100))
@@ -160,6 +175,14 @@ def test_a_budget_below_the_largest_expert_names_it(line):
         pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX, mib=60), searched(device=20))
     assert len(caught.value.problems) == 3
     assert "experts.cls/a: needs 60.0 MiB, but memory.device leaves 30.0 MiB of its 40.0 MiB" in str(caught.value)
+
+
+def test_a_given_workspace_that_leaves_too_little_is_named(line):
+    config = line(memory={"device": "60MiB", "workspace": "50MiB"})
+    with pytest.raises(
+        ConfigError, match=r"raise memory.device, lower memory.workspace, which takes 50.0 MiB, or take"
+    ):
+        pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX))
 
 
 def test_a_budget_and_what_has_to_be_available_for_it(line):
