@@ -149,6 +149,7 @@ def test_a_takt_that_is_too_short_is_missed(packed_line):
     (row,) = plan(config, None, packed_line.profile, board_trace(config, 3, seed=0))
     assert row.required_images_per_s == pytest.approx(200.0)
     assert row.takt_met is False
+    assert row.bytes_read_per_shift == round(row.bytes_read / row.requests * row.images_per_s * SHIFT_S)
 
 
 def replace_boards(packed_line, boards):
