@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import psutil
 
 from agent.budget import executor_specs, limits_of, pool_specs
-from agent.copies import copies_of, copy_name, lying_packed
+from agent.copies import changed_sources, copies_of, copy_name, lying_packed
 from agent.core.engine import Engine
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from agent.line_profile import (
+    changes,
     find_profile,
     precisions_of,
     programs_of,
@@ -182,6 +183,20 @@ def detect_box(config: LineConfig) -> Box:
         return detect(config.device)
     except BackendUnavailable as error:
         raise config.document.error(str(error), "device") from error
+
+
+def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
+    """Why an agent of this line that starts now would refuse this profile, or might; nothing is packed or hashed."""
+    try:
+        box = detect_box(config)
+    except ConfigError as error:
+        return (str(error),)
+    packed = lying_packed(config, packed_folder(config))
+    written = [
+        f"the weights of {name} were written to after they were packed: if they are others now, profile again"
+        for name in changed_sources(config, packed_folder(config))
+    ]
+    return (*changes(config, profile, box, packed), *written)
 
 
 @dataclass(frozen=True, slots=True)

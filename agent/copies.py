@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from experts.expert import Expert
+    from experts.manifests import Source
     from experts.weights import PackedExpert
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
@@ -43,6 +45,22 @@ def lying_packed(config: LineConfig, directory: Path) -> list[PackedExpert]:
     known = {str(precision) for precision in Precision}
     found = (manifest.packed for manifest in ManifestFolder(directory / "manifests").read_all())
     return [each for each in found if each.expert in config.catalog.experts and each.precision in known]
+
+
+def changed_sources(config: LineConfig, directory: Path) -> list[str]:
+    """The packed experts whose weights file is not the one that they were packed from, by its size and time."""
+    found: dict[str, Source] = {
+        manifest.packed.expert: manifest.source for manifest in ManifestFolder(directory / "manifests").read_all()
+    }
+    return [name for name, source in sorted(found.items()) if not _is_source(config.catalog.experts.get(name), source)]
+
+
+def _is_source(expert: Expert | None, source: Source) -> bool:
+    """An expert that is not on the line any more has no source that could differ."""
+    if expert is None or not expert.weights.is_file():
+        return True
+    status = expert.weights.stat()
+    return (status.st_size, status.st_mtime_ns) == (source.size_bytes, source.mtime_ns)
 
 
 def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, PackedExpert]]:

@@ -74,7 +74,19 @@ def refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box, packe
 
 
 def refuse_mismatches(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:
-    """Raises ConfigError, with every reason, if the profile does not hold for this box and these packed experts.
+    """Raises ConfigError, with every reason, if the profile does not hold for this box and these packed experts."""
+    reasons = changes(config, profile, box, packed)
+    if not reasons:
+        return
+    path = profile_file(config)
+    told = "".join(f"\n  - {reason}" for reason in reasons)
+    replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
+    advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"
+    raise ConfigError(f"{path} does not hold for this box and line as they are now:{told}\n{advice}")
+
+
+def changes(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> tuple[str, ...]:
+    """What is not as it was profiled: the box, its libraries, the weights of these packed experts.
 
     A form that an expert was not profiled in is accepted where its kind was timed in it and its weights are the same.
     """
@@ -88,14 +100,7 @@ def refuse_mismatches(config: LineConfig, profile: StoredProfile, box: Box, pack
     }
     sources = {(each.expert, SOURCE): each.source_sha256 for each in listed if each.expert not in untimed}
     digests = {(each.expert, each.precision): packed_sha256(each) for each in listed}
-    reasons = mismatches(profile, identity_of(box), digests | sources)
-    if not reasons:
-        return
-    path = profile_file(config)
-    told = "".join(f"\n  - {reason}" for reason in reasons)
-    replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
-    advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"
-    raise ConfigError(f"{path} does not hold for this box and line as they are now:{told}\n{advice}")
+    return mismatches(profile, identity_of(box), digests | sources)
 
 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:

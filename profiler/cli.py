@@ -158,6 +158,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck."""
+    from agent.assembly import doubts
     from agent.config import read_line
     from agent.listing import profile_file
     from agent.profile import read_profile
@@ -171,6 +172,9 @@ def plan(
     with explained():
         config = read_line(line)
         stored = read_profile(database or profile_file(config))
+        if database is None:
+            for doubt in doubts(config, stored):
+                print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)
         arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
         memories = [memory_bytes(each, is_split=is_split) for each in memory or []] or [{}]

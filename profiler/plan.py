@@ -47,9 +47,9 @@ class PlanRow:
 
     ``memory``: bytes of weights, and of workspaces, by pool. ``switching_loads`` are those into memories that experts
     run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where that is missed, and
-    without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``bound``: of the offline optimum,
-    these memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what
-    is there at this row's start.
+    without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``bound``: of
+    the offline optimum, these memories full of the right experts at the start; ``roofline_images_per_s``: the same
+    floor of time, with what is there at this row's start.
     """
 
     policy: str

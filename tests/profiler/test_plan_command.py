@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,18 @@ def test_a_row_for_each_policy_and_memory_asked(line):
     assert all(row["requests"] == 20 * 10 for row in found)  # twenty boards, where no trace is given
     assert found[2]["bound"]["switches"] == 0
     assert found == rows(line, "--policy", "coserve", "--policy", "samba", "--memory", "46MiB", "--memory", "host=1GiB")
+
+
+def test_a_profile_that_the_agent_would_refuse_is_planned_with_and_said_to_be_refused(line):
+    assert "note:" not in plan(line, "--boards", "2").stderr
+    document = yaml.safe_load(line.read_text())
+    weights = line.parent / "fake.yaml"
+    weights.write_text(weights.read_text() + " ")
+    with sqlite3.connect(profile_file(read_line(line, {}))) as database:
+        database.execute("UPDATE profile SET cores = cores + 1")
+    told = plan(line, "--boards", "2").stderr
+    assert told.count("note: an agent that starts now may refuse this profile: ") == 1 + len(document["experts"])
+    assert "the weights of cls/f0 were written to after they were packed" in told
 
 
 def test_every_preset_can_be_planned(line):
