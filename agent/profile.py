@@ -35,7 +35,7 @@ from agent.profile_records import (
 )
 from agent.profile_schema import copy_in_memory, open_for_writing, remove_database
 from experts.backends import family
-from experts.errors import ConfigError
+from experts.errors import ConfigError, ProfileDamaged
 from experts.manifests import sync_directory
 
 if TYPE_CHECKING:
@@ -214,11 +214,15 @@ def replace_usage(path: Path, usage: UsageProfile) -> None:
     unfinished = path.with_name(path.name + ".usage")
     with _one_writer(path):
         remove_database(unfinished)
-        with closing(copy_in_memory(path)) as copy, closing(open_for_writing(unfinished)) as connection:
-            copy.backup(connection)
-            with connection:
-                rows.put_usage(connection, usage)
-        _rename(unfinished, path)
+        try:
+            with closing(copy_in_memory(path)) as copy, closing(open_for_writing(unfinished)) as connection:
+                copy.backup(connection)
+                with connection:
+                    rows.put_usage(connection, usage)
+            _rename(unfinished, path)
+        except BaseException:
+            remove_database(unfinished)  # of no use to anybody, and on a full disk in the way
+            raise
 
 
 class ProfileDraft:
@@ -366,24 +370,29 @@ class ProfileDraft:
 
 
 def _resumed(path: Path, line: str, box: BoxIdentity) -> sqlite3.Connection | None:
-    """The partial profile, if there is one of this box that can be read; else what is there of it is removed."""
+    """The partial profile, if there is one of this box; else what is there of it is removed.
+
+    So is one that is damaged, of which nothing is taken. What is refused for another reason stays as it is, such as
+    what may not be read, or not be written as the disk is full: ConfigError, sqlite3.OperationalError.
+    """
     partial = partial_of(path)
     if not partial.exists():
         remove_database(partial)  # a journal that was left without its file
         return None
     try:
         connection = open_for_writing(partial)
-    except ConfigError as error:
-        reason = str(error)
-    else:
-        then = rows.box_in(connection)
-        reason = "it was never begun" if then is None else "; ".join(_differences(then, box))
-        if not reason:
-            with connection:
-                rows.put_head(connection, line, box)
-            log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(connection)))
-            return connection
+        with _closed_on_error(connection):
+            rows.check(connection, partial)
+            then = rows.box_in(connection)
+            reason = "it was never begun" if then is None else "; ".join(_differences(then, box))
+            if not reason:
+                with connection:
+                    rows.put_head(connection, line, box)
+                log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(connection)))
+                return connection
         connection.close()
+    except ProfileDamaged as error:
+        reason = f"it {error.reason}"
     log.warning("profile_partial_discarded path=%s reason=%s", partial, reason)
     remove_database(partial)
     return None
@@ -392,11 +401,20 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> sqlite3.Connection | No
 def _begun(path: Path, line: str, box: BoxIdentity, *, fresh: bool) -> sqlite3.Connection:
     earlier = None if fresh else _earlier(path, box)
     connection = open_for_writing(partial_of(path))
-    with connection:
+    with _closed_on_error(connection), connection:
         rows.put_head(connection, line, box)
         if earlier is not None:
             _take_over(connection, earlier)
     return connection
+
+
+@contextmanager
+def _closed_on_error(connection: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:

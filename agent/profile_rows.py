@@ -1,17 +1,21 @@
 """A device profile's records as rows of its tables, and back.
 
-Guarantees: what is read equals what was written, numbers to the last bit; whatever is not a finite number is refused
-before it is written. Functions here neither begin nor end a transaction.
+Guarantees: what is read equals what was written, numbers to the last bit; what no column of a profile holds is refused
+before it is written, and when it is read (``profile_columns``). Functions here neither begin nor end a transaction.
+Those that read raise ValueError or sqlite3.Error where the file does not hold what was written, and those that take
+the file's path ProfileDamaged.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import sqlite3
+from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import fields
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from agent.core.performance import SSD
+from agent.profile_columns import TABLES, decoded, encoded
 from agent.profile_records import (
     Agreement,
     Allocation,
@@ -24,35 +28,34 @@ from agent.profile_records import (
     Trial,
     UsageProfile,
 )
-from agent.profile_schema import AGAIN
-from experts.errors import ConfigError
-from experts.expert import Precision
+from agent.profile_schema import AGAIN, is_refused_by_disk
+from experts.errors import ConfigError, ProfileDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-    from sqlite3 import Connection, Row
+    from sqlite3 import Connection
 
     from _typeshed import DataclassInstance
 
-BOX_JSON = ("processors", "versions")
+CPU, HOST = "cpu", "host"
+ID = "id"  # the column by which a table holds one row at most
 PARTS = ("links", "precisions", "packed", "usage", "allocation")  # each is saved once for every profile
 
 
 def put_head(connection: Connection, line: str, box: BoxIdentity) -> None:
     """Whose profile it is; not finished."""
-    row = {name: _json(value) if name in BOX_JSON else value for name, value in _fields(box).items()}
-    _put(connection, "profile", {"id": 1, "line": line, **row, "finished_at": None})
+    _put(connection, "profile", {"id": 1, "line": line, **_fields(box), "finished_at": None})
 
 
 def put_kind(connection: Connection, kind: KindProfile) -> None:
     """A kind's row and its batches, in the place of those that were there."""
     row = {name: value for name, value in _fields(kind).items() if name != "batches"}
-    _put(connection, "kinds", row | {"load_s": _json(kind.load_s)})
+    _put(connection, "kinds", row)
     key = {name: row[name] for name in ("kind", "processor", "precision")}
     connection.execute("DELETE FROM batches WHERE (kind, processor, precision) = (?, ?, ?)", tuple(key.values()))
     for batch in kind.batches:
-        _put(connection, "batches", key | _fields(batch) | {"seconds": _json(batch.seconds)})
+        _put(connection, "batches", key | _fields(batch))
 
 
 def put_agreement(connection: Connection, agreement: Agreement) -> None:
@@ -62,7 +65,7 @@ def put_agreement(connection: Connection, agreement: Agreement) -> None:
 
 def put_speedups(connection: Connection, processor: str, speedups: Sequence[float]) -> None:
     """A processor's, in the place of those that were there."""
-    _put(connection, "speedups", {"processor": processor, "factors": _json(speedups)})
+    _put(connection, "speedups", {"processor": processor, "factors": speedups})
 
 
 def put_links(connection: Connection, links: Iterable[LinkSpeed]) -> None:
@@ -117,13 +120,19 @@ def put_part(connection: Connection, part: str) -> None:
 
 def box_in(connection: Connection) -> BoxIdentity | None:
     """Whose profile it is; None before that is known."""
-    row = connection.execute("SELECT * FROM profile").fetchone()
-    return None if row is None else _box(row)
+    head = _head(connection)
+    return None if head is None else _box(head)
 
 
 def kinds_in(connection: Connection) -> tuple[KindProfile, ...]:
     """All kinds, in the order in which they were saved."""
-    return tuple(_kind(connection, row) for row in _rows(connection, "kinds"))
+    batches: defaultdict[tuple[str, ...], list[BatchTimes]] = defaultdict(list)
+    for row in _rows(connection, "batches"):
+        times = BatchTimes(row["batch_size"], tuple(row["seconds"]), row["workspace_bytes"])
+        batches[_kind_key(row)].append(times)
+    return tuple(
+        KindProfile(**row, batches=tuple(batches.get(_kind_key(row), ()))) for row in _rows(connection, "kinds")
+    )
 
 
 def agreements_in(connection: Connection) -> tuple[Agreement, ...]:
@@ -133,8 +142,7 @@ def agreements_in(connection: Connection) -> tuple[Agreement, ...]:
 
 def speedups_in(connection: Connection) -> dict[str, tuple[float, ...]]:
     """By processor."""
-    rows = _rows(connection, "speedups")
-    return {row["processor"]: tuple(float(factor) for factor in json.loads(row["factors"])) for row in rows}
+    return {row["processor"]: tuple(float(each) for each in row["factors"]) for row in _rows(connection, "speedups")}
 
 
 def links_in(connection: Connection) -> tuple[LinkSpeed, ...]:
@@ -157,32 +165,52 @@ def missing_parts(connection: Connection) -> list[str]:
     """What a whole profile has and this one has not."""
     saved = {row["part"] for row in _rows(connection, "parts")}
     missing = [part for part in PARTS if part not in saved]
-    kinds = {(row["kind"], row["processor"], row["precision"]) for row in _rows(connection, "kinds")}
+    kinds = {_kind_key(row) for row in _rows(connection, "kinds")}
     if not kinds:
         missing.append("kinds")
-    chosen = [(row["kind"], row["processor"], row["precision"]) for row in _rows(connection, "precisions")]
+    chosen = [_kind_key(row) for row in _rows(connection, "precisions")]
     missing += [
         f"the times of {k} in {precision} on {p}" for k, p, precision in chosen if (k, p, precision) not in kinds
     ]
     return missing
 
 
+def check(connection: Connection, path: Path) -> None:
+    """Raises ProfileDamaged, naming ``path``, unless every row of every table may be read."""
+    with _understood(path):
+        for table in TABLES:
+            _rows(connection, table)
+
+
 def profile_in(connection: Connection, path: Path) -> StoredProfile:
     """The whole profile. Raises ConfigError, naming ``path``, for one that is not whole."""
-    head = connection.execute("SELECT * FROM profile").fetchone()
-    if head is None or head["finished_at"] is None:
-        raise ConfigError(f"{path} is a half-written profile - {AGAIN}")
-    missing = missing_parts(connection)
-    if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)} - {AGAIN}")
+    with _understood(path):
+        head = _head(connection)
+        if head is None or head["finished_at"] is None:
+            raise ConfigError(f"{path} is a half-written profile - {AGAIN}")
+        missing = missing_parts(connection)
+        if missing:
+            raise ConfigError(f"{path} lacks {', '.join(missing)} - {AGAIN}")
+        profile = _whole(connection, head)
+        unknown = _unknown_loads(profile)
+        if unknown:
+            raise ConfigError(f"{path} lacks {', '.join(unknown)} - {AGAIN}")
+        return profile
+
+
+@contextmanager
+def _understood(path: Path) -> Iterator[None]:
     try:
-        return _whole(connection, head)
+        yield
+    except sqlite3.Error as error:
+        if is_refused_by_disk(error):
+            raise
+        raise ProfileDamaged(path, f"is damaged ({error})", AGAIN) from error
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ConfigError(f"{path} holds what no profile holds ({error}) - {AGAIN}") from error
+        raise ProfileDamaged(path, f"holds what no profile holds ({error})", AGAIN) from error
 
 
-def _whole(connection: Connection, head: Row) -> StoredProfile:
-    precisions = _rows(connection, "precisions")
+def _whole(connection: Connection, head: Mapping[str, Any]) -> StoredProfile:
     return StoredProfile(
         line=head["line"],
         written_at=head["finished_at"],
@@ -190,7 +218,7 @@ def _whole(connection: Connection, head: Row) -> StoredProfile:
         links=links_in(connection),
         kinds=kinds_in(connection),
         agreements=agreements_in(connection),
-        precisions={(row["kind"], row["processor"]): str(Precision(row["precision"])) for row in precisions},
+        precisions={(row["kind"], row["processor"]): row["precision"] for row in _rows(connection, "precisions")},
         packed=packed_in(connection),
         usage=_usage(connection),
         allocation=_allocation(connection),
@@ -199,25 +227,35 @@ def _whole(connection: Connection, head: Row) -> StoredProfile:
     )
 
 
-def _box(row: Row) -> BoxIdentity:
-    values = {field.name: row[field.name] for field in fields(BoxIdentity)}
-    processors, versions = json.loads(row["processors"]), json.loads(row["versions"])
-    return BoxIdentity(**values | {"processors": tuple(processors), "versions": dict(versions)})
+def _unknown_loads(profile: StoredProfile) -> list[str]:
+    """Kinds of which nothing tells how long they take to load: neither a time of their own nor the link's speed."""
+    links = {link.link for link in profile.links}
+    is_split = profile.box.device_bytes is not None
+    return [
+        f"the time to load {kind.kind} from {source} to {kind.processor}"
+        for kind in profile.kinds
+        for source in ((SSD, HOST) if is_split and kind.processor != CPU else (SSD,))
+        if source not in links and source not in kind.load_s
+    ]
 
 
-def _kind(connection: Connection, row: Mapping[str, Any]) -> KindProfile:
-    batches = connection.execute(
-        "SELECT batch_size, seconds, workspace_bytes FROM batches WHERE (kind, processor, precision) = (?, ?, ?) "
-        "ORDER BY rowid",
-        (row["kind"], row["processor"], row["precision"]),
-    )
-    times = tuple(BatchTimes(size, tuple(json.loads(seconds)), most_bytes) for size, seconds, most_bytes in batches)
-    return KindProfile(**{**row, "load_s": dict(json.loads(row["load_s"])), "batches": times})
+def _head(connection: Connection) -> dict[str, Any] | None:
+    """The row of the profile itself, if there is one yet."""
+    return next(iter(_rows(connection, "profile")), None)
+
+
+def _box(head: Mapping[str, Any]) -> BoxIdentity:
+    values = {field.name: head[field.name] for field in fields(BoxIdentity)}
+    return BoxIdentity(**values | {"processors": tuple(head["processors"])})
+
+
+def _kind_key(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["kind"], row["processor"], row["precision"]
 
 
 def _usage(connection: Connection) -> UsageProfile:
     rows = _rows(connection, "usage")
-    (origin,) = _rows(connection, "usage_origin")
+    origin = _only(connection, "usage_origin")
     return UsageProfile(
         probabilities={row["expert"]: row["probability"] for row in rows if row["probability"] is not None},
         pass_rates={row["expert"]: row["pass_rate"] for row in rows if row["pass_rate"] is not None},
@@ -227,7 +265,7 @@ def _usage(connection: Connection) -> UsageProfile:
 
 
 def _allocation(connection: Connection) -> Allocation:
-    (origin,) = _rows(connection, "allocation_origin")
+    origin = _only(connection, "allocation_origin")
     return Allocation(
         origin=origin["origin"],
         budget_bytes={row["pool"]: row["budget_bytes"] for row in _rows(connection, "allocation_budgets")},
@@ -236,11 +274,18 @@ def _allocation(connection: Connection) -> Allocation:
     )
 
 
+def _only(connection: Connection, table: str) -> dict[str, Any]:
+    found = _rows(connection, table)
+    if len(found) != 1:
+        raise ValueError(f"{table} has {len(found)} rows, not one")
+    return found[0]
+
+
 def _rows(connection: Connection, table: str) -> list[dict[str, Any]]:
-    return [
-        {name: row[name] for name in row.keys() if name != "id"}  # noqa: SIM118  # a Row iterates over its values
-        for row in connection.execute(f"SELECT * FROM {table} ORDER BY rowid")
-    ]
+    """All rows as they were written, but for the number of one that is alone in its table."""
+    columns = [name for name in TABLES[table].columns if name != ID]
+    found = connection.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid")
+    return [decoded(table, dict(zip(columns, row, strict=True))) for row in found]
 
 
 def _replace(connection: Connection, table: str, rows: Iterable[Mapping[str, object]]) -> None:
@@ -251,26 +296,9 @@ def _replace(connection: Connection, table: str, rows: Iterable[Mapping[str, obj
 
 def _put(connection: Connection, table: str, row: Mapping[str, object]) -> None:
     columns, marks = ", ".join(row), ", ".join("?" * len(row))
-    values = tuple(_plain(value, f"{table}.{column}") for column, value in row.items())
+    values = tuple(encoded(table, row).values())
     connection.execute(f"INSERT OR REPLACE INTO {table} ({columns}) VALUES ({marks})", values)
 
 
 def _fields(record: DataclassInstance) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
-
-
-def _json(value: Mapping[str, object] | Sequence[object]) -> str:
-    if hasattr(value, "items"):
-        return json.dumps({name: _plain(each, name) for name, each in value.items()})
-    return json.dumps([_plain(each, "a list") for each in value])
-
-
-def _plain(value: object, where: str) -> str | int | float | None:
-    """As SQLite and JSON know it; numpy's numbers become Python's."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
-    raise ValueError(f"{where}: {value!r} is not a finite number")

@@ -14,13 +14,24 @@ from typing import TYPE_CHECKING
 from sqlite_utils import Database, Migrations
 
 from agent.filesystem import filesystem_type, is_shared
-from experts.errors import ConfigError
+from experts.errors import ConfigError, ProfileDamaged
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 HEADER = b"SQLite format 3\x00"
 AGAIN = "run `coserve profile LINE.yaml` again with --fresh, or move this file away to serve with a quick probe"
+CHECK_IT = "check the disk and the file's permissions, then run the command again"
+REFUSED_BY_DISK = frozenset(  # primary result codes that say nothing of what a file holds
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_BUSY,
+    }
+)
+PRIMARY = 0xFF
 JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")
 
 migrations = Migrations("profile")
@@ -119,7 +130,8 @@ def box_matrix_usage_and_allocation(database: Database) -> None:
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """A connection to a file that is there or is made; its tables up to date, every commit synced.
 
-    Raises ConfigError for a file that is no profile or a newer version's, and on a network share.
+    Raises ProfileDamaged for a file that is no profile, ConfigError for a newer version's and on a network share, and
+    sqlite3.OperationalError where the disk refuses to be read or written (``is_refused_by_disk``).
     """
     kind = filesystem_type(path)
     if is_shared(kind):
@@ -135,7 +147,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         _bring_up_to_date(connection, path, is_new=not connection.execute("PRAGMA page_count").fetchone()[0])
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise ConfigError(f"{path} is damaged ({error}) - {AGAIN}") from error
+        if is_refused_by_disk(error):
+            raise
+        raise ProfileDamaged(path, f"is damaged ({error})", AGAIN) from error
     except ConfigError:
         connection.close()
         raise
@@ -153,12 +167,14 @@ def copy_in_memory(path: Path) -> sqlite3.Connection:
         copy.row_factory = sqlite3.Row
         # a finished profile is replaced, never written to, so it may be read without locks: nothing appears beside it
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
-            _check_integrity(source, path)
             source.backup(copy)
+        _check_integrity(copy, path)  # of a file that is only read, SQLite does not check what its columns may hold
         _bring_up_to_date(copy, path, is_new=False)
     except sqlite3.DatabaseError as error:
         copy.close()
-        raise ConfigError(f"{path} is damaged or truncated ({error}) - {AGAIN}") from error
+        if is_refused_by_disk(error):
+            raise ConfigError(f"{path} cannot be read ({error}) - {CHECK_IT}") from error
+        raise ProfileDamaged(path, f"is damaged or truncated ({error})", AGAIN) from error
     except ConfigError:
         copy.close()
         raise
@@ -166,7 +182,7 @@ def copy_in_memory(path: Path) -> sqlite3.Connection:
 
 
 def check_header(path: Path) -> None:
-    """Raises ConfigError for a file that cannot be opened, or is none of SQLite's."""
+    """Raises ConfigError for a file that cannot be opened, ProfileDamaged for one that is none of SQLite's."""
     try:
         with path.open("rb") as file:
             header = file.read(len(HEADER))
@@ -174,7 +190,13 @@ def check_header(path: Path) -> None:
         raise ConfigError(f"{path} cannot be read ({error.strerror}) - correct its permissions") from error
     if header != HEADER:
         what = "is empty" if not header else "is not a SQLite file"
-        raise ConfigError(f"{path} {what}, so it is no device profile - {AGAIN}")
+        raise ProfileDamaged(path, f"{what}, so it is no device profile", AGAIN)
+
+
+def is_refused_by_disk(error: sqlite3.Error) -> bool:
+    """Is the disk full, read-only, failing or taken, whatever the file holds?"""
+    code: int | None = getattr(error, "sqlite_errorcode", None)  # what Python itself raises has none
+    return code is not None and code & PRIMARY in REFUSED_BY_DISK
 
 
 def remove_database(path: Path) -> None:
@@ -186,7 +208,7 @@ def remove_database(path: Path) -> None:
 def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
     found = [row[0] for row in connection.execute("PRAGMA integrity_check")]
     if found != ["ok"]:
-        raise ConfigError(f"{path} is damaged ({found[0]}) - {AGAIN}")
+        raise ProfileDamaged(path, f"is damaged ({found[0]})", AGAIN)
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, is_new: bool) -> None:
@@ -194,7 +216,7 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, is_new: boo
     known = _known_migrations()
     applied = {migration.name for migration in migrations.applied(database)}
     if not applied and not is_new:
-        raise ConfigError(f"{path} is a SQLite file, but no device profile - name another file, or move it away")
+        raise ProfileDamaged(path, "is a SQLite file, but no device profile", "name another file, or move it away")
     if applied - known:
         newer = ", ".join(sorted(applied - known))
         raise ConfigError(f"{path} was written by a newer CoServe ({newer}) - install that version, or {AGAIN}")

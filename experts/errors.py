@@ -2,6 +2,7 @@
 
 CoServeError
 +- ConfigError              a line file, a key or a value: exit code 78, before anything starts
+|  +- ProfileDamaged        a device profile's file holds something else
 |  `- SampleUnfit           requests that are to be measured are not judged; it says which experts and images leave
 +- ExpertError              one expert; the agent lives on
 |  +- ExpertNotFound        no expert of that id on this line
@@ -75,6 +76,15 @@ class ConfigError(CoServeError):
         together.place = problems[0].place
         together._several = tuple(problems)
         return together
+
+
+class ProfileDamaged(ConfigError):
+    """A file that holds no device profile, or one that was damaged or edited. ``reason``: in words, after ``path``."""
+
+    def __init__(self, path: Path, reason: str, advice: str) -> None:
+        super().__init__(f"{path} {reason} - {advice}")
+        self.path = path
+        self.reason = reason
 
 
 class SampleUnfit(ConfigError):

@@ -68,6 +68,10 @@ def disk_explained() -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
+        from agent.profile_schema import is_refused_by_disk
+
+        if isinstance(error, sqlite3.Error) and not is_refused_by_disk(error):
+            raise
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else f"{error}"
         sys.stderr.write(f"{told} - make room or correct the path, then run the command again: it resumes\n")
         raise typer.Exit(FAILED) from error

@@ -115,6 +115,8 @@ def _request(row: Mapping[str, Any], path: Path, number: int) -> ServedRequest:
     experts, verdict = row["experts"], row["verdict"]
     if not isinstance(experts, list) or not all(isinstance(name, str) for name in experts):
         raise ConfigError(f"{experts!r} is no list of experts - correct it", Place(path, number, 1, "experts"))
+    if len(set(experts)) < len(experts):
+        raise ConfigError(f"{experts!r} names an expert twice - correct it", Place(path, number, 1, "experts"))
     if verdict not in list(Verdict):
         raise ConfigError(f"{verdict!r} is not {', '.join(Verdict)} - correct it", Place(path, number, 1, "verdict"))
     return ServedRequest(str(row["line"]), tuple(experts), Verdict(verdict))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.budget import pool_budgets
@@ -30,6 +30,14 @@ RUNS = "runs"  # Trial.search of what is kept while a search is not finished
 DRIFT = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Under what a run was made, and what was free when the search began."""
+
+    situation: object
+    available_bytes: Mapping[str, int]
+
+
 class SearchRuns:
     """The runs of one search, kept in the draft. ``box``: this one, with the memory free that the search began with."""
 
@@ -38,8 +46,10 @@ class SearchRuns:
     ) -> None:
         self._draft = draft
         self._situation = _digest(config, profile, trace)
-        kept = [trial for trial in draft.trials(RUNS) if json.loads(trial.note)["situation"] == self._situation]
-        self.box = box if not kept else _with_available(box, json.loads(kept[0].note)["available_bytes"])
+        notes = {trial: _note(trial, box) for trial in draft.trials(RUNS)}
+        kept = [trial for trial, note in notes.items() if note is not None and note.situation == self._situation]
+        first = notes[kept[0]] if kept else None
+        self.box = box if first is None else _with_available(box, first.available_bytes)
         then, now = pool_budgets(config, self.box), pool_budgets(config, box)
         if any(abs(now[pool] - then[pool]) > DRIFT * then[pool] for pool in now):
             kept, self.box = [], box
@@ -66,6 +76,17 @@ class SearchRuns:
         note = json.dumps({"situation": self._situation, "available_bytes": available})
         self._trials.append(Trial(RUNS, len(self._trials) + 1, setting, images_per_s, note))
         self._draft.save_trials(RUNS, self._trials)
+
+
+def _note(trial: Trial, box: Box) -> _Note | None:
+    """None for one that says nothing of this box."""
+    try:
+        note = json.loads(trial.note)
+        situation, available_bytes = note["situation"], {pool: note["available_bytes"][pool] for pool in box.pools}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    is_whole = all(type(size_bytes) is int and size_bytes >= 0 for size_bytes in available_bytes.values())
+    return _Note(situation, available_bytes) if is_whole else None
 
 
 def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:
