@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sqlite3
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +39,10 @@ from agent.profile import (
     read_profile,
     replace_usage,
 )
-from agent.profile_schema import migrations
+from agent.profile_columns import TABLES
+from agent.profile_schema import is_refused_by_disk, migrations
 from agent.runtime.device import Box, MemorySize
-from experts.errors import ConfigError
+from experts.errors import ConfigError, ProfileDamaged
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment, TensorSpec
 
@@ -383,15 +385,224 @@ def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch)
     [
         ("DELETE FROM parts WHERE part = 'usage'", "lacks usage"),
         ("DELETE FROM kinds", "lacks kinds"),
-        ("DELETE FROM usage_origin", "holds what no profile holds"),
-        ("UPDATE kinds SET load_s = '{'", "holds what no profile holds"),
-        ("UPDATE profile SET versions = '3'", "holds what no profile holds"),
+        ("DELETE FROM usage_origin", "holds what no profile holds (usage_origin has 0 rows, not one)"),
     ],
 )
 def test_missing_parts_are_named(path, statement, expected):
     written(path)
     changed(path, statement)
     assert expected in refusal(path)
+
+
+def test_a_kind_of_which_nothing_tells_how_long_it_loads_is_named(path):
+    written(path)
+    changed(path, "UPDATE kinds SET load_s = '{}'")
+    assert read_profile(path).kinds[0].load_s == {}
+    changed(path, "DELETE FROM links WHERE link = 'ssd'")
+    assert f"lacks the time to load {KIND.kind} from ssd to cpu" in refusal(path)
+
+
+# -- what was edited --
+
+IN_FP32 = f"{KIND.kind}, cpu, fp32"
+EDITED = [
+    ("UPDATE kinds SET K_s = 'abc'", f"kinds.K_s of {IN_FP32}: 'abc' is not a finite number from 0"),
+    ("UPDATE kinds SET K_s = 9e999", f"kinds.K_s of {IN_FP32}: inf is not a finite number"),
+    ("UPDATE kinds SET fit_error = -0.5", f"kinds.fit_error of {IN_FP32}: -0.5 is not a finite number from 0"),
+    ("UPDATE kinds SET workspace_bytes = 'big'", f"kinds.workspace_bytes of {IN_FP32}: 'big' is not a whole number"),
+    ("UPDATE kinds SET max_batch = 2.5", f"kinds.max_batch of {IN_FP32}: 2.5 is not a whole number from 1"),
+    ("UPDATE kinds SET samples = x'00ff'", f"kinds.samples of {IN_FP32}: b'\\x00\\xff' is not text"),
+    ("UPDATE kinds SET samples = CAST(x'ff' AS TEXT)", "Could not decode to UTF-8"),
+    ("UPDATE kinds SET load_s = '{'", f"kinds.load_s of {IN_FP32}: '{{' is not names, each with a finite number"),
+    ("UPDATE kinds SET load_s = 'null'", f"kinds.load_s of {IN_FP32}: None is not names"),
+    ("""UPDATE kinds SET load_s = '{"ssd": NaN}'""", f"kinds.load_s of {IN_FP32}: {{'ssd': nan}} is not"),
+    (f"""UPDATE kinds SET load_s = '{{"ssd": {"9" * 400}}}'""", f"kinds.load_s of {IN_FP32}: "),
+    (f"UPDATE kinds SET load_s = '{'[' * 100_000}'", f"kinds.load_s of {IN_FP32}: '[[["),
+    ("UPDATE batches SET seconds = '[]'", f"batches.seconds of {IN_FP32}, 1: [] is not a list"),
+    ("UPDATE batches SET seconds = '[true]'", f"batches.seconds of {IN_FP32}, 1: [True] is not a list"),
+    ("UPDATE batches SET precision = 'fp8'", "batches.precision of resnet18 64x64 imagenet, cpu, fp8, 1: 'fp8' is not"),
+    ("UPDATE agreements SET images = 'a'", f"agreements.images of {KIND.kind}, cpu, bf16: 'a' is not a whole number"),
+    (
+        "UPDATE precisions SET precision = 'int4'",
+        f"precisions.precision of {KIND.kind}, cpu: 'int4' is not one of fp32",
+    ),
+    ("UPDATE links SET bytes_per_s = 'x' WHERE link = 'host'", "links.bytes_per_s of host: 'x' is not a finite number"),
+    (
+        "UPDATE speedups SET factors = '[0]'",
+        "speedups.factors of cuda: [0] is not a list, each a finite number above 0",
+    ),
+    ("UPDATE speedups SET factors = '7'", "speedups.factors of cuda: 7 is not a list"),
+    ("UPDATE profile SET versions = '3'", "profile.versions: 3 is not names, each with text"),
+    ("UPDATE profile SET cores = 'a'", "profile.cores: 'a' is not a whole number from 1"),
+    ("UPDATE profile SET processors = '{}'", "profile.processors: {} is not a list, each text"),
+    (
+        "UPDATE usage SET probability = 'x' WHERE expert = 'cls/b'",
+        "usage.probability of cls/b: 'x' is not a number from",
+    ),
+    ("UPDATE usage SET probability = -3", "usage.probability of cls/a: -3.0 is not a number from 0 to 1"),
+    ("UPDATE usage SET probability = 9e999", "usage.probability of cls/a: inf is not a number from 0 to 1"),
+    ("UPDATE usage SET pass_rate = 7", "usage.pass_rate of cls/a: 7.0 is not a number from 0 to 1"),
+    ("UPDATE usage_origin SET requests = 'a'", "usage_origin.requests: 'a' is not a whole number from 0"),
+    ("UPDATE allocation_budgets SET budget_bytes = 'a'", "allocation_budgets.budget_bytes of host: 'a' is not"),
+    ("UPDATE allocation_pools SET expert_bytes = 'a'", "allocation_pools.expert_bytes of host: 'a' is not"),
+    ("UPDATE allocation_pools SET expert_bytes = -5", "allocation_pools.expert_bytes of host: -5 is not"),
+    ("UPDATE allocation_executors SET executors = -1", "allocation_executors.executors of cuda: -1 is not"),
+    ("UPDATE trials SET images_per_s = 'fast'", "trials.images_per_s of executors, 1: 'fast' is not a finite number"),
+    ("UPDATE kinds SET K_s = -1", "CHECK constraint failed in kinds"),
+    ("UPDATE links SET bytes_per_s = 0", "CHECK constraint failed in links"),
+    ("ALTER TABLE kinds DROP COLUMN samples", "no such column: samples"),
+    *((f"DROP TABLE {table}", f"no such table: {table}") for table in TABLES),
+]
+
+
+def edited(path, statement):
+    """By somebody who knows how to, whatever the tables ask."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        with connection:
+            connection.execute(statement)
+
+
+@pytest.mark.parametrize(("statement", "expected"), EDITED)
+def test_what_was_edited_is_refused_by_column_and_row(path, statement, expected):
+    written(path)
+    edited(path, statement)
+    content = path.read_bytes()
+    told = refusal(path)
+    assert told.startswith(f"{path} ")
+    assert expected in told
+    assert "run `coserve profile LINE.yaml` again with --fresh" in told
+    with pytest.raises(ProfileDamaged):
+        replace_usage(path, USAGE)
+    assert path.read_bytes() == content
+    assert names(path.parent) == ["profile.db"]
+
+
+@pytest.mark.parametrize(("statement", "expected"), EDITED)
+def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, caplog, statement, expected):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+    edited(partial_of(path), statement)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert (draft.kinds(), draft.links(), draft.trials("executors")) == ((), (), ())
+        fill(draft)
+        assert draft.finish().kinds == (KIND, FASTER)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"profile_partial_discarded path={partial_of(path)} reason=it ")
+    assert expected in told
+    assert "--fresh" not in told
+
+
+@pytest.mark.parametrize(
+    ("save", "record", "expected"),
+    [
+        ("save_kind", replace(KIND, K_s=-0.1), "kinds.K_s"),
+        ("save_kind", replace(KIND, precision="fp8"), "kinds.precision"),
+        ("save_kind", replace(KIND, batches=(BatchTimes(1, (), 0),)), "batches.seconds"),
+        ("save_usage", UsageProfile({}, {"cls/a": 7}, "served"), "usage.pass_rate of cls/a: 7 is not a number from 0"),
+        ("save_usage", UsageProfile({"cls/a": 1.5}, {}, "served"), "usage.probability of cls/a: 1.5 is not a number"),
+        ("save_links", [LinkSpeed("ssd", 0.0)], "links.bytes_per_s of ssd: 0.0 is not a finite number above 0"),
+        ("save_allocation", replace(ALLOCATION, budget_bytes={"host": -1}), "allocation_budgets.budget_bytes of host"),
+    ],
+)
+def test_what_would_not_be_read_is_not_written(path, save, record, expected):
+    written(path)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+        with pytest.raises(ValueError, match=expected):
+            getattr(draft, save)(record)
+        found = draft.finish()
+    assert (found.kinds, found.usage, found.links, found.allocation) == ((KIND, FASTER), USAGE, LINKS, ALLOCATION)
+
+
+def test_shares_may_be_off_by_what_sums_are_off(path):
+    usage = UsageProfile({"cls/a": 1 + 2**-50}, {"cls/a": 1.0}, "served")
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+        draft.save_usage(usage)
+        assert draft.finish().usage == usage
+
+
+# -- what the disk refuses --
+
+
+@contextmanager
+def no_room():
+    """No file grows meanwhile: what is written beyond its first bytes fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_where_nothing_can_be_written_what_was_saved_stays_and_is_taken_up(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(KIND)
+    with no_room(), pytest.raises(sqlite3.OperationalError) as caught:
+        ProfileDraft.open(path, "demo", BOX)
+    assert is_refused_by_disk(caught.value)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert draft.kinds() == (KIND,)
+
+
+def test_where_nothing_can_be_written_none_is_begun(path):
+    path.parent.mkdir()
+    with no_room(), pytest.raises(sqlite3.OperationalError) as caught:
+        ProfileDraft.open(path, "demo", BOX)
+    assert is_refused_by_disk(caught.value)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert draft.kinds() == ()
+
+
+def test_usage_that_cannot_be_written_leaves_the_profile_as_it_was(path):
+    before = written(path)
+    with no_room(), pytest.raises(sqlite3.OperationalError) as caught:
+        replace_usage(path, UsageProfile({}, {}, "served", 1))
+    assert is_refused_by_disk(caught.value)
+    assert read_profile(path) == before
+    assert names(path.parent) == ["profile.db"]
+
+
+def test_an_unfinished_one_that_may_not_be_read_stays(path):
+    partial_of(path).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"partial cannot be read \(Is a directory\) - correct its permissions"):
+        ProfileDraft.open(path, "demo", BOX)
+    assert partial_of(path).is_dir()
+
+
+def test_an_unfinished_one_of_a_newer_version_stays_unless_all_is_measured_anew(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(KIND)
+    added = "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('profile', 'llm_kinds', '')"
+    changed(partial_of(path), added)
+    content = partial_of(path).read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"was written by a newer CoServe \(llm_kinds\) - install that version, or run"
+    ):
+        ProfileDraft.open(path, "demo", BOX)
+    assert partial_of(path).read_bytes() == content
+    with ProfileDraft.open(path, "demo", BOX, fresh=True) as draft:
+        assert draft.kinds() == ()
+
+
+@pytest.mark.parametrize(
+    ("pragma", "statement", "is_of_the_disk"),
+    [
+        ("max_page_count = 2", "CREATE TABLE b AS SELECT randomblob(100000)", True),
+        ("query_only = ON", "INSERT INTO a VALUES (1)", True),
+        ("user_version", "SELECT * FROM trials", False),
+        ("user_version", "SELECT CAST(x'ff' AS TEXT)", False),
+    ],
+)
+def test_what_a_disk_refuses_says_nothing_of_what_a_file_holds(tmp_path, pragma, statement, is_of_the_disk):
+    with closing(sqlite3.connect(tmp_path / "some.db")) as connection:
+        connection.execute("CREATE TABLE a (b)")
+        connection.execute(f"PRAGMA {pragma}")
+        with pytest.raises(sqlite3.OperationalError) as caught:
+            connection.execute(statement).fetchall()
+    assert is_refused_by_disk(caught.value) is is_of_the_disk
 
 
 def test_a_file_that_may_not_be_read_is_told(path):

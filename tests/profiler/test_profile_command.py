@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -37,6 +38,7 @@ from experts.expert import Verdict
 from profiler import profiling
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
 from profiler.batches import BatchOptions
+from profiler.cli import disk_explained
 from profiler.profiling import CASUAL, ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
 from profiler.samples import SYNTHETIC
 from profiler.search_runs import RUNS
@@ -835,6 +837,28 @@ class TestWhatLiesInTheProfilesPlace:
         assert line.profiled(fresh=True).profile.box == line.identity
         assert inspect_images(line.config, [image], "c0", lambda *_: None)[0]["verdict"] == "OK"
 
+    @pytest.mark.parametrize(
+        ("statement", "reason"),
+        [
+            ("DROP TABLE trials", "is damaged (no such table: trials)"),
+            ("DROP TABLE profile", "is damaged (no such table: profile)"),
+            ("UPDATE kinds SET K_s = 9e999", "kinds.K_s of fake 8x8 imagenet program="),
+            ("UPDATE speedups SET factors = '[0]'", "speedups.factors of cpu: [0] is not a list"),
+        ],
+    )
+    def test_and_was_edited_is_told_by_every_command(self, line, statement, reason):
+        line.profiled()
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute(statement)
+        content = line.path.read_bytes()
+        image = line.crops() / "c0" / "ok" / "0.png"
+        for words in (["plan"], ["profile", "--casual"], ["inspect", image, "--component", "c0"]):
+            told = run(words[0], line.file, *words[1:], check=78).stderr
+            assert told.startswith(f"{line.path} ")
+            assert reason in told
+            assert "run `coserve profile LINE.yaml` again with --fresh" in told
+        assert line.path.read_bytes() == content
+
     def test_other_libraries_of_the_same_box_are_simply_measured_anew(self, line):
         line.profiled()
         with closing(sqlite3.connect(line.path)) as connection, connection:
@@ -850,6 +874,46 @@ class TestWhatLiesInTheProfilesPlace:
                 line.profiled()
             assert "is held by another agent" in run("profile", line.file, "--casual", check=1).stderr
         assert not line.path.exists()
+
+
+@contextmanager
+def no_room():
+    """No file grows meanwhile: what is written beyond its first bytes fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class TestADiskThatIsFull:
+    def test_is_no_damage_and_what_was_measured_waits_for_room(self, line):
+        done = line.profiled()
+        line.seed(fp32=0.125)
+        file = line.file
+        with no_room():
+            told = run("profile", file, "--casual", check=1).stderr
+        assert "make room or correct the path, then run the command again: it resumes" in told
+        assert "--fresh" not in told
+        assert read_profile(line.path) == done.profile
+        assert {kind.K_s for kind in line.profiled().profile.kinds} == {0.125}
+
+    def test_keeps_the_usage_that_was_there(self, line, tmp_path):
+        done = line.profiled()
+        history = tmp_path / "rows.jsonl"
+        history.write_text(json.dumps({"line": "test", "experts": ["cls/f0"], "verdict": "OK"}) + "\n")
+        file = line.file
+        with no_room():
+            told = run("profile", file, "--usage-from", history, check=1).stderr
+        assert "make room or correct the path" in told
+        assert read_profile(line.path) == done.profile
+        assert not [file for file in line.path.parent.iterdir() if file.name.startswith("profile.db.")]
+
+    def test_is_not_blamed_for_other_errors(self):
+        missing = pytest.raises(sqlite3.OperationalError, match="no such table")
+        with closing(sqlite3.connect(":memory:")) as connection, missing, disk_explained():
+            connection.execute("SELECT * FROM trials")
 
 
 class TestMemory:

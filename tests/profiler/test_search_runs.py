@@ -13,7 +13,7 @@ from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.profile import ProfileDraft, StoredProfile, UsageProfile, identity_of
 from agent.runtime.device import Box, MemorySize
-from profiler.search_runs import SearchRuns
+from profiler.search_runs import RUNS, SearchRuns
 from profiler.simulator import Arrival
 
 BOX = Box("cuda", "made up", ("cuda", "cpu"), 4, MemorySize(2**34, 2**33), MemorySize(2**33, 2**32), ())
@@ -88,6 +88,27 @@ def test_nothing_is_known_of_another_situation(config, draft, profile, changed):
         config = replace(config, policy="samba")
     engine = Engine()
     SearchRuns(draft, config, BOX, profile, trace).remembered(engine)(EXECUTORS, POOLS)
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda note: "{",
+        lambda note: "[]",
+        lambda note: "7",
+        lambda note: note.replace('"device": ', '"other": '),
+        lambda note: note.replace(str(2**33), '"a"'),
+        lambda note: note.replace(str(2**33), "-1"),
+    ],
+)
+def test_a_run_of_which_it_is_not_known_under_what_it_was_made_is_made_again(config, draft, profile, spoil):
+    SearchRuns(draft, config, BOX, profile, TRACE).remembered(Engine())(EXECUTORS, POOLS)
+    (kept,) = draft.trials(RUNS)
+    assert spoil(kept.note) != kept.note
+    draft.save_trials(RUNS, [replace(kept, note=spoil(kept.note))])
+    engine = Engine()
+    SearchRuns(draft, config, BOX, profile, TRACE).remembered(engine)(EXECUTORS, POOLS)
     assert len(engine.asked) == 1
 
 

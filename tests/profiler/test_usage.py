@@ -260,6 +260,10 @@ def test_files_that_are_no_history_are_refused(line, tmp_path):
         ("[1]", r"rows:2:1: syntax: not a JSON object"),
         ('{"line": "test", "verdict": "OK"}', r"rows:2:1: experts: is missing"),
         ('{"line": "test", "verdict": "OK", "experts": "cls/a"}', r"rows:2:1: experts: 'cls/a' is no list of experts"),
+        (
+            '{"line": "test", "verdict": "OK", "experts": ["a/b", "a/b"]}',
+            r"rows:2:1: experts: .* names an expert twice",
+        ),
         ('{"line": "test", "verdict": "FINE", "experts": []}', r"rows:2:1: verdict: 'FINE' is not OK, NG, UNKNOWN"),
     ],
 )
