@@ -14,6 +14,7 @@ be left out. Empty lines count for nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ KEYS = ("t", "component", "expert", "image")
 MOST_PROBLEMS = 20  # told of one file; the rest is counted
 LATEST_S = 1e9  # some thirty years: whatever is later is no time of a trace
 LONGEST_SHOWN = 40
+MOST_DIGITS = 400  # of a whole number: no float is longer
 IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.1)
 
 
@@ -178,10 +180,12 @@ class _Reader:
         if "t" not in row:
             raise _Mistake("t", "is missing - seconds since the start of the trace")
         at_s = row["t"]
-        if not _is_seconds(at_s):
+        if not _is_number(at_s):
             raise _Mistake("t", f"{_shown(at_s)} is not a number - write seconds since the start, such as 0.004")
         if at_s < 0:
-            raise _Mistake("t", f"{at_s} is before the start - times begin at 0")
+            raise _Mistake("t", f"{_shown(at_s)} is before the start - times begin at 0")
+        if at_s > LATEST_S:
+            raise _Mistake("t", f"{_shown(at_s)} is too large: no trace lasts over {LATEST_S:g} s - write seconds")
         if at_s < self._latest_s:
             earlier = f"{at_s} runs backwards, line {self._latest_line} has {self._latest_s}"
             raise _Mistake("t", f"{earlier} - sort the lines by t")
@@ -226,7 +230,7 @@ def _parse(text: str) -> dict[str, object]:
         return row
 
     try:
-        row = json.loads(text, object_pairs_hook=unique)
+        row = json.loads(text, object_pairs_hook=unique, parse_int=_whole)
     except (ValueError, RecursionError) as error:
         raise _Mistake("syntax", f"not JSON ({error}) - write one object a line") from error
     if not isinstance(row, dict):
@@ -234,10 +238,19 @@ def _parse(text: str) -> dict[str, object]:
     return row
 
 
-def _is_seconds(value: object) -> bool:
+def _whole(digits: str) -> int:
+    """Python refuses to read numbers of thousands of digits, in words that are no advice here."""
+    if len(digits) > MOST_DIGITS:
+        wrong = f"{digits[:LONGEST_SHOWN]}... is a number of {len(digits.lstrip('-'))} digits"
+        raise _Mistake("syntax", f"{wrong} - write seconds such as 0.004")
+    return int(digits)
+
+
+def _is_number(value: object) -> bool:
+    """Neither NaN nor infinity is one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= LATEST_S  # which neither NaN nor infinity is
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def _shown(value: object) -> str:
