@@ -19,7 +19,7 @@ CoServeError
 |  `- ImageTooLarge         more pixels than the limit
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
-+- AlreadyRunning           another agent holds this line's state directory
++- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 `- AgentCrashed             the agent's loop ended by an error of the program: nothing is judged any more
 """
 
@@ -186,10 +186,12 @@ class IllegalMove(CoServeError):
 
 
 class AlreadyRunning(CoServeError):
-    """Another agent holds the lock of this state directory."""
+    """Another agent, or a profile run, holds the lock of this state directory."""
 
     def __init__(self, lock: Path) -> None:
-        super().__init__(f"{lock} is held by another agent: stop it first, or give this line its own state")
+        super().__init__(
+            f"{lock} is held by another agent or `coserve profile`: stop it first, or give this line its own state"
+        )
         self.lock = lock
 
 

@@ -104,14 +104,14 @@ def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqli
 
 
 class StateLock:
-    """One agent per state folder, by a lock that the kernel drops when its process ends, however it ends."""
+    """One agent or profile run per state folder, by a lock that the kernel drops when its process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
         self._descriptor: int | None = None
 
     def __enter__(self) -> StateLock:
-        """Take the lock at once. Raises AlreadyRunning if another agent holds it."""
+        """Take the lock at once. Raises AlreadyRunning if another one holds it, OSError for what the disk refuses."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         try:

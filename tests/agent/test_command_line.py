@@ -300,7 +300,7 @@ def test_a_second_agent_on_the_same_line_is_refused_and_the_first_goes_on(tmp_pa
     serving.wait_for(1)
     second = coserve("serve", line)
     assert second.returncode == 1
-    assert "another agent" in second.stderr
+    assert "is held by another agent or `coserve profile`: stop it first" in second.stderr
     drop(tmp_path, "B1_c1_R1.png")
     serving.wait_for(2)
 

@@ -389,7 +389,7 @@ def test_reading_before_the_first_run_says_so(tmp_path: Path) -> None:
 def test_one_agent_per_state_folder(tmp_path: Path) -> None:
     with StateLock(tmp_path / "state"):
         with (
-            pytest.raises(AlreadyRunning, match=r"agent\.lock is held by another agent"),
+            pytest.raises(AlreadyRunning, match=r"agent\.lock is held by another agent or `coserve profile`"),
             StateLock(tmp_path / "state"),
         ):
             pass
