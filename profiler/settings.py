@@ -18,7 +18,8 @@ PER_SECOND = "/s"
 def memory_bytes(text: str, *, is_split: bool) -> dict[str, int]:
     """`2GiB`, or `host=2GiB,device=1GiB`, as bytes by memory. Raises ConfigError.
 
-    A bare size is that of the memory which experts run from: the device's where memory is split, else the host's.
+    A bare size is that of the memory which experts run from: the device's where memory is split, else the host's. A
+    box whose memory is not split has no memory of the device's own: a size for one is refused.
     """
     if "=" not in text:
         return {"device" if is_split else "host": _size(text, "--memory")}
@@ -27,6 +28,8 @@ def memory_bytes(text: str, *, is_split: bool) -> dict[str, int]:
         if name not in MEMORIES:
             raise ConfigError(f"--memory: no memory {name!r} - {suggestion(name, MEMORIES)}")
         found[name] = _size(value, f"--memory {name}")
+    if "device" in found and not is_split:
+        raise ConfigError("--memory device: this box has one memory for all its processors - write host=SIZE instead")
     return found
 
 

@@ -41,6 +41,7 @@ def test_a_memory_is_bytes_by_name_and_a_bare_size_is_where_experts_run_from(tex
         ("host=", "--memory: 'host=' is not NAME=VALUE"),
         ("=2GiB", "--memory: '=2GiB' is not NAME=VALUE"),
         ("host=2GiB,host=1GiB", "--memory: host is there twice - keep one"),
+        ("host=2GiB,device=1GiB", "--memory device: this box has one memory for all its processors - write host=SIZE"),
     ],
 )
 def test_a_memory_that_means_nothing_is_refused_with_what_to_write(text, said):
