@@ -12,16 +12,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 9.0, 4.6, 110  # just under a thousand pixels: a README's width
 GROUP_WIDTH = 0.84  # of the distance between two groups of bars
 LARGEST_LABELLED = 40  # bars; with more of them, figures over the bars would run into one another
+LABEL_POINTS = 8.0  # a figure over a bar
+POINTS_PER_CHARACTER = 0.8  # of the letters' size, with a gap to the next label
+AXES_POINTS = WIDTH_INCHES * 72 * 0.85  # that the groups of a chart share
+HEADROOM = 1.1  # the top of a chart over its highest value
+UPRIGHT_HEADROOM = 1.2
 LEGEND_CHARACTERS, MARK_CHARACTERS = 110, 6  # that a chart is wide, and a legend's mark with its gaps
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -69,6 +76,8 @@ def line_chart(
         axes.set_xlabel(x_label)
         if log_x:
             axes.set_xscale("log")
+        elif all(float(x).is_integer() for each in series for x in each.x):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half image, and no half expert
         _finish(path, figure, axes, note, [each.label for each in series])
 
 
@@ -79,8 +88,12 @@ def bar_chart(
     groups: Sequence[str],
     bars: Mapping[str, Sequence[float | None]],
     note: str = "",
+    *,
+    unknown: str = "n/a",
 ) -> None:
     """Bars side by side, one of each kind a group. ``bars[kind]`` has a height for each group; None = not known.
+
+    ``unknown``: what stands where a bar is not known. Figures that are wider than their bars stand upright over them.
 
     Raises ValueError for no bars, or a kind that does not have one height for each group.
     """
@@ -93,11 +106,19 @@ def bar_chart(
         figure, axes = _empty(title, y_label)
         width = GROUP_WIDTH / len(bars)
         is_labelled = len(bars) * len(groups) <= LARGEST_LABELLED
+        labels = {
+            kind: [unknown if height is None else _short(height) for height in heights] if is_labelled else []
+            for kind, heights in bars.items()
+        }
+        longest = max((len(text) for texts in labels.values() for text in texts), default=0)
+        is_upright = longest * LABEL_POINTS * POINTS_PER_CHARACTER > AXES_POINTS / len(groups) * width
         for number, (kind, heights) in enumerate(bars.items()):
-            offset = (number - (len(bars) - 1) / 2) * width
-            _draw_bars(axes, kind, number, heights, offset, width, is_labelled)
-        axes.set_xticks(range(len(groups)), groups)
-        _finish(path, figure, axes, note, list(bars))
+            drawn = _draw_bars(axes, kind, number, heights, (number - (len(bars) - 1) / 2) * width, width)
+            if labels[kind]:
+                axes.bar_label(drawn, labels[kind], fontsize=LABEL_POINTS, padding=2, rotation=90 if is_upright else 0)
+        fitting_points = AXES_POINTS / len(groups) / (max(map(len, groups)) * POINTS_PER_CHARACTER)
+        axes.set_xticks(range(len(groups)), groups, fontsize=min(STYLE["font.size"], fitting_points))
+        _finish(path, figure, axes, note, list(bars), UPRIGHT_HEADROOM if is_upright else HEADROOM)
 
 
 def _empty(title: str, y_label: str) -> tuple[Figure, Axes]:
@@ -125,9 +146,8 @@ def _draw_bars(
     heights: Sequence[float | None],
     offset: float,
     width: float,
-    is_labelled: bool,
-) -> None:
-    drawn = axes.bar(
+) -> BarContainer:
+    return axes.bar(
         [place + offset for place in range(len(heights))],
         [0.0 if height is None else height for height in heights],
         width * 0.94,
@@ -137,9 +157,6 @@ def _draw_bars(
         edgecolor="white",
         linewidth=0.0,
     )
-    if is_labelled:
-        labels = ["n/a" if height is None else _short(height) for height in heights]
-        axes.bar_label(drawn, labels, fontsize=8, padding=1)
 
 
 def _short(value: float) -> str:
@@ -149,9 +166,11 @@ def _short(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"
 
 
-def _finish(path: Path, figure: Figure, axes: Axes, note: str, labels: Sequence[str]) -> None:
-    axes.margins(y=0.1)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+def _finish(
+    path: Path, figure: Figure, axes: Axes, note: str, labels: Sequence[str], headroom: float = HEADROOM
+) -> None:
+    highest = axes.dataLim.y1
+    axes.set_ylim(bottom=min(0.0, axes.dataLim.y0), top=highest * headroom if highest > 0 else None)
     if any(labels):
         columns = max(1, min(len(labels), 4, LEGEND_CHARACTERS // (max(map(len, labels)) + MARK_CHARACTERS)))
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, fontsize=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -39,6 +40,51 @@ def test_many_bars_are_drawn_without_figures_over_them(tmp_path):
     groups = [f"g{number}" for number in range(12)]
     bar_chart(tmp_path / "many.png", "T", "y", groups, {name: [1.0] * 12 for name in "abcdefghi"})
     assert len(colours(tmp_path / "many.png")) > 8
+
+
+def pixels(path):
+    """The chart in grey, (height, width); and the row of its lower axis, the first row and the column of its left one."""
+    with Image.open(path) as image:
+        grey = np.asarray(image.convert("L"))
+    dark = grey < 60
+    left = int(dark.sum(axis=0).argmax())
+    return grey, int(dark.sum(axis=1).argmax()), int(dark[:, left].argmax()), left
+
+
+def runs(flags, least_gap=1):
+    """How many stretches of true there are, those less than so far apart taken together."""
+    places = np.flatnonzero(flags)
+    return int((np.diff(places) > least_gap).sum()) + 1 if len(places) else 0
+
+
+@pytest.mark.parametrize("heights", [(100.0, 101.0, 100.8), (0.0, 101.0, 3.0), (5.0, 5.0, 5.0)])
+def test_the_highest_point_is_well_below_the_top(tmp_path, heights):
+    line_chart(tmp_path / "top.png", "T", "x", "y", [Series("", (1, 2, 3), heights, "points")])
+    grey, bottom, top, left = pixels(tmp_path / "top.png")
+    drawn = np.flatnonzero((grey[top:bottom, left + 8 :] < 150).any(axis=1))  # darker than the lines of the grid
+    assert drawn[0] > 0.04 * (bottom - top)
+
+
+@pytest.mark.parametrize(("x", "ticks"), [((1, 2, 3), 3), ((1.0, 2.0), 2), ((1, 2.5, 3), 9)])
+def test_where_only_whole_numbers_occur_only_whole_ones_are_on_the_axis(tmp_path, x, ticks):
+    line_chart(tmp_path / "ticks.png", "T", "images", "ms", [Series("", x, [1.0] * len(x))])
+    grey, bottom, _, left = pixels(tmp_path / "ticks.png")
+    assert runs(grey[bottom + 4, left + 2 :] < 150) == ticks
+
+
+def test_figures_over_narrow_bars_do_not_run_into_one_another(tmp_path):
+    groups = [f"{number}G+1C" for number in range(14)]
+    bar_chart(tmp_path / "narrow.png", "T", "y", groups, {"board A": [18.9] * 14, "board B": [18.9] * 13 + [20.0]})
+    grey, bottom, top, left = pixels(tmp_path / "narrow.png")
+    highest = bottom - (bottom - top) / 1.2  # where a bar of 20 ends
+    band = grey[int(highest + 0.05 * (bottom - top)) - 12 : int(highest + 0.05 * (bottom - top)) - 4, left + 8 :]
+    assert runs((band < 100).any(axis=0), least_gap=3) >= 27
+
+
+def test_what_is_not_known_is_called_as_asked(tmp_path):
+    for name, unknown in (("plain.png", {}), ("asked.png", {"unknown": "not tried"})):
+        bar_chart(tmp_path / name, "T", "y", ["A1"], {"samba": [1.0], "paper": [None]}, **unknown)
+    assert (tmp_path / "plain.png").read_bytes() != (tmp_path / "asked.png").read_bytes()
 
 
 def test_a_logarithmic_axis(tmp_path):
