@@ -54,6 +54,7 @@ class Evaluation:
 
     rows: tuple[Row, ...]
     best: tuple[Best, ...]
+    sample_requests: int = SAMPLE_REQUESTS  # that the searches were made on
 
     def row(self, task: str, device: str, policy: str) -> Row | None:
         """One system's row; None where it was not run."""
@@ -70,29 +71,29 @@ def evaluate(
     """Run every system on every task and device. ``tasks``, ``sample_requests``: SHORT_TASKS and
     SHORT_SAMPLE_REQUESTS are the short form.
 
-    ``progress`` is told what begins, and how many of how many steps are done. Raises ConfigError where a device has no
-    room for a system.
+    ``progress`` is told of each search and each task as it begins and as it ends. Raises ConfigError where a device
+    has no room for a system.
     """
     boards = tuple(dict.fromkeys(name[0] for name in tasks))
-    steps = len(devices) * (len(boards) + len(tasks))
     rows: list[Row] = []
     best: list[Best] = []
-    done = 0
     for device in devices:
         for board in boards:
-            progress(f"searching for board {board} on {device.device}", done, steps)
+            searching = f"search for board {board} on {device.device}"
+            progress(searching, 0, 1)
             sample = sample_of(board, sample_requests)
             found = {policy: search_best(device, sample, board, _start(policy)) for policy in (PAPER, COSERVE)}
             best += found.values()
-            done += 1
+            progress(searching, 1, 1)
             for name in (name for name in tasks if name[0] == board):
-                progress(f"task {name} on {device.device}", done, steps)
                 task = paper_task(name)
                 set_up = systems(device, task, found[PAPER].system, found[COSERVE].system)
-                rows += [simulate(system, device, task) for system in set_up]
-                done += 1
-    progress("done", done, steps)
-    return Evaluation(tuple(rows), tuple(sorted(best, key=lambda each: each.system.policy != PAPER)))
+                for number, system in enumerate(set_up):
+                    progress(f"task {name} on {device.device}", number, len(set_up))
+                    rows.append(simulate(system, device, task))
+                progress(f"task {name} on {device.device}", len(set_up), len(set_up))
+    by_policy = sorted(best, key=lambda each: each.system.policy != PAPER)
+    return Evaluation(tuple(rows), tuple(by_policy), sample_requests)
 
 
 def casual_system(device: PaperDevice) -> System:
@@ -120,6 +121,18 @@ def _start(policy: str) -> System:
     """What a search begins with. Each executor of the paper's loads for itself; ours keeps its own limit."""
     in_flight = Limits(()).loads_in_flight if policy == COSERVE else None
     return System(policy, policy, {GPU: 1, CPU: 1}, loads_in_flight=in_flight)
+
+
+def short_form(evaluation: Evaluation) -> str | None:
+    """How a short form differs from the full one, in words; None for one that is as long in its searches."""
+    if evaluation.sample_requests >= SAMPLE_REQUESTS:
+        return None
+    tasks = ", ".join(dict.fromkeys(row.task for row in evaluation.rows))
+    return (
+        f"Tasks {tasks} only, and executors and memory were searched for on {evaluation.sample_requests:,} requests "
+        f"instead of {SAMPLE_REQUESTS:,}: what was found, and with it the figures of CoServe on a task, may differ "
+        "from those of the full form."
+    )
 
 
 def shortfalls(evaluation: Evaluation) -> list[str]:
@@ -191,14 +204,20 @@ def evaluation_table(evaluation: Evaluation) -> str:
         ]
         rows = (row for row in evaluation.rows if (row.task, row.device) == (task, device))
         lines += [*(_table_line(row, samba, all_memory) for row in rows), ""]
+    note = short_form(evaluation)
+    lines += [] if note is None else [f"short      {note}"]
     missed = shortfalls(evaluation)
     lines += [f"SHORT      {text}" for text in missed] or ["target     every one is reached"]
     return "\n".join(lines)
 
 
 def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
-    """The object of `coserve bench tasks --json`."""
-    return {"rows": [asdict(row) for row in evaluation.rows], "shortfalls": shortfalls(evaluation)}
+    """The object of `coserve bench tasks --json`. ``short_form``: what is shortened; None for nothing."""
+    return {
+        "rows": [asdict(row) for row in evaluation.rows],
+        "shortfalls": shortfalls(evaluation),
+        "short_form": short_form(evaluation),
+    }
 
 
 def _table_line(row: Row, samba: Row | None, all_memory: Row | None) -> str:

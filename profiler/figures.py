@@ -24,6 +24,7 @@ from profiler.evaluation import (
     SAMBA_PARALLEL,
     SAMBAS,
     fewer_switches,
+    short_form,
     shortfalls,
 )
 
@@ -68,6 +69,7 @@ def write_figures(evaluation: Evaluation, folder: Path, cost: SchedulingCost | N
     ``cost``: what scheduling costs, measured on the real engine, for figure 19; None leaves it open.
     """
     sections = (
+        *_short_form(evaluation),
         figure_13(evaluation, folder),
         figure_14(evaluation, folder),
         figure_15(evaluation, folder),
@@ -78,6 +80,12 @@ def write_figures(evaluation: Evaluation, folder: Path, cost: SchedulingCost | N
         short_of(evaluation),
     )
     return "\n\n".join(sections) + "\n"
+
+
+def _short_form(evaluation: Evaluation) -> tuple[str, ...]:
+    """What a short form leaves out; nothing for a full one."""
+    note = short_form(evaluation)
+    return () if note is None else (f"Short form. {note}",)
 
 
 def figure_13(evaluation: Evaluation, folder: Path) -> str:
@@ -151,6 +159,7 @@ def figure_17(evaluation: Evaluation, folder: Path) -> str:
             [f"{gpu}G+{cpu}C" for gpu, cpu in settings],
             {f"board {board}": [sweep.get(setting) for setting in settings] for board, sweep in sweeps.items()},
             SIMULATED,
+            unknown="not tried",
         )
         charts.append(chart)
     lines = []

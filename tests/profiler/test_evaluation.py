@@ -213,7 +213,9 @@ def test_a_task_has_a_row_for_every_system(one_task):
         ("B1", "uma", policy) for policy in POLICIES
     ]
     assert [best.system.policy for best in evaluation.best] == ["paper", "coserve"]
-    assert steps == [("searching for board B on uma", 0, 2), ("task B1 on uma", 1, 2), ("done", 2, 2)]
+    of_all = len(POLICIES)
+    assert steps[:2] == [("search for board B on uma", 0, 1), ("search for board B on uma", 1, 1)]
+    assert steps[2:] == [("task B1 on uma", done, of_all) for done in range(of_all + 1)]
     assert evaluation.row("B1", "uma", "paper") in evaluation.rows
     assert evaluation.row("A1", "uma", "paper") is None
 
@@ -221,11 +223,22 @@ def test_a_task_has_a_row_for_every_system(one_task):
 def test_rows_have_the_keys_that_scripts_read_and_are_json(one_task):
     evaluation, _ = one_task
     found = json.loads(json.dumps(evaluation_json(evaluation)))
-    assert found.keys() == {"rows", "shortfalls"}
+    assert found.keys() == {"rows", "shortfalls", "short_form"}
     for told, each in zip(found["rows"], evaluation.rows, strict=True):
         assert told.keys() >= {"task", "device", "policy", "images_per_s", "switches"}
         assert (told["images_per_s"], told["switches"]) == (each.images_per_s, each.switches)
     assert found["shortfalls"] == shortfalls(evaluation)
+
+
+def test_a_shorter_search_is_said_wherever_its_figures_are(one_task, tmp_path):
+    evaluation, _ = one_task
+    said = "Tasks B1 only, and executors and memory were searched for on 120 requests instead of 1,500"
+    assert said in evaluation_json(evaluation)["short_form"]
+    assert said in evaluation_table(evaluation)
+    assert write_figures(evaluation, tmp_path).startswith(f"Short form. {said}")
+    full = replace(evaluation, sample_requests=1500)
+    assert evaluation_json(full)["short_form"] is None
+    assert "only, and" not in evaluation_table(full) + write_figures(full, tmp_path)
 
 
 def test_the_figures_hold_the_rows_and_the_papers_words(one_task, tmp_path):
