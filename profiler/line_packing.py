@@ -81,13 +81,17 @@ class LinePacking:
         ordered = (sorted(names, key=lambda name: not self._samples.of(name)) for names in found.values())
         return {name: self._forms(name, processors) for names in ordered for name in names[:REPRESENTATIVES]}
 
-    def pack(self, wanted: Mapping[str, set[Precision]]) -> Copies:
-        """The line's copies in the forms wanted and in the reference, by form."""
+    def pack(self, wanted: Mapping[str, set[Precision]], stage: str | None = "pack") -> Copies:
+        """The line's copies in the forms wanted and in the reference, by form.
+
+        ``stage``: what progress calls it; None for what is there already, and takes no time.
+        """
         experts = self._config.catalog.experts
         forms = {name: wanted.get(name, set()) | {self.reference(name)} for name in experts}
 
         def step(step: PackingStep) -> None:
-            self._progress("pack", step.number, step.total)
+            if stage is not None:
+                self._progress(stage, step.number, step.total)
 
         try:
             report = pack_line(experts.values(), forms, self._segments, step)
@@ -107,9 +111,9 @@ class LinePacking:
         forms: defaultdict[str, set[Precision]] = defaultdict(set)
         for (kind, _), form in precisions.items():
             forms[kind].add(Precision(form))
-        references = self.references(self.pack({}))
+        references = self.references(self.pack({}, None))
         wanted = {copy.expert.id: forms[kind_of(copy)] for copy in references if forms[kind_of(copy)]}
-        copies = self.pack(wanted)
+        copies = self.pack(wanted, "pack as chosen")
         kept = {name: wanted.get(name, {self.reference(name)}) for name in self._config.catalog.experts}
         forget_other_forms(kept, self._segments)
         standing = [copy for form in copies for copy in copies[form] if form in wanted.get(copy.expert.id, ())]

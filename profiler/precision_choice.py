@@ -124,7 +124,8 @@ class PrecisionChoice:
         if earlier is not None and earlier.images and (earlier.tolerance, earlier.samples_sha256) == terms:
             return earlier
         wanted = {copy.expert.id: {form} for copy in sampled}
-        others = [copy for copy in self._packing.pack(wanted)[form] if copy.expert.id in wanted]
+        packed = self._packing.pack(wanted, f"pack {form} for {bench.processor}")
+        others = [copy for copy in packed[form] if copy.expert.id in wanted]
         if not others:
             return None
         self._progress(f"compare {form} on {bench.processor}", 0, 1)

@@ -58,10 +58,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.core.performance import PoolSpec
     from agent.profile import Allocation, UsageProfile
     from agent.runtime.device import Box
     from agent.runtime.slots import ExpertCopy
-    from profiler.allocation import SearchedAllocation
+    from profiler.allocation import SearchedAllocation, Throughput
     from profiler.line_packing import Copies
     from profiler.simulator import Arrival
 
@@ -69,6 +70,7 @@ MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
+ON_ENGINE = "search on the engine"  # a stage
 ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
 
 
@@ -173,6 +175,39 @@ def _refuse_to_replace(path: Path, box: Box) -> None:
         )
 
 
+class _CountedRuns:
+    """Tells how many runs of a search were made; how many it will take is known only in the end."""
+
+    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
+        self._progress = progress
+        self._runs = 0
+
+    def remembered_by(self, runs: SearchRuns) -> Callable[[Throughput], Throughput]:
+        """Runs that are remembered are not made, and not told."""
+        return lambda throughput: runs.remembered(self._told(throughput))
+
+    def _told(self, throughput: Throughput) -> Throughput:
+
+        def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+            self._progress(ON_ENGINE, self._runs, self._runs + 1)
+            found = throughput(executors, pools)
+            self._runs += 1
+            return found
+
+        return images_per_s
+
+    def end(self) -> None:
+        if self._runs:
+            self._progress(ON_ENGINE, self._runs, self._runs)
+
+
+def _broken_images(broken: Sequence[str]) -> str:
+    """``broken``: each file that could not be decoded, with its reason."""
+    if len(broken) == 1:
+        return f"one sample image is broken and was passed over: {broken[0]}"
+    return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
+
+
 class _Profiling:
     """One run. Each step saves what it found, and leaves alone what an earlier run saved."""
 
@@ -199,7 +234,7 @@ class _Profiling:
     def run(self, served: UsageFound | None) -> Profiled:
         """All steps. ``served``: the usage, where it was learned from history, now or before."""
         if self._samples.broken:
-            self._notes.append(f"{len(self._samples.broken)} sample images are broken and were passed over")
+            self._notes.append(_broken_images(self._samples.broken))
         processors = self._processors()
         representatives = self._packing.representatives(processors)
         copies = self._packing.pack(representatives)
@@ -360,13 +395,23 @@ class _Profiling:
         Raises ConfigError where nothing is left of the sample.
         """
         config, without, images = self._config, self._packing.failed, self._images()
+        counted = _CountedRuns(self._progress)
         while True:
             trace = self._sample(self._options.engine_requests, interim.usage, images)
             runs = SearchRuns(self._draft, config, self._box, interim, trace)
             try:
-                return search_on_engine(
-                    config, runs.box, interim, trace, self._progress, self._options.search, without, runs.remembered
+                found = search_on_engine(
+                    config,
+                    runs.box,
+                    interim,
+                    trace,
+                    lambda *_: None,
+                    self._options.search,
+                    without,
+                    counted.remembered_by(runs),
                 )
+                counted.end()
+                return found
             except SampleUnfit as error:
                 self._leave_out(error)
                 images = {

@@ -195,7 +195,7 @@ class _Checked:
     def is_sound(self, sample: Sample) -> bool:
         if sample.path not in self._sound and sample.path not in self.broken:
             try:
-                read_image(sample.path, sample.path.name, sample.max_pixels)
+                read_image(sample.path, str(sample.path), sample.max_pixels)
             except ImageError as error:
                 self.broken[sample.path] = str(error)
             else:

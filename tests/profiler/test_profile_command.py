@@ -39,7 +39,7 @@ from profiler import profiling
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
 from profiler.batches import BatchOptions
 from profiler.cli import disk_explained
-from profiler.profiling import CASUAL, ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
+from profiler.profiling import CASUAL, ENGINE, ON_ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
 from profiler.samples import SYNTHETIC
 from profiler.search_runs import RUNS
 from profiler.usage import COMPUTED, SERVED
@@ -589,14 +589,10 @@ class TestKilled:
         class Stopped(Exception):
             pass
 
-        packings = []
-
         def stop(stage, done, total):
-            """In the second run of the search: one packing comes with each."""
-            if done == total and (packings or stage == "executors of cpu"):
-                packings.append(stage)
-                if packings.count("pack") == 2:
-                    raise Stopped
+            """As the second run of the search begins."""
+            if stage == ON_ENGINE and done == 1:
+                raise Stopped
 
         options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT)
         with pytest.raises(Stopped):
@@ -870,9 +866,9 @@ class TestWhatLiesInTheProfilesPlace:
 
     def test_a_running_agent_keeps_the_profiler_away(self, line):
         with StateLock(line.config.state):
-            with pytest.raises(AlreadyRunning, match=r"is held by another agent: stop it first"):
+            with pytest.raises(AlreadyRunning, match=r"is held by another agent or `coserve profile`: stop it first"):
                 line.profiled()
-            assert "is held by another agent" in run("profile", line.file, "--casual", check=1).stderr
+            assert "is held by another agent or `coserve profile`" in run("profile", line.file, "--casual", check=1).stderr
         assert not line.path.exists()
 
 

@@ -153,7 +153,7 @@ class TestGivenFolders:
         assert f"{folder} holds no usable image: 4 files were looked at" in text
         assert "2 of them: the name does not match the pattern" in text
         assert "1 of them: no route for the component 'diode'" in text
-        assert "1 broken: B1_chip_U1.png: the file is empty" in text
+        assert f"1 broken: {folder / 'B1_chip_U1.png'}: the file is empty" in text
         assert "<component>/<label>/*.png (components: chip, resistor, ...)" in text
 
     def test_an_empty_one_is_refused(self, config, tmp_path):
