@@ -9,7 +9,6 @@ import json
 import logging
 import sqlite3
 import sys
-import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +18,17 @@ import typer
 from typer.core import TyperGroup
 
 from agent.cli import FAILED, AsJson, LineFile, explained, log_to_stderr
+from experts.errors import ConfigError
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from profiler.plan import PlanRow
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
+SEARCHING = ("initial_window", "error_margin", "fit_values")  # parameters of the search alone
+OPTIONS = {name: name.replace("_", "-") for name in SEARCHING} | {"directory": "dir", "folder": "out"}
 BENCHMARKS = ("decisions", "generate", "load", "overhead", "report", "start", "tasks")
 
 
@@ -63,8 +67,11 @@ Directory = Annotated[
 
 
 @contextmanager
-def disk_explained() -> Iterator[None]:
-    """What a disk refuses, as one line on stderr. Exit code 1: what was saved until then is whole."""
+def disk_explained(*, resumes: bool = False) -> Iterator[None]:
+    """What a disk refuses, as one line on stderr. Exit code 1.
+
+    ``resumes``: what was saved until then is whole, and the command goes on from there when it is run again.
+    """
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
@@ -72,13 +79,32 @@ def disk_explained() -> Iterator[None]:
 
         if isinstance(error, sqlite3.Error) and not is_refused_by_disk(error):
             raise
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else f"{error}"
-        sys.stderr.write(f"{told} - make room or correct the path, then run the command again: it resumes\n")
+        told = f"{error}"
+        if isinstance(error, OSError) and error.strerror:
+            reason = "is there, and is no folder" if isinstance(error, FileExistsError) else error.strerror
+            told = f"{error.filename}: {reason}" if error.filename else reason
+        again = "run the command again: it resumes" if resumes else "run the command again"
+        sys.stderr.write(f"{told} - make room or correct the path, then {again}\n")
         raise typer.Exit(FAILED) from error
+
+
+def scratch_folder(directory: Path | None) -> Path:
+    """The folder on the SSD to measure; where none is given, the current one. Raises ConfigError."""
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"{directory}: no such folder - name one on the SSD to measure")
+    return directory or Path.cwd()
+
+
+def refuse_unused(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raises BadParameter naming those of these parameters that were given, as nothing will come of them."""
+    given = [name for name in names if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
+    if given:
+        raise typer.BadParameter(why, param_hint=" / ".join(f"--{OPTIONS.get(name, name)}" for name in given))
 
 
 @offline_app.command()
 def profile(
+    ctx: typer.Context,
     line: LineFile,
     samples: Annotated[
         Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
@@ -121,6 +147,15 @@ def profile(
             raise typer.BadParameter(
                 "usage is learned or counted - give one of the two", param_hint="--usage-from / --count-usage"
             )
+        is_measured = fresh or simulate or casual or samples is not None or usage_from is None
+        if not is_measured:
+            refuse_unused(
+                ctx,
+                ("tolerance", *SEARCHING),
+                "--usage-from alone measures and searches nothing - leave it, or add --simulate, --casual or --fresh",
+            )
+        elif casual:
+            refuse_unused(ctx, SEARCHING, "--casual searches nothing - leave one of the two")
         config = read_line(line)
         options = ProfilingOptions(
             samples=samples,
@@ -131,22 +166,21 @@ def profile(
             tolerance=tolerance,
             search=SearchOptions(initial_window, error_margin, fit_values),
         )
-        is_measured = fresh or simulate or casual or samples is not None
-        with disk_explained(), progress_on_stderr() as progress:
+        with disk_explained(resumes=True), progress_on_stderr() as progress:
             learned = None if is_measured else learn_usage(config, usage_from)
             done = learned or profile_line(config, options, progress)
-            charts = profile_charts(done.profile, done.path.with_name("profile"))
     for note in done.notes:
         sys.stderr.write(f"note: {note}\n")
-    if as_json:
-        print(json.dumps(profile_json(done.profile)))
-        return
-    print(profile_table(done.profile))
-    print(f"written      {done.path}, charts in {charts[0].parent}" if charts else f"written      {done.path}")
+    print(json.dumps(profile_json(done.profile)) if as_json else profile_table(done.profile))
+    with disk_explained(resumes=True):
+        charts = profile_charts(done.profile, done.path.with_name("profile"))
+    if not as_json:
+        print(f"written      {done.path}, charts in {charts[0].parent}" if charts else f"written      {done.path}")
 
 
 @offline_app.command()
 def plan(
+    ctx: typer.Context,
     line: LineFile,
     trace: Trace = None,
     database: Annotated[
@@ -166,6 +200,7 @@ def plan(
     from agent.config import read_line
     from agent.listing import profile_file
     from agent.profile import read_profile
+    from agent.progress import progress_on_stderr
     from profiler.plan import as_json as plan_json
     from profiler.plan import plan as plan_rows
     from profiler.plan import plan_advice, plan_table
@@ -173,7 +208,9 @@ def plan(
     from profiler.traces import board_trace, read_trace
 
     log_to_stderr(logging.WARNING)
-    with explained():
+    with explained(), disk_explained(), progress_on_stderr() as progress:
+        if trace is not None:
+            refuse_unused(ctx, ("boards",), "boards are of the made-up trace - leave them, or leave --trace")
         config = read_line(line)
         stored = read_profile(database or profile_file(config))
         if database is None:
@@ -188,9 +225,15 @@ def plan(
             "ssd_bytes_per_s": bytes_per_s(ssd_bandwidth),
             "seed": seed,
         }
-        rows = plan_rows(config, None, stored, arrivals, policies or (), memories, **common)
-        first_policy = (policies or [config.policy])[0]
-        advice = plan_advice(config, None, stored, arrivals, first_policy, memories[0], **common)
+        asked = [(policy, size) for size in memories for policy in policies or [config.policy]]
+        stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
+        rows: list[PlanRow] = []
+        for done, (policy, size) in enumerate(asked):
+            progress(stage, done, steps)
+            rows += plan_rows(config, None, stored, arrivals, [policy], [size], **common)
+        progress(stage, len(asked), steps)
+        advice = plan_advice(config, None, stored, arrivals, *asked[0], **common)
+        progress(stage, steps, steps)
     print(json.dumps(plan_json(rows, advice)) if as_json else plan_table(rows, advice), end="\n" if as_json else "")
 
 
@@ -216,7 +259,7 @@ def bench_line(
     from profiler.traces import read_trace
 
     log_to_stderr(logging.WARNING)
-    with explained():
+    with explained(), disk_explained():
         if not line.exists() and not line.suffix:
             raise typer.BadParameter(f"{line} is neither a line file nor one of {', '.join(BENCHMARKS)}")
         if trace is None:
@@ -250,7 +293,7 @@ def generate(
     from profiler.generated import LineRecipe, generate_line
 
     recipe = LineRecipe(experts, architecture, detectors, requests=requests, memory_for=memory_for, seed=seed)
-    with explained():
+    with explained(), disk_explained():
         made = generate_line(folder, recipe)
     if as_json:
         print(
@@ -265,34 +308,51 @@ def generate(
 def report(
     folder: Annotated[Path, typer.Option("--out", help="where report.md and its charts go")] = Path("bench-report"),
     directory: Directory = None,
-    full: Annotated[bool, typer.Option("--full", help="the traces the targets are stated for; a quarter hour")] = False,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="the traces and tasks that the targets are stated for, searches on whole samples; a quarter hour",
+        ),
+    ] = False,
     repeat: Annotated[int | None, typer.Option(min=1, help="rounds; default: 1, with --full 3")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
     from agent.progress import progress_on_stderr
-    from profiler.report import targets_text, write_report
+    from profiler.report import REPORT, measure_report, prepare_folder, targets_text, write_report
 
     log_to_stderr(logging.WARNING)
-    with explained(), progress_on_stderr() as progress:
-        written = write_report(folder, directory or Path.cwd(), progress, full=full, repeats=repeat)
-    if as_json:
-        print(json.dumps(asdict(written), default=str))
-        return
-    print(targets_text(written.targets))
-    print(f"{written.path} in {written.seconds:.0f} s")
+    with explained(), disk_explained():
+        scratch = scratch_folder(directory)
+        prepare_folder(folder)
+        with progress_on_stderr() as progress:
+            found = measure_report(scratch, progress, full=full, repeats=repeat)
+        if as_json:
+            targets = [asdict(target) for target in found.targets]
+            print(json.dumps({"path": str(folder / REPORT), "targets": targets, "seconds": found.seconds}))
+        else:
+            print(targets_text(found.targets))
+        path = write_report(folder, found)
+    if not as_json:
+        print(f"{path} in {found.seconds:.0f} s")
 
 
 @bench_app.command()
 def tasks(
+    ctx: typer.Context,
     device: Annotated[
         list[str] | None, typer.Option(help="numa, uma (the paper's boxes; default: both) or PROFILE.db")
     ] = None,
-    short: Annotated[bool, typer.Option("--short", help="A1 and B1 only")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="A1 and B1 only, searched on half the sample: other figures")
+    ] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="also write figures 13 to 18 there")] = None,
     experts: Annotated[int | None, typer.Option(min=2, help="on the real engine instead: so many experts")] = None,
     requests: Annotated[int, typer.Option(min=1, help="with --experts: so many requests")] = 240,
-    directory: Directory = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="with --experts: a folder on the SSD; default: the current folder")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
@@ -300,7 +360,7 @@ def tasks(
     from profiler.evaluation import evaluation_json, evaluation_table
     from profiler.figures import write_figures
     from profiler.measured_device import device_notes
-    from profiler.report import DEVICE_FILES, simulated_tasks
+    from profiler.report import DEVICE_FILES, prepare_folder, simulated_tasks
     from profiler.scaled import measure_scaled, scaled_json, scaled_table
 
     log_to_stderr(logging.WARNING)
@@ -308,20 +368,24 @@ def tasks(
         raise typer.BadParameter(
             "the real engine has no --device, --short or --out - leave them", param_hint="--experts"
         )
-    with explained(), progress_on_stderr() as progress:
+    if experts is None:
+        refuse_unused(ctx, ("requests", "directory"), "a simulation has neither - leave it, or give --experts")
+    with explained(), disk_explained():
         if experts is not None:
-            measured = measure_scaled(directory or Path.cwd(), experts, requests, progress)
-        else:
+            with progress_on_stderr() as progress:
+                measured = measure_scaled(scratch_folder(directory), experts, requests, progress)
+            print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
+            return
+        if folder is not None:
+            prepare_folder(folder)
+        with progress_on_stderr() as progress:
             evaluation = simulated_tasks(device or tuple(DEVICE_FILES), progress, full=not short)
-    if experts is not None:
-        print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
-        return
-    for note in device_notes(dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)):
-        sys.stderr.write(f"note: {note}\n")
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")
-    print(json.dumps(evaluation_json(evaluation)) if as_json else evaluation_table(evaluation))
+        others = dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)
+        for note in device_notes(others):
+            sys.stderr.write(f"note: {note}\n")
+        print(json.dumps(evaluation_json(evaluation)) if as_json else evaluation_table(evaluation))
+        if folder is not None:
+            (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")
 
 
 @bench_app.command()
@@ -339,7 +403,7 @@ def overhead(
     from profiler.traces import read_trace
 
     log_to_stderr(logging.WARNING)
-    with explained():
+    with explained(), disk_explained():
         config = read_line(line)
         arrivals = read_trace(trace, config.catalog)
         with progress_on_stderr() as progress:
@@ -356,8 +420,8 @@ def start(
     """How soon an agent without experts to speak of is ready, and what it holds then."""
     from profiler.starting import measure_start, report
 
-    with explained():
-        times = measure_start(directory, starts)
+    with explained(), disk_explained():
+        times = measure_start(scratch_folder(directory), starts)
     print(json.dumps(asdict(times)) if as_json else report(times))
 
 
@@ -381,6 +445,6 @@ def load(
     """SSD to runnable, beside a raw direct read of the same packed bytes."""
     from profiler.loading import measure_loading, report
 
-    with explained(), tempfile.TemporaryDirectory(prefix="bench-load-", dir=directory or Path.cwd()) as scratch:
-        measured = measure_loading(Path(scratch), architecture, files, repeats)
+    with explained(), disk_explained():
+        measured = measure_loading(scratch_folder(directory), architecture, files, repeats)
     print(json.dumps(asdict(measured)) if as_json else report(measured))

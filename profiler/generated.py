@@ -29,6 +29,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from experts.backends import backend_for, family
+from experts.backends.weight_files import saving
 from experts.errors import ConfigError
 from experts.expert import Expert, InputSpec, Precision
 from experts.packing import pack_line
@@ -123,12 +124,23 @@ def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLi
     """Write line.yaml, weights, images and trace.jsonl into an empty or new folder.
 
     Raises ConfigError when the folder is not empty, an architecture cannot be built, or the disk has no room for the
-    weights and their packed form.
+    weights and their packed form; OSError for what the disk refuses. The folder is empty then, as it was.
     """
     recipe = recipe or LineRecipe()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: name a new folder, nothing is overwritten")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: name a new folder, nothing is overwritten")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _generate_line(folder, recipe)
+    except BaseException:
+        for each in folder.iterdir():
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+        raise
+
+
+def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
         tensors = {name: _fresh_tensors(name, Path(scratch)) for name in _architectures(recipe)}
     count = recipe.classifiers + recipe.detectors
@@ -204,6 +216,22 @@ def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
     return classifiers + detectors
 
 
+def write_experts(folder: Path, architecture: str, count: int, seed: int = 0) -> list[Expert]:
+    """Experts of one architecture, each with weights of its own, written below ``folder`` as for a generated line.
+
+    Raises ConfigError as ``generate_line`` does, OSError.
+    """
+    with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
+        tensors = {architecture: _fresh_tensors(architecture, Path(scratch))}
+    weights_bytes = count * tensors[architecture].size_bytes
+    require_disk(folder, 2 * weights_bytes, f"{count} experts and their packed form")
+    sizes = LineRecipe()
+    px = sizes.detector_px if family(architecture) == "detector" else sizes.classifier_px
+    experts = [_expert(folder, f"one/{number:03d}", architecture, px) for number in range(count)]
+    _write_weights(experts, tensors, seed)
+    return experts
+
+
 def _fresh_tensors(architecture: str, scratch: Path) -> _Tensors:
     """The state dict of a fresh network. Raises ConfigError for what is neither a classifier nor a detector."""
     kind = family(architecture)
@@ -253,7 +281,9 @@ def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], s
     run = np.random.default_rng(seed).standard_normal(length, dtype=np.float32)
     experts[0].weights.parent.mkdir()
     for number, expert in enumerate(experts):
-        save_file(tensors[expert.architecture].drawn(run, number), expert.weights)
+        drawn = tensors[expert.architecture].drawn(run, number)
+        with saving(expert.weights):
+            save_file(drawn, expert.weights)
     return sum(expert.weights.stat().st_size for expert in experts)
 
 

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experts.backends import backend_for
-from experts.backends.classifier import write_random_weights
 from experts.direct_reads import DirectReader
-from experts.expert import Expert, InputSpec, Precision
+from experts.expert import Precision
 from experts.packing import pack_line
 from experts.weights import AlignedBuffer, SegmentStore, tensor_views
+from profiler.generated import write_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from experts.expert import Expert
     from experts.weights import PackedExpert
 
 TARGET_RATIO = 1.15
-LABELS = ("ok", "missing", "shifted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,13 @@ class LoadingTimes:
 
 
 def measure_loading(directory: Path, architecture: str = "resnet101", files: int = 8, repeats: int = 3) -> LoadingTimes:
-    """Pack ``files`` random experts of a torchvision architecture under ``directory``, load each ``repeats`` times.
+    """Pack ``files`` random experts of an architecture under ``directory``, load each ``repeats`` times.
 
-    Needs about twice the experts' bytes of disk; everything is removed afterwards.
+    Needs about twice the experts' bytes of disk; everything is removed afterwards. Raises ConfigError for what is
+    neither a torchvision classifier nor an ultralytics YAML, or without room; OSError for what the disk refuses.
     """
     with tempfile.TemporaryDirectory(prefix="loading-", dir=directory) as folder:
-        experts = [_random_expert(Path(folder), architecture, seed) for seed in range(files)]
+        experts = write_experts(Path(folder), architecture, files)
         store = SegmentStore(Path(folder) / "packed")
         try:
             report = pack_line(experts, lambda expert: {Precision.FP32}, store)
@@ -98,12 +99,6 @@ def report(times: LoadingTimes) -> str:
             f"ratio      {times.ratio:.3f}: {verdict} its target of {TARGET_RATIO}",
         )
     )
-
-
-def _random_expert(folder: Path, architecture: str, seed: int) -> Expert:
-    path = folder / f"{seed}.safetensors"
-    write_random_weights(path, architecture, len(LABELS), seed)
-    return Expert(f"cls/{seed}", architecture, path, LABELS, InputSpec(224, 224))
 
 
 def _measure(expert: Expert, packed: Sequence[PackedExpert], store: SegmentStore, repeats: int) -> LoadingTimes:

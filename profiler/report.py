@@ -2,11 +2,12 @@
 
 Guarantees: every figure is from a run of this command, with the machine it ran on; a target that is missed stands in
 the table as SHORT. ``full`` runs the traces and tasks that the targets are stated for, which takes a quarter of an hour
-on two cores; the short form runs smaller ones in under five minutes.
+on two cores; the short form runs smaller ones in under five minutes, and says what it shortens.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -59,23 +60,42 @@ LOG_GROWTH = 5 / 3  # log 100 000 over log 1 000
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Where the report lies, its targets, and how long it took."""
+class Findings:
+    """All that a report is written from. ``rounds``: that medians are of; ``seconds``: that it took."""
 
-    path: Path
+    proof: Proof
+    loads: LoadingTimes
+    start: StartTimes
+    decision_lines: Sequence[str]
+    evaluation: Evaluation
     targets: tuple[Target, ...]
+    is_full: bool
+    rounds: int
     seconds: float
 
 
-def write_report(
-    folder: Path, scratch: Path, progress: Progress, *, full: bool = False, repeats: int | None = None
-) -> Written:
-    """Measure everything and write ``folder/report.md`` with its charts. ``scratch``: a folder on the SSD to measure.
+def prepare_folder(folder: Path) -> None:
+    """Make a folder to write to, and prove that it takes a file: to be done before anything is measured.
 
-    What is generated there (4 GB, 24 GB in full) is removed afterwards. Raises ConfigError without room for it.
+    Raises ConfigError for a file in its place, OSError for what the disk refuses.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file - name a folder, it is made where it is not there")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except OSError as error:  # a full disk's does not say where
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
+def measure_report(scratch: Path, progress: Progress, *, full: bool = False, repeats: int | None = None) -> Findings:
+    """Measure everything. ``scratch``: a folder on the SSD to measure.
+
+    What is generated there (4 GB, 24 GB in full) is removed afterwards. Raises ConfigError without room for it, and
+    OSError for what the disk refuses.
     """
     started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
     rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)
     limit_s = KIND_LIMIT_S if full else SHORT_KIND_LIMIT_S
     proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
@@ -93,22 +113,36 @@ def write_report(
         *_start_targets(start),
         *_task_targets(evaluation),
     )
-    figures = write_figures(evaluation, folder, proof.scheduling)
-    seconds = time.monotonic() - started
+    return Findings(
+        proof=proof,
+        loads=loads,
+        start=start,
+        decision_lines=decision_lines,
+        evaluation=evaluation,
+        targets=targets,
+        is_full=full,
+        rounds=rounds,
+        seconds=time.monotonic() - started,
+    )
+
+
+def write_report(folder: Path, found: Findings) -> Path:
+    """Write ``folder/report.md`` with its charts. Raises OSError."""
+    figures = write_figures(found.evaluation, folder, found.proof.scheduling)
     parts = (
-        _opening(proof, full, rounds, seconds),
-        _targets_table(targets),
-        _proof_section(proof, folder),
-        _verbatim("SSD to runnable", loading.report(loads)),
-        _verbatim("A decision", "\n".join(decision_lines)),
-        _verbatim("The agent alone", starting.report(start)),
+        _opening(found.proof, found.is_full, found.rounds, found.seconds),
+        _targets_table(found.targets),
+        _proof_section(found.proof, folder),
+        _verbatim("SSD to runnable", loading.report(found.loads)),
+        _verbatim("A decision", "\n".join(found.decision_lines)),
+        _verbatim("The agent alone", starting.report(found.start)),
         "# The paper's tasks, simulated\n\nOn the paper's two boxes, whose constants are derived from its text "
         "(`configs/devices`), each with its source.",
         figures,
     )
     path = folder / REPORT
     path.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
-    return Written(path, targets, seconds)
+    return path
 
 
 def simulated_tasks(devices: Sequence[str], progress: Progress, *, full: bool = True) -> Evaluation:
@@ -144,7 +178,7 @@ def targets_text(targets: Iterable[Target]) -> str:
 
 def _opening(proof: Proof, full: bool, rounds: int, seconds: float) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    form = "full" if full else "short form: smaller traces and two of the four tasks"
+    form = "full" if full else "short form: smaller traces, two of the four tasks, their searches on smaller samples"
     machine = proof.fp32.measured.machine
     return (
         f"# CoServe on this box\n\n{now}, {form}, medians of {rounds}, {seconds:.0f} s. {machine}. What was generated "

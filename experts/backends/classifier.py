@@ -24,7 +24,7 @@ from experts.backends.binding import Binding
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
 from experts.backends.pixels import stretched
 from experts.backends.state_dict import DTYPES, executable, fit
-from experts.backends.weight_files import read_state_dict
+from experts.backends.weight_files import read_state_dict, saving
 from experts.backends.weightless import Weightless
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Precision, Prediction
@@ -140,10 +140,15 @@ def build_trainable(architecture: str, class_count: int, stem: str | None = None
 
 
 def write_random_weights(path: Path, architecture: str, class_count: int, seed: int) -> None:
-    """A .safetensors file of untrained weights, for measuring: the same ones for the same seed."""
+    """A .safetensors file of untrained weights, for measuring: the same ones for the same seed.
+
+    Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        save_file(build_trainable(architecture, class_count).state_dict(), path)
+        tensors = build_trainable(architecture, class_count).state_dict()
+    with saving(path):
+        save_file(tensors, path)
 
 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:

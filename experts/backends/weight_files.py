@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import onnx
@@ -14,11 +17,27 @@ from safetensors import SafetensorError, safe_open
 from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing, WeightsRefused
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor
 
     from experts.expert import Expert
+
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors tells what the system refused
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """What the disk refuses while safetensors writes ``path``, as the OSError that it was."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = SYSTEM_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def read_state_dict(expert: Expert) -> dict[str, Tensor]:

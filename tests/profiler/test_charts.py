@@ -43,7 +43,7 @@ def test_many_bars_are_drawn_without_figures_over_them(tmp_path):
 
 
 def pixels(path):
-    """The chart in grey, (height, width); and the row of its lower axis, the first row and the column of its left one."""
+    """The chart in grey, (height, width); its lower axis's row, and the first row and the column of its left one."""
     with Image.open(path) as image:
         grey = np.asarray(image.convert("L"))
     dark = grey < 60

@@ -112,6 +112,13 @@ def test_nothing_is_written_into_a_folder_that_holds_something(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_a_file_in_the_folders_place_is_refused_and_stays(tmp_path):
+    (tmp_path / "line").write_text("mine")
+    with pytest.raises(ConfigError, match="line is a file: name a new folder"):
+        generate_line(tmp_path / "line", RECIPE)
+    assert (tmp_path / "line").read_text() == "mine"
+
+
 def test_what_the_disk_cannot_hold_is_refused_before_any_weights_are_written(tmp_path):
     with pytest.raises(ConfigError, match=r"need \d+ bytes .* free: make room") as refused:
         generate_line(tmp_path / "line", replace(RECIPE, classifiers=10**9, architecture="squeezenet1_1"))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from experts.errors import ConfigError
 from profiler.loading import LoadingTimes, measure_loading, report
 
 TIMES = LoadingTimes("resnet101", 8, 3, 178_700_000, raw_s=0.05, load_s=0.055, first_load_s=0.15, bind_s=0.004)
@@ -13,6 +14,25 @@ def test_it_measures_real_files_and_removes_them(tmp_path):
     times = measure_loading(tmp_path, "squeezenet1_1", files=2, repeats=1)
     assert times.file_bytes > 2_000_000
     assert min(times.raw_s, times.load_s, times.first_load_s, times.bind_s) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_detector_is_loaded_like_a_classifier(tmp_path):
+    times = measure_loading(tmp_path, "yolov5n", files=1, repeats=1)
+    assert times.file_bytes > 2_000_000
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("resnet1O1", "resnet1O1: torchvision has no classifier 'resnet1O1'"),
+        ("onnx", "classifiers and YOLO detectors only"),
+    ],
+)
+def test_an_architecture_that_is_none_is_refused(tmp_path, architecture, said):
+    with pytest.raises(ConfigError, match=said):
+        measure_loading(tmp_path, architecture, files=1, repeats=1)
     assert list(tmp_path.iterdir()) == []
 
 

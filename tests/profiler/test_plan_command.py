@@ -127,6 +127,18 @@ def test_what_is_given_stands_in_the_place_of_the_lines_own(line):
     assert one["memory"]["host_workspace"] == 61_000_000
 
 
+def test_what_runs_is_told_on_stderr_to_its_end(line):
+    told = plan(line, "--policy", "coserve", "--policy", "samba", "--boards", "3").stderr
+    assert "plan for 30 requests: 0/3 after " in told
+    assert "plan for 30 requests: 3/3 after " in told
+
+
+def test_boards_beside_a_trace_are_refused(line):
+    file = trace(line, {"t": 0.0, "expert": "cls/f2"})
+    told = plan(line, "--trace", file, "--boards", "7", check=2).stderr
+    assert "Invalid value for --boards: boards are of the made-up trace" in " ".join(told.replace("│", " ").split())
+
+
 def test_people_read_a_table_and_what_would_help(line):
     text = plan(line, "--policy", "coserve", "--policy", "samba").stdout
     header, first, second, *_ = text.splitlines()
@@ -210,6 +222,7 @@ def test_an_empty_queue_and_a_trace_that_is_not_there(line):
         (("--executors", "cuda=1"), "cuda"),
         (("--precision", "bf16"), None),
         (("--ssd-bandwidth", "0MB/s"), "lets nothing through"),
+        (("--memory", "device=2GiB"), "--memory device: this box has one memory for all its processors"),
     ],
 )
 def test_what_cannot_be_is_told(line, words, reason):

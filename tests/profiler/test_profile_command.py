@@ -604,7 +604,65 @@ class TestKilled:
         assert RUNS not in {trial.search for trial in profile.trials}
 
 
+class TestProgress:
+    def test_each_stage_runs_once_from_its_beginning_to_its_end(self, line):
+        line.classify(1, 2)
+        line.document["precision"] = "auto"
+        steps = {}
+
+        def report(stage, done, total):
+            steps.setdefault(stage, []).append((done, total))
+
+        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT, samples=line.crops())
+        profile_line(line.config, options, report)
+        assert {"pack", "pack as chosen", ON_ENGINE} <= steps.keys()
+        for stage, told in steps.items():
+            assert sorted(told) == told, stage
+            assert told[-1][0] == told[-1][1], stage
+
+    def test_charts_that_cannot_be_written_lose_no_profile_and_no_table(self, line):
+        place = line.path.with_name("profile")
+        line.config.state.mkdir()
+        place.write_text("in the way")
+        done = run("profile", line.file, "--casual", check=1)
+        assert "K ms" in done.stdout
+        assert done.stderr.splitlines()[-1] == (
+            f"{place}: is there, and is no folder - make room or correct the path, then run the command again: it "
+            "resumes"
+        )
+        assert read_profile(line.path).line == "test"
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("words", "named"),
+        [
+            (["--usage-from", "results.db", "--tolerance", "0.5"], ["--tolerance"]),
+            (
+                ["--usage-from", "results.db", "--initial-window", "3", "--fit-values", "2"],
+                ["--initial-window", "--fit-values"],
+            ),
+            (["--usage-from", "results.db", "--error-margin", "0.05"], ["--error-margin"]),
+            (["--casual", "--initial-window", "3"], ["--initial-window"]),
+        ],
+    )
+    def test_those_that_nothing_would_come_of_are_refused_by_name(self, line, words, named):
+        told = " ".join(run("profile", line.file, *words, check=2).stderr.replace("│", " ").split())
+        assert f"Invalid value for {' / '.join(named)}: {words[0]} " in told
+        assert not line.config.state.exists()
+
+
 class TestSamples:
+    @pytest.mark.parametrize(("broken", "said"), [(1, "one sample image is"), (2, "2 sample images are")])
+    def test_a_broken_one_is_passed_over_and_named_with_its_reason(self, line, broken, said):
+        crops = line.crops()
+        paths = [crops / f"c{number}" / "ok" / "0.png" for number in range(broken)]
+        for path in paths:
+            path.write_bytes(b"")
+        (note,) = line.profiled(samples=crops).notes
+        assert note.startswith(f"{said} broken and ")
+        assert f": {paths[0]}: the file is empty" in note
+
     def test_an_image_that_breaks_meanwhile_leaves_the_search_and_ends_nothing(self, line):
         crops = line.crops()
         broken = crops / "c0" / "ok" / "1.png"
@@ -868,7 +926,8 @@ class TestWhatLiesInTheProfilesPlace:
         with StateLock(line.config.state):
             with pytest.raises(AlreadyRunning, match=r"is held by another agent or `coserve profile`: stop it first"):
                 line.profiled()
-            assert "is held by another agent or `coserve profile`" in run("profile", line.file, "--casual", check=1).stderr
+            told = run("profile", line.file, "--casual", check=1).stderr
+            assert "is held by another agent or `coserve profile`" in told
         assert not line.path.exists()
 
 
