@@ -1024,7 +1024,7 @@ class TestTheCommand:
     def test_a_state_that_is_no_folder_is_told_without_a_traceback(self, line):
         line.document["state"] = "./f0.yaml"
         before = (line.folder / "f0.yaml").read_bytes()
-        assert "f0.yaml: File exists" in run("profile", line.file, "--casual", check=1).stderr
+        assert "f0.yaml: is there, and is no folder" in run("profile", line.file, "--casual", check=1).stderr
         assert (line.folder / "f0.yaml").read_bytes() == before
 
     def test_notes_go_to_stderr(self, line):
