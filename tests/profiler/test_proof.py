@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from profiler.evaluation import Evaluation
 from profiler.generated import LineRecipe
+from profiler.loading import LoadingTimes
 from profiler.prescheduled import SchedulingCost
 from profiler.proof import Comparison, Proof
-from profiler.report import targets_text
+from profiler.report import Findings, targets_text, write_report
 from profiler.rows import Figures, Measurement, Row
+from profiler.starting import StartTimes
 
 FIGURES = Figures(
     seconds=10.0,
@@ -91,3 +94,26 @@ def test_what_is_missed_stands_as_short(proof):
     slow = replace(proof, held=compared({"coserve": 11.9, "samba": 3.0}, {}))
     line = next(line for line in targets_text(slow.targets()).splitlines() if "530 MB/s" in line)
     assert line.split()[-4:] == ["least", "4", "3.97", "SHORT"]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_full, tmp_path):
+    found = Findings(
+        proof=proof,
+        loads=LoadingTimes("resnet101", 8, 3, 178_700_000, 0.05, 0.055, 0.15, 0.004),
+        start=StartTimes(3, 6.2, 380_000_000, 2.0),
+        decision_lines=("queued 1,000",),
+        evaluation=Evaluation((), (), 1500 if is_full else 750),
+        targets=proof.targets(),
+        is_full=is_full,
+        rounds=1,
+        seconds=200.0,
+    )
+    text = write_report(tmp_path, found).read_text(encoding="utf-8")
+    for part in ("200 s", "| reached |", "![", "SSD to runnable", "queued 1,000", "380 MB", "Figure 13", "Figure 19"):
+        assert part in text
+    assert ("their searches on smaller samples" in text) == (not is_full)
+    assert ("searched for on 750 requests instead of 1,500" in text) == (not is_full)
+    charts = {name for name in text.replace("(", ")").split(")") if name.endswith(".png")}
+    assert {"real-engine.png", "figure-19.png"} <= charts
+    assert all((tmp_path / name).is_file() for name in charts)
