@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.assembly import build_agent, pack_as_served
 from agent.listing import packed_bytes, packed_folder, packed_manifests
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.snapshot import snapshot
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ExpertError
 from experts.manifests import ManifestFolder
@@ -100,7 +100,7 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
     """A line's packed weights, which no agent changes meanwhile, and which are not changed beneath a running one."""
     with closing(SegmentStore(packed_folder(config))) as segments:
         try:
-            with StateLock(config.state):
+            with state_held(config.state):
                 pack_as_served(config, segments, progress)
         except AlreadyRunning:
             log.info("inspecting beside a running agent: what it has packed stays as it is")

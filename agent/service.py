@@ -25,7 +25,7 @@ from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
 from agent.listing import results_file
 from agent.recording import inspection_of, judged_result, refused_result
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.records.results import ResultStore
 from agent.runtime.executor import ImageFile
 from experts.expert import Verdict
@@ -317,7 +317,7 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
 
     Raises ConfigError before anything starts, AlreadyRunning, and AgentCrashed.
     """
-    with StateLock(config.state):
+    with state_held(config.state):
         wanted = threading.Event()
         service = LineService(config, progress, on_crash=wanted.set)
         for number in (signal.SIGTERM, signal.SIGINT):

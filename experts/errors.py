@@ -20,6 +20,7 @@ CoServeError
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
++- StateUnusable            the disk refuses the line's state directory
 `- AgentCrashed             the agent's loop ended by an error of the program: nothing is judged any more
 """
 
@@ -193,6 +194,14 @@ class AlreadyRunning(CoServeError):
             f"{lock} is held by another agent or `coserve profile`: stop it first, or give this line its own state"
         )
         self.lock = lock
+
+
+class StateUnusable(CoServeError):
+    """The disk does not let this state directory be made or written to."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason} - make room there or correct `state`, then start again")
+        self.path = path
 
 
 class AgentCrashed(CoServeError):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
 from agent.filesystem import filesystem_type, is_shared
-from experts.errors import AlreadyRunning, ConfigError
+from experts.errors import AlreadyRunning, ConfigError, StateUnusable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -130,3 +132,15 @@ class StateLock:
         if self._descriptor is not None:
             os.close(self._descriptor)  # the file stays: removing it would let two agents lock two files of one name
             self._descriptor = None
+
+
+@contextmanager
+def state_held(folder: Path) -> Iterator[None]:
+    """StateLock for who serves. Raises AlreadyRunning, and StateUnusable for what the disk refuses."""
+    with ExitStack() as ending:
+        try:
+            ending.enter_context(StateLock(folder))
+        except OSError as error:
+            reason = "is there, and is no folder" if isinstance(error, FileExistsError) else str(error.strerror)
+            raise StateUnusable(folder, reason) from error
+        yield

@@ -305,6 +305,19 @@ def test_a_second_agent_on_the_same_line_is_refused_and_the_first_goes_on(tmp_pa
     serving.wait_for(2)
 
 
+def test_a_state_that_is_no_folder_is_told_in_one_line(tmp_path):
+    line = write_line(tmp_path)
+    state = read_line(line, {}).state
+    state.write_text("not a folder")
+    for command in (["serve", line], ["inspect", line, tmp_path / "a.png", "--component", "c0"]):
+        done = coserve(*command)
+        assert done.returncode == 1
+        assert (
+            done.stderr
+            == f"{state}: is there, and is no folder - make room there or correct `state`, then start again\n"
+        )
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
