@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torchvision.ops import batched_nms
 
+from agent.runtime.threads import use_threads
 from agent.runtime.transfer import PacedLink
 from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
@@ -118,7 +119,7 @@ class NaiveServer:
 
         Whatever was played before, memory holds the most used models and no other ones when the clock starts.
         """
-        with ThreadPoolExecutor(1, "naive", torch.set_num_threads, (self.threads,)) as thread:
+        with ThreadPoolExecutor(1, "naive", use_threads, (self.threads,)) as thread:
             return thread.submit(self._play, trace, images).result()
 
     def _play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:

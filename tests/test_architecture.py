@@ -324,3 +324,9 @@ class TestTheEnvironmentRule:
 
     def test_other_uses_of_os_pass(self):
         assert environment_uses("import os\nos.replace(a, b)\nrun(environment=1)") == []
+
+
+def test_torch_s_threads_are_counted_in_one_place():
+    """torch.set_num_threads alone does not keep: see agent.runtime.threads. The demo sets its whole process's."""
+    setters = {module_name(path) for path in source_files() if "set_num_threads" in path.read_text()}
+    assert setters == {"agent.runtime.threads", "agent.demo.train"}

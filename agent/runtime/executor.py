@@ -27,6 +27,7 @@ import torch
 from agent.core.events import BatchFailed, Finished
 from agent.core.request import Rejected
 from agent.runtime.device import torch_device
+from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.errors import CoServeError, ImageError, MemoryExceeded, OutputInvalid
@@ -88,7 +89,7 @@ class Preparation:
 
     def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self._threads = ThreadPoolExecutor(
-            threads, thread_name_prefix="prepare", initializer=torch.set_num_threads, initargs=(1,)
+            threads, thread_name_prefix="prepare", initializer=use_threads, initargs=(1,)
         )
         self._max_pixels = max_pixels
 
@@ -162,7 +163,7 @@ class BatchExecutor:
             self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._torch_threads)
+        use_threads(self._torch_threads)
         with own_stream(self._device):
             while (work := self._inbox.get()) is not None:
                 self._post(self._answer(work))

@@ -434,11 +434,18 @@ def assemble(
     }
     staging = HostMemory(pinned=box.name == "cuda")
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
+    threads = threads_per_executor(box, executors)
     transfers = Transfers(
-        stores, segments, copies, staging, inbox.put, workers=workers, ssd_bytes_per_s=options.ssd_bytes_per_s
+        stores,
+        segments,
+        copies,
+        staging,
+        inbox.put,
+        workers=workers,
+        operator_threads=threads,
+        ssd_bytes_per_s=options.ssd_bytes_per_s,
     )
     preparation = Preparation(options.preparation_threads, options.max_pixels)
-    threads = threads_per_executor(box, executors)
     running = {spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads) for spec in executors}
     workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running)
     return AgentLoop(engine, workshop, inbox, on_outcome, options)

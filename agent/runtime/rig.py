@@ -78,7 +78,9 @@ class MeasuringRig:
         self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed] = SimpleQueue()
         by_name = {copy.name: copy for copy in copies}
         staging = HostMemory(pinned=box.name == "cuda")
-        self._transfers = Transfers(self._stores, segments, by_name, staging, self._answers.put, workers=1)
+        self._transfers = Transfers(
+            self._stores, segments, by_name, staging, self._answers.put, workers=1, operator_threads=threads
+        )
         self._preparation = Preparation(min(box.cores, PREPARATION_THREADS))
         store = self._stores[self.target]
         self._executors = [

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
+from agent.runtime.threads import use_threads
 from experts import errors
 
 if TYPE_CHECKING:
@@ -78,7 +79,11 @@ class PacedLink:
 
 
 class Transfers:
-    """The loads of one agent. ``post`` takes the answers, from any thread."""
+    """The loads of one agent. ``post`` takes the answers, from any thread.
+
+    ``operator_threads``: what the executors run with; a runtime that fixes the number when a model is built, which
+    happens at the first load, takes it from there.
+    """
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class Transfers:
         post: Callable[[Loaded | LoadFailed], None],
         *,
         workers: int = WORKERS,
+        operator_threads: int = 1,
         ssd_bytes_per_s: float | None = None,
     ) -> None:
         self._stores = dict(stores)
@@ -97,7 +103,9 @@ class Transfers:
         self._staging = _StagingBuffers(staging)
         self._post = post
         self._link = PacedLink(ssd_bytes_per_s)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="transfer")
+        self._threads = ThreadPoolExecutor(
+            workers, thread_name_prefix="transfer", initializer=use_threads, initargs=(operator_threads,)
+        )
         self._stopping = Flag()
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
