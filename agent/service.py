@@ -16,6 +16,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from agent.assembly import Agent, build_agent
@@ -318,12 +319,14 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
     Raises ConfigError before anything starts, AlreadyRunning, and AgentCrashed.
     """
     with state_held(config.state):
-        wanted = threading.Event()
-        service = LineService(config, progress, on_crash=wanted.set)
+        # Not an Event: a handler runs between two instructions of this thread, and setting the Event that this thread
+        # is just beginning to wait for takes a lock that it holds already. A SimpleQueue may be put to at any moment.
+        endings: SimpleQueue[None] = SimpleQueue()
+        service = LineService(config, progress, on_crash=lambda: endings.put(None))
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: wanted.set())
+            signal.signal(number, lambda *_: endings.put(None))
         service.start()
-        wanted.wait()
+        endings.get()
         log.info("stopping line=%s", config.line)
         closing = service.stop()
         log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))

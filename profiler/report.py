@@ -90,7 +90,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def measure_report(scratch: Path, progress: Progress, *, full: bool = False, repeats: int | None = None) -> Findings:
-    """Measure everything. ``scratch``: a folder on the SSD to measure.
+    """Measure everything, what takes longest last. ``scratch``: a folder on the SSD to measure.
 
     What is generated there (4 GB, 24 GB in full) is removed afterwards. Raises ConfigError without room for it, and
     OSError for what the disk refuses.
@@ -98,14 +98,14 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
     started = time.monotonic()
     rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)
     limit_s = KIND_LIMIT_S if full else SHORT_KIND_LIMIT_S
-    proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
+    start = measure_start(scratch, starts=3 if full else 1)
     with removed_afterwards(scratch) as files:
         progress("load", 0, 1)
         loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
         progress("load", 1, 1)
-    start = measure_start(scratch, starts=3 if full else 1)
     decision_lines, decision_rows = decisions.report()
     evaluation = simulated_tasks(tuple(DEVICE_FILES), progress, full=full)
+    proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
     targets = (
         *proof.targets(),
         *_load_targets(loads),

@@ -116,7 +116,8 @@ def _line(folder: Path) -> Path:
 def start_once(line: Path) -> OneStart:
     """Serve a line until it is ready, then end it.
 
-    Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time.
+    Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time; also when it
+    does not end.
     """
     with _agent(line) as (process, log):
         started = time.perf_counter()
@@ -127,7 +128,10 @@ def start_once(line: Path) -> OneStart:
         drained.start()  # a log that nobody reads would stop the agent
         asked = time.perf_counter()
         process.send_signal(signal.SIGTERM)
-        process.wait(STOP_LIMIT_S)
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise CoServeError(f"the agent did not end within {STOP_LIMIT_S:.0f} s of SIGTERM") from error
         stop_s = time.perf_counter() - asked
         drained.join()
     return OneStart(ready_s, resident_bytes, stop_s)
