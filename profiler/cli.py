@@ -88,6 +88,11 @@ def disk_explained(*, resumes: bool = False) -> Iterator[None]:
         raise typer.Exit(FAILED) from error
 
 
+def from_here(path: Path) -> Path:
+    """As it would be typed in the current folder, where it lies below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def scratch_folder(directory: Path | None) -> Path:
     """The folder on the SSD to measure; where none is given, the current one. Raises ConfigError."""
     if directory is not None and not directory.is_dir():
@@ -175,7 +180,8 @@ def profile(
     with disk_explained(resumes=True):
         charts = profile_charts(done.profile, done.path.with_name("profile"))
     if not as_json:
-        print(f"written      {done.path}, charts in {charts[0].parent}" if charts else f"written      {done.path}")
+        written = f"written      {from_here(done.path)}"
+        print(f"{written}, charts in {from_here(charts[0].parent)}" if charts else written)
 
 
 @offline_app.command()
