@@ -107,6 +107,25 @@ def refuse_unused(ctx: typer.Context, names: Sequence[str], why: str) -> None:
         raise typer.BadParameter(why, param_hint=" / ".join(f"--{OPTIONS.get(name, name)}" for name in given))
 
 
+def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
+    """Raises BadParameter for parameters of `profile` that exclude one another, or that nothing will come of."""
+    given = ctx.params
+    if given["simulate"] and given["casual"]:
+        raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
+    if given["usage_from"] is not None and given["count_usage"]:
+        raise typer.BadParameter(
+            "usage is learned or counted - give one of the two", param_hint="--usage-from / --count-usage"
+        )
+    if not is_measured:
+        refuse_unused(
+            ctx,
+            ("tolerance", *SEARCHING),
+            "--usage-from alone measures and searches nothing - leave it, or add --simulate, --casual or --fresh",
+        )
+    elif given["casual"]:
+        refuse_unused(ctx, SEARCHING, "--casual searches nothing - leave one of the two")
+
+
 @offline_app.command()
 def profile(
     ctx: typer.Context,
@@ -141,26 +160,14 @@ def profile(
     from agent.config import read_line
     from agent.progress import progress_on_stderr
     from profiler.allocation import SearchOptions
+    from profiler.allocation_step import CASUAL, ENGINE, SIMULATE
     from profiler.profile_report import profile_charts, profile_json, profile_table
-    from profiler.profiling import CASUAL, ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
+    from profiler.profiling import ProfilingOptions, learn_usage, profile_line
 
     log_to_stderr(logging.WARNING)
     with explained():
-        if simulate and casual:
-            raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
-        if usage_from is not None and count_usage:
-            raise typer.BadParameter(
-                "usage is learned or counted - give one of the two", param_hint="--usage-from / --count-usage"
-            )
         is_measured = fresh or simulate or casual or samples is not None or usage_from is None
-        if not is_measured:
-            refuse_unused(
-                ctx,
-                ("tolerance", *SEARCHING),
-                "--usage-from alone measures and searches nothing - leave it, or add --simulate, --casual or --fresh",
-            )
-        elif casual:
-            refuse_unused(ctx, SEARCHING, "--casual searches nothing - leave one of the two")
+        refuse_contradictions(ctx, is_measured=is_measured)
         config = read_line(line)
         options = ProfilingOptions(
             samples=samples,

@@ -10,7 +10,6 @@ and last the split of the memories and the number of executors.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -22,10 +21,8 @@ from agent.budget import casual_allocation, executor_specs, pool_budgets
 from agent.core.performance import ExecutorSpec
 from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
-from agent.planning import planned
 from agent.profile import (
     SOURCE,
-    PoolAllocation,
     ProfileDraft,
     StoredProfile,
     identity_of,
@@ -36,21 +33,20 @@ from agent.profile import (
 )
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
-from experts.errors import ConfigError, ExpertError, SampleUnfit
+from experts.errors import ConfigError, ExpertError
 from experts.weights import SegmentStore
 from profiler.agreement import TOLERANCE, candidate_precisions
-from profiler.allocation import EXECUTORS, MEMORY, SearchOptions
+from profiler.allocation import SearchOptions
+from profiler.allocation_step import ENGINE, AllocationStep
 from profiler.batches import BatchOptions
 from profiler.line_packing import LinePacking, by_kind, refuse_what_never_fits
-from profiler.memory_shares import memory_needs
 from profiler.microbench import Bench, measure_kind, measure_links, measure_speedups
 from profiler.played import CoresInUse
 from profiler.precision_choice import PrecisionChoice
 from profiler.rows import QUIET_FRACTION
 from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, is_synthetic
-from profiler.search_runs import RUNS, SearchRuns
-from profiler.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
+from profiler.search_runs import RUNS
 from profiler.usage import SERVED, UsageFound, computed_usage, usage_from_results, usage_from_samples
 
 if TYPE_CHECKING:
@@ -58,20 +54,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.core.performance import PoolSpec
     from agent.profile import Allocation, UsageProfile
     from agent.runtime.device import Box
     from agent.runtime.slots import ExpertCopy
-    from profiler.allocation import SearchedAllocation, Throughput
     from profiler.line_packing import Copies
-    from profiler.simulator import Arrival
 
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
-ON_ENGINE = "search on the engine"  # a stage
-ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,32 +164,6 @@ def _refuse_to_replace(path: Path, box: Box) -> None:
             f"{path} is the profile of another box: {then.device}, {then.model}, {then.cores} cores; this one is "
             f"{box.name}, {box.model}, {box.cores} cores - move it away, or give --fresh to measure anew"
         )
-
-
-class _CountedRuns:
-    """Tells how many runs of a search were made; how many it will take is known only in the end."""
-
-    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
-        self._progress = progress
-        self._runs = 0
-
-    def remembered_by(self, runs: SearchRuns) -> Callable[[Throughput], Throughput]:
-        """Runs that are remembered are not made, and not told."""
-        return lambda throughput: runs.remembered(self._told(throughput))
-
-    def _told(self, throughput: Throughput) -> Throughput:
-
-        def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
-            self._progress(ON_ENGINE, self._runs, self._runs + 1)
-            found = throughput(executors, pools)
-            self._runs += 1
-            return found
-
-        return images_per_s
-
-    def end(self) -> None:
-        if self._runs:
-            self._progress(ON_ENGINE, self._runs, self._runs)
 
 
 def _broken_images(broken: Sequence[str]) -> str:
@@ -374,83 +339,19 @@ class _Profiling:
         return UsageFound(computed_usage(self._config))
 
     def _allocation(self, interim: StoredProfile) -> Allocation:
-        """Searched, or the casual one."""
-        for search in (EXECUTORS, *(MEMORY + pool for pool in self._box.pools)):
-            self._draft.save_trials(search, ())  # of a search that was killed in its last moment
-        if self._options.allocation == CASUAL:
-            return self._casual(interim, self._packing.failed)
-        found = self._simulated(interim) if self._options.allocation == SIMULATE else self._run(interim)
-        for search in dict.fromkeys(trial.search for trial in found.trials):
-            self._draft.save_trials(search, [trial for trial in found.trials if trial.search == search])
-        return found.allocation
-
-    def _simulated(self, interim: StoredProfile) -> SearchedAllocation:
-        without = self._packing.failed
-        trace = self._sample(SAMPLE_REQUESTS, interim.usage, {})
-        return search_in_simulation(self._config, self._box, interim, trace, self._options.search, without)
-
-    def _run(self, interim: StoredProfile) -> SearchedAllocation:
-        """On the engine. What turns out not to judge, or not to be read, leaves the sample; the search begins again.
-
-        Raises ConfigError where nothing is left of the sample.
-        """
-        config, without, images = self._config, self._packing.failed, self._images()
-        counted = _CountedRuns(self._progress)
-        while True:
-            trace = self._sample(self._options.engine_requests, interim.usage, images)
-            runs = SearchRuns(self._draft, config, self._box, interim, trace)
-            try:
-                found = search_on_engine(
-                    config,
-                    runs.box,
-                    interim,
-                    trace,
-                    lambda *_: None,
-                    self._options.search,
-                    without,
-                    counted.remembered_by(runs),
-                )
-                counted.end()
-                return found
-            except SampleUnfit as error:
-                self._leave_out(error)
-                images = {
-                    component: [path for path in paths if path not in error.images]
-                    for component, paths in images.items()
-                }
-
-    def _sample(self, count: int, usage: UsageProfile, images: Mapping[str, Sequence[Path]]) -> tuple[Arrival, ...]:
-        return sample_requests(self._config, count, images=images, without=self._packing.failed, usage=usage)
-
-    def _leave_out(self, unfit: SampleUnfit) -> None:
-        for name, reason in sorted(unfit.experts.items()):
-            self._packing.failed.setdefault(name, reason)
-            self._notes.append(
-                f"the allocation was searched without {name} and the components on whose routes it stands, as it did "
-                "not judge there what it was given: put it right and profile again, or take it off the line"
-            )
-        self._notes += [
-            f"sample image {path} was left out of the search: {reason} - remove it from the samples, or replace it"
-            for path, reason in sorted(unfit.images.items())
-        ]
-
-    def _casual(self, interim: StoredProfile, without: Mapping[str, str]) -> Allocation:
-        """As an agent would take it. Raises ConfigError naming each expert that does not fit."""
-        found = planned(self._config, self._box, interim, without=without)
-        budgets = interim.allocation.budget_bytes
-        pinned = found.limits.pinned
-        needs = {
-            pool: memory_needs(pool, self._box.pools, budgets[pool], found.executors, found.profile, pinned)
-            for pool in self._box.pools
-        }
-        pools = [
-            PoolAllocation(
-                spec.name, spec.expert_bytes, spec.workspace_bytes, needs[spec.name].count_in(spec.expert_bytes)
-            )
-            for spec in found.pools
-        ]
-        counts = Counter(spec.processor for spec in found.executors)
-        return replace(interim.allocation, pools=tuple(pools), executors=dict(counts))
+        step = AllocationStep(
+            self._config,
+            self._box,
+            self._samples,
+            self._draft,
+            self._packing.failed,
+            self._options.search,
+            self._options.engine_requests,
+            self._progress,
+        )
+        allocation = step.allocate(self._options.allocation, interim)
+        self._notes += step.notes
+        return allocation
 
     # -- small answers --
 
@@ -475,14 +376,6 @@ class _Profiling:
 
     def _is_reference(self, expert: str, precision: str) -> bool:
         return expert in self._config.catalog.experts and precision == self._packing.reference(expert)
-
-    def _images(self) -> dict[str, list[Path]]:
-        """Sample images by component."""
-        found: defaultdict[str, set[Path]] = defaultdict(set)
-        for samples in self._samples.by_expert.values():
-            for sample in samples:
-                found[sample.component].add(sample.path)
-        return {component: sorted(paths) for component, paths in found.items()}
 
     def _interim(self, precisions: Mapping[tuple[str, str], str], usage: UsageProfile) -> StoredProfile:
         """What is known before the search, with the casual allocation in the place of the searched one."""

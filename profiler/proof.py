@@ -15,12 +15,13 @@ from agent.config import read_line
 from agent.listing import profile_file
 from agent.profile import read_profile
 from experts.expert import Precision
+from profiler.allocation_step import CASUAL
 from profiler.batches import BatchOptions
 from profiler.generated import LineRecipe, generate_line, removed_afterwards
 from profiler.measured import RunOptions, run_line
 from profiler.plan import plan
 from profiler.prescheduled import TARGET_GAP, TARGET_MANAGEMENT_SHARE, measure_scheduling
-from profiler.profiling import CASUAL, KIND_LIMIT_S, ProfilingOptions, profile_line
+from profiler.profiling import KIND_LIMIT_S, ProfilingOptions, profile_line
 from profiler.rows import TARGET_PREDICTION_ERROR, TARGET_ROOFLINE_FRACTION
 from profiler.traces import read_trace
 
@@ -122,17 +123,14 @@ def measure_proof(
         half = replace(config, precision=Precision.BF16, state=folder / "state-bf16")
         at_full_speed = RunOptions((OURS, SAMBA, NAIVE), repeats)
         held = RunOptions((OURS, SAMBA), repeats, ssd_bytes_per_s=HELD_BYTES_PER_S, with_roofline=False)
-        for line in (config, half):
-            profile_line(
-                line, ProfilingOptions(allocation=CASUAL, batches=BatchOptions(limit_s=kind_limit_s)), progress
-            )
-        return Proof(
-            recipe=recipe,
-            fp32=_compared("fp32, the SSD at full speed", config, trace, at_full_speed, progress),
-            held=_compared("fp32, loads held to 530 MB/s", config, trace, held, progress),
-            scheduling=measure_scheduling(config, trace, RunOptions(repeats=repeats), progress),
-            bf16=_compared("bf16, the SSD at full speed", half, trace, RunOptions((OURS,), repeats), progress),
-        )
+        profiling = ProfilingOptions(allocation=CASUAL, batches=BatchOptions(limit_s=kind_limit_s))
+        profile_line(config, profiling, progress)
+        fp32 = _compared("fp32, the SSD at full speed", config, trace, at_full_speed, progress)
+        at_530 = _compared("fp32, loads held to 530 MB/s", config, trace, held, progress)
+        scheduling = measure_scheduling(config, trace, RunOptions(repeats=repeats), progress)
+        profile_line(half, profiling, progress)  # right before what was planned with it is measured
+        bf16 = _compared("bf16, the SSD at full speed", half, trace, RunOptions((OURS,), repeats), progress)
+        return Proof(recipe, fp32=fp32, held=at_530, bf16=bf16, scheduling=scheduling)
 
 
 def _compared(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sqlite3
+import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -234,6 +236,48 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
             assert len(list(line.inbox.glob("*.png"))) == 5
         wait_until(lambda: service.judged == 8)
     assert len(line.rows()) == 8
+
+
+@pytest.fixture
+def handlers():
+    """Whatever handles these signals afterwards; an alarm ends what hangs."""
+
+    def ended(*_):
+        raise TimeoutError
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    signal.signal(signal.SIGALRM, ended)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_in_any_moment_of_waiting_ends_it(line, monkeypatch):
+    """One at every call and return from the moment the service runs, so also in the first moments of the wait."""
+    start, stop, moments = LineService.start, LineService.stop, []
+
+    def signalled(*_):
+        moments.append(None)
+        signal.raise_signal(signal.SIGTERM)
+
+    def started(service):
+        start(service)
+        sys.setprofile(signalled)
+
+    def stopped(service):
+        sys.setprofile(None)
+        return stop(service)
+
+    monkeypatch.setattr(LineService, "start", started)
+    monkeypatch.setattr(LineService, "stop", stopped)
+    try:
+        assert agent.service.serve_line(line.config, lambda *_: None)["requests"] == 0
+    finally:
+        sys.setprofile(None)
+    assert moments
 
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):

@@ -40,13 +40,6 @@ SHORT = BatchOptions(sizes=(1, 2, 4), repeats=2)
 
 
 @pytest.fixture
-def store(tmp_path):
-    store = SegmentStore(tmp_path / "packed")
-    yield store
-    store.close()
-
-
-@pytest.fixture
 def fakes(tmp_path, store):
     """Copies of fakes, by name; each with bytes of its own and some that all share."""
 

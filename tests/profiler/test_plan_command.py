@@ -19,8 +19,9 @@ from agent.listing import packed_folder, profile_file
 from agent.profile import ProfileDraft, identity_of, partial_of
 from agent.runtime.device import detect
 from coserve import app
+from profiler.allocation_step import CASUAL
 from profiler.batches import BatchOptions
-from profiler.profiling import CASUAL, ProfilingOptions, profile_line
+from profiler.profiling import ProfilingOptions, profile_line
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0

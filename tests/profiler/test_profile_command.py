@@ -37,9 +37,10 @@ from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
 from profiler import profiling
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
+from profiler.allocation_step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
 from profiler.batches import BatchOptions
 from profiler.cli import disk_explained
-from profiler.profiling import CASUAL, ENGINE, ON_ENGINE, SIMULATE, ProfilingOptions, learn_usage, profile_line
+from profiler.profiling import ProfilingOptions, learn_usage, profile_line
 from profiler.samples import SYNTHETIC
 from profiler.search_runs import RUNS
 from profiler.usage import COMPUTED, SERVED

@@ -12,32 +12,10 @@ from profiler.loading import LoadingTimes
 from profiler.prescheduled import SchedulingCost
 from profiler.proof import Comparison, Proof
 from profiler.report import Findings, targets_text, write_report
-from profiler.rows import Figures, Measurement, Row
+from profiler.rows import Measurement, Row
 from profiler.starting import StartTimes
+from tests.profiler.one_run import FIGURES
 
-FIGURES = Figures(
-    seconds=10.0,
-    images_per_s=6.0,
-    switches=3,
-    loads={"ssd_host": 8, "host_device": 0, "ssd_device": 0},
-    evictions=5,
-    bytes_read=2_000_000_000,
-    roofline_images_per_s=6.25,
-    roofline_fraction=0.96,
-    decision_us=None,
-    scheduling_s=0.01,
-    expert_management_s=0.002,
-    wait_p50_s=1.0,
-    wait_p99_s=4.0,
-    busy_s=9.0,
-    peak_rss_bytes=3_000_000_000,
-    others_fraction=0.02,
-    predicted_images_per_s=None,
-    prediction_error=None,
-    batch_slowness=None,
-    unknown=0,
-    outputs_sha256="ab" * 32,
-)
 COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0)
 
 

@@ -11,17 +11,9 @@ from agent.runtime.device import detect
 from agent.runtime.slots import ExpertCopy
 from experts.expert import Expert, InputSpec, Precision
 from experts.packing import pack_line
-from experts.weights import SegmentStore
 from profiler.microbench import Bench
 from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, Sample
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = SegmentStore(tmp_path / "packed")
-    yield store
-    store.close()
 
 
 @pytest.fixture

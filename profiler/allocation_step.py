@@ -1,0 +1,168 @@
+"""The last step of a profile: how the memories are split, and how many executors there are (CoServe, section 4.4).
+
+Guarantees: the trials of an earlier search are never taken for this one's; a run that was made on the engine is not
+made again after a kill; an expert or an image that turns out unfit leaves the sample and is noted, and the search
+begins again without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from agent.planning import planned
+from agent.profile import PoolAllocation
+from experts.errors import SampleUnfit
+from profiler.allocation import EXECUTORS, MEMORY
+from profiler.memory_shares import memory_needs
+from profiler.search_runs import SearchRuns
+from profiler.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.core.performance import ExecutorSpec, PoolSpec
+    from agent.profile import Allocation, ProfileDraft, StoredProfile, UsageProfile
+    from agent.runtime.device import Box
+    from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
+    from profiler.samples import LineSamples
+    from profiler.simulator import Arrival
+
+ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
+ON_ENGINE = "search on the engine"  # a stage
+
+
+@dataclass(slots=True)
+class AllocationStep:
+    """One line's. ``failed``: experts that cannot be served, with the reason; those that the search finds join them.
+
+    ``notes`` are for the profile's reader.
+    """
+
+    config: LineConfig
+    box: Box
+    samples: LineSamples
+    draft: ProfileDraft
+    failed: dict[str, str]
+    options: SearchOptions
+    engine_requests: int
+    progress: Callable[[str, int, int], None]
+    notes: list[str] = field(default_factory=list)
+
+    def allocate(self, source: str, interim: StoredProfile) -> Allocation:
+        """Searched on the ENGINE or in simulation (SIMULATE), its trials saved; or the CASUAL one.
+
+        Raises ConfigError naming each expert that does not fit, and where nothing is left to search with.
+        """
+        for search in (EXECUTORS, *(MEMORY + pool for pool in self.box.pools)):
+            self.draft.save_trials(search, ())  # of a search that was killed in its last moment
+        if source == CASUAL:
+            return self._casual(interim)
+        found = self._simulated(interim) if source == SIMULATE else self._run(interim)
+        for search in dict.fromkeys(trial.search for trial in found.trials):
+            self.draft.save_trials(search, [trial for trial in found.trials if trial.search == search])
+        return found.allocation
+
+    def _simulated(self, interim: StoredProfile) -> SearchedAllocation:
+        trace = self._sample(SAMPLE_REQUESTS, interim.usage, {})
+        return search_in_simulation(self.config, self.box, interim, trace, self.options, self.failed)
+
+    def _run(self, interim: StoredProfile) -> SearchedAllocation:
+        """On the engine. What turns out not to judge, or not to be read, leaves the sample; the search begins again.
+
+        Raises ConfigError where nothing is left of the sample.
+        """
+        images = self._images()
+        counted = _CountedRuns(self.progress)
+        while True:
+            trace = self._sample(self.engine_requests, interim.usage, images)
+            runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
+            try:
+                found = search_on_engine(
+                    self.config,
+                    runs.box,
+                    interim,
+                    trace,
+                    lambda *_: None,
+                    self.options,
+                    self.failed,
+                    counted.remembered_by(runs),
+                )
+                counted.end()
+                return found
+            except SampleUnfit as error:
+                self._leave_out(error)
+                images = {
+                    component: [path for path in paths if path not in error.images]
+                    for component, paths in images.items()
+                }
+
+    def _sample(self, count: int, usage: UsageProfile, images: Mapping[str, Sequence[Path]]) -> tuple[Arrival, ...]:
+        return sample_requests(self.config, count, images=images, without=self.failed, usage=usage)
+
+    def _leave_out(self, unfit: SampleUnfit) -> None:
+        for name, reason in sorted(unfit.experts.items()):
+            self.failed.setdefault(name, reason)
+            self.notes.append(
+                f"the allocation was searched without {name} and the components on whose routes it stands, as it did "
+                "not judge there what it was given: put it right and profile again, or take it off the line"
+            )
+        self.notes += [
+            f"sample image {path} was left out of the search: {reason} - remove it from the samples, or replace it"
+            for path, reason in sorted(unfit.images.items())
+        ]
+
+    def _casual(self, interim: StoredProfile) -> Allocation:
+        """As an agent would take it. Raises ConfigError naming each expert that does not fit."""
+        found = planned(self.config, self.box, interim, without=self.failed)
+        budgets = interim.allocation.budget_bytes
+        pinned = found.limits.pinned
+        needs = {
+            pool: memory_needs(pool, self.box.pools, budgets[pool], found.executors, found.profile, pinned)
+            for pool in self.box.pools
+        }
+        pools = [
+            PoolAllocation(
+                spec.name, spec.expert_bytes, spec.workspace_bytes, needs[spec.name].count_in(spec.expert_bytes)
+            )
+            for spec in found.pools
+        ]
+        counts = Counter(spec.processor for spec in found.executors)
+        return replace(interim.allocation, pools=tuple(pools), executors=dict(counts))
+
+    def _images(self) -> dict[str, list[Path]]:
+        """Sample images by component."""
+        found: defaultdict[str, set[Path]] = defaultdict(set)
+        for samples in self.samples.by_expert.values():
+            for sample in samples:
+                found[sample.component].add(sample.path)
+        return {component: sorted(paths) for component, paths in found.items()}
+
+
+class _CountedRuns:
+    """Tells how many runs of a search were made; how many it will take is known only in the end."""
+
+    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
+        self._progress = progress
+        self._runs = 0
+
+    def remembered_by(self, runs: SearchRuns) -> Callable[[Throughput], Throughput]:
+        """Runs that are remembered are not made, and not told."""
+        return lambda throughput: runs.remembered(self._told(throughput))
+
+    def _told(self, throughput: Throughput) -> Throughput:
+
+        def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+            self._progress(ON_ENGINE, self._runs, self._runs + 1)
+            found = throughput(executors, pools)
+            self._runs += 1
+            return found
+
+        return images_per_s
+
+    def end(self) -> None:
+        if self._runs:
+            self._progress(ON_ENGINE, self._runs, self._runs)
