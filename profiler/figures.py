@@ -213,7 +213,8 @@ def figure_19(folder: Path, cost: SchedulingCost | None) -> str:
     figures = (f"{value:.3f}" for value in latencies)
     gaps = (f"{cost.gap:.2%}", f"{cost.seconds_gap:.2%}")
     line = (cost.policy, str(cost.requests), *figures, *gaps, f"{cost.management_share:.3%}")
-    return _section(title, [chart], header, [line], f"{said} Here: {cost.machine}.")
+    pairs = f"means of {cost.repeats} pairs" + ("" if cost.error is None else f", standard error {cost.error:.2%}")
+    return _section(title, [chart], header, [line], f"{said} Here: {cost.machine}, {pairs}.")
 
 
 def short_of(evaluation: Evaluation) -> str:

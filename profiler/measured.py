@@ -4,6 +4,9 @@ Guarantees: policies and repeats take turns, so that what changes on the machine
 each is told by its medians, and every value is kept; what was not judged is counted, with its reasons, and never makes
 a run faster. One run that counts for nothing goes first: it leaves the runtimes' kernels built.
 
+A row's floor is that of its own executors, the naive server's that of the first policy's. Around the first policy of a
+round it is measured before and after, as a machine's speed moves within a minute, and the mean counts.
+
 Cold and warm: packed files are read past the page cache wherever the filesystem lets them be (``direct_io``), so a load
 costs the same in every run; memories begin as the policy's initial placement leaves them, those of the naive server
 with the models most used.
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
     from agent.assembly import Agent
     from agent.config import LineConfig, PolicyName
+    from agent.core.performance import ExecutorSpec
     from agent.profile import StoredProfile
     from experts.expert import Precision
     from profiler.played import Played, Progress
@@ -113,7 +117,8 @@ class _Bench:
         self._runs: dict[str, list[Figures]] = {policy: [] for policy in self.policies}
         self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(self.policies, ())
         self._agents: dict[str, Agent] = {}
-        self._compute: list[Compute] = []
+        self._compute: list[Compute] = []  # of the first policy's executors
+        self._notes: list[str] = []
         self._bandwidths: list[float] = []
 
     def run(self) -> Measurement:
@@ -123,10 +128,14 @@ class _Bench:
         agent, work = self._warm_up()
         self._progress(WARMING_UP, 1, 1)
         for repeat in range(1, repeats + 1):
-            bandwidth, compute = self._floor(agent, work)
+            bandwidth = self._bandwidth(agent)
+            floors = _Floors(self._options.with_roofline, work, quiet(self._progress))
+            floors.measure(agent)
             for policy in self.policies:
-                self._runs[policy].append(self._figures(policy, bandwidth, compute, agent))
+                self._runs[policy].append(self._figures(policy, bandwidth, floors, agent))
                 self._progress(policy, repeat, repeats)
+            self._compute += floors.of(agent)
+            self._notes += floors.notes
         first = next(iter(packed_copies(agent).values()))
         return Measurement(
             line=self._config.line,
@@ -134,10 +143,21 @@ class _Bench:
             rows=tuple(self._row(policy, agent) for policy in self.policies),
             direct_io=reads_directly(agent.segments.segment_path(first.own.sha256)),
             ssd_bytes_per_s=statistics.median(self._bandwidths),
-            is_held=self._options.ssd_bytes_per_s is not None,
+            is_held=self._is_held(),
             compute_s=statistics.median(each.seconds for each in self._compute) if self._compute else None,
-            notes=tuple(dict.fromkeys(each.note for each in self._compute if each.note)),
+            notes=tuple(dict.fromkeys((*self._rate_notes(), *self._notes))),
         )
+
+    def _is_held(self) -> bool:
+        """Were loads slowed down to a rate that the SSD itself exceeds?"""
+        rate = self._options.ssd_bytes_per_s
+        return rate is not None and statistics.median(self._bandwidths) >= rate
+
+    def _rate_notes(self) -> list[str]:
+        if self._options.ssd_bytes_per_s is None or self._is_held():
+            return []
+        rate = self._options.ssd_bytes_per_s
+        return [f"loads were not held: {rate / 1e6:.0f} MB/s is more than this SSD reaches"]
 
     def _warm_up(self) -> tuple[Agent, Work]:
         policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
@@ -146,31 +166,30 @@ class _Bench:
             played = stage.play(self._trace, self._images)
             return stage.agent, work_of(played, self._images)
 
-    def _floor(self, agent: Agent, work: Work) -> tuple[float, Compute | None]:
-        """The SSD's bandwidth, and the time of the compute alone, at this moment."""
+    def _bandwidth(self, agent: Agent) -> float:
+        """The SSD's at this moment, or the rate that loads are held to where that is lower."""
         bandwidth = min(measure_bandwidth(agent), self._options.ssd_bytes_per_s or float("inf"))
         self._bandwidths.append(bandwidth)
-        if not self._options.with_roofline:
-            return bandwidth, None
-        compute = measure_compute(agent, work, quiet(self._progress))
-        self._compute.append(compute)
-        return bandwidth, compute
+        return bandwidth
 
-    def _figures(self, policy: str, bandwidth: float, compute: Compute | None, agent: Agent) -> Figures:
+    def _figures(self, policy: str, bandwidth: float, floors: _Floors, agent: Agent) -> Figures:
+        """One run. ``agent``: of the first policy, around whose run the floor is measured twice."""
         if policy == NAIVE:
-            return self._naive_figures(bandwidth, compute, agent)
+            return self._naive_figures(bandwidth, floors.seconds(agent), agent)
         config = with_policy(self._config, policy)
         with player(config, self.experts, self._setup, quiet(self._progress)) as stage:
             played = stage.play(self._trace, self._images)
             self._agents[policy] = stage.agent
+        if config.policy == agent.config.policy or not floors.of(stage.agent):
+            floors.measure(stage.agent)
         reasons = played.unknown_reasons(self._trace)
         self._reasons[policy] = tuple(dict.fromkeys((*self._reasons[policy], *reasons)))[:REASONS_SHOWN]
         io_s = io_bytes(stage.agent, played, work_of(played, self._images)) / bandwidth
         forecast = predicted(stage.agent, self._trace, played, bandwidth)
         digest = outputs_sha256(played.labels)
-        return engine_figures(played, len(reasons), digest, forecast, _roofline_s(compute, io_s))
+        return engine_figures(played, len(reasons), digest, forecast, _roofline_s(floors.seconds(stage.agent), io_s))
 
-    def _naive_figures(self, bandwidth: float, compute: Compute | None, agent: Agent) -> Figures:
+    def _naive_figures(self, bandwidth: float, compute_s: float | None, agent: Agent) -> Figures:
         processor = agent.box.processors[0]
         pool = next(pool for pool in agent.pools if pool.name == agent.box.pool_of(processor))
         server = NaiveServer(
@@ -184,7 +203,7 @@ class _Bench:
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
         )
         played = server.play(self._trace, self._images)
-        floor_s = _roofline_s(compute, played.missing_bytes / bandwidth)
+        floor_s = _roofline_s(compute_s, played.missing_bytes / bandwidth)
         return naive_figures(played, outputs_sha256(played.labels), floor_s)
 
     def _row(self, policy: str, agent: Agent) -> Row:
@@ -201,6 +220,36 @@ class _Bench:
             runs=tuple(self._runs[policy]),
             unknown_reasons=self._reasons[policy],
         )
+
+
+class _Floors:
+    """The compute alone in one round, by the executors that it was measured on."""
+
+    def __init__(self, is_wanted: bool, work: Work, progress: Progress) -> None:
+        self._is_wanted = is_wanted
+        self._work = work
+        self._progress = progress
+        self._found: dict[tuple[ExecutorSpec, ...], list[Compute]] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not as it should be."""
+        return [each.note for found in self._found.values() for each in found if each.note]
+
+    def measure(self, agent: Agent) -> None:
+        """Once more, on the executors that this agent has or had; nothing where no roofline is wanted."""
+        if self._is_wanted:
+            found = measure_compute(agent, self._work, self._progress)
+            self._found.setdefault(tuple(agent.executors), []).append(found)
+
+    def of(self, agent: Agent) -> Sequence[Compute]:
+        """What was measured on this agent's executors."""
+        return self._found.get(tuple(agent.executors), ())
+
+    def seconds(self, agent: Agent) -> float | None:
+        """Their mean; None where no roofline is wanted."""
+        found = self.of(agent)
+        return statistics.fmean(each.seconds for each in found) if found else None
 
 
 def with_policy(config: LineConfig, policy: str) -> LineConfig:
@@ -276,8 +325,8 @@ def _links(agent: Agent) -> dict[str, float]:
     return {} if agent.stored is None else {link.link: link.bytes_per_s for link in agent.stored.links}
 
 
-def _roofline_s(compute: Compute | None, io_s: float) -> float | None:
-    return None if compute is None else max(compute.seconds, io_s)
+def _roofline_s(compute_s: float | None, io_s: float) -> float | None:
+    return None if compute_s is None else max(compute_s, io_s)
 
 
 def quiet(progress: Progress) -> Progress:

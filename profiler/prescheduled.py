@@ -33,7 +33,7 @@ from profiler.played import AgentSetup, experts_of, images_of, player
 from profiler.rows import busy_s
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.effects import Effect
@@ -325,11 +325,12 @@ class Playback:
 
 @dataclass(frozen=True, slots=True)
 class SchedulingCost:
-    """Figure 19, and the share of expert management: medians over pairs of a run and its playback, in seconds.
+    """Figure 19, and the share of expert management: means over pairs of a run and its playback, in seconds.
 
     ``scheduling_s``, ``inference_s``, ``prescheduled_s``: of one request. Scheduling is the deciding thread's processor
     time, inference what the executors were busy for. ``gap``: by how much inference takes longer than without any
-    scheduling; ``seconds_gap``: the same of the whole trace. ``management_share``: of the trace's time.
+    scheduling; ``seconds_gap``: the same of the whole trace. ``management_share``: of the trace's time. ``error``: the
+    standard error of ``seconds_gap``, by how much pairs differ; None for a single one.
     """
 
     machine: str
@@ -343,6 +344,7 @@ class SchedulingCost:
     seconds_gap: float
     management_share: float
     differences: int  # labels that a playback judged unlike its recording
+    error: float | None
 
     @property
     def larger_gap(self) -> float:
@@ -372,7 +374,9 @@ def measure_scheduling(
     options: RunOptions | None = None,
     progress: Progress = lambda *_: None,
 ) -> SchedulingCost:
-    """Run and play back a trace ``repeats`` times in turn, after one pair that counts for nothing.
+    """Run and play back a trace ``repeats`` times, after one pair that counts for nothing.
+
+    In every second pair the playback, of the run before, goes first: a machine that slows down touches both alike.
 
     Raises what ``run_line`` raises, and ConfigError for a run in which something fails.
     """
@@ -384,13 +388,20 @@ def measure_scheduling(
             ending.enter_context(StateLock(config.state))
         for number in range(1 + options.repeats):
             progress("prescheduled", number, 1 + options.repeats)
-            pairs.append(run_and_play_back(config, trace, LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s)))
+            loop = LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s)
+            earlier = pairs[-1].recording if number and number % 2 == 0 else None
+            pairs.append(run_and_play_back(config, trace, loop, earlier))
     progress("prescheduled", 1 + options.repeats, 1 + options.repeats)
     return _cost(config, len(trace), pairs[1:])
 
 
-def run_and_play_back(config: LineConfig, trace: Sequence[Arrival], options: LoopOptions) -> Pair:
-    """One pair. Raises what ``run_line`` raises."""
+def run_and_play_back(
+    config: LineConfig, trace: Sequence[Arrival], options: LoopOptions, earlier: Recording | None = None
+) -> Pair:
+    """One pair; with the recording of an earlier run, that is played back before the run instead of its own after it.
+
+    Raises what ``run_line`` raises.
+    """
     experts, images = experts_of(trace, config.catalog), images_of(trace, config.catalog)
     box = detect(config.device)
     recorders: list[Recorder] = []
@@ -404,26 +415,31 @@ def run_and_play_back(config: LineConfig, trace: Sequence[Arrival], options: Loo
         return recorders[0]
 
     def play_back(engine: Decider) -> Decider:
-        playbacks.append(Playback(recorders[0].recording(), memories(engine)))
+        playbacks.append(Playback(earlier or recorders[0].recording(), memories(engine)))
         return playbacks[0]
 
-    with player(config, experts, AgentSetup(loop=options, decider=record)) as stage:
-        scheduled = stage.play(trace, images)
-    with player(config, experts, AgentSetup(loop=options, decider=play_back)) as stage:
-        played_back = stage.play(trace, images)
-    return Pair(recorders[0].recording(), scheduled, played_back, playbacks[0].differences, machine(stage.agent))
+    def played(decider: Callable[[Decider], Decider]) -> tuple[Played, str]:
+        with player(config, experts, AgentSetup(loop=options, decider=decider)) as stage:
+            return stage.play(trace, images), machine(stage.agent)
+
+    if earlier is None:
+        (scheduled, box_text), (played_back, _) = played(record), played(play_back)
+    else:
+        (played_back, box_text), (scheduled, _) = played(play_back), played(record)
+    return Pair(recorders[0].recording(), scheduled, played_back, playbacks[0].differences, box_text)
 
 
 def report(cost: SchedulingCost) -> str:
     """The figures in words, with the machine they come from, and whether they reach the paper's."""
+    error = "" if cost.error is None else f" (pairs differ: standard error {cost.error:.2%})"
     gap = "reached" if cost.larger_gap < TARGET_GAP else "SHORT of its target"
     share = "reached" if cost.management_share <= TARGET_MANAGEMENT_SHARE else "SHORT of its target"
     lines = [
         f"machine       {cost.machine}",
-        f"runs          policy {cost.policy}, {cost.requests} requests, medians of {cost.repeats} pairs",
+        f"runs          policy {cost.policy}, {cost.requests} requests, means of {cost.repeats} pairs",
         f"scheduling    {cost.scheduling_s * 1e3:.3f} ms a request, of the deciding thread",
         f"inference     {cost.inference_s * 1e3:.3f} ms a request; pre-scheduled {cost.prescheduled_s * 1e3:.3f} ms",
-        f"gap           {cost.gap:+.2%} of inference, {cost.seconds_gap:+.2%} of the whole trace, "
+        f"gap           {cost.gap:+.2%} of inference, {cost.seconds_gap:+.2%} of the whole trace{error}, "
         f"target under {TARGET_GAP:.0%} for both: {gap}",
         f"management    {cost.management_share:.3%} of the time, target {TARGET_MANAGEMENT_SHARE:.1%}: {share}",
     ]
@@ -443,18 +459,20 @@ def _cost(config: LineConfig, requests: int, pairs: Sequence[Pair]) -> Schedulin
         sum(each.cpu_s for each in pair.scheduled.decisions if not each.is_expert_management) / requests
         for pair in pairs
     ]
+    seconds_gaps = [pair.scheduled.seconds / pair.played_back.seconds - 1 for pair in pairs]
     return SchedulingCost(
         machine=pairs[0].machine,
         policy=config.policy,
         requests=requests,
         repeats=len(pairs),
-        scheduling_s=statistics.median(scheduling),
-        inference_s=statistics.median(inference),
-        prescheduled_s=statistics.median(prescheduled),
-        gap=statistics.median(with_ / without - 1 for with_, without in zip(inference, prescheduled, strict=True)),
-        seconds_gap=statistics.median(pair.scheduled.seconds / pair.played_back.seconds - 1 for pair in pairs),
-        management_share=statistics.median(managing),
+        scheduling_s=statistics.fmean(scheduling),
+        inference_s=statistics.fmean(inference),
+        prescheduled_s=statistics.fmean(prescheduled),
+        gap=statistics.fmean(with_ / without - 1 for with_, without in zip(inference, prescheduled, strict=True)),
+        seconds_gap=statistics.fmean(seconds_gaps),
+        management_share=statistics.fmean(managing),
         differences=sum(pair.differences for pair in pairs),
+        error=statistics.stdev(seconds_gaps) / len(pairs) ** 0.5 if len(pairs) > 1 else None,
     )
 
 

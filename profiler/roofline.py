@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 RAM_FRACTION = 0.7  # of what is available, for experts that all stay resident
 POLICY: PolicyName = "coserve"  # its assignment keeps all executors busy
-PASSES = 3  # at most: the first one brings experts to where their requests go
+PASSES = 3  # at most, until one loads nothing
 READ_BYTES = 1_500_000_000  # enough to tell the drive's speed
 
 
@@ -99,6 +99,7 @@ def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> Work:
 def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: None) -> Compute:
     """Run the work with every expert resident, on the executors that this agent of the line had; it may have ended.
 
+    One request of each expert goes first, which brings it to where it runs.
     Raises ConfigError when nothing was run, or memory cannot hold one expert of each kind.
     """
     if not work.experts:
@@ -108,12 +109,15 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
     held = _held(agent, work, sizes, kinds)
     stands_for = _substitutes(work, held, kinds)
     trace = [Arrival(0.0, expert=stands_for[expert]) for expert in work.experts]
+    first_uses = {arrival.expert: (arrival, image) for arrival, image in zip(trace, work.images, strict=True)}
+    bytes_held = sum(sizes[expert] for expert in held)
     setup = AgentSetup(
         profile=agent.stored,
         executors=agent.executors,
-        pools=[replace(pool, expert_bytes=sum(sizes[expert] for expert in held)) for pool in agent.pools],
+        pools=[replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.pools],
     )
     with player(replace(agent.config, policy=POLICY), held, setup, progress) as stage:
+        stage.play([arrival for arrival, _ in first_uses.values()], [image for _, image in first_uses.values()])
         for _ in range(PASSES):
             played = stage.play(trace, work.images)
             loads = sum(played.loads().values())

@@ -300,6 +300,7 @@ def test_the_figures_of_memory_and_of_what_scheduling_costs(tmp_path):
         seconds_gap=0.01,
         management_share=0.0008,
         differences=0,
+        error=0.004,
     )
     text = write_figures(made(), tmp_path, cost)
     assert {"figure-18.png", "figure-19.png"} <= {path.name for path in tmp_path.iterdir()}

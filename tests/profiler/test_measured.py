@@ -273,6 +273,41 @@ def test_compute_is_measured_without_a_load(config):
     assert (compute.loads, compute.substituted, compute.experts, compute.note) == (0, 0, 2, "")
 
 
+def test_each_row_is_divided_by_the_floor_of_its_own_executors(config, trace):
+    """Samba-CoE runs on one executor, whoever is named first."""
+    options = RunOptions(policies=("samba", "coserve", "naive"), executors={"cpu": 2})
+    measurement = run_line(config, trace, options)
+    executors = {row.policy: row.executors for row in measurement.rows}
+    assert (executors["samba"], executors["coserve"]) == ({"cpu": 1}, {"cpu": 2})
+    floors = {row.policy: row.medians.roofline_images_per_s for row in measurement.rows}
+    assert floors["samba"] == floors["naive"] != floors["coserve"]
+    assert measurement.compute_s == pytest.approx(len(trace) / floors["samba"])
+
+
+def test_an_expert_that_the_trace_does_not_use_may_be_larger_than_all_that_it_uses(config, tmp_path):
+    fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    for name, weight_bytes in (("small", 1000), ("large", 5_000_000)):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"weight_bytes": weight_bytes, "label": "ok"}))
+    document = {
+        "line": "two-sizes",
+        "state": "./state",
+        "experts": {f"cls/{name}": fake | {"weights": f"{name}.yaml"} for name in ("small", "large")},
+        "routes": {name: [{"expert": f"cls/{name}", "pass": ["ok"]}] for name in ("small", "large")},
+        "memory": {"host": "64MiB"},
+    }
+    (tmp_path / "line.yaml").write_text(json.dumps(document))
+    measurement = run_line(read_line(tmp_path / "line.yaml", ON_CPU), [Arrival(0.0, expert="cls/small")])
+    assert measurement.rows[0].medians.unknown == 0
+    assert measurement.compute_s > 0
+
+
+def test_a_rate_above_the_ssd_holds_nothing_and_that_is_said(config):
+    options = RunOptions(policies=("coserve",), ssd_bytes_per_s=1e15, with_roofline=False)
+    measurement = run_line(config, IN_TURN, options)
+    assert not measurement.is_held
+    assert "more than this SSD reaches" in measurement.notes[0]
+
+
 def test_where_memory_cannot_hold_all_others_of_the_same_kind_stand_in(config, generated):
     agent, _, work = play_for_its_work(config)
     small = MemorySize(10**12, int(1.5 * generated.footprint_bytes / 0.7))

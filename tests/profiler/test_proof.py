@@ -16,7 +16,7 @@ from profiler.rows import Measurement, Row
 from profiler.starting import StartTimes
 from tests.profiler.one_run import FIGURES
 
-COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0)
+COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0, 0.004)
 
 
 def compared(speeds, planned):
