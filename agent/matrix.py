@@ -102,8 +102,8 @@ def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[Ex
 def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Mapping[str, float]) -> float:
     """How long loading an expert's own bytes takes; what it shares is there already, as a rule.
 
-    The kind's measured time less what its own bytes took of the link, plus what this expert's take. Without the link's
-    speed, in proportion to the bytes; for a source that was not measured, the link alone.
+    The kind's measured time, which is of all its bytes, less what these took of the link, plus what this expert's own
+    take. Without the link's speed, in proportion to the bytes; for a source that was not measured, the link alone.
     """
     measured_s, speed = kind.load_s.get(source), links.get(source)
     if speed is None:

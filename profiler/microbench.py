@@ -173,9 +173,7 @@ def measure_speedups(
 
 def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy]) -> KindProfile:
     alike = [copy, *(each for each in copies if each is not copy and _is_alike(each, copy))]
-    footprint = footprint_of(copy.packed)
-    own = footprint.own_bytes / footprint.total_bytes  # what it shares with others is there already, as a rule
-    load_s = {source: seconds * own for source, seconds in measure_loads(rig, alike).items()}
+    load_s = measure_loads(rig, alike)
     rig.bring(copy)
     samples = bench.samples.of(copy.expert.id)
     meter = bench.meter(bench.processor)
@@ -195,7 +193,7 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
         B_s=line.B_s,
         fit_error=line.error,
         max_batch=max_batch,
-        weight_bytes=footprint.total_bytes,
+        weight_bytes=footprint_of(copy.packed).total_bytes,
         workspace_base_bytes=workspace.base_bytes,
         workspace_bytes=workspace.per_image_bytes,
         load_s=load_s,

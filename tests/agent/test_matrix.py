@@ -84,6 +84,15 @@ def test_a_load_is_what_was_measured_with_the_bytes_of_this_expert():
         load_time_s(kind(load_s={}), "host", Footprint(UNIT), links)
 
 
+def test_what_a_load_takes_beside_the_link_is_that_of_experts_that_share_weights_too():
+    """10 units, of which 8 are shared, in 0.108 s over a link of 100 units/s: 8 ms are not the link's."""
+    measured = kind(load_s={"ssd": 0.108, "host": 0.018})
+    own = copy(units=2, shared=(("trunk", 8),))
+    found = matrix(profile(measured, replace(measured, processor="cuda")), BOX, {"cpu": [own], "cuda": [own]}, {})
+    assert found.experts["cpu"]["cls/a"].load_s == pytest.approx({"ssd": 0.008 + 0.02})
+    assert found.experts["cuda"]["cls/a"].load_s == pytest.approx({"ssd": 0.008 + 0.02, "host": 0.008 + 0.002})
+
+
 def test_cpu_executors_that_share_the_cores_take_longer():
     stored = profile(kind(), speedups={"cpu": (1.0, 1.6)})
     assert core_share(stored, kind(), executors(cpu=1)).factor == 1.0
