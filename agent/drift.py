@@ -1,18 +1,22 @@
 """Usage drift: how far what a line asks its experts for has moved from what its device profile expects.
 
-The measure is the total variation distance between two distributions over experts: each expert's share of all steps
-so far, and its usage probability as a share of all. 0: as expected, 1: nothing in common. A small sample is never
-exactly as expected, so the distance counts as drift only when all of this holds:
+The measure is the total variation distance between two distributions over experts: each expert's share of the steps
+counted, and its usage probability as a share of all. 0: as expected, 1: nothing in common. All counts are halved
+whenever they add up to more than FORGETTING_STEPS: what is long ago fades, a change is seen as soon after a year as
+after a day, and what was otherwise once is not told for ever. A small sample is never exactly as expected, so the
+distance counts as drift only when all of this holds:
     at least LEAST_STEPS steps were counted,
     the distance is above LEAST_DISTANCE,
     it is above CHANCE_FACTOR times what chance alone gives at this sample size (``chance_distance``).
+The size of a sample in which steps weigh w is that of one with the same variance in which each weighs 1 (Kish's
+effective sample size): the square of the sum of w over the sum of the squares of w.
 Pure: no clock, no thread, no log.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 LEAST_STEPS = 500
+FORGETTING_STEPS = 20_000  # a fast line's day or less; of as many draws among 370 experts chance gives about 0.05
 LEAST_DISTANCE = 0.1
 CHANCE_FACTOR = 3.0  # steps of one route come together, so they vary up to sqrt(2) times as much as single draws
 WARNING_INTERVAL_S = 3600.0
@@ -37,7 +42,10 @@ class ExpertDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftStatistics:
-    """A frozen snapshot since the start. ``experts``: those whose shares moved most, the largest first."""
+    """A frozen snapshot. ``experts``: those whose shares moved most, the largest first.
+
+    ``steps``: the size of the sample; until something is forgotten, all steps since the start.
+    """
 
     steps: int
     distance: float
@@ -61,18 +69,25 @@ class UsageDrift:
     def __init__(self, usage: Mapping[str, float]) -> None:
         total = sum(usage.values()) or 1.0
         self._expected = {expert: probability / total for expert, probability in usage.items()}
-        self._seen: Counter[str] = Counter()
+        self._seen: defaultdict[str, float] = defaultdict(float)  # how much the steps of each weigh
+        self._weight = 0.0  # of all steps together
+        self._squares = 0.0  # the squares of each step's weight
         self._warned_s: float | None = None
 
     def count(self, experts: Iterable[str]) -> None:
         """These were asked, each once."""
-        self._seen.update(experts)
+        for expert in experts:
+            self._seen[expert] += 1.0
+            self._weight += 1.0
+            self._squares += 1.0
+            if self._weight > FORGETTING_STEPS:
+                self._forget_half()
 
     def statistics(self) -> DriftStatistics:
         """How far it has moved."""
-        steps = self._seen.total()
+        steps = round(self._weight**2 / self._squares) if self._squares else 0
         shares = [
-            ExpertDrift(expert, self._expected.get(expert, 0.0), self._seen[expert] / steps if steps else 0.0)
+            ExpertDrift(expert, self._expected.get(expert, 0.0), self._seen.get(expert, 0.0) / (self._weight or 1.0))
             for expert in dict.fromkeys([*self._expected, *self._seen])
         ]
         moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
@@ -89,6 +104,12 @@ class UsageDrift:
             return None
         self._warned_s = now_s
         return statistics
+
+    def _forget_half(self) -> None:
+        for expert in self._seen:
+            self._seen[expert] /= 2
+        self._weight /= 2
+        self._squares /= 4
 
 
 def chance_distance(probabilities: Iterable[float], draws: int) -> float:

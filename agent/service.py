@@ -306,10 +306,10 @@ class LineService:
         if found is not None:
             log.warning(
                 "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "
-                "learn how: coserve profile %s%s",
+                "learn how: coserve profile %s --usage-from %s%s",
                 found.distance, found.chance, found.steps, ",".join(moved.expert for moved in found.experts),
-                self._config.document.file,
-                "" if self._agent.stored is None else f" --usage-from {results_file(self._config)}",
+                self._config.document.file, results_file(self._config),
+                " --simulate" if self._agent.stored is None else "",
             )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_a_distance_is_between_0_and_1_and_0_only_for_equal_shares(usage, data):
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 500), min_size=1))
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 200), min_size=1))
 def test_what_comes_exactly_as_expected_never_drifts(counts):
     found = counted(counts, {expert: 10 * count for expert, count in counts.items()}).statistics()
     assert found.distance == pytest.approx(0, abs=1e-9)
@@ -112,3 +112,58 @@ def test_usage_that_came_back_is_not_warned_of_again():
     assert drift.due_warning(0.0) is not None
     drift.count(["b"] * 1000)
     assert drift.due_warning(WARNING_INTERVAL_S) is None
+
+
+STEPS_A_DAY = 20_000
+DAY_S = 24 * 3600.0
+TURNS = 100  # of counting a day, with a look after each
+AS_EXPECTED, OTHERWISE = ["a", "b"] * (STEPS_A_DAY // TURNS // 2), ["a"] * (STEPS_A_DAY // TURNS)
+
+
+def warned_days(*days):
+    """When it is warned, in days, of a line that expects as many of a as of b; ``days``: what is asked in each."""
+    drift = UsageDrift({"a": 1.0, "b": 1.0})
+    warned = []
+    for turn in range(TURNS * len(days)):
+        drift.count(days[turn // TURNS])
+        if drift.due_warning((turn + 1) / TURNS * DAY_S):
+            warned.append((turn + 1) / TURNS)
+    return warned
+
+
+def test_a_change_after_a_month_as_expected_is_told_within_the_day():
+    """By hand: 4 000 of the last 20 000 steps, all of a, move a's share by 0.1."""
+    warned = warned_days(*[AS_EXPECTED] * 30, OTHERWISE)
+    assert 30.0 < warned[0] <= 30.25
+
+
+def test_a_first_day_that_was_otherwise_is_not_told_for_ever():
+    """By hand: 20 000 steps of a weigh 2 500 of 20 000 after another day and a half, which moves a's share by 0.06."""
+    warned = warned_days(OTHERWISE, *[AS_EXPECTED] * 9)
+    assert warned[0] < 0.1
+    assert 1.0 < warned[-1] < 2.5
+
+
+def test_what_is_forgotten_counts_less_and_makes_chance_as_small_as_the_sample_is_large(monkeypatch):
+    """By hand: five steps, halved, then two whole ones: 4.5 together, 3.25 squared; the last halving changes no share."""
+    monkeypatch.setattr("agent.drift.FORGETTING_STEPS", 4)
+    drift = counted({"a": 0.5, "b": 0.5}, {"a": 5})
+    assert (drift.statistics().steps, drift.statistics().distance) == (5, 0.5)
+    drift.count(["b", "b"])
+    found = drift.statistics()
+    assert found.steps == 6  # 4.5 * 4.5 / 3.25 = 6.2
+    assert found.experts == (ExpertDrift("a", 0.5, 2.5 / 4.5), ExpertDrift("b", 0.5, 2 / 4.5))
+    assert found.chance == chance_distance([0.5, 0.5], 6)
+
+
+def test_chance_is_what_draws_from_the_expected_give_however_much_was_forgotten(monkeypatch):
+    monkeypatch.setattr("agent.drift.FORGETTING_STEPS", 1000)
+    usage = {f"e{number}": 1.0 + number for number in range(40)}
+    ratios = []
+    for seed in range(60):
+        drift = UsageDrift(usage)
+        drift.count(random.Random(seed).choices(list(usage), list(usage.values()), k=4000 + 30 * seed))
+        found = drift.statistics()
+        assert 1000 <= found.steps <= 1500
+        ratios.append(found.distance / found.chance)
+    assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.05)

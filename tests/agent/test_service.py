@@ -416,8 +416,10 @@ def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line
         assert caplog.text.count("usage_drift") == 1
         now[0] = 3600.0
         wait_until(lambda: caplog.text.count("usage_drift") == 2)
-    learning = f" --usage-from {line.folder / 'state' / 'results.db'}" if is_profiled else ""
+    learning = f"--usage-from {line.folder / 'state' / 'results.db'}{'' if is_profiled else ' --simulate'}"
     told = [record.getMessage() for record in caplog.records if "usage_drift" in record.getMessage()]
-    assert {each.split("learn how: ")[1] for each in told} == {f"coserve profile {line.folder / 'line.yaml'}{learning}"}
+    assert {each.split("learn how: ")[1] for each in told} == {
+        f"coserve profile {line.folder / 'line.yaml'} {learning}"
+    }
     assert "distance=0.50" in caplog.text
     assert "experts=cls/f0,cls/f1" in caplog.text
