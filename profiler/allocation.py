@@ -26,6 +26,7 @@ from profiler.windows import (
     Window,
     WindowSearch,
     WindowStep,
+    check_options,
     decay_window_search,
     decay_windows,
 )
@@ -67,7 +68,10 @@ MEMORY = "memory:"  # and the name of the memory
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How far to search. The first four are the decay window's, the others the sweep's."""
+    """How far to search. The first four are the decay window's, the others the sweep's.
+
+    Raises ConfigError, by the option's name, for what no search can work with.
+    """
 
     initial_window: int = INITIAL_WINDOW
     error_margin: float = ERROR_MARGIN
@@ -76,6 +80,9 @@ class SearchOptions:
     most_device_executors: int = 6
     most_cpu_executors: int = 4
     declines: int = DECLINES
+
+    def __post_init__(self) -> None:
+        check_options(self.initial_window, self.error_margin, self.fit_values)
 
 
 @dataclass(frozen=True, slots=True)

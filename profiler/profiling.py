@@ -47,7 +47,7 @@ from profiler.rows import QUIET_FRACTION
 from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS
-from profiler.usage import SERVED, UsageFound, computed_usage, usage_from_results, usage_from_samples
+from profiler.usage import COUNTED, SERVED, UsageFound, computed_usage, usage_from_results, usage_from_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +63,7 @@ MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
+KEPT = {SERVED: "learned from {requests} served requests", COUNTED: "counted on {requests} sample requests"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,14 @@ def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
 
 
 def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> UsageFound | None:
-    """The usage that the line's finished profile learned from what was served, unless another is asked for.
+    """The usage that the line's finished profile learned or counted, unless another is asked for.
 
     Experts that joined since are as likely as their routes make them.
     """
     if options.fresh or options.count_usage or not path.exists():
         return None
     then = read_profile(path)
-    if then.line != config.line or then.usage.origin != SERVED:
+    if then.line != config.line or then.usage.origin not in KEPT:
         return None
     computed = computed_usage(config).probabilities
     usage = replace(
@@ -147,9 +148,10 @@ def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> Us
         probabilities={name: then.usage.probabilities.get(name, computed[name]) for name in sorted(computed)},
         pass_rates={name: rate for name, rate in then.usage.pass_rates.items() if name in computed},
     )
+    origin = KEPT[usage.origin].format(requests=usage.requests)
     note = (
-        f"usage stays as it was learned from {usage.requests} served requests: --fresh computes it from quantities "
-        "again, --usage-from learns it anew"
+        f"usage stays as it was {origin}: --fresh computes it from quantities again, --usage-from learns it anew, "
+        "--count-usage counts it anew"
     )
     return UsageFound(usage, (note,))
 

@@ -112,7 +112,9 @@ def decay_window_search(
     ``slides_on`` (ours): a throughput that is short of the line but the highest so far does not stop the window.
     Raises ConfigError for options without meaning.
     """
-    _check_options(most, initial_window, error_margin, fit_values)
+    if most < 1:
+        raise ConfigError("no expert fits into this memory - raise its budget")
+    check_options(initial_window, error_margin, fit_values)
     tried: dict[int, float] = {}
     steps: list[WindowStep] = []
     end = SearchEnd.MEMORY
@@ -148,12 +150,11 @@ def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> Window:
     return max(steps, key=lambda step: (step.images_per_s, step.number)).window
 
 
-def _check_options(most: int, initial_window: int, error_margin: float, fit_values: int) -> None:
-    if most < 1:
-        raise ConfigError("no expert fits into this memory - raise its budget")
+def check_options(initial_window: int, error_margin: float, fit_values: int) -> None:
+    """Raises ConfigError, by the option's name, for what no search can work with."""
     if not 1 <= initial_window < 100:
-        raise ConfigError(f"an initial window of {initial_window} does not decay - take 1 to 99 experts")
+        raise ConfigError(f"--initial-window: {initial_window} does not decay - take 1 to 99 experts")
     if not 0 < error_margin < 1:
-        raise ConfigError(f"an error margin of {error_margin} never decides - take a fraction between 0 and 1")
+        raise ConfigError(f"--error-margin: {error_margin} never decides - take a fraction between 0 and 1")
     if fit_values < FIT_VALUES:
-        raise ConfigError(f"{fit_values} throughputs make no line - take {FIT_VALUES} or more")
+        raise ConfigError(f"--fit-values: {fit_values} throughputs make no line - take {FIT_VALUES} or more")

@@ -43,7 +43,7 @@ from profiler.cli import disk_explained
 from profiler.profiling import ProfilingOptions, learn_usage, profile_line
 from profiler.samples import SYNTHETIC
 from profiler.search_runs import RUNS
-from profiler.usage import COMPUTED, SERVED
+from profiler.usage import COMPUTED, COUNTED, SERVED
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
@@ -652,6 +652,12 @@ class TestOptions:
         assert f"Invalid value for {' / '.join(named)}: {words[0]} " in told
         assert not line.config.state.exists()
 
+    @pytest.mark.parametrize("words", [("--error-margin", "0"), ("--error-margin", "1")])
+    def test_those_that_no_search_can_work_with_are_refused_before_anything_is_measured(self, line, words):
+        told = run("profile", line.file, *words, "--simulate", check=78).stderr
+        assert f"{words[0]}: {float(words[1])} never decides - take a fraction between 0 and 1" in told
+        assert not line.config.state.exists()
+
 
 class TestSamples:
     @pytest.mark.parametrize(("broken", "said"), [(1, "one sample image is"), (2, "2 sample images are")])
@@ -744,6 +750,20 @@ class TestSamples:
         usage = line.profiled(samples=line.crops(), count_usage=True).profile.usage
         assert (usage.origin, usage.requests) == ("counted on samples", 6)
         assert usage.pass_rates["cls/f0"] < 0.5 < usage.pass_rates["cls/f1"]
+
+    def test_usage_that_was_counted_stays_when_the_box_is_profiled_again(self, line):
+        options = {"samples": line.crops()}
+        left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
+        del line.document["boards"]
+        counted = line.profiled(**options, count_usage=True).profile.usage
+        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
+        kept = line.profiled(**options)
+        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (COUNTED, counted.requests)
+        assert kept.profile.usage.probabilities == counted.probabilities | {"cls/f2": pytest.approx(1 / 3)}
+        assert kept.profile.usage.pass_rates == counted.pass_rates
+        (note,) = kept.notes
+        assert f"usage stays as it was counted on {counted.requests} sample requests" in note
+        assert line.profiled(**options, fresh=True).profile.usage.origin == COMPUTED
 
 
 # -- usage from history --

@@ -193,11 +193,11 @@ def test_the_window_exactly_as_in_the_paper_finds_the_end_of_a_straight_rise(mos
     ("options", "message"),
     [
         ({"most": 0}, "no expert fits into this memory - raise its budget"),
-        ({"initial_window": 0}, "an initial window of 0 does not decay - take 1 to 99 experts"),
-        ({"initial_window": 100}, "an initial window of 100 does not decay"),
-        ({"error_margin": 0.0}, "an error margin of 0.0 never decides"),
+        ({"initial_window": 0}, "--initial-window: 0 does not decay - take 1 to 99 experts"),
+        ({"initial_window": 100}, "--initial-window: 100 does not decay"),
+        ({"error_margin": 0.0}, "--error-margin: 0.0 never decides"),
         ({"error_margin": 1.0}, "take a fraction between 0 and 1"),
-        ({"fit_values": 1}, "1 throughputs make no line - take 2 or more"),
+        ({"fit_values": 1}, "--fit-values: 1 throughputs make no line - take 2 or more"),
     ],
 )
 def test_options_without_meaning_are_refused_before_anything_runs(options, message):
