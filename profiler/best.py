@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.budget import CORES_PER_CPU_EXECUTOR
+from experts.errors import ConfigError
 from profiler.devices import CPU, GPU
 from profiler.sweep import ExecutorCounts, executor_sweep
 from profiler.systems import CASUAL_FRACTION, Row, System, most_experts, simulate
@@ -46,31 +47,38 @@ class Best:
 
     @property
     def gpu_sweep(self) -> tuple[Row, ...]:
-        """GPU executors beside one of the CPU, in ascending order."""
+        """GPU executors beside one of the CPU, in ascending order; none where memory does not hold one of each."""
         return _ascending(self.executors, GPU, CPU, 1)
 
     @property
     def cpu_sweep(self) -> tuple[Row, ...]:
         """CPU executors beside those of the GPU that were best beside one, in ascending order."""
-        beside_one = max(self.gpu_sweep, key=lambda row: row.images_per_s)
-        return _ascending(self.executors, CPU, GPU, beside_one.executors[GPU])
+        beside_one = max(self.gpu_sweep, key=lambda row: row.images_per_s, default=None)
+        chosen = self.system if beside_one is None else beside_one
+        return _ascending(self.executors, CPU, GPU, chosen.executors[GPU])
 
 
 def search_best(device: PaperDevice, sample: Task, board: str, start: System) -> Best:
     """The best executors and memory for a system on a sample. ``start``: everything else about it.
 
-    Raises ConfigError where not even one executor of each kind has room.
+    The sweep ends where memory holds no more executors. Raises ConfigError where it does not even hold one.
     """
     start = replace(start, experts=None, expert_fraction=CASUAL_FRACTION if device.is_split else None)
     tried: list[Row] = []
+    refused: list[ConfigError] = []
 
-    def of_executors(counts: ExecutorCounts) -> float:
-        tried.append(simulate(replace(start, executors={GPU: counts.device, CPU: counts.cpu}), device, sample))
+    def of_executors(counts: ExecutorCounts) -> float | None:
+        try:
+            tried.append(simulate(replace(start, executors={GPU: counts.device, CPU: counts.cpu}), device, sample))
+        except ConfigError as error:
+            refused.append(error)
+            return None
         return tried[-1].images_per_s
 
     most_cpu = max(device.cores.value // CORES_PER_CPU_EXECUTOR, 1)
     counts = executor_sweep(of_executors, MOST_GPU_EXECUTORS, most_cpu).best
-    assert counts is not None  # every count has a throughput, or simulate has raised
+    if counts is None:
+        raise refused[0]
     best = replace(start, executors={GPU: counts.device, CPU: counts.cpu})
     if not device.is_split:
         return Best(board, device.device, best, tuple(tried), (), None)
