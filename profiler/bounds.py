@@ -64,9 +64,9 @@ class Resources:
 class Bounds:
     """What no schedule of some requests can beat.
 
-    ``switches``: experts that have to be brought in after the start. ``fcfs_switches``: the same when the requests
-    are served in their order. ``compute_s``, ``io_s``, ``arrivals_s``: the least time for the work, for reading what
-    cannot be there at the start, and for what arrives last.
+    ``switches``: experts that have to be brought in after the start. ``fcfs_switches``: the same when requests are
+    begun in the order in which they came. ``compute_s``, ``io_s``, ``arrivals_s``: the least time for the work, for
+    reading what cannot be there at the start, and for what arrives last.
     """
 
     switches: int
@@ -82,13 +82,18 @@ class Bounds:
 
 
 def bounds(requests: Sequence[RequestSteps], resources: Resources) -> Bounds:
-    """All of them. Memories may hold whatever is best at the start."""
+    """All of them, for requests in the order in which they came. Memories may hold whatever is best at the start.
+
+    First come, first served, fixes the order of the requests' first steps alone: each further step queues behind
+    whatever has come by then, which depends on how long everything takes. The first steps are a part of any such
+    order, and what serves all of it serves that part with no more loads, so their bound holds for the whole.
+    """
     counts = Counter(expert for request in requests for expert in request.experts)
     switches = fewest_switches(counts, resources)
-    uses = [expert for request in requests for expert in request.experts]
+    first_uses = [expert for request in requests for expert in request.experts[:1]]
     return Bounds(
         switches=switches,
-        fcfs_switches=max(switches, fewest_fcfs_switches(uses, resources)),
+        fcfs_switches=max(switches, fewest_fcfs_switches(first_uses, resources)),
         compute_s=compute_s(counts, resources),
         io_s=unread_bytes(counts, resources) / resources.ssd_bytes_per_s,
         arrivals_s=arrivals_s(requests, resources),

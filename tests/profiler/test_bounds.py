@@ -361,6 +361,34 @@ def test_no_policy_beats_the_bounds(policy, drawn, drawn_parts, capacity, arriva
     assert found.seconds <= ended_s + 1e-9
 
 
+def test_a_further_step_queues_behind_what_has_come():
+    """Both first steps, then both second ones: two loads in a memory for one, where a b a b would need four."""
+    sizes, routes = {"a": 1, "b": 1}, {"u": ("a", "b")}
+    trace = [Arrival(0.0, "u"), Arrival(0.0, "u")]
+    simulation, plant = simulated("samba-fifo", sizes, {}, 1, routes, trace, executors=1)
+    assert sum(isinstance(effect, StartLoad) for _, effect in simulation.effects) == 2
+    found = bounds([RequestSteps(arrival.at_s, ("a", "b")) for arrival in trace], plant)
+    assert (found.switches, found.fcfs_switches) == (1, 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["samba", "samba-fifo"]),
+    st.lists(st.integers(1, 6), min_size=5, max_size=5),
+    st.integers(6, 14),
+    st.lists(st.tuples(st.sampled_from("uvwxyz"), st.sampled_from([0.0, 0.1, 2.0])), min_size=1, max_size=25),
+)
+def test_no_first_come_first_served_policy_beats_the_bound_of_routes(policy, drawn, capacity, arrivals):
+    sizes = dict(zip("abcde", drawn, strict=True))
+    routes = {"u": ("a", "b"), "v": ("b", "e"), "w": ("c", "a"), "x": ("d", "b", "e"), "y": ("c",), "z": ("e",)}
+    times = itertools.accumulate(pause_s for _, pause_s in arrivals)
+    trace = [Arrival(at_s, component) for at_s, (component, _) in zip(times, arrivals, strict=True)]
+    simulation, plant = simulated(policy, sizes, {}, capacity, routes, trace, executors=1)
+    loads = sum(isinstance(effect, StartLoad) for _, effect in simulation.effects)
+    found = bounds([RequestSteps(arrival.at_s, routes[arrival.component]) for arrival in trace], plant)
+    assert found.switches <= found.fcfs_switches <= loads
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(["samba", "samba-fifo"]),
