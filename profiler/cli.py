@@ -59,6 +59,10 @@ Executors = Annotated[str | None, typer.Option(help="such as cuda=3,cpu=1; defau
 Bandwidth = Annotated[
     str | None, typer.Option("--ssd-bandwidth", help="hold loads from the SSD to a rate, such as 530MB/s")
 ]
+PlannedBandwidth = Annotated[
+    str | None,
+    typer.Option("--ssd-bandwidth", help="plan with an SSD of this speed, such as 530MB/s; default: the profile's"),
+]
 Trace = Annotated[Path | None, typer.Option(help="JSON lines, one arrival each; default: some boards one takt apart")]
 Requests = Annotated[int, typer.Option(min=1)]
 Directory = Annotated[
@@ -105,6 +109,16 @@ def refuse_unused(ctx: typer.Context, names: Sequence[str], why: str) -> None:
     given = [name for name in names if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
     if given:
         raise typer.BadParameter(why, param_hint=" / ".join(f"--{OPTIONS.get(name, name)}" for name in given))
+
+
+def refuse_unknown_policies(policies: Sequence[str]) -> None:
+    """Raises ConfigError for a policy that is none."""
+    from agent.core.policy import PRESETS
+    from experts.document import suggestion
+
+    for name in policies:
+        if name not in PRESETS:
+            raise ConfigError(f"no policy {name!r} - {suggestion(name, PRESETS)}")
 
 
 def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
@@ -203,12 +217,15 @@ def plan(
     memory: Memory = None,
     executors: Executors = None,
     precision: Annotated[Precision | None, typer.Option(help="default: the profile's")] = None,
-    ssd_bandwidth: Bandwidth = None,
+    ssd_bandwidth: PlannedBandwidth = None,
     boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the made-up trace")] = 20,
     seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the made-up trace")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck."""
+    """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck.
+
+    Of several memories those that are too small are told on stderr, beside the rows of the others.
+    """
     from agent.assembly import doubts
     from agent.config import read_line
     from agent.listing import profile_file
@@ -224,6 +241,7 @@ def plan(
     with explained(), disk_explained(), progress_on_stderr() as progress:
         if trace is not None:
             refuse_unused(ctx, ("boards",), "boards are of the made-up trace - leave them, or leave --trace")
+        refuse_unknown_policies(policies or ())
         config = read_line(line)
         stored = read_profile(database or profile_file(config))
         if database is None:
@@ -231,23 +249,39 @@ def plan(
                 print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)
         arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
-        memories = [memory_bytes(each, is_split=is_split) for each in memory or []] or [{}]
+        memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
         common: dict[str, Any] = {
             "executors": executor_counts(executors),
             "precision": precision,
             "ssd_bytes_per_s": bytes_per_s(ssd_bandwidth),
             "seed": seed,
         }
-        asked = [(policy, size) for size in memories for policy in policies or [config.policy]]
+        asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
         stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
-        rows: list[PlanRow] = []
+        rows: dict[tuple[str, str], PlanRow] = {}
+        refused: dict[tuple[str, str], ConfigError] = {}
         for done, (policy, size) in enumerate(asked):
             progress(stage, done, steps)
-            rows += plan_rows(config, None, stored, arrivals, [policy], [size], **common)
+            try:
+                (rows[policy, size],) = plan_rows(config, None, stored, arrivals, [policy], [memories[size]], **common)
+            except ConfigError as error:
+                refused[policy, size] = error
+        if not rows:
+            raise ConfigError.of([*{str(error): error for error in refused.values()}.values()])
         progress(stage, len(asked), steps)
-        advice = plan_advice(config, None, stored, arrivals, *asked[0], **common)
+        policy, size = next(iter(rows))
+        advice = plan_advice(config, None, stored, arrivals, policy, memories[size], **common)
         progress(stage, steps, steps)
-    print(json.dumps(plan_json(rows, advice)) if as_json else plan_table(rows, advice), end="\n" if as_json else "")
+    for (policy, size), error in refused.items():
+        sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {error}\n")
+    if as_json:
+        told = [
+            {"policy": policy, "memory": size or None, "reason": f"{error}"}
+            for (policy, size), error in refused.items()
+        ]
+        print(json.dumps(plan_json([*rows.values()], advice) | {"refused": told}))
+    else:
+        print(plan_table([*rows.values()], advice), end="")
 
 
 @bench_app.command(LINE, hidden=True)
@@ -373,7 +407,7 @@ def tasks(
     from profiler.evaluation import evaluation_json, evaluation_table
     from profiler.figures import write_figures
     from profiler.measured_device import device_notes
-    from profiler.report import DEVICE_FILES, prepare_folder, simulated_tasks
+    from profiler.report import DEVICE_FILES, prepare_folder, simulated_tasks, task_device
     from profiler.scaled import measure_scaled, scaled_json, scaled_table
 
     log_to_stderr(logging.WARNING)
@@ -389,10 +423,13 @@ def tasks(
                 measured = measure_scaled(scratch_folder(directory), experts, requests, progress)
             print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
             return
+        devices = tuple(device or DEVICE_FILES)
         if folder is not None:
+            for name in devices:
+                task_device(name)  # one that cannot be simulated is told before a folder is made
             prepare_folder(folder)
         with progress_on_stderr() as progress:
-            evaluation = simulated_tasks(device or tuple(DEVICE_FILES), progress, full=not short)
+            evaluation = simulated_tasks(devices, progress, full=not short)
         others = dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)
         for note in device_notes(others):
             sys.stderr.write(f"note: {note}\n")

@@ -115,6 +115,55 @@ def test_a_profile_that_the_agent_would_refuse_is_planned_with_and_said_to_be_re
     assert "the weights of cls/f0 were written to after they were packed" in told
 
 
+def test_of_several_memories_those_that_are_too_small_hide_no_row(line):
+    words = ("--policy", "coserve", "--policy", "samba", "--memory", "2MiB", "--memory", "46MiB", "--boards", "2")
+    done = plan(line, *words, "--json")
+    told = json.loads(done.stdout)
+    assert [row["policy"] for row in told["rows"]] == ["coserve", "samba"]
+    assert {row["memory"]["host"] + row["memory"]["host_workspace"] for row in told["rows"]} == {46 * MIB}
+    assert told["rows"] == rows(line, *words[:4], *words[6:])
+    assert told["advice"]["budget_bytes"] == {"host": 46 * MIB}  # of the first that was planned
+    assert [(each["policy"], each["memory"]) for each in told["refused"]] == [("coserve", "2MiB"), ("samba", "2MiB")]
+    for each in told["refused"]:
+        assert "experts.cls/f0: needs 3.0 MiB, but memory.host leaves" in each["reason"]
+        assert f"not planned: {each['policy']} with --memory 2MiB: {each['reason']}" in done.stderr
+    table = plan(line, *words)
+    assert [text.split()[:3] for text in table.stdout.splitlines()[1:3]] == [
+        ["coserve", "46.0", "MiB"],
+        ["samba", "46.0", "MiB"],
+    ]
+    assert table.stderr.count("not planned: ") == 2
+    assert json.loads(plan(line, "--boards", "2", "--json").stdout)["refused"] == []
+
+
+def test_memories_that_are_all_too_small_are_refused_each_reason_once(line):
+    done = plan(line, "--policy", "coserve", "--policy", "samba", "--memory", "1MiB", "--memory", "2MiB", check=78)
+    assert done.stdout == ""
+    assert "not planned" not in done.stderr
+    for size in ("1.0 MiB", "2.0 MiB"):
+        (told,) = [each for each in done.stderr.splitlines() if f"of its {size} to experts" in each and "/f0:" in each]
+        assert "experts.cls/f0: needs 3.0 MiB, but memory.host leaves" in told
+
+
+def test_a_policy_that_is_none_is_told_before_any_is_planned(line):
+    done = plan(line, "--policy", "coserve", "--policy", "coserv", check=78)
+    assert done.stdout == ""
+    assert done.stderr == "no policy 'coserv' - did you mean 'coserve'?\n"
+
+
+def test_the_ssd_that_is_asked_about_is_told_apart_from_one_that_is_held_to_a_rate(line):
+    options = {name: " ".join(help_of(name).replace("│", " ").split()) for name in ("plan", "bench line")}
+    assert "plan with an SSD of this speed" in options["plan"]
+    assert "hold loads from the SSD to a rate" in options["bench line"]
+    assert "hold loads" not in options["plan"]
+
+
+def help_of(command):
+    done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    return done.stdout
+
+
 def test_every_preset_can_be_planned(line):
     words = [word for policy in sorted(PRESETS) for word in ("--policy", policy)]
     assert [row["policy"] for row in rows(line, *words, "--boards", "2")] == sorted(PRESETS)

@@ -58,6 +58,8 @@ def test_a_box_without_an_accelerator_is_told_what_to_run_instead(tasks, tmp_pat
     [
         (["--device", "nuna"], CONFIGURATION, "--device: 'nuna' is none of numa, uma, and no profile"),
         (["--device", "none.db"], CONFIGURATION, "none.db: no device profile - run `coserve profile LINE.yaml`"),
+        (["--device", "nuna", "--out", "new"], CONFIGURATION, "--device: 'nuna' is none of numa, uma"),
+        (["--device", "numa", "--device", "none.db", "--out", "new"], CONFIGURATION, "none.db: no device profile"),
         (["--experts", "2"], CONFIGURATION, "--experts: 2 is too few - memory holds 2 at least, take 3 or more"),
         (["--experts", "9", "--dir", "none"], CONFIGURATION, "none: no such folder - name one on the SSD to measure"),
         (["--experts", "9", "--device", "numa"], USAGE, "the real engine has no --device"),
