@@ -230,7 +230,8 @@ class ProfileDraft:
 
     What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``packed`` and
     ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still the same,
-    ``packed`` tells, as it is before ``save_packed``.
+    ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its kinds in the precisions chosen
+    there: once one of these is measured again, or other ones are chosen, there are none of it any more.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
@@ -298,9 +299,10 @@ class ProfileDraft:
         return rows.trials_in(self._connection, search)
 
     def save_kind(self, kind: KindProfile) -> None:
-        """One kind on one processor in one precision."""
+        """One kind on one processor in one precision; the processor's speedups are given up."""
         with self._connection:
             rows.put_kind(self._connection, kind)
+            rows.forget_speedups(self._connection, kind.processor)
 
     def save_agreement(self, agreement: Agreement) -> None:
         """One comparison with fp32."""
@@ -318,8 +320,11 @@ class ProfileDraft:
             rows.put_links(self._connection, links)
 
     def save_precisions(self, precisions: Mapping[tuple[str, str], str]) -> None:
-        """The precision chosen for each (kind, processor)."""
+        """The precision chosen for each (kind, processor); of processors with another choice speedups are given up."""
         with self._part("precisions"):
+            changed = rows.precisions_in(self._connection).items() ^ precisions.items()
+            for processor in {processor for (_, processor), _ in changed}:
+                rows.forget_speedups(self._connection, processor)
             rows.put_precisions(self._connection, precisions)
 
     def save_packed(self, packed: Mapping[tuple[str, str], str]) -> None:
@@ -442,7 +447,8 @@ def _take_over(connection: sqlite3.Connection, earlier: StoredProfile) -> None:
         rows.put_speedups(connection, processor, speedups)
     rows.put_links(connection, earlier.links)
     rows.put_part(connection, "links")
-    rows.put_packed(connection, earlier.packed)  # tells what the agreements are of; no part of the new profile yet
+    rows.put_precisions(connection, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
+    rows.put_packed(connection, earlier.packed)  # tells what the agreements are of; no part yet, either
 
 
 def _read_back(path: Path) -> StoredProfile:

@@ -68,6 +68,11 @@ def put_speedups(connection: Connection, processor: str, speedups: Sequence[floa
     _put(connection, "speedups", {"processor": processor, "factors": speedups})
 
 
+def forget_speedups(connection: Connection, processor: str) -> None:
+    """None of this processor any more."""
+    connection.execute("DELETE FROM speedups WHERE processor = ?", (processor,))
+
+
 def put_links(connection: Connection, links: Iterable[LinkSpeed]) -> None:
     """All links, in the place of those that were there."""
     _replace(connection, "links", [_fields(link) for link in links])
@@ -145,6 +150,11 @@ def speedups_in(connection: Connection) -> dict[str, tuple[float, ...]]:
     return {row["processor"]: tuple(float(each) for each in row["factors"]) for row in _rows(connection, "speedups")}
 
 
+def precisions_in(connection: Connection) -> dict[tuple[str, str], str]:
+    """By (kind, processor)."""
+    return {(row["kind"], row["processor"]): row["precision"] for row in _rows(connection, "precisions")}
+
+
 def links_in(connection: Connection) -> tuple[LinkSpeed, ...]:
     """All links, in the order in which they were saved."""
     return tuple(LinkSpeed(**row) for row in _rows(connection, "links"))
@@ -218,7 +228,7 @@ def _whole(connection: Connection, head: Mapping[str, Any]) -> StoredProfile:
         links=links_in(connection),
         kinds=kinds_in(connection),
         agreements=agreements_in(connection),
-        precisions={(row["kind"], row["processor"]): row["precision"] for row in _rows(connection, "precisions")},
+        precisions=precisions_in(connection),
         packed=packed_in(connection),
         usage=_usage(connection),
         allocation=_allocation(connection),

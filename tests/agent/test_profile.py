@@ -281,6 +281,22 @@ def test_a_new_draft_takes_over_what_was_measured_on_the_same_box(path):
         assert len(draft.finish().kinds) == 3
 
 
+def test_speedups_stay_with_the_kinds_and_precisions_that_they_were_measured_with(path):
+    written(path)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_speedups("cpu", (1.0, 1.1))
+        draft.save_precisions(PRECISIONS)
+        assert draft.speedups() == {"cuda": (1.0, 1.7, 1.9), "cpu": (1.0, 1.1)}
+        draft.save_precisions({(KIND.kind, "cpu"): "fp32"})
+        assert draft.speedups() == {"cuda": (1.0, 1.7, 1.9)}
+        draft.save_speedups("cpu", (1.0, 1.2))
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_precisions({(KIND.kind, "cpu"): "fp32"})
+        assert draft.speedups() == {"cuda": (1.0, 1.7, 1.9), "cpu": (1.0, 1.2)}
+        draft.save_kind(KIND)
+        assert draft.speedups() == {"cuda": (1.0, 1.7, 1.9)}
+
+
 def test_a_new_draft_takes_nothing_from_another_box_or_from_a_damaged_file(path, caplog):
     written(path)
     content = path.read_bytes()

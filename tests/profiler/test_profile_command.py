@@ -524,6 +524,21 @@ class TestAgain:
         assert times(second).items() > times(first).items()
         assert len(second.kinds) == COMPONENTS
 
+    def test_executors_are_measured_together_again_once_their_experts_run_in_another_precision(self, line):
+        line.classify(0)
+        line.leave(0)
+        line.document["precision"] = "auto"
+        line.profiled()
+        made_up = (1.0,) * min(line.identity.cores, 4)
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("UPDATE speedups SET factors = ?", (json.dumps(made_up),))
+        stages = []
+        assert line.profiled(stages).profile.speedups == {"cpu": made_up}
+        assert "executors of cpu" not in stages
+        line.document["precision"] = "bf16"
+        line.profiled(stages)
+        assert "executors of cpu" in stages
+
 
 KILLED = """
 import os, signal, sys
