@@ -1,9 +1,10 @@
 """Which precision each kind of a line's experts runs in on a processor (``precision: auto``).
 
 The fastest that agrees with fp32 on the samples of all experts of the kind, asked in that order and no further than
-needed, and again when experts or samples are others than they were; without samples fp32. What the line file gives is
-taken as the agent takes it, with a profile or without: a kind that does not run in it is left off the processor, as is
-one of which no form may be taken.
+needed, and again when experts or samples are others than they were; without samples fp32. Experts of a kind run alike:
+what those with samples agree in holds for the others, and a note says for which. What the line file gives is taken as
+the agent takes it, with a profile or without: a kind that does not run in it is left off the processor, as is one of
+which no form may be taken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from profiler.agreement import choose_precision, compare, image_s
 from profiler.line_packing import by_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from agent.config import LineConfig
     from agent.profile import Agreement, KindProfile, ProfileDraft
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
     from profiler.line_packing import LinePacking
     from profiler.microbench import Bench
 
+NAMED_EXPERTS = 3  # in one note; of more their number is told
+
 
 class PrecisionChoice:
     """The choice of one profiling run; comparisons are saved in the draft.
 
-    ``notes``: what stays fp32 or is left off a processor, and why.
+    ``notes``: what stays fp32 or is left off a processor, and why; what was chosen by some of a kind's experts only.
     """
 
     def __init__(
@@ -114,7 +117,10 @@ class PrecisionChoice:
         if not is_fp32_able and not any(each.images and each.agrees for each in agreements):
             self._left_off(profiles[0], "fp32 does not run there, and no other precision is proven to agree with it")
             return None
-        return choose_precision(profiles, agreements)
+        chosen = choose_precision(profiles, agreements)
+        if chosen != Precision.FP32 and len(sampled) < len(references):
+            self._taken_for_others(profiles[0], chosen, references, {copy.expert.id for copy in sampled})
+        return chosen
 
     def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
         """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form."""
@@ -140,6 +146,18 @@ class PrecisionChoice:
                 f"{profile.kind} on {profile.processor} stays fp32: {reason}, so {profile.precision} is not proven to "
                 "agree"
             )
+
+    def _taken_for_others(
+        self, profile: KindProfile, form: str, references: Sequence[ExpertCopy], compared: Collection[str]
+    ) -> None:
+        others = [copy.expert.id for copy in references if copy.expert.id not in compared]
+        more = len(others) - NAMED_EXPERTS
+        named = ", ".join(others[:NAMED_EXPERTS]) + (f" and {more} more" if more > 0 else "")
+        self.notes.append(
+            f"{profile.kind} in {form} on {profile.processor}: {len(compared)} of its {len(references)} experts were "
+            f"compared with fp32, and there are no sample images of {named} - give --samples FOLDER with images of "
+            "their components, too"
+        )
 
     def _left_off(self, profile: KindProfile, reason: str) -> None:
         self.notes.append(f"{profile.kind} is not run on {profile.processor}: {reason}")

@@ -145,7 +145,7 @@ def test_a_first_day_that_was_otherwise_is_not_told_for_ever():
 
 
 def test_what_is_forgotten_counts_less_and_makes_chance_as_small_as_the_sample_is_large(monkeypatch):
-    """By hand: five steps, halved, then two whole ones: 4.5 together, 3.25 squared; the last halving changes no share."""
+    """By hand: five steps, halved, then two: 4.5 together, 3.25 squared; halving these changes no share."""
     monkeypatch.setattr("agent.drift.FORGETTING_STEPS", 4)
     drift = counted({"a": 0.5, "b": 0.5}, {"a": 5})
     assert (drift.statistics().steps, drift.statistics().distance) == (5, 0.5)
