@@ -320,10 +320,11 @@ class ProfileDraft:
             rows.put_links(self._connection, links)
 
     def save_precisions(self, precisions: Mapping[tuple[str, str], str]) -> None:
-        """The precision chosen for each (kind, processor); of processors with another choice speedups are given up."""
+        """The precision chosen for each (kind, processor); where another was chosen before, speedups are given up."""
         with self._part("precisions"):
-            changed = rows.precisions_in(self._connection).items() ^ precisions.items()
-            for processor in {processor for (_, processor), _ in changed}:
+            earlier = rows.precisions_in(self._connection)
+            changed = {processor for (_, processor), _ in earlier.items() ^ precisions.items()}
+            for processor in changed & {processor for _, processor in earlier}:
                 rows.forget_speedups(self._connection, processor)
             rows.put_precisions(self._connection, precisions)
 
