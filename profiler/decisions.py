@@ -1,7 +1,8 @@
 """How long a decision takes: ``Engine.handle`` timed against the number of queued requests.
 
 The line is the paper's board A: 352 experts, log-normal quantities, memory for 40, three executors of a device and
-one of the CPU. A queue is filled, then as many requests arrive as batches finish, and every call is timed.
+one of the CPU. Memory and a queue are filled; then each request that ends is followed by a new one, every load and
+batch is answered after the time that the line's performance gives it, and every call is timed, whatever it is for.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import platform
 import random
 import statistics
 import time
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from agent.core.effects import Effect, StartBatch, StartLoad
+from agent.core.effects import Assigned, Complete, Evict, Fail, StartBatch, StartLoad
 from agent.core.engine import Engine
-from agent.core.events import Arrived, Event, Finished, Loaded, Started
+from agent.core.events import Arrived, Finished, Loaded, Started
 from agent.core.performance import (
     SSD,
     DeviceProfile,
@@ -30,55 +34,78 @@ from agent.core.policy import PRESETS
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from agent.core.effects import Effect
+    from agent.core.events import Event
+
 EXPERTS = 352
 DETECTORS = 12
 RESIDENT = 40
+CALLS = 4000
+EXECUTORS = (*(ExecutorSpec(number, "gpu", "device") for number in range(3)), ExecutorSpec(3, "cpu", "host"))
+PROCESSOR_OF = {spec.pool: spec.processor for spec in EXECUTORS}
 TARGET_P99_S = 200e-6
 TARGET_QUEUED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionTimes:
-    """Seconds of one ``handle`` call while about ``queued`` requests wait.
+    """Seconds of one ``handle`` call while about ``queued`` requests wait: ``fewest_queued`` to ``most_queued``.
 
+    ``batches`` and ``loads``: how many of the calls told the end of one; ``evictions``: how many copies they evicted.
     ``cpu_p99_s`` is the deciding thread's own processor time: what is left when other processes share the cores.
     """
 
     queued: int
     calls: int
+    batches: int
+    loads: int
+    evictions: int
+    fewest_queued: int
+    most_queued: int
     p50_s: float
     p99_s: float
     worst_s: float
     cpu_p99_s: float
 
 
-def measure_decisions(queued: int, calls: int = 4000, policy: str = "coserve") -> DecisionTimes:
+def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") -> DecisionTimes:
     """Time ``calls`` events at a steady queue of about ``queued`` requests."""
-    engine, components, weights = _paper_line(policy)
-    rng = random.Random(7)
-    pending: deque[Effect] = deque(engine.handle(Started(), 0.0))
-    now = 0.0
-    arrivals = iter(rng.choices(components, weights, k=queued + calls))
-    for number in range(queued):
-        now += 1e-6
-        pending.extend(engine.handle(Arrived(number, next(arrivals)), now))
+    line = _BusyLine(policy)
+    line.fill(queued)
     times: list[float] = []
     cpu_times: list[float] = []
-    number = queued
+    lengths: list[int] = []
+    kinds: Counter[type[Event]] = Counter()
+    evictions = 0
     while len(times) < calls:
-        event = _next_answer(pending)
-        if event is None or len(times) % 2:
-            event, number = Arrived(number, next(arrivals)), number + 1
-        now += 0.004
+        event, now = line.next_event()
         started, cpu_started = time.perf_counter(), time.thread_time()
-        effects = engine.handle(event, now)
+        effects = line.engine.handle(event, now)
         cpu_times.append(time.thread_time() - cpu_started)
         times.append(time.perf_counter() - started)
-        pending.extend(effects)
+        line.carry_out(effects)
+        lengths.append(line.waiting)
+        kinds[type(event)] += 1
+        evictions += sum(isinstance(effect, Evict) for effect in effects)
     times.sort()
     cpu_times.sort()
     p99 = int(calls * 0.99)
-    return DecisionTimes(queued, calls, statistics.median(times), times[p99], times[-1], cpu_times[p99])
+    return DecisionTimes(
+        queued=queued,
+        calls=calls,
+        batches=kinds[Finished],
+        loads=kinds[Loaded],
+        evictions=evictions,
+        fewest_queued=min(lengths),
+        most_queued=max(lengths),
+        p50_s=statistics.median(times),
+        p99_s=times[p99],
+        worst_s=times[-1],
+        cpu_p99_s=cpu_times[p99],
+    )
 
 
 def report() -> tuple[list[str], list[DecisionTimes]]:
@@ -86,10 +113,13 @@ def report() -> tuple[list[str], list[DecisionTimes]]:
     rows = [measure_decisions(queued) for queued in (1_000, TARGET_QUEUED, 100_000)]
     lines = [
         f"Decision time, {EXPERTS} experts, policy coserve; Python {platform.python_version()}, {platform.machine()}",
-        f"{'queued':>9} {'p50 us':>8} {'p99 us':>8} {'worst us':>9} {'p99 us of CPU':>14}",
+        f"of {CALLS} calls each: batches and loads that ended, copies evicted, else arrivals",
+        f"{'queued':>9} {'batches':>8} {'loads':>6} {'evicted':>8} "
+        f"{'p50 us':>8} {'p99 us':>8} {'worst us':>9} {'p99 us of CPU':>14}",
     ]
     lines += [
-        f"{r.queued:>9} {r.p50_s * 1e6:8.1f} {r.p99_s * 1e6:8.1f} {r.worst_s * 1e6:9.1f} {r.cpu_p99_s * 1e6:14.1f}"
+        f"{r.queued:>9} {r.batches:>8} {r.loads:>6} {r.evictions:>8} "
+        f"{r.p50_s * 1e6:8.1f} {r.p99_s * 1e6:8.1f} {r.worst_s * 1e6:9.1f} {r.cpu_p99_s * 1e6:14.1f}"
         for r in rows
     ]
     at_target = rows[1]
@@ -100,7 +130,67 @@ def report() -> tuple[list[str], list[DecisionTimes]]:
     return lines, rows
 
 
-def _paper_line(policy: str) -> tuple[Engine, list[str], list[float]]:
+class _BusyLine:
+    """An Engine at work: what it asks for is answered in virtual time; a request that ends is followed by another."""
+
+    def __init__(self, policy: str) -> None:
+        self._profile, self.engine, components, weights = _paper_line(policy)
+        self.waiting = 0  # requests in queues
+        self._components = _drawn(components, weights)
+        self._requests = 0
+        self._now = 0.0
+        self._due: list[tuple[float, int, Event]] = []  # a heap; the number keeps what is due at once in order
+        self._number = 0
+
+    def fill(self, queued: int) -> None:
+        """Memory first, as it is when the agent starts; then the queues."""
+        self.carry_out(self.engine.handle(Started(), self._now))
+        while self._due:
+            event, now = self.next_event()
+            self.carry_out(self.engine.handle(event, now))
+        while self.waiting < queued:
+            self.carry_out(self.engine.handle(self._arrival(), self._now))
+
+    def next_event(self) -> tuple[Event, float]:
+        """What comes next, and when."""
+        self._now, _, event = heappop(self._due)
+        return event, self._now
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Have every load and batch answered when it would be done, and every request that ended replaced."""
+        for effect in effects:
+            if isinstance(effect, Assigned):
+                self.waiting += 1
+            elif isinstance(effect, StartLoad):
+                processor = PROCESSOR_OF[effect.pool]
+                self._answer(self._profile.experts[processor][effect.expert].load_s[effect.source], Loaded(effect.load))
+            elif isinstance(effect, StartBatch):
+                batch = effect.batch
+                self.waiting -= len(batch.requests)
+                performance = self._profile.experts[EXECUTORS[batch.executor].processor][batch.expert].performance
+                results = tuple(Prediction("ok", 1.0) for _ in batch.requests)
+                self._answer(performance.latency_s(len(results)), Finished(batch.id, results))
+            elif isinstance(effect, Complete | Fail):
+                self._answer(0.0, self._arrival())
+
+    def _arrival(self) -> Arrived:
+        self._requests += 1
+        return Arrived(self._requests, next(self._components))
+
+    def _answer(self, after_s: float, event: Event) -> None:
+        self._number += 1
+        heappush(self._due, (self._now + after_s, self._number, event))
+
+
+def _drawn(components: list[str], weights: list[float]) -> Iterator[str]:
+    """Components by their weights, without an end."""
+    rng = random.Random(7)
+    sums = list(accumulate(weights))
+    while True:
+        yield rng.choices(components, cum_weights=sums)[0]
+
+
+def _paper_line(policy: str) -> tuple[DeviceProfile, Engine, list[str], list[float]]:
     rng = random.Random(3)
     classifiers = [f"cls/{number}" for number in range(EXPERTS - DETECTORS)]
     detectors = [f"det/{number}" for number in range(DETECTORS)]
@@ -121,18 +211,6 @@ def _paper_line(policy: str) -> tuple[Engine, list[str], list[float]]:
         },
         usage,
     )
-    executors = [ExecutorSpec(number, "gpu", "device") for number in range(3)] + [ExecutorSpec(3, "cpu", "host")]
     pools = (PoolSpec("host", RESIDENT * 2, 64), PoolSpec("device", RESIDENT, 64, cache="host"))
-    engine = Engine(ExpertGraph(classifiers + detectors, routes), profile, executors, PRESETS[policy], Limits(pools))
-    return engine, list(routes), weights
-
-
-def _next_answer(pending: deque[Effect]) -> Event | None:
-    """The answer to the oldest effect that wants one."""
-    while pending:
-        effect = pending.popleft()
-        if isinstance(effect, StartLoad):
-            return Loaded(effect.load)
-        if isinstance(effect, StartBatch):
-            return Finished(effect.batch.id, tuple(Prediction("ok", 1.0) for _ in effect.batch.requests))
-    return None
+    engine = Engine(ExpertGraph(classifiers + detectors, routes), profile, EXECUTORS, PRESETS[policy], Limits(pools))
+    return profile, engine, list(routes), weights
