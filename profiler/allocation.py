@@ -8,10 +8,10 @@ part of it, the device's first, by the decay window; the others get their maximu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.budget import WORKSPACE_FRACTION, executor_specs
+from agent.budget import CORES_PER_CPU_EXECUTOR, WORKSPACE_FRACTION, executor_specs
 from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
 from agent.profile import Allocation, PoolAllocation, Trial
@@ -83,6 +83,12 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         check_options(self.initial_window, self.error_margin, self.fit_values)
+
+    def on(self, box: Box) -> SearchOptions:
+        """The same on this box: of a CPU alone at least as many executors as an agent starts without a profile."""
+        if box.processors != ("cpu",):
+            return self
+        return replace(self, most_cpu_executors=max(self.most_cpu_executors, box.cores // CORES_PER_CPU_EXECUTOR))
 
 
 @dataclass(frozen=True, slots=True)

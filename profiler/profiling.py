@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
-MOST_TOGETHER = 4  # executors of one processor that are measured at once
+MOST_TOGETHER = 4  # executors of one processor that are measured at once, at least, where there are as many cores
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
 KEPT = {SERVED: "learned from {requests} served requests", COUNTED: "counted on {requests} sample requests"}
 
@@ -195,6 +195,7 @@ class _Profiling:
         self._segments = segments
         self._samples = samples
         self._draft = draft
+        self._search = options.search.on(box)
         self._packing = LinePacking(config, segments, samples, progress)
         self._notes: list[str] = []
 
@@ -303,7 +304,7 @@ class _Profiling:
 
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
         """By the kind with the most experts, without those that fail at it; where all do, one alone counts."""
-        most = min(self._box.cores, MOST_TOGETHER)
+        most = min(self._box.cores, max(MOST_TOGETHER, self._search.most_cpu_executors))
         if len(self._draft.speedups().get(processor, ())) >= most:
             return
         self._progress(f"executors of {processor}", 0, 1)
@@ -347,7 +348,7 @@ class _Profiling:
             self._samples,
             self._draft,
             self._packing.failed,
-            self._options.search,
+            self._search,
             self._options.engine_requests,
             self._progress,
         )

@@ -301,6 +301,32 @@ def test_a_given_workspace_that_cannot_be_is_refused(folder, workspace, told):
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("processors", "cores", "most"),
+    [(("cpu",), 2, 4), (("cpu",), 16, 4), (("cpu",), 64, 16), (("cuda", "cpu"), 64, 4), (("emulated", "cpu"), 64, 4)],
+)
+def test_on_a_large_box_of_a_cpu_only_more_executors_are_tried(processors, cores, most):
+    box = Box(processors[0], "made up", processors, cores, SIZE, None, ())
+    assert SearchOptions().on(box) == SearchOptions(most_cpu_executors=most)
+
+
+@pytest.mark.parametrize(("best", "tried"), [(11, 13), (1, 3), (16, 16)])
+def test_executors_of_a_large_box_end_with_two_declines(folder, best, tried):
+    box = Box("cpu", "made up", ("cpu",), 64, SIZE, None, ())
+    found = search_allocation(
+        line_of(folder, 9),
+        box,
+        device_of(9, ("cpu",)),
+        lambda executors, pools: 100.0 - abs(len(executors) - best),
+        {"host": 400 * MIB},
+        "made up",
+        SearchOptions().on(box),
+    )
+    assert dict(found.allocation.executors) == {"cpu": best}
+    swept = [trial.setting for trial in found.trials if trial.search == "executors"]
+    assert swept == [f"{count} cpu" for count in range(1, tried + 1)]
+
+
 def test_the_windows_are_as_the_options_say(folder):
     config, device = line_of(folder, 80, executors={"cpu": 1}), device_of(80, ("cpu",), max_batch=40)
     options = SearchOptions(initial_window=40, error_margin=0.5, fit_values=3)
