@@ -1,11 +1,12 @@
 """What limits a line, and which memory or which SSD would remove that: found by simulation, told in sentences.
 
-The rule. A line reaches its best when every memory has room for all experts and each has been read before. If it gets
+The rule. A line reaches its best when every memory has room for all experts, and for batches as large as they can be
+made use of, and each expert has been read before. If it gets
 to REMOVED of that as it is, loads do not limit it: its arrivals do when it is done about as soon as they allow, else
 its compute. If it does not, the SSD limits it when it is busy for SSD_BUSY of the time, or when there is room for all
-experts already; else memory does: requests wait for one load after another. The smallest memory, and the slowest SSD,
+of that already; else memory does: requests wait for one load after another. The smallest memory, and the slowest SSD,
 that reach REMOVED of the best are searched by bisection, each alone, to a step of STEP; throughput is taken to rise
-with both.
+with both. Every memory that is tried is shared out between experts and batches as the agent would do it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from profiler.bounds import bounds
 from profiler.forecast import forecast, reaches, with_expert_bytes, with_ssd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from agent.core.performance import PoolSpec, SharedPart
+    from agent.core.performance import SharedPart
     from agent.planning import Planned
     from agent.profile import BoxIdentity
     from profiler.bounds import Bounds
     from profiler.forecast import Forecast, Scenario
+
+    Split = Callable[[Mapping[str, int]], Planned]  # what is decided with, in budgets in bytes by memory
 
 REMOVED = 0.95  # of what unlimited memory gives
 SSD_BUSY = 0.8  # arbitrary: beyond it loads can hardly overlap any better
 SLACK = 1.02  # arrivals limit a line whose work takes clearly less time than they do
 STEP = 1.02  # of the bisection: sizes closer than this are one
 FASTEST_SSD = 64.0  # times today's: faster ones are not on sale
+UNLIMITED_BYTES = 2**50  # of a memory
 DEVICE, HOST = "device", "host"
 
 
@@ -101,14 +105,22 @@ class Advice:
 
 
 def advise(
-    scenario: Scenario, planned: Planned, policy: str, box: BoxIdentity, required_images_per_s: float | None = None
+    scenario: Scenario,
+    planned: Planned,
+    policy: str,
+    box: BoxIdentity,
+    required_images_per_s: float | None = None,
+    split: Split | None = None,
 ) -> Advice:
     """What limits this scenario, and what would remove it. ``required_images_per_s``: what the line's takt needs.
 
-    Raises ConfigError as ``forecast`` does.
+    ``split``: what the agent would decide with, were its memories given these budgets; None: workspaces stay as they
+    are, and experts get the rest. Raises ConfigError as ``forecast`` does.
     """
+    split = split or _beside_workspaces(planned)
     now = forecast(scenario, planned, policy)
-    settled, roomy = with_ssd(scenario, with_expert_bytes(planned, _bytes_of_all(planned)), math.inf)
+    spacious = _with_room_for_all(planned, split)
+    settled, roomy = with_ssd(scenario, spacious, math.inf)
     unlimited = forecast(settled, roomy, policy)
     best_images_per_s = max(unlimited.images_per_s, now.images_per_s)
     target_images_per_s = REMOVED * best_images_per_s
@@ -118,9 +130,8 @@ def advise(
         floor = bounds(scenario.requests, scenario.resources(planned))
         limit = Limit.ARRIVALS if _waits_for_arrivals(now, floor) else Limit.COMPUTE
     else:
-        is_roomy = all(pool.expert_bytes >= _bytes_of_all(planned)[pool.name] for pool in planned.pools)
-        limit = Limit.SSD if is_roomy or busy_fraction >= SSD_BUSY else Limit.MEMORY
-        memory = _memory_remedy(scenario, planned, policy, box, target_images_per_s)
+        limit = Limit.SSD if busy_fraction >= SSD_BUSY or _is_as_roomy(planned, spacious) else Limit.MEMORY
+        memory = _memory_remedy(scenario, planned, policy, box, target_images_per_s, spacious, split)
         ssd = _ssd_remedy(scenario, planned, policy, target_images_per_s)
     if required_images_per_s is not None:
         is_met = reaches(scenario, planned, policy, now, required_images_per_s)
@@ -128,7 +139,7 @@ def advise(
         takt = Takt(required_images_per_s, is_met, is_met_unlimited)
     return Advice(
         policy=policy,
-        budget_bytes={pool.name: pool.expert_bytes + pool.workspace_bytes for pool in planned.pools},
+        budget_bytes=_budgets(planned),
         limit=limit,
         images_per_s=now.images_per_s,
         unlimited_images_per_s=best_images_per_s,
@@ -159,38 +170,41 @@ def _waits_for_arrivals(now: Forecast, floor: Bounds) -> bool:
 
 
 def _memory_remedy(
-    scenario: Scenario, planned: Planned, policy: str, box: BoxIdentity, target_images_per_s: float
+    scenario: Scenario,
+    planned: Planned,
+    policy: str,
+    box: BoxIdentity,
+    target_images_per_s: float,
+    spacious: Planned,
+    split: Split,
 ) -> MemoryRemedy | None:
     """The memory of the executors that do most is the device's where there is one, else the host's."""
     used = {spec.pool for spec in planned.executors}
-    main = [pool for pool in planned.pools if pool.name == (DEVICE if DEVICE in used else HOST)]
-    for pools in dict.fromkeys((tuple(main), planned.pools)):
-        found = _smallest_room(scenario, planned, policy, pools, target_images_per_s)
+    main = DEVICE if DEVICE in used else HOST
+    now_bytes, most_bytes = _budgets(planned), _budgets(spacious)
+
+    def played(budget_bytes: Mapping[str, int]) -> Forecast:
+        return forecast(scenario, split(budget_bytes), policy)
+
+    for pools in dict.fromkeys(((main,), tuple(now_bytes))):
+        now, most = ({pool: sizes[pool] for pool in pools} for sizes in (now_bytes, most_bytes))
+        found = _smallest_budgets(now, most, lambda sizes: played(sizes).images_per_s >= target_images_per_s)
         if found is not None:
-            return MemoryRemedy(
-                now_bytes={pool.name: pool.expert_bytes + pool.workspace_bytes for pool in pools},
-                budget_bytes={pool.name: found[pool.name] + pool.workspace_bytes for pool in pools},
-                box_bytes={pool.name: _box_bytes(box, pool.name) for pool in pools},
-                images_per_s=forecast(scenario, with_expert_bytes(planned, found), policy).images_per_s,
-            )
+            box_bytes = {pool: _box_bytes(box, pool) for pool in pools}
+            return MemoryRemedy(now, found, box_bytes, played(found).images_per_s)
     return None
 
 
-def _smallest_room(
-    scenario: Scenario, planned: Planned, policy: str, pools: Sequence[PoolSpec], target_images_per_s: float
+def _smallest_budgets(
+    now_bytes: Mapping[str, int], most_bytes: Mapping[str, int], is_enough: Callable[[Mapping[str, int]], bool]
 ) -> dict[str, int] | None:
-    """Room for experts, of these memories together, that reaches the target; None where none does."""
-    all_bytes = _bytes_of_all(planned)
+    """The smallest budgets that are enough, of these memories grown together; None where none are."""
 
     def grown(factor: float) -> dict[str, int]:
-        return {pool.name: min(int(max(pool.expert_bytes, 1) * factor), all_bytes[pool.name]) for pool in pools}
+        return {pool: min(int(max(size, 1) * factor), most_bytes[pool]) for pool, size in now_bytes.items()}
 
-    def is_enough(factor: float) -> bool:
-        played = forecast(scenario, with_expert_bytes(planned, grown(factor)), policy)
-        return played.images_per_s >= target_images_per_s
-
-    most = max(all_bytes[pool.name] / max(pool.expert_bytes, 1) for pool in pools)
-    factor = _smallest(1.0, most, is_enough)
+    most = max(most_bytes[pool] / max(size, 1) for pool, size in now_bytes.items())
+    factor = _smallest(1.0, most, lambda factor: is_enough(grown(factor)))
     return None if factor is None else grown(factor)
 
 
@@ -225,6 +239,31 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
     return enough
 
 
+def _beside_workspaces(planned: Planned) -> Split:
+    """Experts get what the workspaces leave, which stay as they are."""
+    workspaces = {pool.name: pool.workspace_bytes for pool in planned.pools}
+    return lambda budget_bytes: with_expert_bytes(
+        planned, {pool: size - workspaces[pool] for pool, size in budget_bytes.items()}
+    )
+
+
+def _with_room_for_all(planned: Planned, split: Split) -> Planned:
+    """With what unlimited memory gives to batches, and room for all experts but no more."""
+    unlimited = split({pool.name: UNLIMITED_BYTES for pool in planned.pools})
+    return with_expert_bytes(unlimited, _bytes_of_all(planned))
+
+
+def _is_as_roomy(planned: Planned, spacious: Planned) -> bool:
+    return all(
+        pool.expert_bytes >= most.expert_bytes and pool.workspace_bytes >= most.workspace_bytes
+        for pool, most in zip(planned.pools, spacious.pools, strict=True)
+    )
+
+
+def _budgets(planned: Planned) -> dict[str, int]:
+    return {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in planned.pools}
+
+
 def _bytes_of_all(planned: Planned) -> dict[str, int]:
     """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
     feeds = {pool.cache: pool.name for pool in planned.pools if pool.cache is not None}
@@ -251,7 +290,12 @@ def _limit_sentences(advice: Advice) -> list[str]:
         busy = f"and it is busy {advice.ssd_busy_fraction:.0%} of the time"
         told = [f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}."]
     else:
-        told = [f"Memory is the limit: requests wait for {advice.switches} switches."]
+        waits = (
+            f"requests wait for {advice.switches} switches"
+            if advice.switches
+            else "batches get less of it than they can use"
+        )
+        told = [f"Memory is the limit: {waits}."]
     return [*told, _remedy_sentence(advice)]
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+from contextlib import closing
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent.config import read_line
 from agent.core.performance import (
     SSD,
     DeviceProfile,
@@ -20,9 +24,23 @@ from agent.core.performance import (
     PoolSpec,
     SharedPart,
 )
-from agent.planning import Planned
-from agent.profile import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
+from agent.listing import packed_folder
+from agent.planning import Planned, planned, profiled_box
+from agent.profile import (
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    StoredProfile,
+    UsageProfile,
+    kind_name,
+)
+from experts.expert import Precision
 from experts.graph import ExpertGraph, RouteStep
+from experts.packing import pack_line
+from experts.weights import SegmentStore
 from profiler.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, size_text, speed_text
 from profiler.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
 from profiler.simulator import Arrival
@@ -96,9 +114,8 @@ def test_too_little_memory_is_told_with_what_would_do(split):
     def with_room(expert_bytes):
         return forecast(scenario, with_expert_bytes(plain, {pool: int(expert_bytes)}), "paper").images_per_s
 
-    expert_bytes = memory.budget_bytes[pool] - WORKSPACE_BYTES
-    assert with_room(expert_bytes) == memory.images_per_s
-    assert with_room(expert_bytes / STEP) < target
+    assert with_room(memory.budget_bytes[pool] - WORKSPACE_BYTES) == memory.images_per_s
+    assert with_room(memory.budget_bytes[pool] / STEP - WORKSPACE_BYTES) < target
     faster = forecast(*with_ssd(scenario, plain, ssd.bytes_per_s), "paper").images_per_s
     assert faster == ssd.images_per_s
     assert forecast(*with_ssd(scenario, plain, ssd.bytes_per_s / STEP), "paper").images_per_s < target
@@ -117,6 +134,101 @@ def test_where_one_memory_is_not_enough_all_of_them_grow():
     assert advice.memory.images_per_s >= REMOVED * advice.unlimited_images_per_s
     assert "of host memory (now 264.0 MiB" in advice.sentences[2]
     assert "of device memory (now 464.0 MiB" in advice.sentences[2]
+
+
+SLOT_BYTES = 262_144  # a multiple of the slots' alignment
+
+
+class AutoLine:
+    """Eight packed fakes of SLOT_BYTES, no memory given, and a profile whose search found room for six of them.
+
+    A batch at its maximum takes as much as two experts.
+    """
+
+    def __init__(self, folder):
+        weights = folder / "fake.yaml"
+        weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": SLOT_BYTES // 4}))
+        expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
+        document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": expert for number in range(8)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(8)},
+        }
+        (folder / "line.yaml").write_text(json.dumps(document))
+        self.config = read_line(folder / "line.yaml", {})
+        experts = self.config.catalog.experts
+        with closing(SegmentStore(packed_folder(self.config))) as store:
+            report = pack_line(experts.values(), lambda expert: {Precision.FP32}, store)
+        program = report.packed["cls/f0"][Precision.FP32].program_sha256
+        kind = KindProfile(
+            kind=kind_name(experts["cls/f0"], program),
+            architecture="fake",
+            processor="cpu",
+            precision="fp32",
+            threads=1,
+            K_s=0.01,
+            B_s=0.02,
+            fit_error=0.0,
+            max_batch=8,
+            weight_bytes=SLOT_BYTES,
+            workspace_base_bytes=0,
+            workspace_bytes=SLOT_BYTES // 4,
+            load_s={SSD: 0.1},
+            batches=(BatchTimes(1, (0.03,), 1_000),),
+            samples="synthetic",
+        )
+        searched = PoolAllocation("host", 6 * SLOT_BYTES, 2 * SLOT_BYTES, 6)
+        self.profile = replace(
+            profile_of(SLOT_BYTES / 0.1),
+            kinds=(kind,),
+            packed={(name, "fp32"): "sha" for name in experts},
+            allocation=Allocation("searched", {"host": 8 * SLOT_BYTES}, (searched,), {"cpu": 1}),
+        )
+
+    def split(self, budget_bytes):
+        return planned(self.config, profiled_box(self.profile), self.profile, memory=budget_bytes)
+
+
+@pytest.mark.parametrize("policy", ["paper", "coserve"])
+def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tmp_path):
+    """Batches get their part of more memory, too: experts need more than their own bytes beside today's batches."""
+    line = AutoLine(tmp_path)
+    rng = random.Random(3)
+    trace = [Arrival(0.02 * number, f"c{rng.randrange(8)}") for number in range(120)]
+    scenario = scenario_of(line.config.catalog.graph, line.profile, trace)
+    small = line.split({"host": 3 * SLOT_BYTES})
+    assert small.pools[0].workspace_bytes == 3 * SLOT_BYTES // 4
+    advice = advise(scenario, small, policy, line.profile.box, split=line.split)
+    assert advice.limit in (Limit.MEMORY, Limit.SSD)
+    target = REMOVED * advice.unlimited_images_per_s
+    followed = line.split(advice.memory.budget_bytes)
+    assert forecast(scenario, followed, policy).images_per_s == advice.memory.images_per_s >= target
+    less = line.split({"host": int(advice.memory.budget_bytes["host"] / STEP)})
+    assert forecast(scenario, less, policy).images_per_s < target
+    unlimited = line.split({"host": 2**40})
+    assert forecast(*with_ssd(scenario, unlimited, 1e15), policy).images_per_s == pytest.approx(
+        advice.unlimited_images_per_s, rel=1e-3
+    )
+    beside = advise(scenario, small, policy, line.profile.box).memory  # workspaces as they are, which they do not stay
+    assert forecast(scenario, line.split(beside.budget_bytes), policy).images_per_s < beside.images_per_s
+
+
+def test_room_for_batches_is_memory_too(tmp_path):
+    """All experts have room, batches that for two images of eight."""
+    line = AutoLine(tmp_path)
+    small = planned(
+        line.config,
+        profiled_box(line.profile),
+        line.profile,
+        pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),),
+    )
+    scenario = scenario_of(line.config.catalog.graph, line.profile, [Arrival(0.0, "c0")] * 64)
+    advice = advise(scenario, small, "paper", line.profile.box, split=line.split)
+    assert (advice.limit, advice.switches, advice.ssd) == (Limit.MEMORY, 0, None)
+    assert advice.sentences[1] == "Memory is the limit: batches get less of it than they can use."
+    followed = forecast(scenario, line.split(advice.memory.budget_bytes), "paper")
+    assert followed.images_per_s == advice.memory.images_per_s
 
 
 def test_the_sentences_name_sizes_and_what_the_box_has():
