@@ -267,17 +267,17 @@ def plan(
             except ConfigError as error:
                 refused[policy, size] = error
         if not rows:
-            raise ConfigError.of([*{str(error): error for error in refused.values()}.values()])
+            raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
         progress(stage, len(asked), steps)
         policy, size = next(iter(rows))
         advice = plan_advice(config, None, stored, arrivals, policy, memories[size], **common)
         progress(stage, steps, steps)
-    for (policy, size), error in refused.items():
-        sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {error}\n")
+    for (policy, size), reason in refused.items():
+        sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {reason}\n")
     if as_json:
         told = [
-            {"policy": policy, "memory": size or None, "reason": f"{error}"}
-            for (policy, size), error in refused.items()
+            {"policy": policy, "memory": size or None, "reason": f"{reason}"}
+            for (policy, size), reason in refused.items()
         ]
         print(json.dumps(plan_json([*rows.values()], advice) | {"refused": told}))
     else:
