@@ -74,12 +74,16 @@ def kind_of(copy: ExpertCopy) -> str:
 
 def unmeasured(matrix: DeviceProfile, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
     """Experts that have no row on any processor, and why."""
+    return unmeasured_kinds(matrix, {copy.expert.id: kind_of(copy) for listed in copies.values() for copy in listed})
+
+
+def unmeasured_kinds(matrix: DeviceProfile, kinds: Mapping[str, str]) -> dict[str, str]:
+    """As ``unmeasured``, of experts with their kinds, whether they lie packed in a form to run or not."""
     able = {expert for column in matrix.experts.values() for expert in column}
     return {
-        copy.expert.id: f"no expert of its kind ({kind_of(copy)}) could be run when the box was profiled"
-        for listed in copies.values()
-        for copy in listed
-        if copy.expert.id not in able
+        expert: f"no expert of its kind ({kind}) could be run when the box was profiled"
+        for expert, kind in kinds.items()
+        if expert not in able
     }
 
 

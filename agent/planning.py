@@ -15,7 +15,8 @@ from agent.budget import available_for, executor_specs, limits_of, pool_specs
 from agent.copies import by_precision, copies_of, lying_packed
 from agent.line_profile import precisions_of, programs_of, usage_of
 from agent.listing import packed_folder
-from agent.matrix import matrix, unmeasured
+from agent.matrix import matrix, unmeasured_kinds
+from agent.profile import kind_name
 from agent.runtime.device import DEVICE, HOST, Box, MemorySize
 from experts.errors import ConfigError
 
@@ -64,12 +65,15 @@ def planned(
     wanted = _overridden(config, policy, memory, counts, precision)
     lying = lying_packed(wanted, packed_folder(wanted))
     specs = tuple(given) if given else executor_specs(wanted, box, profile.allocation)
-    precisions = precisions_of(wanted, [spec.processor for spec in specs], profile, programs_of(lying))
+    programs = programs_of(lying)
+    kinds = {name: kind_name(wanted.catalog.experts[name], program) for name, program in programs.items()}
+    precisions = precisions_of(wanted, [spec.processor for spec in specs], profile, programs)
     packed = by_precision(lying)
     copies = copies_of(wanted, precisions, {name: forms for name, forms in packed.items() if name not in without})
-    _refuse_unpacked(wanted, precisions, packed, without, is_asked=wanted.precision != config.precision)
+    to_run = _to_run(precisions, profile, kinds)
+    _refuse_unpacked(wanted, to_run, packed, without, is_asked=wanted.precision != config.precision)
     found = matrix(profile, box, copies, usage_of(wanted, profile), specs)
-    broken = dict(without) | unmeasured(found, copies)
+    broken = unmeasured_kinds(found, kinds) | dict(without)
     _refuse_unprofiled(wanted, profile, broken.keys() - without.keys())
     shares = tuple(pools or pool_specs(wanted, box, specs, found, profile.allocation))
     return Planned(specs, shares, found, limits_of(wanted, shares), precisions, broken)
@@ -105,6 +109,21 @@ def _overridden(
         executors=config.executors if executors is None else executors,
         precision=precision or config.precision,
     )
+
+
+def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
+    """``precisions`` without those of kinds that the profile chose nothing for on a processor, as they fail there.
+
+    The matrix has no row for these. ``kinds``: of experts that are packed; of others they may not be known.
+    """
+    return {
+        processor: {
+            name: form
+            for name, form in column.items()
+            if name not in kinds or (kinds[name], processor) in profile.precisions
+        }
+        for processor, column in precisions.items()
+    }
 
 
 def _refuse_unpacked(

@@ -13,6 +13,7 @@ import yaml
 
 from agent.assembly import build_agent, copies_of, detect_box, planned, profiled_box
 from agent.config import read_line
+from agent.copies import lying_packed
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.inspection import inspect_images
 from agent.line_profile import precision_of, profile_file, usage_of
@@ -26,13 +27,14 @@ from agent.profile import (
     ProfileDraft,
     UsageProfile,
     identity_of,
+    kind_name,
     packed_sha256,
     partial_of,
 )
 from agent.runtime.device import detect
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict
-from experts.packing import pack_line
+from experts.packing import forget_other_forms, pack_line
 from experts.weights import SegmentStore
 
 PATIENCE_S = 60.0
@@ -98,6 +100,19 @@ class Line:
             draft.save_usage(parts["usage"])
             draft.save_allocation(parts["allocation"])
             return draft.finish()
+
+    def kind_name(self, expert):
+        config = self.config
+        (program,) = {
+            each.program_sha256 for each in lying_packed(config, packed_folder(config)) if each.expert == expert
+        }
+        return kind_name(config.catalog.experts[expert], program)
+
+    def forget(self, expert, form):
+        """An expert lies packed in its other form only."""
+        kept = {name: set(FORMS.values()) - ({form} if name == expert else set()) for name in self.document["experts"]}
+        with closing(SegmentStore(packed_folder(self.config))) as segments:
+            forget_other_forms(kept, segments)
 
     @contextmanager
     def built(self, **options):
@@ -439,6 +454,39 @@ def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
     strange = replace(stored, kinds=stored.kinds[:2], packed={})
     with pytest.raises(ConfigError, match=r"experts\.cls/f\d: the device profile has no times of its kind"):
         planned(config, detect_box(config), strange, without={"cls/f9": "broken"})
+
+
+def test_a_form_is_asked_for_only_where_the_profile_has_a_choice_for_the_kind(line):
+    """The kind of cls/f0 fails on the device, and bf16 was chosen for it on the CPU: nothing runs it in fp32."""
+    kinds, failing = line.profiled().kinds, line.kind_name("cls/f0")
+    able = [kind for kind in kinds if kind.kind != failing]
+    stored = line.profiled(
+        kinds=[*able, kind_profile(failing, "cpu", Precision.BF16)],
+        precisions={(kind.kind, kind.processor): kind.precision for kind in able} | {(failing, "cpu"): "bf16"},
+    )
+    line.forget("cls/f0", Precision.FP32)
+    found = planned(line.config, detect_box(line.config), stored)
+    assert found.profile.experts["emulated"].keys() == {"cls/f1", "cls/f2"}
+    assert {name: row.copy for name, row in found.profile.experts["cpu"].items()} == {
+        "cls/f0": "cls/f0@bf16",
+        "cls/f1": "cls/f1@fp32",
+        "cls/f2": "cls/f2@fp32",
+    }
+    assert found.broken == {}
+    (reason,) = planned(line.config, detect_box(line.config), stored, executors={"emulated": 1}).broken.items()
+    assert reason == ("cls/f0", f"no expert of its kind ({failing}) could be run when the box was profiled")
+    agent, outcomes = line.served()
+    assert agent.profile == found.profile
+    assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}
+
+
+def test_a_form_that_the_profile_chose_is_asked_for(line):
+    stored = line.profiled()
+    line.forget("cls/f0", Precision.FP32)
+    with pytest.raises(ConfigError) as caught:
+        planned(line.config, detect_box(line.config), stored)
+    assert "experts.cls/f0: not packed in fp32" in str(caught.value)
+    assert "cls/f1" not in str(caught.value)
 
 
 def test_a_plan_of_a_budget_below_the_largest_expert_names_it(line):
