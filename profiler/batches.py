@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
@@ -22,7 +23,7 @@ from experts.errors import LoadFailed
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from agent.runtime.executor import ImageSource
     from agent.runtime.meter import WorkspaceMeter
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 STOP_AFTER = 3
 PEAK_RUNS = 2  # each batch size is weighed so often; the largest counts
 TRIAL_RUNS = 2  # and timed so often while sizes grow; the fastest decides whether to go on
 LEAST_ROUNDS = 3  # that must fit into the time for a size to be tried
 MEMORY_FRACTION = 0.5
+NEARLY = 0.9  # of the limit: what is judged afterwards is judged by medians, and first runs are slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,25 @@ class BatchOptions:
     sizes: tuple[int, ...] = SIZES
     repeats: int = 7
     limit_s: float = 60.0
+
+
+def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_bytes: int) -> str:
+    """Why nothing larger than these, ascending, was run while the average latency still fell, as far as they tell.
+
+    By the rules of ``BatchRuns``, from what was measured; ``free_bytes`` as they are now.
+    """
+    largest = batches[-1]
+    following = min((size for size in options.sizes if size > largest.batch_size), default=None)
+    if following is None:
+        return "no larger ones are tried"
+    times = {batch.batch_size: median(batch.seconds) for batch in batches}
+    spent_s = (PEAK_RUNS + TRIAL_RUNS) * sum(times.values())
+    average_s = times[largest.batch_size] / largest.batch_size
+    if spent_s + _needed_s(following, times, average_s) > NEARLY * options.limit_s:
+        return f"those of {following} would not fit into the {options.limit_s:g} s that a kind is measured for"
+    if largest.workspace_bytes * following / largest.batch_size > MEMORY_FRACTION * free_bytes:
+        return f"those of {following} would need more than half of the free memory"
+    return "memory did not suffice, or an earlier version tried no larger ones: --fresh measures anew"
 
 
 class ImageCycle:
@@ -108,11 +129,10 @@ class BatchRuns:
         averages = [min(times) / tried for tried, times in self._trials.items()]
         since_best = len(averages) - 1 - averages.index(min(averages))
         largest = max(self._trials)
-        runs_of_it_s = (PEAK_RUNS + TRIAL_RUNS) * size * averages[-1]
-        rounds_s = LEAST_ROUNDS * (size + sum(self._trials)) * averages[-1]
+        needed_s = _needed_s(size, self._trials, averages[-1])
         reasons = {
             "average": since_best >= STOP_AFTER,
-            "time": self._spent_s + runs_of_it_s + rounds_s > self._options.limit_s,
+            "time": self._spent_s + needed_s > self._options.limit_s,
             "memory": self._workspaces[largest] * size / largest > self._most_bytes,
         }
         for reason in (reason for reason, applies in reasons.items() if applies):
@@ -170,3 +190,8 @@ class BatchRuns:
     def _estimated_bytes(self, size: int) -> int:
         expert, packed = self._copy.expert, self._copy.packed
         return backend_for(expert.architecture).workspace_bytes(expert, Precision(packed.precision), size)
+
+
+def _needed_s(size: int, tried: Iterable[int], average_s: float) -> float:
+    """What the runs of a further size take, and the least rounds over it and all that were tried before."""
+    return ((PEAK_RUNS + TRIAL_RUNS) * size + LEAST_ROUNDS * (size + sum(tried))) * average_s

@@ -38,7 +38,8 @@ from experts.weights import SegmentStore
 from profiler.agreement import TOLERANCE, candidate_precisions
 from profiler.allocation import SearchOptions
 from profiler.allocation_step import ENGINE, AllocationStep
-from profiler.batches import BatchOptions
+from profiler.batches import BatchOptions, why_no_larger
+from profiler.fits import TOLERANCE as PLATEAU_TOLERANCE
 from profiler.line_packing import LinePacking, by_kind, refuse_what_never_fits
 from profiler.microbench import Bench, measure_kind, measure_links, measure_speedups
 from profiler.played import CoresInUse
@@ -54,12 +55,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.profile import Allocation, UsageProfile
+    from agent.profile import Allocation, KindProfile, UsageProfile
     from agent.runtime.device import Box
     from agent.runtime.slots import ExpertCopy
     from profiler.line_packing import Copies
 
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
+MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than any that was run may save without a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once, at least, where there are as many cores
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
@@ -275,13 +277,28 @@ class _Profiling:
             if kind_of(copy) not in able:
                 self._packing.failed.setdefault(copy.expert.id, f"its kind ({kind_of(copy)}) runs on no processor")
         self._draft.save_precisions(precisions)
+        run = [each for each in self._draft.kinds() if precisions.get((each.kind, each.processor)) == each.precision]
         self._notes += [
             f"{each.kind} in {each.precision} on {each.processor}: batches were up to {each.fit_error:.0%} off K n + B "
             f"- {AGAIN_IN_QUIET}"
-            for each in self._draft.kinds()
-            if each.fit_error > MOST_FIT_ERROR and precisions.get((each.kind, each.processor)) == each.precision
+            for each in run
+            if each.fit_error > MOST_FIT_ERROR
         ]
+        self._notes += [note for each in run if (note := self._unused(each))]
         return precisions
+
+    def _unused(self, kind: KindProfile) -> str | None:
+        """That its maximum batch is only the largest that was run, where by its line larger ones may save more."""
+        most = kind.max_batch
+        unused = kind.B_s / (kind.K_s * most + kind.B_s)
+        if most < max((batch.batch_size for batch in kind.batches), default=most + 1) or unused <= MOST_UNUSED:
+            return None
+        free_bytes = self._box.size_of(self._box.pool_of(kind.processor)).available_bytes
+        reason = why_no_larger(kind.batches, self._options.batches, free_bytes)
+        return (
+            f"{kind.kind} in {kind.precision} on {kind.processor}: batches of more than {most} were not run: {reason}; "
+            f"by its line larger ones might take up to {unused:.0%} less for an image"
+        )
 
     def _measure_links(self, copies: Copies) -> None:
         if not self._draft.links():

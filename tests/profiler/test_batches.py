@@ -10,13 +10,24 @@ import numpy as np
 import pytest
 
 from agent.core.events import BatchFailed
+from agent.profile import BatchTimes
 from agent.runtime.executor import ImageFile
 from agent.runtime.rig import TimedBatch
 from agent.runtime.slots import ExpertCopy
 from experts.errors import LoadFailed
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment
-from profiler.batches import LEAST_ROUNDS, PEAK_RUNS, STOP_AFTER, TRIAL_RUNS, BatchOptions, BatchRuns, ImageCycle
+from profiler.batches import (
+    LEAST_ROUNDS,
+    PEAK_RUNS,
+    STOP_AFTER,
+    TRIAL_RUNS,
+    BatchOptions,
+    BatchRuns,
+    ImageCycle,
+    why_no_larger,
+)
+from profiler.fits import plateau
 from profiler.samples import Sample
 
 MIB = 2**20
@@ -78,6 +89,40 @@ def test_all_sizes_are_run_while_the_average_falls(runs_of):
     batches = runs_of(rig, repeats=5).measure()
     assert sizes_of(batches) == list(BatchOptions().sizes)
     assert all(batch.seconds == (0.010 + 0.001 * batch.batch_size,) * 5 for batch in batches)
+
+
+@pytest.mark.parametrize(("K_ms", "B_ms", "expected"), [(0.87, 13.87, 128), (10.0, 10.0, 32), (1.0, 20.0, 128)])
+def test_the_maximum_batch_of_small_experts_is_their_plateau(runs_of, K_ms, B_ms, expected):
+    """By hand, 3 % above the average at 128: 10 (1 + 1/n) against 10 (1 + 1/128) * 1.03 holds from n = 27 on."""
+    batches = runs_of(ScriptedRig(lambda size: (K_ms * size + B_ms) / 1e3)).measure()
+    assert plateau(batches) == expected
+
+
+@pytest.mark.parametrize("image_s", [0.0005, 0.005, 0.05, 0.5])
+def test_what_a_kind_takes_stays_within_its_time(runs_of, image_s):
+    rig = ScriptedRig(lambda size: image_s * (size + 1))
+    batches = runs_of(rig, limit_s=20.0).measure()
+    assert sum(rig.latency_s(size) for size in rig.sizes) <= 20.0
+    assert all(len(batch.seconds) >= LEAST_ROUNDS for batch in batches)
+
+
+def batches_of(latency_s, sizes, per_image_bytes=PER_IMAGE):
+    return [BatchTimes(size, (latency_s(size),), per_image_bytes * size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "free_bytes", "said"),
+    [
+        ((1, 2, 4), {}, 10**12, "no larger ones are tried"),
+        ((1, 2), {"limit_s": 40.0}, 10**12, "those of 4 would not fit into the 40 s that a kind is measured for"),
+        ((1, 2), {"limit_s": 50.0}, 7 * PER_IMAGE, "those of 4 would need more than half of the free memory"),
+        ((1, 2), {"limit_s": 50.0}, 10**12, "memory did not suffice, or an earlier version tried no larger ones"),
+    ],
+)
+def test_why_no_larger_ones_were_run_is_told_by_what_was_measured(sizes, options, free_bytes, said):
+    """By hand, 0.9 s per image: 4 runs each of 1 and 2 took 10.8 s; 4 of 4 and 3 rounds of all take 33.3 s: 44.1 s."""
+    measured = batches_of(lambda size: 0.9 * size, sizes)
+    assert why_no_larger(measured, BatchOptions(sizes=(1, 2, 4), **options), free_bytes).startswith(said)
 
 
 def test_sizes_end_when_the_average_has_not_fallen_for_some(runs_of):

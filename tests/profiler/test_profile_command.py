@@ -27,7 +27,7 @@ from agent.assembly import build_agent, detect_box
 from agent.config import read_line
 from agent.inspection import inspect_images
 from agent.listing import packed_folder, profile_file
-from agent.profile import SOURCE, ProfileDraft, identity_of, partial_of, read_profile
+from agent.profile import SOURCE, BatchTimes, ProfileDraft, identity_of, partial_of, read_profile
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
 from agent.runtime.device import detect
@@ -149,9 +149,10 @@ class Line:
 
 @pytest.fixture(autouse=True)
 def _quiet_box(monkeypatch):
-    """Notes on who else had the cores, and on how straight a curve was, depend on the moment."""
+    """Notes on who else had the cores, on how straight a curve was and where it ended depend on the moment."""
     monkeypatch.setattr(profiling, "QUIET_FRACTION", 1.0)
     monkeypatch.setattr(profiling, "MOST_FIT_ERROR", math.inf)
+    monkeypatch.setattr(profiling, "MOST_UNUSED", 1.0)
 
 
 def told(stages):
@@ -382,6 +383,29 @@ class TestABusyBox:
             f"{crooked} in fp32 on cpu: batches were up to 16% off K n + B - profile again with --fresh when the box "
             "is quiet"
         ]
+
+
+class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
+    @pytest.mark.parametrize(
+        ("max_batch", "B_s", "ends"),
+        [
+            (2, 0.002, ["no larger ones are tried; by its line larger ones might take up to 50% less for an image"]),
+            (1, 0.002, []),
+            (2, 0.00002, []),
+        ],
+        ids=["end of the grid", "a plateau before it", "nothing left to gain"],
+    )
+    def test_is_told_with_the_reason(self, line, monkeypatch, max_batch, B_s, ends):
+        monkeypatch.setattr(profiling, "MOST_UNUSED", 0.03)
+        line.leave(0)
+        line.profiled()
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            (kind,) = draft.kinds()
+            batches = tuple(BatchTimes(size, (0.001 * size + B_s,), 1000 * size) for size in (1, 2))
+            draft.save_kind(replace(kind, K_s=0.001, B_s=B_s, max_batch=max_batch, batches=batches))
+        notes = [note for note in line.profiled().notes if "were not run" in note]
+        begin = f"{kind.kind} in fp32 on cpu: batches of more than 2 were not run: "
+        assert notes == [begin + end for end in ends]
 
 
 class TestAKindThatRunsInNoFormThatMayBeTaken:
