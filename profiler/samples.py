@@ -2,7 +2,8 @@
 
 Guarantees: the same files give the same samples; every sample was decoded once, so a broken file is passed over and
 counted and never fails a measurement; an expert gets images of the components on whose routes it stands, an equal
-share of each component and label as far as there are any, spread evenly over their names. Nothing is moved or written.
+share of each component and label as far as there are any, spread evenly over their names; where good and bad parts
+have to come as often as on the line, an equal share of each component alone. Nothing is moved or written.
 
 Read are labelled crops (``FOLDER/<component>/<label>/...``) and images whose names match a pattern of the line's
 intake, an agent's own ``done/`` and ``ng/`` included; ``failed/``, hidden and unfinished files are left alone.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from agent.intake.naming import Naming
 
 MOST_PER_EXPERT = 24
+MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
 SYNTHETIC = "synthetic"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
 RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # what a taken name was given on its shelf
@@ -54,18 +56,32 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LineSamples:
-    """Samples by expert; one without any is not in it. ``broken``: files that could not be decoded, and why."""
+    """Samples by expert; one without any is not in it. ``broken``: files that could not be decoded, and why.
+
+    ``mix``: by component, at most MOST_IN_MIX, with labels as rare as among its files in every beginning of it; those
+    that no expert was given are not decoded yet: ask ``Checked``.
+    """
 
     by_expert: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     looked_at: int = 0
     broken: tuple[str, ...] = ()
+    mix: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
 
     @classmethod
-    def find(cls, config: LineConfig, folder: Path | None = None, most: int = MOST_PER_EXPERT) -> LineSamples:
+    def find(
+        cls,
+        config: LineConfig,
+        folder: Path | None = None,
+        most: int = MOST_PER_EXPERT,
+        *,
+        is_label_even: bool = True,
+    ) -> LineSamples:
         """At most ``most`` samples of each expert, from ``folder`` or else from the line's own intake folders.
 
-        A line whose intake holds no image yet has none. Raises ConfigError for a folder that is given and holds no
-        usable image, saying how many files were looked at and what is wrong with them.
+        ``is_label_even``: an equal share of each component and label, so that rare defects are seen; else of each
+        component, whose labels then are as rare as among its files. A line whose intake holds no image yet has none.
+        Raises ConfigError for a folder that is given and holds no usable image, saying how many files were looked at
+        and what is wrong with them.
         """
         search = _Search(config)
         if folder is not None:
@@ -73,7 +89,7 @@ class LineSamples:
         else:
             for section in config.intake.folders:
                 search.look_into_intake(section.path, naming_of(section, config), section.max_pixels)
-        samples = search.choose(most)
+        samples = search.choose(most, is_label_even=is_label_even)
         if folder is not None and not samples.by_expert:
             raise ConfigError(search.complaint(folder, samples.broken))
         return samples
@@ -131,20 +147,28 @@ class _Search:
             shown = self._shown(folder / shelf if shelf in {DONE, NG} else folder)
             self._read_name(folder, relpath, [(naming, max_pixels)], shown)
 
-    def choose(self, most: int) -> LineSamples:
-        """The samples of each expert: an equal share of each component and label, evenly spread."""
-        checked = _Checked()
+    def choose(self, most: int, *, is_label_even: bool) -> LineSamples:
+        """The samples of each expert: an equal share of each component, and of each label of it, evenly spread."""
+        by_component: defaultdict[str, list[Sample]] = defaultdict(list)
+        for (component, _), samples in sorted(self._found.items()):
+            by_component[component] += samples
+        mixes = {component: _spread(samples) for component, samples in by_component.items()}
+        by_label = [(component, _spread(samples)) for (component, _), samples in sorted(self._found.items())]
+        groups = by_label if is_label_even else list(mixes.items())
+        checked = Checked()
         by_expert = {}
         for expert in self._config.catalog.experts:
-            groups = [
-                _spread(sorted(samples, key=lambda sample: sample.path))
-                for (component, _), samples in sorted(self._found.items())
-                if self._stands_on(expert, component)
-            ]
-            sound = (sample for sample in _in_turn(groups) if checked.is_sound(sample))
+            own = [samples for component, samples in groups if self._stands_on(expert, component)]
+            sound = (sample for sample in _in_turn(own) if checked.is_sound(sample))
             if chosen := tuple(itertools.islice(sound, most)):
                 by_expert[expert] = chosen
-        return LineSamples(by_expert, self._looked_at, tuple(checked.broken.values()))
+        mix = {component: checked.left_of(samples, MOST_IN_MIX) for component, samples in mixes.items()}
+        return LineSamples(
+            by_expert,
+            self._looked_at,
+            tuple(str(error) for error in checked.broken.values()),
+            {component: samples for component, samples in mix.items() if samples},
+        )
 
     def complaint(self, folder: Path, broken: Sequence[str]) -> str:
         """Why nothing in a folder can be used, and what to do."""
@@ -185,22 +209,27 @@ class _Search:
         return str(absolute.relative_to(home)) if absolute.is_relative_to(home) else str(folder)
 
 
-class _Checked:
-    """Which samples decode; each file is asked once, however many experts share it."""
+class Checked:
+    """Which samples decode; each file is asked once, however many experts share it. ``broken``: which do not."""
 
     def __init__(self) -> None:
-        self.broken: dict[Path, str] = {}
+        self.broken: dict[Path, ImageError] = {}
         self._sound: set[Path] = set()
 
     def is_sound(self, sample: Sample) -> bool:
+        """Whether it decodes, and has no more pixels than its intake allows."""
         if sample.path not in self._sound and sample.path not in self.broken:
             try:
                 read_image(sample.path, str(sample.path), sample.max_pixels)
             except ImageError as error:
-                self.broken[sample.path] = str(error)
+                self.broken[sample.path] = error
             else:
                 self._sound.add(sample.path)
         return sample.path in self._sound
+
+    def left_of(self, samples: Iterable[Sample], most: int) -> tuple[Sample, ...]:
+        """The first ``most`` of them, without those that are known to be broken; none is decoded for it."""
+        return tuple(itertools.islice((sample for sample in samples if sample.path not in self.broken), most))
 
 
 def _stamp(path: Path) -> list[str | int]:
@@ -232,10 +261,10 @@ def _as_it_came(relpath: str) -> str:
     return "/".join(parts)
 
 
-def _spread(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples in an order of which every beginning is spread evenly over all of them."""
-    places = sorted(range(len(samples)), key=lambda place: place * GOLDEN % 1.0)
-    return [samples[place] for place in places]
+def _spread(samples: Iterable[Sample]) -> list[Sample]:
+    """The samples in an order of which every beginning is spread evenly over all their names."""
+    named = sorted(samples, key=lambda sample: sample.path)
+    return [named[place] for place in sorted(range(len(named)), key=lambda place: place * GOLDEN % 1.0)]
 
 
 def _in_turn(groups: Iterable[Sequence[Sample]]) -> Iterator[Sample]:

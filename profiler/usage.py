@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from agent.assembly import build_agent
 from agent.config import component_shares, usage_probabilities
 from agent.profile import UsageProfile
+from agent.runtime.executor import ImageFile
 from experts.errors import AgentCrashed, ConfigError
 from experts.expert import Verdict
 from profiler.history import served_requests
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
     from agent.core.request import Outcome
     from agent.profile import StoredProfile
     from experts.graph import ExpertGraph
+    from profiler.samples import Sample
 
 COMPUTED = "computed from quantities"
 COUNTED = "counted on samples"
 SERVED = "served"
 FEW_REQUESTS = 200  # below it a note says so: chance alone moves a tenth of them by two hundredths
-MOST_SAMPLES = 1000  # of each expert: a folder's own mix of good and bad parts counts, not one of each label
+MOST_SAMPLES = 1000  # of each expert: a folder's own mix of good and bad parts counts, not an equal share of each label
 NAMED = 3  # experts that a note names
 
 
@@ -105,12 +107,12 @@ def usage_from_samples(
     ``build_agent``, and without a profile it probes: the line's own need not hold any more while it is made anew.
     Raises ConfigError where no image can be judged, AgentCrashed.
     """
-    samples = LineSamples.find(config, folder, most)
-    requests = sorted({(each.component, each.path) for listed in samples.by_expert.values() for each in listed})
-    if not requests:
-        raise ConfigError(f"line {config.line} has no sample image yet - let it serve first, or name a sample folder")
+    samples = LineSamples.find(config, folder, most, is_label_even=False)
+    refuse_uncountable(config, samples)
+    chosen = {(each.component, each.path): each for listed in samples.by_expert.values() for each in listed}
+    requests = [chosen[place] for place in sorted(chosen)]
     outcomes = _outcomes(config, requests, progress, packed, profile)
-    judged = _judged([component for component, _ in requests], outcomes)
+    judged = _judged([sample.component for sample in requests], outcomes)
     weights = _weights(config, Counter(component for component, _ in judged))
     count = RouteCount()
     for component, outcome in judged:
@@ -118,6 +120,15 @@ def usage_from_samples(
     rates = count.pass_rates(config.catalog.experts)
     usage = UsageProfile(usage_probabilities(config, rates), rates, COUNTED, count.requests)
     return UsageFound(usage, tuple(_sample_notes(config, samples, len(requests), count)))
+
+
+def refuse_uncountable(config: LineConfig, samples: LineSamples) -> None:
+    """Raises ConfigError where there is no sample image, of which usage could be counted."""
+    if samples.by_expert:
+        return
+    broken = samples.broken
+    found = f"only {len(broken)} that cannot be decoded ({broken[0]})" if broken else "no sample image yet"
+    raise ConfigError(f"line {config.line} has {found} - let it serve first, or name a sample folder")
 
 
 @dataclass(slots=True)
@@ -164,7 +175,7 @@ class RouteCount:
 
 def _outcomes(
     config: LineConfig,
-    requests: Sequence[tuple[str, Path]],
+    requests: Sequence[Sample],
     progress: Callable[[str, int, int], None],
     packed: Path | None,
     profile: StoredProfile | None,
@@ -177,7 +188,10 @@ def _outcomes(
     agent.loop.when_crashed(ended.put)
     agent.start()
     try:
-        numbers = [agent.loop.submit(image, component=component) for component, image in requests]
+        numbers = [
+            agent.loop.submit(ImageFile(sample.path, sample.max_pixels), component=sample.component)
+            for sample in requests
+        ]
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(numbers):
             end = ended.get()

@@ -12,7 +12,7 @@ from PIL import Image
 
 from agent.config import read_line
 from experts.errors import ConfigError
-from profiler.samples import LineSamples, described
+from profiler.samples import MOST_IN_MIX, LineSamples, described
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
@@ -66,6 +66,34 @@ class TestLabelledCrops:
     def test_labels_get_an_equal_share_while_there_are_any(self, config, crops):
         counts = Counter(sample.label for sample in LineSamples.find(config, crops, most=10).of("cls/resistor"))
         assert counts == {"bad": 3, "ok": 7}
+
+    def test_labels_are_as_rare_as_in_the_folder_where_only_components_share_evenly(self, config, tmp_path):
+        """A tenth of 200 resistors is bad, and of those that are taken, give or take one; of 10 chips all are taken."""
+        counts = {("resistor", "bad"): 20, ("resistor", "ok"): 180, ("chip", "ok"): 10}
+        for (component, label), count in counts.items():
+            for number in range(count):
+                write_image(tmp_path / "mixed" / component / label / f"{number:03}.png")
+        found = LineSamples.find(config, tmp_path / "mixed", most=30, is_label_even=False)
+        labels = Counter(each.label for each in found.of("cls/resistor"))
+        assert labels.total() == 30
+        assert labels["bad"] in {2, 3, 4}
+        assert Counter(each.component for each in found.of("cls/solder")) == {"resistor": 20, "chip": 10}
+        assert found == LineSamples.find(config, tmp_path / "mixed", most=30, is_label_even=False)
+
+    def test_each_beginning_of_a_components_mix_is_as_its_folder_and_leaves_out_what_is_known_to_be_broken(
+        self, config, tmp_path
+    ):
+        for label, count in (("bad", 30), ("ok", 270)):
+            for number in range(count):
+                write_image(tmp_path / "mixed" / "chip" / label / f"{number:03}.png")
+        mix = LineSamples.find(config, tmp_path / "mixed").mix
+        assert {component: len(samples) for component, samples in mix.items()} == {"chip": MOST_IN_MIX}
+        for count in (10, 50, MOST_IN_MIX):
+            assert abs(sum(each.label == "bad" for each in mix["chip"][:count]) - count / 10) <= 1
+        broken = mix["chip"][0].path
+        broken.write_bytes(b"\x89PNG cut")
+        found = LineSamples.find(config, tmp_path / "mixed")
+        assert broken not in {each.path for each in found.mix["chip"]}
 
     def test_a_share_is_spread_evenly_over_the_names(self, config, crops):
         chosen = LineSamples.find(config, crops, most=8).of("cls/resistor")

@@ -21,6 +21,7 @@ from agent.records.results import Result, ResultStore
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
+from profiler.samples import LineSamples
 from profiler.usage import (
     COMPUTED,
     COUNTED,
@@ -29,10 +30,12 @@ from profiler.usage import (
     RouteCount,
     component_shares,
     computed_usage,
+    refuse_uncountable,
     usage_from_results,
     usage_from_samples,
 )
 
+GOOD_RED, BAD_RED = 40, 160  # of an image that a fake without a label of its own calls ok, and bad
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 SERVED_ROWS = [(("cls/a", "det/x"), OK), (("cls/a", "det/x"), OK), (("cls/a",), NG), (("cls/b", "det/x"), NG)]
@@ -67,11 +70,11 @@ def line(tmp_path):
     return read_line(tmp_path / "line.yaml", {})
 
 
-def crops(folder, component, count):
-    place = folder / component / "any"
+def crops(folder, component, count, label="any", red=None):
+    place = folder / component / label
     place.mkdir(parents=True)
     for number in range(count):
-        Image.new("RGB", (8, 8), (number, 100, 30)).save(place / f"{number}.png")
+        Image.new("RGB", (8, 8), (number if red is None else red, 100, 30)).save(place / f"{number}.png")
 
 
 def serve(config, rows, line="test"):
@@ -143,6 +146,34 @@ def test_counted_on_samples_weighs_components_as_the_boards_do(line, tmp_path):
     assert found.notes == (f"only 8 requests were counted: rough until there are {FEW_REQUESTS}",)
 
 
+def test_a_count_of_some_samples_keeps_the_folders_own_mix_of_good_and_bad(line, tmp_path):
+    """A tenth of 200 is bad, and of the 100 that are run, give or take one: 90 of 100 pass, and then one more."""
+    (tmp_path / "a.yaml").write_text(json.dumps({"weight_bytes": 100_000}))  # by the colour of what it sees
+    crops(tmp_path / "crops", "c0", 180, "ok", red=GOOD_RED)
+    crops(tmp_path / "crops", "c0", 20, "missing", red=BAD_RED)
+    usage = usage_from_samples(line, tmp_path / "crops", quiet, most=100).usage
+    assert usage.requests == 100
+    assert usage.pass_rates["cls/a"] == pytest.approx(0.9, abs=0.011)
+
+
+def test_the_limit_of_pixels_is_the_intakes_when_a_sample_is_run_too(line, tmp_path):
+    """An image that grew beyond it once it was found."""
+    document = yaml.safe_load((tmp_path / "line.yaml").read_text())
+    pattern = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+    document["intake"] = {"folders": [{"path": "inbox", "pattern": pattern, "max_pixels": 100}]}
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    image = tmp_path / "inbox" / "one_c0_R1.png"
+    image.parent.mkdir()
+    Image.new("RGB", (10, 10)).save(image)
+
+    def grow(stage, done, total):
+        if stage == "pack":
+            Image.new("RGB", (11, 11)).save(image)
+
+    with pytest.raises(ConfigError, match="11 x 11 pixels are more than max_pixels 100"):
+        usage_from_samples(read_line(tmp_path / "line.yaml", {}), None, grow)
+
+
 def test_what_is_missing_among_the_samples_is_said(line, tmp_path):
     crops(tmp_path / "crops", "c0", 3)
     (tmp_path / "crops" / "c0" / "any" / "3.png").write_bytes(b"no image")
@@ -163,6 +194,16 @@ def test_a_folder_without_a_usable_image_is_an_error(line, tmp_path):
         usage_from_samples(line, tmp_path / "empty", quiet)
     with pytest.raises(ConfigError, match="line test has no sample image yet - let it serve first"):
         usage_from_samples(line, None, quiet)
+
+
+def test_what_cannot_be_counted_is_told_before_anything_is_run(line, tmp_path):
+    with pytest.raises(ConfigError, match="line test has no sample image yet - let it serve first, or name a sample"):
+        refuse_uncountable(line, LineSamples.find(line))
+    broken = LineSamples(broken=("inbox/1.png: the file is empty",))
+    with pytest.raises(ConfigError, match=r"test has only 1 that cannot be decoded \(inbox/1.png: the file is empty\)"):
+        refuse_uncountable(line, broken)
+    crops(tmp_path / "crops", "c0", 1)
+    refuse_uncountable(line, LineSamples.find(line, tmp_path / "crops"))
 
 
 def test_images_of_which_none_can_be_judged_are_an_error(line, tmp_path):
