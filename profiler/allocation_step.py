@@ -7,7 +7,7 @@ begins again without it.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,12 @@ from agent.profile import PoolAllocation
 from experts.errors import SampleUnfit
 from profiler.allocation import EXECUTORS, MEMORY
 from profiler.memory_shares import memory_needs
+from profiler.samples import Checked
 from profiler.search_runs import SearchRuns
 from profiler.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from agent.profile import Allocation, ProfileDraft, StoredProfile, UsageProfile
     from agent.runtime.device import Box
     from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
-    from profiler.samples import LineSamples
+    from profiler.samples import LineSamples, Sample
     from profiler.simulator import Arrival
 
 ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
@@ -75,10 +76,10 @@ class AllocationStep:
 
         Raises ConfigError where nothing is left of the sample.
         """
-        images = self._images()
+        images = _SearchImages(self.samples.mix)
         counted = _CountedRuns(self.progress)
         while True:
-            trace = self._sample(self.engine_requests, interim.usage, images)
+            trace = self._sample(self.engine_requests, interim.usage, images.by_component())
             runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
             try:
                 found = search_on_engine(
@@ -92,28 +93,22 @@ class AllocationStep:
                     counted.remembered_by(runs),
                 )
                 counted.end()
+                self.notes += images.notes()
                 return found
             except SampleUnfit as error:
-                self._leave_out(error)
-                images = {
-                    component: [path for path in paths if path not in error.images]
-                    for component, paths in images.items()
-                }
+                self._leave_out(error.experts)
+                images.leave_out(error.images)
 
-    def _sample(self, count: int, usage: UsageProfile, images: Mapping[str, Sequence[Path]]) -> tuple[Arrival, ...]:
+    def _sample(self, count: int, usage: UsageProfile, images: Mapping[str, Iterable[Path]]) -> tuple[Arrival, ...]:
         return sample_requests(self.config, count, images=images, without=self.failed, usage=usage)
 
-    def _leave_out(self, unfit: SampleUnfit) -> None:
-        for name, reason in sorted(unfit.experts.items()):
+    def _leave_out(self, experts: Mapping[str, str]) -> None:
+        for name, reason in sorted(experts.items()):
             self.failed.setdefault(name, reason)
             self.notes.append(
                 f"the allocation was searched without {name} and the components on whose routes it stands, as it did "
                 "not judge there what it was given: put it right and profile again, or take it off the line"
             )
-        self.notes += [
-            f"sample image {path} was left out of the search: {reason} - remove it from the samples, or replace it"
-            for path, reason in sorted(unfit.images.items())
-        ]
 
     def _casual(self, interim: StoredProfile) -> Allocation:
         """As an agent would take it. Raises ConfigError naming each expert that does not fit."""
@@ -133,13 +128,32 @@ class AllocationStep:
         counts = Counter(spec.processor for spec in found.executors)
         return replace(interim.allocation, pools=tuple(pools), executors=dict(counts))
 
-    def _images(self) -> dict[str, list[Path]]:
-        """Sample images by component."""
-        found: defaultdict[str, set[Path]] = defaultdict(set)
-        for samples in self.samples.by_expert.values():
-            for sample in samples:
-                found[sample.component].add(sample.path)
-        return {component: sorted(paths) for component, paths in found.items()}
+
+class _SearchImages:
+    """What the engine search may show: of each component its files in their own mix, decoded only as they are taken."""
+
+    def __init__(self, mix: Mapping[str, Sequence[Sample]]) -> None:
+        self._mix = mix
+        self._checked = Checked()
+        self._unfit: dict[Path, str] = {}  # those that broke after they were checked
+
+    def by_component(self) -> dict[str, Iterator[Path]]:
+        """The sound ones, each component's from its first."""
+        return {component: self._sound(samples) for component, samples in self._mix.items()}
+
+    def leave_out(self, unfit: Mapping[Path, str]) -> None:
+        """Do not show these again. ``unfit``: why, of each."""
+        self._unfit |= unfit
+
+    def notes(self) -> Iterator[str]:
+        """What was left out, for the profile's reader."""
+        left_out = {path: error.message for path, error in self._checked.broken.items()} | self._unfit
+        for path, reason in sorted(left_out.items()):
+            said = f"sample image {path} was left out of the search: {reason}"
+            yield f"{said} - remove it from the samples, or replace it"
+
+    def _sound(self, samples: Iterable[Sample]) -> Iterator[Path]:
+        return (each.path for each in samples if each.path not in self._unfit and self._checked.is_sound(each))
 
 
 class _CountedRuns:

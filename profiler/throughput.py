@@ -28,7 +28,7 @@ from profiler.simulator import Arrival
 from profiler.usage import COMPUTED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import DeviceProfile
@@ -50,15 +50,15 @@ def sample_requests(
     count: int = SAMPLE_REQUESTS,
     seed: int = 0,
     interval_s: float = INTERVAL_S,
-    images: Mapping[str, Sequence[Path]] | None = None,
+    images: Mapping[str, Iterable[Path]] | None = None,
     without: Mapping[str, str] = NOTHING,
     usage: UsageProfile | None = None,
 ) -> tuple[Arrival, ...]:
     """A smaller set of requests that stands for the line's (section 4.4), in a random order.
 
     Of each component come as many as its share makes (``drawn_shares``), rounded up or down by chance; each takes the
-    next of its ``images``, where it has any. ``without``: experts that cannot be served, and with them the components
-    on whose routes they stand. Raises ConfigError where no component is left.
+    next of its ``images``, where it has any, and no more of them are asked for. ``without``: experts that cannot be
+    served, and with them the components on whose routes they stand. Raises ConfigError where no component is left.
     """
     if count < 1:
         raise ConfigError(f"a sample of {count} requests measures nothing - take hundreds")
@@ -72,9 +72,9 @@ def sample_requests(
     places = [(number + offset) / count * bounds[-1] for number in range(count)]
     drawn = [components[min(bisect_right(bounds, place), len(components) - 1)] for place in places]
     rng.shuffle(drawn)
-    pictures = {name: cycle(listed) for name, listed in (images or {}).items() if listed}
+    pictures = {name: cycle((images or {}).get(name, ())) for name in shares}
     return tuple(
-        Arrival(number * interval_s, component, image=next(pictures[component]) if component in pictures else None)
+        Arrival(number * interval_s, component, image=next(pictures[component], None))
         for number, component in enumerate(drawn)
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from contextlib import closing
@@ -143,6 +144,10 @@ def test_a_sample_takes_images_in_turn_and_leaves_out_what_cannot_be_served(tmp_
     sample = sample_requests(config, 9, images=images)
     assert [each.image for each in sample if each.component == "c1"] == [Path("a.png"), Path("b.png"), Path("a.png")]
     assert {each.image for each in sample if each.component != "c1"} == {None}
+    endless = (Path(f"{number}.png") for number in itertools.count())
+    asked = sample_requests(config, 9, images={"c1": endless})
+    assert [each.image for each in asked if each.component == "c1"] == [Path("0.png"), Path("1.png"), Path("2.png")]
+    assert next(endless) == Path("3.png")
     without = sample_requests(config, 9, without={"det/x": "broken"})
     assert {each.component for each in without} == {"c1", "c2"}
     with pytest.raises(ConfigError, match=r"every route has an expert that cannot be served.*\n  - cls/e0: broken\n"):
