@@ -48,7 +48,15 @@ from profiler.rows import QUIET_FRACTION
 from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS
-from profiler.usage import COUNTED, SERVED, UsageFound, computed_usage, usage_from_results, usage_from_samples
+from profiler.usage import (
+    COUNTED,
+    SERVED,
+    UsageFound,
+    computed_usage,
+    refuse_uncountable,
+    usage_from_results,
+    usage_from_samples,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,6 +118,8 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callab
             _refuse_to_replace(path, box)
         served = None if options.usage_from is None else usage_from_results(options.usage_from, config)
         samples = LineSamples.find(config, options.samples)
+        if options.count_usage:
+            refuse_uncountable(config, samples)
         with ProfileDraft.open(path, config.line, identity_of(box), fresh=options.fresh) as draft:
             kept = None if served else _kept_usage(config, options, path)
             return _Profiling(config, options, progress, box, segments, samples, draft).run(served or kept)
@@ -290,14 +300,15 @@ class _Profiling:
     def _unused(self, kind: KindProfile) -> str | None:
         """That its maximum batch is only the largest that was run, where by its line larger ones may save more."""
         most = kind.max_batch
-        unused = kind.B_s / (kind.K_s * most + kind.B_s)
-        if most < max((batch.batch_size for batch in kind.batches), default=most + 1) or unused <= MOST_UNUSED:
+        batch_s = kind.K_s * most + kind.B_s
+        is_largest = most == max((batch.batch_size for batch in kind.batches), default=None)
+        if not is_largest or kind.B_s <= MOST_UNUSED * batch_s:
             return None
         free_bytes = self._box.size_of(self._box.pool_of(kind.processor)).available_bytes
         reason = why_no_larger(kind.batches, self._options.batches, free_bytes)
         return (
             f"{kind.kind} in {kind.precision} on {kind.processor}: batches of more than {most} were not run: {reason}; "
-            f"by its line larger ones might take up to {unused:.0%} less for an image"
+            f"by its line larger ones might take up to {kind.B_s / batch_s:.0%} less for an image"
         )
 
     def _measure_links(self, copies: Copies) -> None:

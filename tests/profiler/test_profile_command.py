@@ -783,6 +783,13 @@ class TestSamples:
         assert not line.path.exists()
         assert "is not a folder of samples" in line.refusal(samples=line.folder / "nowhere")
 
+    def test_without_any_there_is_no_usage_to_count_which_is_told_before_anything_is_measured(self, line):
+        assert "no sample image yet" in line.refusal(count_usage=True)
+        assert not partial_of(line.path).exists()
+        done = line.profiled()
+        assert "no sample image yet" in line.refusal(count_usage=True)
+        assert read_profile(line.path) == done.profile
+
     def test_usage_can_be_counted_on_them(self, line):
         line.declare(0, label="bad")
         line.document["routes"]["c0"].append({"expert": "cls/f2", "pass": ["ok"]})
