@@ -16,6 +16,7 @@ How strong a claim to room is, from strong to weak:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -27,7 +28,7 @@ from agent.core.performance import SSD
 from agent.core.policy import Evicting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from agent.core.effects import Effect
     from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Limits
@@ -167,7 +168,8 @@ class Placement:
             for entry in [entry for entry in pool.entries() if entry.expert == expert]:
                 if entry.uses == 0 and entry.is_resident:
                     decision = EvictionDecision(entry.copy, 0, ())
-                    self._evict(pool, self._candidate(pool, entry), STAGE_BY_RANK, decision, effects)
+                    candidate = self._candidate(entry, self._next_use_s(pool, entry))
+                    self._evict(pool, candidate, STAGE_BY_RANK, decision, effects)
 
     def source_of(self, pool: ModelPool, copy: str) -> str:
         """The nearest place that a load into ``pool`` would come from."""
@@ -220,10 +222,8 @@ class Placement:
             return True
         if claim is Claim.SPARE:
             return False
-        candidates = [self._candidate(pool, entry) for entry in pool.entries() if entry.is_evictable]
-        allowed = [each for each in candidates if self._may_go(each, pool, wish, claim)]
         strategy = STRATEGIES[self._policy.evicting]
-        ranked = strategy.ranked(allowed)
+        ranked = strategy.ranked(self._candidates(pool, wish, claim))
         kept = frozenset(part.id for part in footprint.shared)
         chosen = victims(ranked, short, pool.holders, kept)
         leaving = chosen if chosen is not None else tuple(ranked) if claim is Claim.OVERDUE else ()
@@ -232,53 +232,68 @@ class Placement:
             self._evict(pool, victim, strategy.stage(victim), decision, effects)
         return pool.can_reserve(footprint)
 
-    def _may_go(self, candidate: Candidate, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
-        """May this candidate be taken for this claim? See the module's table of claims."""
-        if claim is Claim.CACHE:
-            return self._is_worth_less(candidate, pool, wish)
+    def _candidates(self, pool: ModelPool, wish: Wish, claim: Claim) -> Iterator[Candidate]:
+        """What this claim may take: see the module's table of claims.
+
+        While queues are long most claims find nothing, so of what may not go no more is asked than that.
+        """
+        heads = self._spared_heads(pool, wish, claim)
+        spared_until_s, usage_below = self._bounds(wish, claim)
+        for entry in pool.entries():
+            if entry.is_evictable and entry.expert not in heads and self._usage.get(entry.expert, 0.0) < usage_below:
+                next_use_s = self._next_use_s(pool, entry, spared_until_s)
+                if next_use_s is None or next_use_s > spared_until_s:
+                    yield self._candidate(entry, next_use_s)
+
+    def _spared_heads(self, pool: ModelPool, wish: Wish, claim: Claim) -> frozenset[str]:
+        """Experts at the head of another queue of this memory that the claim must leave there."""
+        if claim in (Claim.CACHE, Claim.STAGE):
+            return frozenset()
+        heads = [(queue.spec.id, queue.head) for queue in self._users[pool.name] if queue.head is not None]
+        return frozenset(
+            head.expert
+            for executor, head in heads
+            if executor != wish.spec.id and (claim is not Claim.OVERDUE or head.opened_s <= wish.since_s)
+        )
+
+    def _bounds(self, wish: Wish, claim: Claim) -> tuple[float, float]:
+        """A claim leaves what is used until the one, and what is used as often as the other or more."""
+        if claim is Claim.PREFETCH:
+            return wish.starts_s, math.inf
         if claim is Claim.STAGE:
-            return candidate.next_use_s is None
-        if claim is Claim.PREFETCH and candidate.next_use_s is not None and candidate.next_use_s <= wish.starts_s:
-            return False
-        for queue in self._users[pool.name]:
-            head = queue.head
-            if head is None or head.expert != candidate.expert or queue.spec.id == wish.spec.id:
-                continue
-            if claim is not Claim.OVERDUE or head.opened_s <= wish.since_s:
-                return False
-        return True
+            return math.inf, math.inf
+        if claim is Claim.CACHE and self._policy.evicting not in (Evicting.LRU, Evicting.FIFO):
+            return math.inf, self._usage.get(wish.expert, 0.0)
+        return -math.inf, math.inf
 
-    def _is_worth_less(self, candidate: Candidate, pool: ModelPool, wish: Wish) -> bool:
-        """May the host drop this copy, to cache one that goes on to the device?"""
-        if self._policy.evicting in (Evicting.LRU, Evicting.FIFO):
-            return True
-        if candidate.next_use_s is not None:
-            return False
-        return candidate.usage < self._usage.get(wish.expert, 0.0)
-
-    def _candidate(self, pool: ModelPool, entry: Entry) -> Candidate:
+    def _candidate(self, entry: Entry, next_use_s: float | None) -> Candidate:
         return Candidate(
             copy=entry.copy,
             expert=entry.expert,
             footprint=entry.footprint,
             usage=self._usage.get(entry.expert, 0.0),
-            next_use_s=self._next_use_s(pool, entry),
+            next_use_s=next_use_s,
             lacks_preliminary=self._lacks_preliminary(entry.expert),
             loaded_order=entry.loaded_order,
             used_order=entry.used_order,
         )
 
-    def _next_use_s(self, pool: ModelPool, entry: Entry) -> float | None:
-        """Predicted time of the next queued use of this copy in this memory, or, for a cache, in the one it feeds."""
-        users = self._users[pool.name]
-        for fed in self._fed[pool.name]:
+    def _next_use_s(self, pool: ModelPool, entry: Entry, soon_s: float = -math.inf) -> float | None:
+        """Predicted time of the next queued use of this copy in this memory, or, for a cache, in the one it feeds.
+
+        Of several uses until ``soon_s`` any may be told.
+        """
+        users = self._users[pool.spec.name]
+        for fed in self._fed[pool.spec.name]:
             if fed.entry(entry.copy) is None:
-                users = users + self._users[fed.name]
+                users = users + self._users[fed.spec.name]
         earliest: float | None = None
         for queue in users:
             group = queue.first_group(entry.expert)
             if group is not None and (earliest is None or group.starts_s < earliest):
                 earliest = group.starts_s
+                if earliest <= soon_s:
+                    break
         return earliest
 
     def _lacks_preliminary(self, expert: str) -> bool:
