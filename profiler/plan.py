@@ -125,7 +125,13 @@ def plan_advice(
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     _refuse_broken(scenario, setting)
     required = required_images_per_s(config)
-    return advise(*_with_ssd(scenario, setting, ssd_bytes_per_s), name, profile.box, required)
+
+    def split(budget_bytes: Mapping[str, int]) -> Planned:
+        given = {**(memory or {}), **budget_bytes}
+        shared_out = _planned(config, box, profile, name, given, executors, precision)
+        return _with_ssd(scenario, shared_out, ssd_bytes_per_s)[1]
+
+    return advise(*_with_ssd(scenario, setting, ssd_bytes_per_s), name, profile.box, required, split)
 
 
 def plan_row(scenario: Scenario, setting: Planned, policy: str, required_images_per_s: float | None) -> PlanRow:

@@ -382,7 +382,7 @@ def measure_scheduling(
     """
     options = options or RunOptions()
     config = configured(config, options)
-    pairs = []
+    pairs: list[Pair] = []
     with ExitStack() as ending:
         if not options.is_locked:
             ending.enter_context(StateLock(config.state))

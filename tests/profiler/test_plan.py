@@ -233,6 +233,23 @@ def test_advice_says_what_would_help(packed_line):
     assert advice.limit is Limit.COMPUTE
 
 
+def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(packed_line):
+    """Workspaces are auto, and grow with the memory: a batch at its maximum takes as much as one expert."""
+    file = packed_line.folder / "auto.yaml"
+    file.write_text(json.dumps(packed_line.document | {"memory": {}}))
+    searched = PoolAllocation("host", 3 * SLOT_BYTES, SLOT_BYTES, 3)
+    profile = replace(
+        packed_line.profile,
+        kinds=(replace(packed_line.profile.kinds[0], workspace_bytes=SLOT_BYTES // 4),),
+        allocation=Allocation("searched", {"host": 4 * SLOT_BYTES}, (searched,), {"cpu": 1}),
+    )
+    config, trace = read_line(file, {}), trace_of("0123" * 10)
+    advice = plan_advice(config, None, profile, trace, "paper", {"host": 2 * SLOT_BYTES}, ssd_bytes_per_s=1e6)
+    advised = [advice.memory.budget_bytes]
+    (row,) = plan(config, None, profile, trace, ["paper"], advised, ssd_bytes_per_s=1e6)
+    assert row.images_per_s == advice.memory.images_per_s
+
+
 def test_the_table_fits_and_holds_every_row(packed_line):
     trace = trace_of("0123" * 5)
     rows = plan(packed_line.config, None, packed_line.profile, trace, ["coserve", "samba-parallel"])
