@@ -407,7 +407,7 @@ def tasks(
     from profiler.evaluation import evaluation_json, evaluation_table
     from profiler.figures import write_figures
     from profiler.measured_device import device_notes
-    from profiler.report import DEVICE_FILES, prepare_folder, simulated_tasks, task_device
+    from profiler.report import DEVICE_FILES, prepare_folder, simulated_tasks, task_devices
     from profiler.scaled import measure_scaled, scaled_json, scaled_table
 
     log_to_stderr(logging.WARNING)
@@ -423,10 +423,8 @@ def tasks(
                 measured = measure_scaled(scratch_folder(directory), experts, requests, progress)
             print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
             return
-        devices = tuple(device or DEVICE_FILES)
+        devices = task_devices(device or tuple(DEVICE_FILES))
         if folder is not None:
-            for name in devices:
-                task_device(name)  # one that cannot be simulated is told before a folder is made
             prepare_folder(folder)
         with progress_on_stderr() as progress:
             evaluation = simulated_tasks(devices, progress, full=not short)

@@ -104,7 +104,7 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
         loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
         progress("load", 1, 1)
     decision_lines, decision_rows = decisions.report()
-    evaluation = simulated_tasks(tuple(DEVICE_FILES), progress, full=full)
+    evaluation = simulated_tasks(task_devices(tuple(DEVICE_FILES)), progress, full=full)
     proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
     targets = (
         *proof.targets(),
@@ -145,15 +145,20 @@ def write_report(folder: Path, found: Findings) -> Path:
     return path
 
 
-def simulated_tasks(devices: Sequence[str], progress: Progress, *, full: bool = True) -> Evaluation:
-    """The paper's tasks on these devices, each named as ``task_device`` has it. Raises ConfigError."""
-    found = [task_device(name) for name in dict.fromkeys(devices)]
-    names = [device.device for device in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"--device: {names.count(name)} of these are {name} - give one of them at a time")
+def task_devices(names: Sequence[str]) -> tuple[PaperDevice, ...]:
+    """These devices, each named as ``task_device`` has it. Raises ConfigError, also for two that are called alike."""
+    found = tuple(task_device(name) for name in dict.fromkeys(names))
+    called = [device.device for device in found]
+    for name in called:
+        if called.count(name) > 1:
+            raise ConfigError(f"--device: {called.count(name)} of these are {name} - give one of them at a time")
+    return found
+
+
+def simulated_tasks(devices: Sequence[PaperDevice], progress: Progress, *, full: bool = True) -> Evaluation:
+    """The paper's tasks on these devices. Raises ConfigError where one has no room for a system."""
     tasks, sample = (TASKS, SAMPLE_REQUESTS) if full else (SHORT_TASKS, SHORT_SAMPLE_REQUESTS)
-    return evaluate(found, progress, tasks, sample)
+    return evaluate(devices, progress, tasks, sample)
 
 
 def task_device(name: str) -> PaperDevice:
