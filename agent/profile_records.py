@@ -40,7 +40,8 @@ class KindProfile:
 
     ``kind`` names experts that run alike: architecture, input, stem, program (``kind_name``). A batch of n takes
     ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a median from that line over the sizes up to
-    ``max_batch``. ``load_s`` by source, "ssd" and where memory is split "host". ``samples`` says what was run.
+    ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
+    ``samples`` says what was run.
     """
 
     kind: str
