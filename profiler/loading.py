@@ -11,11 +11,9 @@ from __future__ import annotations
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experts.backends import backend_for
@@ -23,10 +21,11 @@ from experts.direct_reads import DirectReader
 from experts.expert import Precision
 from experts.packing import pack_line
 from experts.weights import AlignedBuffer, SegmentStore, tensor_views
-from profiler.generated import write_experts
+from profiler.generated import removed_afterwards, write_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from experts.expert import Expert
     from experts.weights import PackedExpert
@@ -68,12 +67,13 @@ class LoadingTimes:
 def measure_loading(directory: Path, architecture: str = "resnet101", files: int = 8, repeats: int = 3) -> LoadingTimes:
     """Pack ``files`` random experts of an architecture under ``directory``, load each ``repeats`` times.
 
-    Needs about twice the experts' bytes of disk; everything is removed afterwards. Raises ConfigError for what is
-    neither a torchvision classifier nor an ultralytics YAML, or without room; OSError for what the disk refuses.
+    Needs about twice the experts' bytes of disk; everything is removed afterwards, also after Ctrl-C and SIGTERM.
+    Raises ConfigError for what is neither a torchvision classifier nor an ultralytics YAML, or without room; OSError
+    for what the disk refuses.
     """
-    with tempfile.TemporaryDirectory(prefix="loading-", dir=directory) as folder:
-        experts = write_experts(Path(folder), architecture, files)
-        store = SegmentStore(Path(folder) / "packed")
+    with removed_afterwards(directory, "loading-") as folder:
+        experts = write_experts(folder, architecture, files)
+        store = SegmentStore(folder / "packed")
         try:
             report = pack_line(experts, lambda expert: {Precision.FP32}, store)
             for error in report.failed.values():

@@ -13,23 +13,23 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import psutil
 import yaml
 
 from experts.errors import CoServeError
-from profiler.generated import LineRecipe, generate_line
+from profiler.generated import LineRecipe, generate_line, removed_afterwards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 TARGET_READY_S = 10.0
 TARGET_RESIDENT_BYTES = 400_000_000
@@ -64,15 +64,16 @@ class OneStart:
     stop_s: float
 
 
-def measure_start(directory: Path | None = None, starts: int = 3, *, warm: bool = True) -> StartTimes:
+def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> StartTimes:
     """Start and stop an agent ``starts`` times. ``warm``: after one start that counts for nothing.
 
+    What is written in ``directory`` is removed afterwards and no agent outlives it, also after Ctrl-C and SIGTERM.
     Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time.
     """
     if starts < 1:
         raise ValueError(f"{starts} starts are no measurement")
-    with tempfile.TemporaryDirectory(prefix="bench-start-", dir=directory) as folder:
-        line = _line(Path(folder) / "line")
+    with removed_afterwards(directory, "bench-start-") as folder:
+        line = _line(folder / "line")
         measured = [start_once(line) for _ in range(starts + warm)][warm:]
     return StartTimes(
         starts=starts,
@@ -141,15 +142,25 @@ def start_once(line: Path) -> OneStart:
 def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """An agent's process and its log; it does not outlive the context."""
     command = [sys.executable, "-m", "coserve", "serve", str(line)]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    with ThreadPoolExecutor(1) as thread:  # no signal interrupts it between the start of a process and its being known
         try:
+            process = thread.submit(start).result()
+            assert process.stderr is not None
             yield process, process.stderr
         finally:
-            if process.poll() is None:
-                process.kill()
+            thread.shutdown()
+            for process in started:
+                with process:
+                    process.kill()
 
 
 def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> None:

@@ -1,12 +1,17 @@
 """The measurement of loading: it runs, cleans up behind itself, and says so when the target is missed."""
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from experts.errors import ConfigError
 from profiler.loading import LoadingTimes, measure_loading, report
 
+ROOT = Path(__file__).parents[2]
 TIMES = LoadingTimes("resnet101", 8, 3, 178_700_000, raw_s=0.05, load_s=0.055, first_load_s=0.15, bind_s=0.004)
 
 
@@ -46,3 +51,26 @@ def test_the_report_says_when_the_target_is_missed():
     missed = replace(TIMES, load_s=0.06)
     assert missed.ratio == pytest.approx(1.2)
     assert "1.200: is short of its target of 1.15" in report(missed)
+
+
+def test_nothing_is_left_when_the_command_is_ended_half_way(tmp_path):
+    ended_at_its_first_file = (
+        "import os, signal, sys\n"
+        "sent = []\n"
+        "def end(event, arguments):\n"
+        "    if event == 'open' and '/loading-' in str(arguments[0]) and not sent:\n"
+        "        sent.append(os.listdir(sys.argv[-1]))\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "sys.addaudithook(end)\n"
+        "from coserve import app\n"
+        "try:\n"
+        "    app(sys.argv[1:])\n"
+        "finally:\n"
+        "    print(len(sent[0]))\n"
+    )
+    command = ["bench", "load", "--architecture", "squeezenet1_1", "--files", "1", "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", ended_at_its_first_file, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "1\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 
 from experts.errors import CoServeError
 from profiler.starting import StartTimes, measure_start, report, start_once
 
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+TELLS_ITS_ID = """
+import os, socket, sys
+if "serve" in sys.orig_argv:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.sendto(str(os.getpid()).encode(), os.environ["TOLD"])
+"""  # every Python that finds it as sitecustomize runs it
 TIMES = StartTimes(starts=3, ready_s=6.2, resident_bytes=380_000_000, stop_s=2.0)
 
 
@@ -25,6 +40,26 @@ def test_an_agent_that_does_not_start_is_told_by_its_own_words(tmp_path):
     with pytest.raises(CoServeError, match=r"(?s)ended by itself.*line\.yaml:3:1: expert: ") as refused:
         start_once(line)
     assert "not ready" in str(refused.value)
+
+
+def test_no_agent_and_no_file_is_left_when_the_command_is_ended_half_way(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(TELLS_ITS_ID)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TOLD": str(tmp_path / "told")}
+    command = [sys.executable, "-m", "coserve", "bench", "start", "--dir", str(scratch), "--starts", "1000"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(environment["TOLD"])
+        told.settimeout(DEADLINE_S)
+        with subprocess.Popen(command, cwd=ROOT, env=environment) as bench:
+            try:
+                agent = psutil.Process(int(told.recv(32)))
+                assert len(list(scratch.iterdir())) == 1
+            finally:
+                bench.terminate()
+            assert bench.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert not agent.is_running()
+    assert list(scratch.iterdir()) == []
 
 
 def test_no_start_is_no_measurement(tmp_path):
