@@ -168,15 +168,73 @@ def test_predictions_lead_a_request_along_its_steps_and_no_further():
         assert tuple(walked) == experts
 
 
-def test_a_slow_trace_is_played_as_fast_as_it_is_asked():
-    """One image of a second takes 0.03 s: 33 images/s can be had, however slowly these came."""
-    scenario = scenario_of(AB, stored(), [Arrival(float(n), "ab"[n % 2]) for n in range(50)])
-    roomy = setting(AB, places=2)
-    played = forecast(scenario, roomy, "paper")
-    assert played.images_per_s == pytest.approx(50 / 49.03)
-    assert scenario.offered_images_per_s == pytest.approx(1.0)
-    assert reaches(scenario, roomy, "paper", played, 20.0)
-    assert not reaches(scenario, roomy, "paper", played, 200.0)
+def keeps_up(trace, places, policy, images_per_s):
+    scenario, planned = scenario_of(AB, stored(), trace), setting(AB, places)
+    return reaches(scenario, planned, policy, forecast(scenario, planned, policy), images_per_s)
+
+
+def steady(count, images_per_s):
+    return [Arrival(n / images_per_s, "ab"[n % 2]) for n in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 50])
+@pytest.mark.parametrize("offered", [1.0, 40.0, 500.0])
+def test_a_line_keeps_up_with_what_its_batches_take_however_late_the_last_image_is(count, offered):
+    """Batches of four images take 0.06 s: 66 images/s can be had, however slowly or fast these came."""
+    trace = steady(count, offered)
+    assert [keeps_up(trace, 2, "paper", rate) for rate in (20.0, 40.0, 60.0)] == [True, True, True]
+    assert [keeps_up(trace, 2, "paper", rate) for rate in (70.0, 200.0)] == [False, False]
+
+
+def test_a_trace_that_comes_at_the_very_rate_is_not_missed_by_its_last_images_wait():
+    """20 images in 0.475 s, the last of which is there some 0.05 s later: past the 0.5 s that 20 images have."""
+    scenario, planned = scenario_of(AB, stored(), steady(20, 40.0)), setting(AB, places=2)
+    played = forecast(scenario, planned, "paper")
+    assert played.loads == {}
+    assert played.images_per_s < 40.0
+    assert reaches(scenario, planned, "paper", played, 40.0)
+
+
+@pytest.mark.parametrize("count", [2, 4, 50])
+def test_a_queue_that_grows_is_missed_however_short_the_trace(count):
+    """One after another, each loaded anew: 0.13 s an image, 7.69 images/s. Later images wait ever longer."""
+    assert keeps_up(steady(count, 1.0), 1, "samba", 7.6)
+    assert not keeps_up(steady(count, 1.0), 1, "samba", 7.8)
+
+
+def test_what_lies_in_memory_at_the_start_does_not_hide_a_queue_that_grows():
+    """a is there and b is loaded: 0.16 s for the first two, but 0.26 s for each two after these."""
+    scenario, planned = scenario_of(AB, stored(), steady(2, 500.0)), setting(AB, places=1)
+    played = forecast(scenario, planned, "paper")
+    assert played.images_per_s > 12.0
+    assert played.resident_at_start == {"a"}
+    assert keeps_up(steady(2, 500.0), 2, "samba", 12.0)
+    assert not keeps_up(steady(2, 500.0), 1, "samba", 12.0)
+
+
+def test_a_queue_that_grows_until_batches_are_larger_does_not_grow_for_ever():
+    """7.69 images/s one by one, and more as soon as two for the same expert wait."""
+    assert keeps_up(steady(50, 1.0), 1, "paper", 7.7)
+    assert keeps_up(steady(50, 1.0), 1, "paper", 12.0)
+
+
+def test_bursts_have_until_the_next_one():
+    """40 images at once each second: in batches of four and two loads they take 0.6 s or some more, never 0.5 s."""
+    bursts = [Arrival(float(n // 40), "ab"[n % 2]) for n in range(120)]
+    assert keeps_up(bursts, 2, "paper", 40.0)
+    assert keeps_up(bursts, 1, "paper", 40.0)
+    assert not keeps_up(bursts, 2, "paper", 80.0)
+    assert not keeps_up(bursts, 1, "samba", 40.0)
+
+
+def test_requests_go_on_at_the_rate_asked_and_a_burst_stays_a_burst():
+    scenario = scenario_of(AB, stored(), [Arrival(5.0, "a"), Arrival(5.0, "b"), Arrival(7.0, "a"), Arrival(7.0, "a")])
+    assert scenario.offered_images_per_s == pytest.approx(1.5)
+    slower, faster = scenario.repeated(2, 1.0), scenario.repeated(2, 3.0)
+    assert [arrival.at_s for arrival in slower.trace] == pytest.approx([0, 0, 2, 2, 4, 4, 6, 6])
+    assert [arrival.at_s for arrival in faster.trace] == pytest.approx([0, 0, 1, 1, 4 / 3, 4 / 3, 7 / 3, 7 / 3])
+    assert [arrival.component for arrival in faster.trace] == list("abaaabaa")
+    assert faster.steps == scenario.steps * 2
 
 
 # -- what cannot be planned --
