@@ -1,14 +1,14 @@
 """Traces: arrivals in a file, one JSON object a line, or as a line's boards would bring them.
 
 Guarantees: what is read is complete and in the order of its times, or a ConfigError names file, line and key of every
-mistake, up to MOST_PROBLEMS of them; a trace that was written reads back as the same arrivals; the same line and seed
-give the same boards.
+mistake, up to MOST_PROBLEMS of them; it counts from its first arrival, so an hour cut out of a day starts at once; a
+trace that was written reads back as the same arrivals, so counted; the same line and seed give the same boards.
 
     {"t": 0.004, "component": "resistor-0402", "image": "crops/17.png"}    a component's route, on this image
     {"t": 0.008, "expert": "cls/resistor-0402"}                            one expert directly, on a synthetic image
 
-``t``: seconds since the start, never less than the line before. ``image`` is relative to the trace's folder, and may
-be left out. Empty lines count for nothing.
+``t``: seconds since any moment before the first arrival, never less than the line before. ``image`` is relative to the
+trace's folder, and may be left out. Empty lines count for nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import math
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from experts.document import suggestion
@@ -40,19 +40,20 @@ IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.
 
 
 def read_trace(path: Path, catalog: Catalog) -> tuple[Arrival, ...]:
-    """The arrivals of a trace file, for a line with these experts and routes.
+    """The arrivals of a trace file, for a line with these experts and routes; the first one comes at 0.
 
     Raises ConfigError for a file that cannot be read or holds no arrival, and for what is wrong with its lines.
     """
     reader = _Reader(path, catalog)
-    arrivals = [reader.arrival(number, text) for number, text in _lines(path)]
+    found = [reader.arrival(number, text) for number, text in _lines(path)]
     if reader.problems:
         raise _together(path, reader.problems)
+    arrivals = [arrival for arrival in found if arrival is not None]
     if not arrivals:
         raise ConfigError(
             f'{path}: an empty queue: no arrival in it - write lines such as {{"t": 0, "component": ...}}'
         )
-    return tuple(arrival for arrival in arrivals if arrival is not None)
+    return tuple(replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals)
 
 
 def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:

@@ -30,7 +30,7 @@ from experts.weights import SegmentStore
 from profiler.advice import Limit
 from profiler.plan import SHIFT_S, TABLE_WIDTH, as_json, plan, plan_advice, plan_table, required_images_per_s
 from profiler.simulator import Arrival
-from profiler.traces import board_trace
+from profiler.traces import board_trace, read_trace
 
 SLOT_BYTES = 262_144  # a multiple of the slots' alignment
 SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s
@@ -150,6 +150,26 @@ def test_a_takt_that_is_too_short_is_missed(packed_line):
     assert row.required_images_per_s == pytest.approx(200.0)
     assert row.takt_met is False
     assert row.bytes_read_per_shift == round(row.bytes_read / row.requests * row.images_per_s * SHIFT_S)
+
+
+def test_an_hour_cut_out_of_a_day_is_planned_as_one_that_begins_at_once(packed_line):
+    """Four images a second, from eight o'clock on and from the start: the same figures, and a floor below both."""
+    config, rows = packed_line.config, []
+    for start_s in (0, 28_800):
+        file = packed_line.folder / f"from-{start_s}.jsonl"
+        file.write_text("".join(f'{{"t": {start_s + n / 4}, "component": "c{n % 4}"}}\n' for n in range(40)))
+        rows += plan(config, None, packed_line.profile, read_trace(file, config.catalog))
+    assert rows[1] == rows[0]
+    assert rows[1].seconds < 11.0
+    assert rows[1].bound.arrivals_s == pytest.approx(39 / 4 + 0.03)
+    assert rows[1].takt_met is True
+    limits = [
+        plan_advice(
+            config, None, packed_line.profile, read_trace(packed_line.folder / f"from-{start_s}.jsonl", config.catalog)
+        )
+        for start_s in (0, 28_800)
+    ]
+    assert limits[1] == limits[0]
 
 
 def replace_boards(packed_line, boards):

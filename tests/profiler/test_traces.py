@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -62,6 +63,14 @@ def test_a_trace_is_read_as_it_stands(tmp_path, catalog):
         Arrival(0.004, expert="cls/b"),
         Arrival(0.004, "beta"),
     )
+
+
+def test_an_hour_of_a_day_counts_from_its_first_arrival(tmp_path, catalog):
+    day = [{"t": 28_800 + t, "component": "alpha"} for t in (0.5, 0.5, 1.25, 3600.5)]
+    assert [arrival.at_s for arrival in read_trace(trace_file(tmp_path, *day), catalog)] == [0.0, 0.0, 0.75, 3600.0]
+    backwards = trace_file(tmp_path, {"t": 28_800, "component": "alpha"}, {"t": 28_799.5, "component": "alpha"})
+    (problem,) = problems_of(backwards, catalog)
+    assert "trace.jsonl:2:2: t: 28799.5 runs backwards, line 1 has 28800.0" in problem
 
 
 GOOD = {"t": 1, "component": "alpha"}
@@ -148,7 +157,8 @@ def test_what_is_written_reads_back(tmp_path_factory, drawn):
         for at_s, target, has_image in sorted(drawn, key=lambda each: each[0])
     )
     write_trace(folder / "trace.jsonl", arrivals)
-    assert read_trace(folder / "trace.jsonl", line_of(folder).catalog) == arrivals
+    counted = tuple(replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals)
+    assert read_trace(folder / "trace.jsonl", line_of(folder).catalog) == counted
     assert sorted(path.name for path in folder.iterdir()) == ["bild ä.png", "line.yaml", "trace.jsonl"]
 
 
@@ -156,7 +166,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(tmp_path, catalog):
     path = trace_file(tmp_path, GOOD)
     with pytest.raises(AttributeError):
         write_trace(path, [Arrival(2.0, "alpha"), "no arrival"])
-    assert read_trace(path, catalog) == (Arrival(1.0, "alpha"),)
+    assert read_trace(path, catalog) == (Arrival(0.0, "alpha"),)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["line.yaml", "trace.jsonl"]
 
 
