@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from agent.core.eviction import Candidate
@@ -54,9 +54,11 @@ class Evict:
     decision: EvictionDecision
 
 
-@dataclass(frozen=True, slots=True)
-class AssignmentCandidate:
-    """One executor as the assignment saw it: its predicted queue length, and what the request would add to it."""
+class AssignmentCandidate(NamedTuple):
+    """One executor as the assignment saw it: its predicted queue length, and what the request would add to it.
+
+    A tuple: one is made for each executor and request.
+    """
 
     executor: int
     queue_s: float
