@@ -452,7 +452,7 @@ class Engine:
             if self._policy.overlapping or wish.spec.id not in self._running:
                 self._claim(wish, Claim.DEMAND, full, effects)
         if self._policy.overlapping:
-            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._is_there):
+            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
                 if self._claim(wish, Claim.PREFETCH, full, effects) is Answer.BUSY:
                     break
         self._use_spare_room(full, effects)
@@ -461,9 +461,6 @@ class Engine:
         if self._claim(wish, Claim.OVERDUE, full, effects) in (Answer.NO_ROOM, Answer.BUSY):
             full.add(wish.spec.pool)
             self._placement.keep_free(wish)
-
-    def _is_there(self, spec: ExecutorSpec, profile: ExpertProfile) -> bool:
-        return self._pools[spec.pool].entry(profile.copy) is not None
 
     def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:

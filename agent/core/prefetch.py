@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
+    from agent.core.pool import ModelPool
     from agent.core.queue import ExecutorQueue
 
 
@@ -34,18 +35,16 @@ def demands(queues: Sequence[ExecutorQueue]) -> list[Wish]:
     return sorted(wishes, key=lambda wish: (wish.since_s, wish.spec.id))
 
 
-def upcoming(
-    queues: Sequence[ExecutorQueue], depth: int, is_there: Callable[[ExecutorSpec, ExpertProfile], bool]
-) -> Iterator[Wish]:
+def upcoming(queues: Sequence[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
     """What is not there yet of the groups behind the heads, ``depth`` of each queue: by place, then by executor."""
-    fronts = [(queue.spec, queue.head.next) for queue in queues if queue.head is not None]
+    fronts = [(queue.spec, pools[queue.spec.pool], queue.head.next) for queue in queues if queue.head is not None]
     for _ in range(depth):
         following = []
-        for spec, group in fronts:
+        for spec, pool, group in fronts:
             if group is not None:
-                if not is_there(spec, group.profile):
+                if pool.entry(group.profile.copy) is None:
                     yield Wish(spec, group.expert, group.profile, group.opened_s, group.starts_s)
-                following.append((spec, group.next))
+                following.append((spec, pool, group.next))
         if not following:
             return
         fronts = following
