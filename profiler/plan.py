@@ -47,7 +47,8 @@ class PlanRow:
 
     ``memory``: bytes of weights, and of workspaces, by pool. ``switching_loads`` are those into memories that experts
     run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where that is missed, and
-    without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``bound``: of
+    without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``takt_met``:
+    no queue grows while the trace goes on and on at that rate, however fast or slow this trace was. ``bound``: of
     the offline optimum, these memories full of the right experts at the start; ``roofline_images_per_s``: the same
     floor of time, with what is there at this row's start.
     """
@@ -300,5 +301,5 @@ LEGEND = (
     "of floor: images/s over the most that work, bytes and arrivals allow. loads: experts brought to where they run "
     "after the start; a request waited for those under switches. least: loads that no schedule can do without; "
     "in order: the same when requests are served as they came. read a shift: in eight hours at the takt, at images/s "
-    "where it is missed."
+    "where it is missed. takt: met where no queue grows while the trace goes on and on at the takt's rate."
 )

@@ -152,6 +152,17 @@ def test_a_takt_that_is_too_short_is_missed(packed_line):
     assert row.bytes_read_per_shift == round(row.bytes_read / row.requests * row.images_per_s * SHIFT_S)
 
 
+def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
+    """Ten images every 0.25 s: 40 images/s, of which batches of four allow 66, and one image after another 33."""
+    config = replace_boards(packed_line, {"main": BOARD["main"] | {"takt_s": 0.25}})
+    roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
+    trace = trace_of("0123" * 10, every_s=1.0)
+    rows = plan(config, None, packed_line.profile, trace, ["coserve", "samba"], [roomy])
+    assert [row.required_images_per_s for row in rows] == pytest.approx([40.0, 40.0])
+    assert all(row.images_per_s < 1.1 for row in rows)
+    assert [row.takt_met for row in rows] == [True, False]
+
+
 def test_an_hour_cut_out_of_a_day_is_planned_as_one_that_begins_at_once(packed_line):
     """Four images a second, from eight o'clock on and from the start: the same figures, and a floor below both."""
     config, rows = packed_line.config, []
