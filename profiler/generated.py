@@ -194,6 +194,7 @@ def _expert(folder: Path, expert: str, architecture: str, px: int) -> Expert:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one does not cut the removal short
     raise SystemExit(128 + number)
 
 

@@ -232,7 +232,7 @@ def test_room_for_batches_is_memory_too(tmp_path):
 
 
 def test_the_sentences_name_sizes_and_what_the_box_has():
-    _, _, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, required=30.0)
+    _, _, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, required=40.0)
     first, second, third, takt = advice.sentences
     now, best = advice.images_per_s, advice.unlimited_images_per_s
     assert first == (
@@ -245,7 +245,7 @@ def test_the_sentences_name_sizes_and_what_the_box_has():
         f"{advice.memory.images_per_s:.1f} images/s, or with an SSD of {speed} (now 1.0 GB/s) it reaches "
         f"{advice.ssd.images_per_s:.1f} images/s."
     )
-    assert takt == "The takt asks for 30.00 images/s: missed now, met with unlimited memory."
+    assert takt == "The takt asks for 40.00 images/s: missed now, met with unlimited memory."
 
 
 def test_a_saturated_ssd_is_the_limit_of_a_policy_that_overlaps():

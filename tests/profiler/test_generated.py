@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -171,6 +172,19 @@ def raising(error):
 def test_nothing_is_left_however_it_ends(tmp_path, end):
     with pytest.raises(end):
         work_in(tmp_path, raising(end))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_signal_does_not_cut_the_removal_short(tmp_path, monkeypatch):
+    remove = shutil.rmtree
+
+    def signalled_meanwhile(folder):
+        signal.raise_signal(signal.SIGTERM)
+        remove(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", signalled_meanwhile)
+    with pytest.raises(SystemExit):
+        work_in(tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
     assert list(tmp_path.iterdir()) == []
 
 
