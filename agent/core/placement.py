@@ -28,7 +28,7 @@ from agent.core.performance import SSD
 from agent.core.policy import Evicting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agent.core.effects import Effect
     from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Limits
@@ -104,6 +104,7 @@ class Placement:
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()
         self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
+        self._all_queued: set[str] = set()  # memories where a claim to STAGE found nothing in this look at everything
         self._setbacks: dict[tuple[str, str], Setback] = {}
         self._last_load = 0
         self._users = {name: tuple(q for q in queues if q.spec.pool == name) for name in self.pools}
@@ -145,6 +146,7 @@ class Placement:
     def release_links(self) -> None:
         """A new look at everything: the oldest claim comes first again."""
         self._kept_free.clear()
+        self._all_queued.clear()
 
     def loaded(self, load: Load) -> None:
         """A load is complete."""
@@ -220,10 +222,12 @@ class Placement:
         short = pool.needed_bytes(footprint) - pool.free_bytes
         if short <= 0:
             return True
-        if claim is Claim.SPARE:
+        if claim is Claim.SPARE or (claim is Claim.STAGE and pool.name in self._all_queued):
             return False
         strategy = STRATEGIES[self._policy.evicting]
         ranked = strategy.ranked(self._candidates(pool, wish, claim))
+        if claim is Claim.STAGE and not ranked:
+            self._all_queued.add(pool.name)  # until the next look loads only begin, which makes nothing less queued
         kept = frozenset(part.id for part in footprint.shared)
         chosen = victims(ranked, short, pool.holders, kept)
         leaving = chosen if chosen is not None else tuple(ranked) if claim is Claim.OVERDUE else ()
@@ -239,11 +243,22 @@ class Placement:
         """
         heads = self._spared_heads(pool, wish, claim)
         spared_until_s, usage_below = self._bounds(wish, claim)
+        spared = self._awaited(pool) if spared_until_s == math.inf else frozenset()
         for entry in pool.entries():
-            if entry.is_evictable and entry.expert not in heads and self._usage.get(entry.expert, 0.0) < usage_below:
+            if (
+                entry.is_evictable
+                and entry.expert not in heads
+                and self._usage.get(entry.expert, 0.0) < usage_below
+                and entry.expert not in spared
+            ):
                 next_use_s = self._next_use_s(pool, entry, spared_until_s)
                 if next_use_s is None or next_use_s > spared_until_s:
                     yield self._candidate(entry, next_use_s)
+
+    def _awaited(self, pool: ModelPool) -> Collection[str]:
+        """Experts with a group in any queue of this memory."""
+        awaited = [queue.awaited for queue in self._users[pool.name]]
+        return awaited[0] if len(awaited) == 1 else frozenset().union(*awaited)
 
     def _spared_heads(self, pool: ModelPool, wish: Wish, claim: Claim) -> frozenset[str]:
         """Experts at the head of another queue of this memory that the claim must leave there."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, KeysView
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
 
@@ -67,9 +67,10 @@ class ExecutorQueue:
         groups = self._groups_of.get(expert)
         return groups[-1] if groups else None
 
-    def awaited_experts(self) -> Iterator[str]:
+    @property
+    def awaited(self) -> KeysView[str]:
         """Every expert with a group here."""
-        return iter(self._groups_of)
+        return self._groups_of.keys()
 
     def join(self, group: Group, request: int) -> None:
         """Put a request behind the last one of its group."""
