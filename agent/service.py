@@ -9,14 +9,14 @@ the agent crashes, nothing more is taken and everything ends, so that whoever st
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sqlite3
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from agent.assembly import Agent, build_agent
@@ -32,7 +32,7 @@ from agent.runtime.executor import ImageFile
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from agent.boards import BoardVerdict, LedgerStatistics
     from agent.config import LineConfig
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TOLD = 0  # what is written where no signal is: no signal has this number
 DRAIN_S = 25.0  # systemd waits 30 s before it kills
 COMMIT_S = 3.0
 HOUSEKEEPING_S = 0.5
@@ -313,20 +315,56 @@ class LineService:
             )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A pipe that says when to end: by a signal's number, or TOLD."""
+
+    reader: int
+    writer: int
+
+    def tell(self) -> None:
+        """From any thread, at any moment."""
+        with suppress(OSError):  # it is full of what says the same, or nobody waits any more
+            os.write(self.writer, bytes([TOLD]))
+
+    def wait(self) -> None:
+        """Until somebody has told, or a signal has come; it may have come before."""
+        while os.read(self.reader, 1)[0] not in (TOLD, *ENDING_SIGNALS):
+            continue
+
+
+@contextmanager
+def _awaited_end() -> Iterator[_End]:
+    """While it is open every signal that Python handles writes to its pipe.
+
+    Not an Event or a queue that a handler sets. Handlers run on the main thread alone, and only between two of its
+    instructions: a signal that another thread receives, or that comes after the last such look and before the main
+    thread waits for the lock, leaves it waiting for good. The pipe is written to where the signal arrives.
+    """
+    reader, writer = os.pipe()
+    try:
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        try:
+            yield _End(reader, writer)
+        finally:
+            signal.set_wakeup_fd(before)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:
     """Serve until SIGTERM or SIGINT; what was done.
 
     Raises ConfigError before anything starts, AlreadyRunning, and AgentCrashed.
     """
-    with state_held(config.state):
-        # Not an Event: a handler runs between two instructions of this thread, and setting the Event that this thread
-        # is just beginning to wait for takes a lock that it holds already. A SimpleQueue may be put to at any moment.
-        endings: SimpleQueue[None] = SimpleQueue()
-        service = LineService(config, progress, on_crash=lambda: endings.put(None))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: endings.put(None))
+    with state_held(config.state), _awaited_end() as end:
+        service = LineService(config, progress, on_crash=end.tell)
+        for number in ENDING_SIGNALS:
+            signal.signal(number, lambda *_: None)  # the interpreter writes to the pipe before it comes to this
         service.start()
-        endings.get()
+        end.wait()
         log.info("stopping line=%s", config.line)
         closing = service.stop()
         log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
