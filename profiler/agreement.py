@@ -6,7 +6,8 @@ samples are asked on all of them, over the agent's own path. What fp32 itself ca
 other precision cannot judge, or cannot load, differs.
 
 The choice: of the precisions whose agreement is proven on at least one image, and of fp32, the one with the least
-predicted time per image at its own maximum batch. Without real samples nothing is proven, and it is fp32.
+predicted time per image at its own maximum batch, or at COMPARED_BATCH where that is smaller. Without real samples
+nothing is proven, and it is fp32.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COMPARED_BATCH = 16  # arbitrary: seldom do more requests of one expert wait together
 TOLERANCE = 0.02  # between two scores; they lie from 0 to 1
 BATCH = 4  # images at a time; how many does not matter to what is compared
 
@@ -111,8 +113,8 @@ def choose_precision(kinds: Sequence[KindProfile], agreements: Iterable[Agreemen
 
 
 def image_s(kind: KindProfile) -> float:
-    """Predicted seconds per image in batches of the maximum size. Source: CoServe, section 4.2."""
-    return kind.K_s + kind.B_s / kind.max_batch
+    """Predicted seconds per image in batches of the maximum size, COMPARED_BATCH at most. CoServe, section 4.2."""
+    return kind.K_s + kind.B_s / min(kind.max_batch, COMPARED_BATCH)
 
 
 def difference(fp32: Prediction, other: Prediction) -> Difference:

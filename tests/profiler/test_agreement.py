@@ -187,6 +187,8 @@ class TestTheChoice:
         """By hand: 10 + 40/8 = 15 ms against 12 + 8/1 = 20 ms, though 12 < 10 + 40."""
         one, other = kind("fp32", 0.010, 0.040, max_batch=8), kind("bf16", 0.012, 0.008, max_batch=1)
         assert image_s(one) == pytest.approx(0.015)
+        hungry, quick = kind("bf16", 0.0008, 0.0156, max_batch=128), kind("onnxruntime", 0.00096, 0.0023, max_batch=96)
+        assert image_s(quick) < image_s(hungry)  # in batches that occur
         assert choose_precision([one, other], [agreement("bf16")]) == "fp32"
 
     @pytest.mark.parametrize(
