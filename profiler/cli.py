@@ -359,7 +359,7 @@ def report(
         bool,
         typer.Option(
             "--full",
-            help="the traces and tasks that the targets are stated for, searches on whole samples; a quarter hour",
+            help="the traces and tasks that the targets are stated for, searches on whole samples; half an hour",
         ),
     ] = False,
     repeat: Annotated[int | None, typer.Option(min=1, help="rounds; default: 1, with --full 3")] = None,

@@ -1,7 +1,7 @@
 """The whole proof as one Markdown report with charts: what this project set itself, and what this box made of it.
 
 Guarantees: every figure is from a run of this command, with the machine it ran on; a target that is missed stands in
-the table as SHORT. ``full`` runs the traces and tasks that the targets are stated for, which takes a quarter of an hour
+the table as SHORT. ``full`` runs the traces and tasks that the targets are stated for, which takes half an hour
 on two cores; the short form runs smaller ones in under five minutes, and says what it shortens.
 """
 
