@@ -1,9 +1,11 @@
-"""The composition root of ``coserve serve``: intake -> loop -> results -> boards -> the file's last place.
+"""The composition root of ``coserve serve``: intake -> reader -> loop -> results -> boards -> the file's last place.
 
 Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
 verdict was committed before a crash is moved, not judged again; on stop nothing new is taken, what was taken is
 finished within ``DRAIN_S``, and what is not finished by then stays in its folder's ``.work`` for the next start. When
-the agent crashes, nothing more is taken and everything ends, so that whoever started it can start it again.
+the agent crashes, nothing more is taken and everything ends, so that whoever started it can start it again. An image
+that was being judged when the agent was ended is judged alone at the next start, and at the second time it is UNKNOWN.
+A file's bytes are read before a request is made of them, so that nothing but a file's own folder waits for its disk.
 """
 
 from __future__ import annotations
@@ -21,24 +23,30 @@ from typing import TYPE_CHECKING, Any
 
 from agent.assembly import Agent, build_agent
 from agent.boards import BoardLedger, BoardManifest
+from agent.core.request import Outcome
 from agent.drift import UsageDrift
+from agent.intake.filing import printable
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
+from agent.intake.reading import Answers, ArrivalReader
 from agent.listing import results_file
 from agent.recording import inspection_of, judged_result, refused_result
+from agent.records.attempts import AttemptLog
 from agent.records.database import state_held
 from agent.records.results import ResultStore
-from agent.runtime.executor import ImageFile
+from agent.runtime.executor import EncodedImage
+from agent.runtime.loop import BatchWatch
+from agent.suspects import OneAtATime
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from agent.boards import BoardVerdict, LedgerStatistics
-    from agent.config import LineConfig
-    from agent.core.request import Outcome
+    from agent.config import FolderSection, LineConfig
     from agent.drift import DriftStatistics
     from agent.intake.folder import Arrival, IntakeStatistics, Refusal
+    from agent.intake.reading import ReadingStatistics
     from agent.records.results import Recorded, Result, StoreStatistics
     from experts.errors import AgentCrashed
 
@@ -50,15 +58,27 @@ DRAIN_S = 25.0  # systemd waits 30 s before it kills
 COMMIT_S = 3.0
 HOUSEKEEPING_S = 0.5
 IN_FLIGHT_LIMIT = 2000  # images taken from folders whose verdict is not stored yet; the rest waits as files
+READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
+READER_STOP_S = 1.0
+ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
 REPLAY_SLACK = timedelta(minutes=1)  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
 
 
 @dataclass(frozen=True, slots=True)
+class Watched:
+    """A folder: who claims its files and moves them in the end, and who reads them."""
+
+    intake: FolderIntake
+    reader: ArrivalReader
+
+
+@dataclass(frozen=True, slots=True)
 class Taken:
-    """An image under way: where it came from, and who moves its file in the end."""
+    """An image under way: where it came from, and how many bytes of it were read."""
 
     arrival: Arrival
-    intake: FolderIntake
+    folder: Watched
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +87,7 @@ class LineStatistics:
 
     requests_in_flight: int
     intakes: tuple[IntakeStatistics, ...]
+    readers: tuple[ReadingStatistics, ...]
     store: StoreStatistics
     boards: LedgerStatistics
     drift: DriftStatistics
@@ -92,7 +113,8 @@ class LineService:
         self._clock = clock
         self._in_flight_limit = in_flight_limit
         self._taken: dict[int, Taken] = {}
-        self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
+        self._open = 0  # arrivals and refusals whose verdict is not stored yet
+        self._guard = threading.Lock()  # over these two: a request may end before its number is known here
         self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
         self._ledger_guard = threading.Lock()
         self._agent: Agent = build_agent(config, self._judged, progress)
@@ -106,7 +128,10 @@ class LineService:
                 for name, board in config.boards.items()
             }
         )
-        self._intakes: list[FolderIntake] = []
+        self._attempts = AttemptLog(config.state / "attempts.log")
+        self._agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
+        self._suspects: OneAtATime[tuple[Arrival, Watched]] = OneAtATime(lambda each: each[1].reader.take(each[0]))
+        self._folders: list[Watched] = []
         self._stopping = threading.Event()
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
 
@@ -131,30 +156,49 @@ class LineService:
             boards = self._ledger.statistics()
         with self._drift_guard:
             drift = self._drift.statistics()
-        intakes = tuple(intake.statistics() for intake in self._intakes)
-        return LineStatistics(self._agent.loop.requests_in_flight, intakes, self._store.statistics(), boards, drift)
+        return LineStatistics(
+            requests_in_flight=self._agent.loop.requests_in_flight,
+            intakes=tuple(folder.intake.statistics() for folder in self._folders),
+            readers=tuple(folder.reader.statistics() for folder in self._folders),
+            store=self._store.statistics(),
+            boards=boards,
+            drift=drift,
+        )
 
     def start(self) -> None:
         """Take up boards that were open, start the agent, then watch the folders."""
         self._replay_boards()
         self._agent.start()
-        for folder in self._config.intake.folders:
-            intake = FolderIntake(
-                folder,
-                naming_of(folder, self._config),
-                self._arrived_at(len(self._intakes)),
-                self._refused_at(len(self._intakes)),
-                owner=self._config.line,
-                has_room=self._has_room,
-            )
-            self._intakes.append(intake)
-        for intake in self._intakes:
-            intake.start()
+        self._folders = [self._watched(number, folder) for number, folder in enumerate(self._config.intake.folders)]
+        for watched in self._folders:
+            watched.reader.start()
+            watched.intake.start()
         self._housekeeper.start()
         for expert, reason in self._agent.broken.items():
             log.error("expert_quarantined expert=%s reason=%s", expert, reason)
         folders = ", ".join(str(folder.path) for folder in self._config.intake.folders)
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), folders)
+
+    def _watched(self, number: int, folder: FolderSection) -> Watched:
+        intake = FolderIntake(
+            folder,
+            naming_of(folder, self._config),
+            lambda arrival: self._arrived(arrival, self._folders[number]),
+            lambda refusal: self._refused(refusal, intake),
+            owner=self._config.line,
+            has_room=self._has_room,
+        )
+        reader = ArrivalReader(
+            folder.path.name,
+            Answers(
+                read=lambda arrival, content: self._read(arrival, content, self._folders[number]),
+                changed=lambda arrival: self._changed(arrival, intake),
+                unreadable=lambda arrival, reason: self._end_unjudged(arrival, intake, reason),
+            ),
+            intake.is_sound,
+            budget_bytes=READ_BYTES // len(self._config.intake.folders),
+        )
+        return Watched(intake, reader)
 
     def stop(self) -> dict[str, Any]:
         """Finish what was taken, store it, end; what was done, for the closing line.
@@ -164,11 +208,13 @@ class LineService:
         with self._guard:
             self._stopping.set()  # from here on no folder has room, and what is under way to us stays in `.work`
         with ExitStack() as ending:  # in the order from below
+            ending.callback(self._attempts.close)
             ending.callback(self._close_store)
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
             ending.callback(self._stop_housekeeper)
             ending.callback(self._agent.stop)
+            ending.callback(self._stop_readers)
             self._drain()
             engine = self._agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._counts.items()}
@@ -195,35 +241,56 @@ class LineService:
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def _stop_readers(self) -> None:
+        for folder in self._folders:
+            folder.reader.stop(READER_STOP_S)
+
     def _stop_intakes(self) -> None:
-        for intake in self._intakes:
-            intake.stop()  # moves the files whose verdicts were just stored
+        for folder in self._folders:
+            folder.intake.stop()  # moves the files whose verdicts were just stored
 
     def _close_store(self) -> None:
         if not self._store.close(COMMIT_S):
             log.error("results_not_stored: their images wait in .work for the next start")
 
-    # -- in: on a folder's thread --
+    # -- in: on the threads of a folder and its reader --
 
-    def _arrived_at(self, index: int) -> Callable[[Arrival], None]:
-        return lambda arrival: self._arrived(arrival, self._intakes[index])
-
-    def _refused_at(self, index: int) -> Callable[[Refusal], None]:
-        return lambda refusal: self._refused(refusal, self._intakes[index])
-
-    def _arrived(self, arrival: Arrival, intake: FolderIntake) -> None:
-        if self._is_known(arrival, intake):
+    def _arrived(self, arrival: Arrival, folder: Watched) -> None:
+        if self._is_known(arrival, folder.intake):
+            self._attempts.settled(arrival.key)
             return
+        self._count_open(1)
+        attempts = self._attempts.attempts(arrival.key)
+        if attempts >= ATTEMPTS_MAXIMUM:
+            reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
+            self._end_unjudged(arrival, folder.intake, f"{printable(arrival.relpath)}: {reason}")
+        elif attempts:
+            log.warning("image_judged_alone file=%s: the agent was ended while it judged it", arrival.relpath)
+            self._suspects.put(arrival.key, (arrival, folder))
+        else:
+            folder.reader.take(arrival)
+
+    def _read(self, arrival: Arrival, content: bytes, folder: Watched) -> None:
+        image = EncodedImage(content, printable(arrival.relpath), arrival.max_pixels)
         with self._guard:
             if self._stopping.is_set() or self._agent.loop.crash is not None:
                 return  # it was claimed while we ended: the next start offers it again
-            image = ImageFile(arrival.path, arrival.max_pixels)
             number = self._agent.loop.submit(image, component=arrival.component)
-            self._taken[number] = Taken(arrival, intake)
+            self._taken[number] = Taken(arrival, folder, len(content))
+
+    def _changed(self, arrival: Arrival, intake: FolderIntake) -> None:
+        intake.withdraw(arrival)
+        self._count_open(-1)
+        self._suspects.left(arrival.key)
+
+    def _end_unjudged(self, arrival: Arrival, intake: FolderIntake, reason: str) -> None:
+        outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
+        self._record(judged_result(self._config, arrival, outcome), arrival, intake)
 
     def _refused(self, refusal: Refusal, intake: FolderIntake) -> None:
         """A file that no request can be made of: UNKNOWN, with the reason in its row."""
         if not self._is_known(refusal, intake):
+            self._count_open(1)
             self._record(refused_result(self._config, refusal), refusal, intake)
 
     def _is_known(self, judged: Arrival | Refusal, intake: FolderIntake) -> bool:
@@ -241,8 +308,11 @@ class LineService:
     def _has_room(self) -> bool:
         if self._stopping.is_set() or self._agent.loop.crash is not None:
             return False
-        waiting = self._agent.loop.requests_in_flight + self._store.statistics().pending
-        return waiting < self._in_flight_limit
+        return self._open < self._in_flight_limit
+
+    def _count_open(self, by: int) -> None:
+        with self._guard:
+            self._open += by
 
     # -- out: on the loop's thread, then on the store's --
 
@@ -251,12 +321,26 @@ class LineService:
             self._drift.count(step.expert for step in outcome.steps)
         with self._guard:
             taken = self._taken.pop(number)
-        self._record(judged_result(self._config, taken.arrival, outcome), taken.arrival, taken.intake)
+        taken.folder.reader.release(taken.size_bytes)
+        self._record(judged_result(self._config, taken.arrival, outcome), taken.arrival, taken.folder.intake)
+
+    def _batch_begun(self, requests: Sequence[int]) -> None:
+        self._attempts.begun(self._keys_of(requests))
+
+    def _batch_ended(self, requests: Sequence[int]) -> None:
+        self._attempts.ended(self._keys_of(requests))
+
+    def _keys_of(self, requests: Sequence[int]) -> list[str]:
+        with self._guard:
+            return [self._taken[number].arrival.key for number in requests]
 
     def _record(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake) -> None:
         self._store.record(result, lambda recorded: self._committed(result, judged, intake, recorded))
 
     def _committed(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake, recorded: Recorded) -> None:
+        self._count_open(-1)
+        self._attempts.settled(judged.key)
+        self._suspects.left(judged.key)
         if not recorded.is_new:  # a row that could not be read when its file came: it decides
             if not self._is_known(judged, intake):
                 intake.settle(judged, result.verdict, result.reason)
@@ -301,6 +385,8 @@ class LineService:
             for verdict in expired:
                 self._record_board(verdict)
             self._warn_of_drift()
+            for folder in self._folders:
+                folder.reader.tell_stuck()
 
     def _warn_of_drift(self) -> None:
         with self._drift_guard:

@@ -17,6 +17,7 @@ CoServeError
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
++- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
@@ -166,6 +167,14 @@ class ImageUnreadable(ImageError):
 
 class ImageTooLarge(ImageError):
     """More pixels than the configured limit."""
+
+
+class FileChanged(CoServeError):
+    """Another file, or the same with other bytes, lies where a complete one was seen. ``path``: below its folder."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path}: not the file that was seen complete")
+        self.path = path
 
 
 class BackendUnavailable(CoServeError):

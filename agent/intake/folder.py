@@ -54,10 +54,15 @@ class SourceState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now."""
+    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now.
+
+    ``is_ours``: nobody else moves or replaces it there. ``sighting``: what it was when it was found complete.
+    """
 
     key: str
     path: Path
+    is_ours: bool
+    sighting: Sighting
     relpath: str
     board: str
     component: str
@@ -118,7 +123,8 @@ def _local_time() -> datetime:
 class FolderIntake:
     """One watched folder. ``submit`` and ``refuse`` are called by the intake's thread; they neither block nor raise.
 
-    Each of the two is answered with ``settle`` once its verdict is stored; until then the file stays.
+    Each of the two is answered with ``settle`` once its verdict is stored; until then the file stays. An arrival whose
+    file turns out to be another one by now is answered with ``withdraw`` instead: it is looked at anew.
 
     ``has_room`` is asked before each claim: while it says no, files wait where they are. ``owner`` names the agent
     (its line) in `.work/`: two agents on one folder need two names.
@@ -149,6 +155,7 @@ class FolderIntake:
         self._hints: Hints | None = None
         self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._settled: queue.SimpleQueue[Settlement] = queue.SimpleQueue()
+        self._withdrawn: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._waiting = Waiting(self._rule)
         self._recovered: deque[Claimed] = deque()
         self._in_flight: dict[str, Claimed] = {}
@@ -189,6 +196,15 @@ class FolderIntake:
         self._settled.put(Settlement(judged.key, verdict, reason))
         self._wake.set()
 
+    def withdraw(self, arrival: Arrival) -> None:
+        """No verdict will come: its file is not the one that was seen. Any thread; returns at once."""
+        self._withdrawn.put(arrival.key)
+        self._wake.set()
+
+    def is_sound(self, arrival: Arrival) -> bool:
+        """Whether the folder can be read at this moment, as it was when the file was taken. Any thread; may block."""
+        return self._inbox.is_sound(is_claimed=arrival.is_ours)
+
     def statistics(self) -> IntakeStatistics:
         """The snapshot taken at the end of the last step."""
         return self._snapshot
@@ -196,6 +212,7 @@ class FolderIntake:
     def step(self, now: float) -> float:
         """Do everything that is due; how many seconds the next step may wait. For the thread, and for tests."""
         self._take_settled()
+        self._take_withdrawn(now)
         self._shelves.work(now)
         self._take_notes(now)
         if now >= self._next_scan:
@@ -234,6 +251,23 @@ class FolderIntake:
                 log.warning("intake_settled_twice file=%s", settled.key)
             elif self._config.after != "keep":
                 self._shelves.add(Filing(file, settled.key, settled.verdict, settled.reason))
+
+    def _take_withdrawn(self, now: float) -> None:
+        while not self._withdrawn.empty():
+            file = self._in_flight.pop(self._withdrawn.get(), None)
+            if file is None:
+                continue
+            log.warning("intake_changed file=%s: written to after it was seen; looked at anew", printable(file.relpath))
+            self._waiting.reconsider(file.relpath)
+            self._next_scan = min(self._next_scan, now)
+            if file.is_ours:
+                self._put_back(file)
+
+    def _put_back(self, file: Claimed) -> None:
+        try:
+            self._inbox.unclaim(file)
+        except OSError as error:  # it stays claimed, and is offered again as whatever was left behind is
+            log.error("intake_not_put_back file=%s reason=%s", printable(file.relpath), error.strerror)
 
     def _take_notes(self, now: float) -> None:
         strongest: dict[str, Evidence] = {}
@@ -375,6 +409,8 @@ class FolderIntake:
             Arrival(
                 key=key,
                 path=claimed.path,
+                is_ours=claimed.is_ours,
+                sighting=claimed.sighting,
                 relpath=claimed.relpath,
                 board=name.board,
                 component=name.component,

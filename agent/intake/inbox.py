@@ -80,6 +80,14 @@ class Inbox:
         """The identity of one file's content in this folder: it survives claiming, crashes and restarts."""
         return f"{self._source}/{relpath}@{_identity(sighting)}"
 
+    def is_sound(self, *, is_claimed: bool) -> bool:
+        """Whether the folder can be listed; with the place of claimed files, which an empty mount point has not."""
+        try:
+            with os.scandir(self.work if is_claimed else self.root):
+                return True
+        except OSError:
+            return False
+
     def scan(self) -> Iterator[Found]:
         """Everything below the folder that could be an image, or that must be told why not. Follows no link."""
         yield from self._scan(self.root, "")

@@ -57,6 +57,10 @@ class Waiting:
         self.forget(relpath)
         self._passed[relpath] = sighting
 
+    def reconsider(self, relpath: str) -> None:
+        """What was dealt with under this name was not what lies there: it is a candidate when it is seen again."""
+        self._passed.pop(relpath, None)
+
     def forget(self, relpath: str) -> None:
         """This file is gone."""
         self._candidates.pop(relpath, None)

@@ -112,6 +112,14 @@ class LoopStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchWatch:
+    """Who is told, on the loop's thread, which requests a batch is about to run, and that it has its answer."""
+
+    begun: Callable[[Sequence[int]], None]
+    ended: Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Workshop:
     """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``."""
 
@@ -165,6 +173,8 @@ class AgentLoop:
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
         self._records: deque[DecisionRecord] = deque(maxlen=options.decision_records)
+        self._batches: dict[int, tuple[int, ...]] = {}  # requests of the open ones
+        self._watch: BatchWatch | None = None
         self._crash: AgentCrashed | None = None
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
         self._changed = Condition()  # also guards the two above
@@ -185,6 +195,10 @@ class AgentLoop:
         for executor in self._workshop.executors.values():
             executor.start()
         self._thread.start()
+
+    def watch_batches(self, watch: BatchWatch) -> None:
+        """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
+        self._watch = watch
 
     def submit(self, image: ImageSource, *, component: str | None = None, expert: str | None = None) -> int:
         """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given."""
@@ -320,6 +334,8 @@ class AgentLoop:
             return events.Tick()
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, events.Finished | events.BatchFailed):
+            self._batch_answered(event.batch)
         now = time.monotonic()
         decided = self._engine.handle(event, now)
         self._decision_s.append(time.monotonic() - now)
@@ -338,9 +354,17 @@ class AgentLoop:
     def _start_batch(self, effect: effects.StartBatch) -> None:
         self._open_batches += 1
         batch = effect.batch
+        self._batches[batch.id] = batch.requests
+        if self._watch is not None:
+            self._watch.begun(batch.requests)
         expert = self._workshop.copies[batch.copy].expert
         images = [self._images[request] for request in batch.requests]
         self._workshop.executors[batch.executor].start_batch(batch, expert, images)
+
+    def _batch_answered(self, batch: int) -> None:
+        requests = self._batches.pop(batch, ())
+        if self._watch is not None:
+            self._watch.ended(requests)
 
     def _evict(self, effect: effects.Evict) -> None:
         self._workshop.transfers.evict(effect)

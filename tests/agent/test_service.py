@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from PIL import Image
 import agent.service
 from agent.assembly import build_agent, copies_of, detect_box
 from agent.config import read_line
+from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
 from agent.profile import (
@@ -236,6 +239,126 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
             assert len(list(line.inbox.glob("*.png"))) == 5
         wait_until(lambda: service.judged == 8)
     assert len(line.rows()) == 8
+
+
+def reading(monkeypatch, read_file):
+    """Arrivals are read so from now on."""
+    monkeypatch.setattr(agent.service, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
+
+
+def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
+    refusals = [OSError(code, "the share is gone") for code in (errno.EIO, errno.ESTALE, errno.ENOENT) * 4]
+
+    def dropping(arrival):
+        if refusals:
+            raise refusals.pop()
+        return read_as_seen(arrival)
+
+    reading(monkeypatch, dropping)
+    names = [f"B{number}_c0_R1.png" for number in range(6)]
+    with line.served() as service:
+        for name in names:
+            line.drop(name)
+        wait_until(lambda: service.judged == 6)
+        assert [reader.failing for reader in service.statistics().readers] == [0]
+    assert line.verdicts() == [(name, OK) for name in names]
+
+
+def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, monkeypatch):
+    line.document["intake"]["folders"].append({**line.watched, "path": "./share"})
+    (line.folder / "share").mkdir()
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hanging(arrival):
+        if arrival.path.is_relative_to(line.folder / "share"):
+            hangs.set()
+            answers.wait(PATIENCE_S)
+            raise OSError(errno.EIO, "the server came back and gave up")
+        return read_as_seen(arrival)
+
+    reading(monkeypatch, hanging)
+    try:
+        with line.served() as service:
+            (line.folder / "share" / "B0_c0_R1.png").write_bytes(png())
+            assert hangs.wait(PATIENCE_S)
+            for number in range(1, 4):
+                line.drop(f"B{number}_c0_R1.png")
+            wait_until(lambda: service.judged == 3)
+        assert [file.name.partition("~")[2] for file in (line.folder / "share" / ".work").rglob("*~*")] == [
+            "B0_c0_R1.png"
+        ]
+    finally:
+        answers.set()
+    monkeypatch.undo()
+    with line.served() as service:
+        wait_until(lambda: service.judged == 1)
+    assert [verdict for _, verdict in line.verdicts()] == [OK] * 4
+
+
+@pytest.mark.parametrize("after", ["keep", "move"])
+def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_under_its_key(line, monkeypatch, after):
+    line.watched["after"] = after
+    seen = []
+
+    def rewritten(arrival):
+        seen.append(arrival)
+        if len(seen) == 1:
+            arrival.path.write_bytes(png(side=9))
+        return read_as_seen(arrival)
+
+    reading(monkeypatch, rewritten)
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+    old, new = seen
+    assert [row.key for row in line.rows()] == [new.key]
+    assert new.key != old.key
+    assert new.sighting.size_bytes == len(png(side=9))
+
+
+DEADLY = """
+import os, signal, sys
+from pathlib import Path
+import agent.runtime.executor as executor
+from agent.config import read_line
+from agent.service import serve_line
+decode = executor.read_image
+
+def deadly(source, name, *rest):
+    if "poison" in name:  # as a native decoder that crashes on hostile bytes
+        os.kill(os.getpid(), signal.SIGKILL)
+    return decode(source, name, *rest)
+
+executor.read_image = deadly
+serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
+"""
+
+
+def test_an_image_that_ends_the_agent_does_so_twice_and_no_image_beside_it_is_lost(line):
+    names = [f"B{number}_c0_{'poison' if number == 2 else 'R1'}.png" for number in range(5)]
+    for name in names:
+        line.drop(name)
+    assert line.config.line == "test"  # the line file is written
+    for _ in range(2):
+        ended = subprocess.run(
+            [sys.executable, "-c", DEADLY, str(line.folder / "line.yaml")],
+            timeout=2 * PATIENCE_S, capture_output=True, text=True,
+        )  # fmt: skip
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    with line.served() as service:
+        wait_until(lambda: len(line.rows()) == 5)
+        assert service.statistics().requests_in_flight == 0
+    assert line.verdicts() == [(name, UNKNOWN if "poison" in name else OK) for name in names]
+    reason = next(row.reason for row in line.rows() if row.verdict is UNKNOWN)
+    assert reason == (
+        "B2_c0_poison.png: ended the agent: it was being judged each of the 2 times that the agent was ended"
+    )
+    explained = json.loads((line.inbox / "failed" / "B2_c0_poison.png.error.json").read_text())
+    assert explained["reason"] == reason
+    line.drop("B2_c0_poison.png", png(side=9))
+    with line.served() as service:  # another file of that name is another image
+        wait_until(lambda: service.judged == 1)
+    assert line.rows()[-1].verdict is OK
 
 
 @pytest.fixture

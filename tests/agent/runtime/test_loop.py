@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import queue
 import threading
 from dataclasses import replace
@@ -15,8 +16,8 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Limits, Performance, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.device import detect
-from agent.runtime.executor import ImageFile
-from agent.runtime.loop import AgentLoop, LoopOptions, assemble, decision_times
+from agent.runtime.executor import EncodedImage, ImageFile
+from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
 from agent.runtime.probe import footprint_of
 from experts.errors import AgentCrashed, MemoryExceeded
 from experts.expert import Verdict
@@ -268,6 +269,36 @@ def test_an_image_file_has_a_limit_of_pixels_of_its_own(line, tmp_path):
     assert agent.outcomes[good].verdict is Verdict.OK
     assert agent.outcomes[large].verdict is Verdict.UNKNOWN
     assert "image.png: 80 x 70 pixels are more than max_pixels 5599" in agent.outcomes[large].reason
+
+
+def test_the_bytes_of_an_image_have_a_name_and_a_limit_of_their_own(line):
+    file = io.BytesIO()
+    Image.fromarray(line.pixels(0)).save(file, "PNG")
+    with Agent(line) as agent:
+        good = agent.loop.submit(EncodedImage(file.getvalue(), "sub/b1.png", 5600), component="own-0")
+        large = agent.loop.submit(EncodedImage(file.getvalue(), "sub/b1.png", 5599), component="own-0")
+        agent.settle()
+    assert agent.outcomes[good].verdict is Verdict.OK
+    assert agent.outcomes[large].reason == "sub/b1.png: 80 x 70 pixels are more than max_pixels 5599"
+
+
+def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answer(breakable_line):
+    breakable_line.file_of("own-1").unlink()
+    told = []
+    agent = Agent(breakable_line)
+    agent.loop.watch_batches(
+        BatchWatch(
+            lambda requests: told.extend(("begun", each) for each in requests),
+            lambda requests: told.extend(("ended", each) for each in requests),
+        )
+    )
+    with agent:
+        asked = [agent.loop.submit(breakable_line.pixels(n), component="own-0") for n in range(5)]
+        unjudged = agent.loop.submit(breakable_line.pixels(0), component="own-1")
+        agent.settle()
+    assert agent.outcomes[unjudged].verdict is Verdict.UNKNOWN
+    assert sorted(told) == sorted((what, each) for each in asked for what in ("begun", "ended"))
+    assert all(told.index(("begun", each)) < told.index(("ended", each)) for each in asked)
 
 
 def test_a_stopped_agent_takes_nothing_and_can_still_be_read(line):
