@@ -387,6 +387,26 @@ def test_a_kept_file_that_changes_is_a_new_inspection(tmp_path: Path) -> None:
     assert len({arrival.key for arrival in line.arrivals}) == 2
 
 
+@pytest.mark.parametrize("after", ["keep", "move"])
+def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: Path, after: str) -> None:
+    line = Line(tmp_path / "inbox", after=after)
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(5)
+    (first,) = line.arrivals
+    first.path.write_bytes(PNG + PNG)
+    line.intake.withdraw(first)
+    line.run(5)
+    second = line.arrivals[-1]
+    assert (len(line.arrivals), second.relpath, second.sighting.size_bytes) == (2, first.relpath, 2 * len(PNG))
+    assert line.intake.statistics().in_flight == 1
+    line.intake.withdraw(second)  # nothing was wrong with it after all
+    line.run(5)
+    assert (len(line.arrivals), line.arrivals[-1].key) == (3, second.key)
+    line.intake.settle(line.arrivals[-1], Verdict.OK)
+    line.run(5)
+    assert (len(line.arrivals), line.intake.statistics().in_flight) == (3, 0)
+
+
 def test_settling_twice_moves_once(line: Line) -> None:
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
