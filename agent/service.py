@@ -24,6 +24,7 @@ from agent.boards import BoardLedger, BoardManifest
 from agent.drift import UsageDrift
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
+from agent.intake.room import has_room
 from agent.listing import results_file
 from agent.recording import inspection_of, judged_result, refused_result
 from agent.records.database import state_held
@@ -49,7 +50,7 @@ TOLD = 0  # what is written where no signal is: no signal has this number
 DRAIN_S = 25.0  # systemd waits 30 s before it kills
 COMMIT_S = 3.0
 HOUSEKEEPING_S = 0.5
-IN_FLIGHT_LIMIT = 2000  # images taken from folders whose verdict is not stored yet; the rest waits as files
+IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 REPLAY_SLACK = timedelta(minutes=1)  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
 
 
@@ -145,7 +146,7 @@ class LineService:
                 self._arrived_at(len(self._intakes)),
                 self._refused_at(len(self._intakes)),
                 owner=self._config.line,
-                has_room=self._has_room,
+                has_room=self._room_at(len(self._intakes)),
             )
             self._intakes.append(intake)
         for intake in self._intakes:
@@ -233,16 +234,21 @@ class LineService:
         except sqlite3.Error as error:  # then it is judged again, and the row that is there stays
             log.warning("results_not_read key=%s reason=%s", judged.key, error)
             return False
+        except OSError as error:  # the file was moved or deleted meanwhile: the same, and the store begins a new one
+            log.error("results_not_read key=%s reason=%s: judged again", judged.key, error)
+            return False
         if known is None:
             return False
         intake.settle(judged, known.result.verdict, known.result.reason)
         return True
 
-    def _has_room(self) -> bool:
+    def _room_at(self, index: int) -> Callable[[], bool]:
+        return lambda: self._has_room(self._intakes[index])
+
+    def _has_room(self, intake: FolderIntake) -> bool:
         if self._stopping.is_set() or self._agent.loop.crash is not None:
             return False
-        waiting = self._agent.loop.requests_in_flight + self._store.statistics().pending
-        return waiting < self._in_flight_limit
+        return has_room(intake.held, [one.held for one in self._intakes], self._in_flight_limit)
 
     # -- out: on the loop's thread, then on the store's --
 

@@ -12,23 +12,31 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from agent.config import FolderSection
 from agent.intake.folder import Arrival, FolderIntake, Refusal, SourceState
-from agent.intake.inbox import Claimed, Inbox, is_ignored, lease_of
+from agent.intake.hints import Hint, Hints
+from agent.intake.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.intake.naming import ImageName, Naming
 from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
+from agent.intake.waiting import Waiting
 from experts.expert import Verdict
 from experts.images import Completeness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
 NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
@@ -409,6 +417,189 @@ def test_without_room_files_wait_where_they_are(line: Line) -> None:
     line.room = 10_000
     line.run(1)
     assert len(line.arrivals) == 5
+
+
+# --- many files ------------------------------------------------------------------------------------------------------
+
+MANY = 30_000
+
+
+class CountingRule(Rule):
+    """Counts how often it is asked when a file will be due or stale, by which every decision begins."""
+
+    asked = 0
+
+    def due_at(self, candidate: Candidate) -> float | None:
+        CountingRule.asked += 1
+        return super().due_at(candidate)
+
+
+@pytest.fixture
+def rule() -> CountingRule:
+    CountingRule.asked = 0
+    return CountingRule()
+
+
+def many(count: int = MANY) -> list[Found]:
+    """Files of a folder, written in an order that is not that of their names."""
+    return [Found(f"{number}.png", Sighting(number, 100, number * 7919 % count)) for number in range(count)]
+
+
+def test_a_step_of_a_full_agent_asks_nothing_of_the_files_that_wait(line: Line, rule: CountingRule) -> None:
+    line.run(0)
+    line.intake._next_scan = float("inf")  # these files are not there to be found
+    line.intake._waiting = Waiting(rule)
+    line.intake._waiting.see_all(many(), line.now)
+    rooms: list[float] = []
+    line.intake._has_room = lambda: rooms.append(line.now) or False
+    line.now = 5.0
+    line.intake.step(line.now)
+    CountingRule.asked = 0
+    rooms.clear()
+    for _ in range(100):
+        line.now += 0.25
+        assert line.intake.step(line.now) > 0
+    assert CountingRule.asked == 0
+    assert len(rooms) == 100
+    assert line.intake.statistics().waiting == MANY
+
+
+def test_each_file_is_asked_about_a_few_times_however_many_wait(rule: CountingRule) -> None:
+    waiting = Waiting(rule)
+    waiting.see_all(many(), 0.0)
+    waiting.see_all(many(), 1.0)
+    assert CountingRule.asked <= 2 * MANY
+    assert waiting.next_due == 2.0
+    CountingRule.asked = 0
+    taken = []
+    while (candidate := waiting.first_due(2.0)) is not None:
+        taken.append(candidate.sighting.mtime_ns)
+        waiting.forget(candidate.relpath)
+    assert taken == list(range(MANY))
+    assert CountingRule.asked == 0
+    assert (len(waiting), waiting.next_due) == (0, None)
+
+
+def test_one_change_among_many_files_is_a_question_or_two(rule: CountingRule) -> None:
+    waiting = Waiting(rule)
+    waiting.see_all(many(), 0.0)
+    assert waiting.first_due(2.0) is not None
+    CountingRule.asked = 0
+    waiting.see(Found("17.png", Sighting(17, 200, 0)), 3.0)
+    waiting.postpone("18.png", 4.0)
+    waiting.forget("19.png")
+    assert waiting.first_due(3.0) == waiting.first_due(3.0) == waiting["0.png"]
+    assert waiting.find_stale(3.0) == waiting.stale == ()
+    assert CountingRule.asked <= 4
+
+
+def test_a_file_of_which_nothing_was_decided_holds_up_no_other() -> None:
+    waiting = Waiting(Rule())
+    waiting.see_all(many(2), 0.0)
+    first = waiting.first_due(2.0)
+    assert first is not None
+    waiting.end_turn(first, 2.5)
+    second = waiting.first_due(2.0)
+    assert second is not None
+    assert second.relpath != first.relpath
+    waiting.forget(second.relpath)
+    waiting.end_turn(second, 2.5)
+    assert waiting.first_due(2.4) is None
+    assert waiting.first_due(2.5) == first.postponed(2.5)
+
+
+class Exhaustive:
+    """What `Waiting` answers, found by asking the rule about every file at every step."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.candidates: dict[str, Candidate] = {}
+        self.stale: set[str] = set()
+
+    def put(self, candidate: Candidate, is_new: bool) -> None:
+        self.candidates[candidate.relpath] = candidate
+        self.stale -= {candidate.relpath} if is_new else set()
+
+    def first_due(self, now: float) -> Candidate | None:
+        due = [one for one in self.candidates.values() if self.rule.is_due(one, now)]
+        return min(due, key=lambda one: (one.sighting.mtime_ns, one.relpath), default=None)
+
+    def find_stale(self, now: float) -> tuple[str, ...]:
+        at = {name: self.rule.stale_at(one) for name, one in self.candidates.items()}
+        news = {name for name, stale_at in at.items() if stale_at is not None and stale_at <= now} - self.stale
+        self.stale |= news
+        return tuple(sorted(news))
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["see", "mark", "forget", "postpone", "wait"]), st.integers(0, 4), st.integers(0, 3)),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(STEPS, st.sampled_from(["auto", "marker", "stable"]))
+def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[str, int, int]], mode: str) -> None:
+    rule = Rule(mode, stale_after_s=6.0)
+    waiting, exhaustive, now = Waiting(rule), Exhaustive(rule), 0.0
+    for what, number, amount in steps:
+        name = f"{number}.png"
+        known = exhaustive.candidates.get(name)
+        if what in {"see", "mark"}:
+            found = Found(name, Sighting(number, amount, -amount), is_marked=what == "mark")
+            waiting.see(found, now)
+            seen = known.seen(found.sighting, now) if known else Candidate(name, found.sighting, now)
+            exhaustive.put(seen.shown(Evidence.MARKED if found.is_marked else Evidence.NONE), seen is not known)
+        elif what == "forget":
+            waiting.forget(name)
+            exhaustive.candidates.pop(name, None)
+            exhaustive.stale.discard(name)
+        elif what == "postpone":
+            waiting.postpone(name, now + amount)
+            if known:
+                exhaustive.put(known.postponed(now + amount), is_new=False)
+        else:
+            now += amount
+        assert waiting.first_due(now) == exhaustive.first_due(now)
+        assert len(waiting) == len(exhaustive.candidates)
+        if amount % 2:
+            assert waiting.find_stale(now) == exhaustive.find_stale(now)
+            assert waiting.stale == tuple(sorted(exhaustive.stale))
+
+
+def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line) -> None:
+    """A clock that goes on by a second whenever it is read: each scan lasts one."""
+    scans, scan = [], line.intake._inbox.scan
+    line.intake._inbox.scan = lambda: scans.append(line.now) or scan()
+
+    def clock() -> float:
+        line.now += 1.0
+        return line.now
+
+    line.intake._clock = clock
+    line.intake.step(line.now)
+    scans.clear()
+    while line.now < 1000.0:
+        line.intake._note(Hint(None))
+        line.intake._note(Hint("b1_r_R1.done"))
+        line.intake.step(line.now)
+        line.now += 0.5
+    assert 90 <= len(scans) <= 100
+
+
+def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="marker", poll_s=3600)
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(1)
+    (line.root / "b1_r_R1.png.done").touch()
+    line.intake._note(Hint("b1_r_R1.png.done", Evidence.CLOSED))
+    line.run(1)
+    assert line.offered == ["b1_r_R1.png"]
+    (line.root / "b1_r_R2.done").touch()  # whose file this is only a rescan tells
+    line.intake._note(Hint("b1_r_R2.done", Evidence.CLOSED))
+    line.run(1)
+    assert line.offered == ["b1_r_R1.png", "b1_r_R2.png"]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -838,6 +1029,13 @@ class Service:
         return self.arrivals.get(timeout=WAIT_S)
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
     root, beside = tmp_path / "inbox", tmp_path / "beside"
     beside.mkdir()
@@ -878,6 +1076,60 @@ def test_events_make_it_quick_without_a_rescan(tmp_path: Path) -> None:
         assert service.next().ref == "R1"
         (tmp_path / "inbox" / "b1_r_R2.png").write_bytes(PNG)
         assert service.next().ref == "R2"
+
+
+def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
+    """All that an agent does to a file, under a real watch; then what others do, which is told."""
+    inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
+    (tmp_path / "sub").mkdir()
+    watch = Hints(tmp_path, hints.put)
+    if not watch.start():
+        pytest.skip("this system tells no changes")
+
+    def next_hint() -> Hint:
+        return hints.get(timeout=WAIT_S)
+
+    try:
+        for number, shelf in enumerate(("done/2026-05-01", "ng/2026-05-01", "failed")):
+            (tmp_path / "sub" / f"{number}.png").touch()
+            assert next_hint() == Hint(f"sub/{number}.png", Evidence.NONE)
+            assert next_hint() == Hint(f"sub/{number}.png", Evidence.CLOSED)
+            found = inbox.look(f"sub/{number}.png")
+            assert found is not None
+            claimed = inbox.claim(found.relpath, found.sighting)
+            inbox.explain(inbox.put_away(claimed.path, found.relpath, shelf, "1-2-3"), {})
+            inbox.leave()
+        (tmp_path / "done" / "2026-05-01").rename(tmp_path / "done" / "archive")
+        (tmp_path / "ng" / "2026-05-01").rename(tmp_path / "back")
+        assert next_hint() == Hint(None)  # what was judged comes back, to be judged again
+        (tmp_path / "failed" / "sub" / "2.png").rename(tmp_path / "2.png")
+        while (hint := next_hint()).relpath is None or hint.relpath.startswith("back/"):  # told of what lies in it
+            continue
+        assert hint == Hint("2.png", Evidence.RENAMED)
+        (tmp_path / "new").mkdir()
+        assert next_hint() == Hint(None)
+    finally:
+        watch.stop(timeout_s=5.0)
+
+
+def test_judging_files_asks_for_no_rescan(tmp_path: Path) -> None:
+    """Real events, and a folder that is otherwise looked at once an hour."""
+    scans: list[None] = []
+    with Service(tmp_path / "inbox", settle_ms=20, poll_s=3600) as service:
+        inbox = service.intake._inbox
+        scan = inbox.scan
+        inbox.scan = lambda: scans.append(None) or scan()
+        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        if service.intake.statistics().is_polled:
+            pytest.skip("this filesystem tells no changes")
+        before = len(scans)
+        for number in range(20):
+            (tmp_path / "x.png").write_bytes(PNG)
+            (tmp_path / "x.png").rename(tmp_path / "inbox" / f"b1_r_R{number}.png")
+            service.intake.settle(service.next(), (Verdict.OK, Verdict.NG, Verdict.UNKNOWN)[number % 3])
+        wait_until(lambda: service.intake.statistics().filed == 20)
+        assert len(scans) == before
+    assert not (tmp_path / "inbox" / ".work").exists()
 
 
 def test_a_burst_of_files_arrives_whole_and_each_once(tmp_path: Path) -> None:
