@@ -29,6 +29,7 @@ from agent.intake.filing import printable
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
 from agent.intake.reading import Answers, ArrivalReader
+from agent.intake.room import has_room
 from agent.listing import results_file
 from agent.recording import inspection_of, judged_result, refused_result
 from agent.records.attempts import AttemptLog
@@ -57,7 +58,7 @@ TOLD = 0  # what is written where no signal is: no signal has this number
 DRAIN_S = 25.0  # systemd waits 30 s before it kills
 COMMIT_S = 3.0
 HOUSEKEEPING_S = 0.5
-IN_FLIGHT_LIMIT = 2000  # images taken from folders whose verdict is not stored yet; the rest waits as files
+IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
 READER_STOP_S = 1.0
 ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
@@ -113,8 +114,7 @@ class LineService:
         self._clock = clock
         self._in_flight_limit = in_flight_limit
         self._taken: dict[int, Taken] = {}
-        self._open = 0  # arrivals and refusals whose verdict is not stored yet
-        self._guard = threading.Lock()  # over these two: a request may end before its number is known here
+        self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
         self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
         self._ledger_guard = threading.Lock()
         self._agent: Agent = build_agent(config, self._judged, progress)
@@ -186,7 +186,7 @@ class LineService:
             lambda arrival: self._arrived(arrival, self._folders[number]),
             lambda refusal: self._refused(refusal, intake),
             owner=self._config.line,
-            has_room=self._has_room,
+            has_room=lambda: self._has_room(intake),
         )
         reader = ArrivalReader(
             folder.path.name,
@@ -259,7 +259,6 @@ class LineService:
         if self._is_known(arrival, folder.intake):
             self._attempts.settled(arrival.key)
             return
-        self._count_open(1)
         attempts = self._attempts.attempts(arrival.key)
         if attempts >= ATTEMPTS_MAXIMUM:
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
@@ -280,7 +279,6 @@ class LineService:
 
     def _changed(self, arrival: Arrival, intake: FolderIntake) -> None:
         intake.withdraw(arrival)
-        self._count_open(-1)
         self._suspects.left(arrival.key)
 
     def _end_unjudged(self, arrival: Arrival, intake: FolderIntake, reason: str) -> None:
@@ -290,7 +288,6 @@ class LineService:
     def _refused(self, refusal: Refusal, intake: FolderIntake) -> None:
         """A file that no request can be made of: UNKNOWN, with the reason in its row."""
         if not self._is_known(refusal, intake):
-            self._count_open(1)
             self._record(refused_result(self._config, refusal), refusal, intake)
 
     def _is_known(self, judged: Arrival | Refusal, intake: FolderIntake) -> bool:
@@ -300,19 +297,18 @@ class LineService:
         except sqlite3.Error as error:  # then it is judged again, and the row that is there stays
             log.warning("results_not_read key=%s reason=%s", judged.key, error)
             return False
+        except OSError as error:  # the file was moved or deleted meanwhile: the same, and the store begins a new one
+            log.error("results_not_read key=%s reason=%s: judged again", judged.key, error)
+            return False
         if known is None:
             return False
         intake.settle(judged, known.result.verdict, known.result.reason)
         return True
 
-    def _has_room(self) -> bool:
+    def _has_room(self, intake: FolderIntake) -> bool:
         if self._stopping.is_set() or self._agent.loop.crash is not None:
             return False
-        return self._open < self._in_flight_limit
-
-    def _count_open(self, by: int) -> None:
-        with self._guard:
-            self._open += by
+        return has_room(intake.held, [folder.intake.held for folder in self._folders], self._in_flight_limit)
 
     # -- out: on the loop's thread, then on the store's --
 
@@ -338,7 +334,6 @@ class LineService:
         self._store.record(result, lambda recorded: self._committed(result, judged, intake, recorded))
 
     def _committed(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake, recorded: Recorded) -> None:
-        self._count_open(-1)
         self._attempts.settled(judged.key)
         self._suspects.left(judged.key)
         if not recorded.is_new:  # a row that could not be read when its file came: it decides

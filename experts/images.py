@@ -22,6 +22,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from experts.errors import ImageTooLarge, ImageUnreadable
+from experts.tiff import TIFF_STARTS, tiff_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +40,6 @@ HEADER_ALLOWANCE_BYTES = 4 * 1024 * 1024  # metadata beside the pixels
 TAIL_BYTES = 4096  # zeros over so many last bytes are what preallocation looks like
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 JPEG_END = b"\xff\xd9"
-TIFF_STARTS = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
-TIFF_OFFSETS = ((273, 279), (324, 325))  # tags: strip offsets and byte counts, tile offsets and byte counts
-TIFF_COMPRESSION = 259
 BMP_HEADER = struct.Struct("<2sIHHIIiiHHI")  # signature .. compression
 BMP_INFO_HEADER_BYTES = 40  # shorter ones keep their size elsewhere
 BMP_UNCOMPRESSED = frozenset({0, 3})  # plain pixels, and plain pixels with bit masks
@@ -75,6 +73,7 @@ class Completeness(StrEnum):
 def completeness(file: BinaryIO) -> Completeness:
     """What the bytes of an open, seekable file say about its end; a few small reads, nothing is decoded.
 
+    However large the file is, and whatever it claims, so much is read at most: 16 MiB, a TIFF's tables.
     Nothing at all, and nothing but zeros, is CUT. Raises OSError when reading fails.
     """
     size = file.seek(0, io.SEEK_END)
@@ -207,20 +206,12 @@ def _bmp_bytes(head: bytes) -> int:
 
 
 def _tiff(file: BinaryIO, size: int, tail: bytes) -> Completeness:
-    file.seek(0)
     try:
-        with Image.open(file, formats=("TIFF",)) as image:
-            tags = getattr(image, "tag_v2", {})
-            ends = [
-                offset + count
-                for offsets, counts in TIFF_OFFSETS
-                for offset, count in zip(tags.get(offsets, ()), tags.get(counts, ()), strict=False)
-            ]
-            is_raw = tags.get(TIFF_COMPRESSION, 1) == 1
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        pixels = tiff_pixels(file, size)
+    except EOFError:
+        return Completeness.CUT
+    if pixels is None:
         return Completeness.UNKNOWN
-    except BROKEN:
+    if not pixels.are_within:
         return Completeness.CUT
-    if not ends or max(ends) > size:
-        return Completeness.CUT
-    return _whole_or_zero_tailed(True, tail) if is_raw else _whole_if(any(tail))
+    return _whole_or_zero_tailed(True, tail) if pixels.are_raw else _whole_if(any(tail))

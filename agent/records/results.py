@@ -2,12 +2,14 @@
 
 Guarantees: a row is on the disk before its callback runs, and pending until it has run; rows have gap-free sequence
 numbers in the order of commit; a key is stored once, whoever sends it again; a disk that is full or a file that is
-locked loses nothing: the rows wait, and are tried again until they are in.
+locked loses nothing: the rows wait, and are tried again until they are in. Where the file is moved or deleted while
+it is written, a new one is begun, and told: no row goes where nobody will look for it.
 Why one writer thread: commits are synced to the disk, so that many rows share one (group commit).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import queue
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent.boards import BoardVerdict, Inspection
 from agent.records.database import BUSY_TIMEOUT_S, open_for_reading, open_for_writing
+from experts.errors import ConfigError
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -214,7 +217,9 @@ class ResultStore(ResultReader):
 
     def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         super().__init__(path)
+        self._busy_timeout_s = busy_timeout_s
         self._database = open_for_writing(path, busy_timeout_s)
+        self._file = _file_at(path)
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -274,7 +279,7 @@ class ResultStore(ResultReader):
 
     def _run(self) -> None:
         has_log = is_closing = False
-        with closing(self._database):
+        try:
             while not (is_closing and self._queue.empty()) and not self._abandoned.is_set():
                 group, is_last = self._next_group()
                 is_closing = is_closing or is_last
@@ -284,6 +289,8 @@ class ResultStore(ResultReader):
                 elif has_log and not is_closing:
                     self._checkpoint()
                     has_log = False
+        finally:
+            self._database.close()
 
     def _next_group(self) -> tuple[list[_Pending], bool]:
         """Up to GROUP_ROWS records, waiting GROUP_WAIT_S after the first; and whether the store is closing."""
@@ -306,15 +313,36 @@ class ResultStore(ResultReader):
         wait_s = FIRST_RETRY_S
         while not self._abandoned.is_set():
             try:
+                if self._file is None or _file_at(self.path) != self._file:
+                    self._begin_anew()
                 with self._database.atomic():
                     recorded = [pending.write(self._database) for pending in group]
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, OSError, ConfigError) as error:
                 self._raise_alarm(error, len(group))
                 self._abandoned.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_RETRY_S)
                 continue
             self._settle(group, recorded)
             return
+
+    def _begin_anew(self) -> None:
+        """The file was moved or deleted, or another took its place.
+
+        Its last rows may be in its log, which lies under the name of the new one's: they are written to it first.
+        """
+        if self._file is not None:
+            self._checkpoint()
+        self._file = None
+        self._database.close()
+        if not self.path.parent.is_dir():  # a disk that is gone: nothing takes its place
+            raise FileNotFoundError(errno.ENOENT, "the folder of the results is gone", str(self.path.parent))
+        self._database = open_for_writing(self.path, self._busy_timeout_s)
+        self._file = _file_at(self.path)
+        log.error(
+            "results_file_gone file=%s: it was moved or deleted while the agent writes it, and a new one is begun; "
+            "earlier results are where it was moved to",
+            self.path,
+        )
 
     def _settle(self, group: list[_Pending], recorded: list[Recorded]) -> None:
         with self._lock:
@@ -329,7 +357,7 @@ class ResultStore(ResultReader):
             with self._lock:
                 self._pending -= 1
 
-    def _raise_alarm(self, error: sqlite3.DatabaseError, rows: int) -> None:
+    def _raise_alarm(self, error: Exception, rows: int) -> None:
         with self._lock:
             is_news = self._alarm != str(error)
             self._alarm = str(error)
@@ -342,6 +370,15 @@ class ResultStore(ResultReader):
             self._database.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.DatabaseError as error:
             log.warning("results_checkpoint_failed file=%s reason=%s", self.path, error)
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Which file lies there: its device and inode; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _call(on_committed: OnRecorded, recorded: Recorded) -> None:

@@ -477,6 +477,62 @@ def test_a_results_file_that_cannot_be_read_when_a_file_comes_holds_nothing_up(l
     assert line.rows() == first
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
+def test_a_results_file_that_goes_while_the_line_is_served_loses_no_image(line, caplog, is_kept):
+    results, moved = line.folder / "state" / "results.db", line.folder / "moved.db"
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+        results.rename(moved)
+        if not is_kept:
+            moved.unlink()
+        for name in ("B2_c0_R1.png", "misnamed.png"):
+            line.drop(name)
+        wait_until(lambda: service.judged == 3)
+        wait_until(lambda: service.statistics().intakes[0].in_flight == 0)
+    assert line.verdicts() == [("B2_c0_R1.png", OK), ("misnamed.png", UNKNOWN)]
+    assert len(list((line.inbox / "done").rglob("*.png"))) == 2
+    assert not (line.inbox / ".work").exists()
+    told = [record.getMessage() for record in caplog.records if "results_file_gone" in record.getMessage()]
+    assert len(told) == 1
+    assert str(results) in told[0]
+    if is_kept:
+        assert [row.result.image for row in ResultReader(moved).query()] == ["B1_c0_R1.png"]
+
+
+def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
+    (line.folder / "beside").mkdir()
+    line.document["intake"]["folders"].append({**line.watched, "path": "./beside"})
+    for number in range(20):
+        line.drop(f"B{number}_c0_R1.png")
+    with line.served(in_flight_limit=8) as service, line.full_disk():
+
+        def in_flight():
+            return [intake.in_flight for intake in service.statistics().intakes]
+
+        wait_until(lambda: in_flight() == [6, 0])
+        for number in range(3):
+            (line.folder / "image.png").write_bytes(png())
+            (line.folder / "image.png").rename(line.folder / "beside" / f"B{number}_c1_R1.png")
+        wait_until(lambda: in_flight() == [6, 2])
+        wait_for_steps(service)
+        assert in_flight() == [6, 2]
+        assert service.statistics().intakes[0].waiting == 14
+
+
+def test_files_that_cannot_be_put_away_use_up_the_room(line):
+    (line.inbox / "done").write_text("a file where the shelf should be")
+    with line.served(in_flight_limit=3) as service:
+        for number in range(8):
+            line.drop(f"B{number}_c0_R1.png")
+        wait_until(lambda: service.statistics().intakes[0].unfiled == 3)
+        wait_for_steps(service)
+        assert service.judged == 3
+        assert len(list(line.inbox.glob("*.png"))) == 5
+        (line.inbox / "done").unlink()
+        wait_until(lambda: service.judged == 8)
+
+
 CHANGED_BOARDS = [
     {"components": {"c0": 1, "c1": 1}, "takt_s": 3600},
     {"components": {"c0": 2, "c1": 1}, "takt_s": 3600},

@@ -267,6 +267,49 @@ def test_a_locked_file_delays_rows_and_loses_none(tmp_path: Path, caplog: pytest
     assert "database is locked" in caplog.text
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
+def test_a_file_that_goes_while_it_is_written_is_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_kept: bool
+) -> None:
+    file, moved = tmp_path / "r.sqlite", tmp_path / "moved.sqlite"
+    with closing(ResultStore(file)) as store:
+        stored(store, result(1), result(2))
+        file.rename(moved)
+        if not is_kept:
+            moved.unlink()
+        with pytest.raises(FileNotFoundError):
+            store.find("key-1")
+        assert stored(store, result(3), result(2)) == [Recorded(1, is_new=True), Recorded(2, is_new=True)]
+        assert store.find("key-1") is None
+        assert (store.statistics().alarm, store.statistics().failed_commits) == (None, 0)
+    assert [row.result.key for row in ResultReader(file).query()] == ["key-3", "key-2"]
+    assert "results_file_gone" in caplog.text
+    if is_kept:
+        assert [row.result.key for row in ResultReader(moved).query()] == ["key-1", "key-2"]
+
+
+@pytest.mark.parametrize("comes_back", [True, False], ids=["the old folder", "a new folder"])
+def test_a_folder_that_goes_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, comes_back: bool) -> None:
+    folder, moved = tmp_path / "state", tmp_path / "moved"
+    inbox = Inbox()
+    with closing(ResultStore(folder / "r.sqlite")) as store:
+        stored(store, result(1))
+        folder.rename(moved)
+        store.record(result(2), inbox.reports.put)
+        while store.statistics().failed_commits < 2:
+            threading.Event().wait(0.01)
+        assert store.statistics().alarm == f"[Errno 2] the folder of the results is gone: '{folder}'"
+        assert not folder.exists()
+        if comes_back:
+            moved.rename(folder)
+        else:
+            folder.mkdir()
+        assert inbox.next().is_new
+    expected = ["key-1", "key-2"] if comes_back else ["key-2"]
+    assert [row.result.key for row in ResultReader(folder / "r.sqlite").query()] == expected
+    assert caplog.text.count("results_not_committed") == 1
+
+
 def test_closing_gives_up_when_the_file_stays_locked(tmp_path: Path) -> None:
     file = tmp_path / "r.sqlite"
     store = ResultStore(file, busy_timeout_s=0.01)
