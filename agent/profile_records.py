@@ -39,8 +39,8 @@ class KindProfile:
     """One kind of experts on one processor in one precision (CoServe, section 4.5).
 
     ``kind`` names experts that run alike: architecture, input, stem, program (``kind_name``). A batch of n takes
-    ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a median from that line over the sizes up to
-    ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
+    ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a size's mean from that line over the sizes up
+    to ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
     ``samples`` says what was run.
     """
 

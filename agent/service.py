@@ -18,20 +18,20 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from agent.assembly import Agent, build_agent
-from agent.boards import BoardLedger, BoardManifest
 from agent.core.request import Outcome
-from agent.drift import UsageDrift
+from agent.drift import DriftAlarm, UsageDrift
+from agent.housekeeping import Housekeeper
 from agent.intake.filing import printable
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
 from agent.intake.reading import Answers, ArrivalReader
 from agent.intake.room import has_room
+from agent.line_boards import LineBoards, wall_clock
 from agent.listing import results_file
-from agent.recording import inspection_of, judged_result, refused_result
+from agent.recording import judged_result, refused_result
 from agent.records.attempts import AttemptLog
 from agent.records.database import state_held
 from agent.records.results import ResultStore
@@ -42,10 +42,12 @@ from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import datetime
 
-    from agent.boards import BoardVerdict, LedgerStatistics
+    from agent.boards import LedgerStatistics
     from agent.config import FolderSection, LineConfig
     from agent.drift import DriftStatistics
+    from agent.housekeeping import HousekeepingStatistics
     from agent.intake.folder import Arrival, IntakeStatistics, Refusal
     from agent.intake.reading import ReadingStatistics
     from agent.records.results import Recorded, Result, StoreStatistics
@@ -57,12 +59,10 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TOLD = 0  # what is written where no signal is: no signal has this number
 DRAIN_S = 25.0  # systemd waits 30 s before it kills
 COMMIT_S = 3.0
-HOUSEKEEPING_S = 0.5
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
 READER_STOP_S = 1.0
 ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
-REPLAY_SLACK = timedelta(minutes=1)  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,14 @@ class LineStatistics:
     store: StoreStatistics
     boards: LedgerStatistics
     drift: DriftStatistics
+    housekeeping: HousekeepingStatistics
 
 
 class LineService:
     """One line, served. ``start`` it once, ``stop`` it once; in between it needs no thread of the caller's.
 
     ``on_crash`` is called, from any thread, when the agent has crashed: then ``stop`` it. ``clock``: monotonic seconds,
-    by which repeated warnings are spaced.
+    by which boards age and repeated warnings are spaced; ``wall``: what is stored and shown of boards that expire.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class LineService:
         on_crash: Callable[[], None] = lambda: None,
         in_flight_limit: int = IN_FLIGHT_LIMIT,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = wall_clock,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -116,24 +118,21 @@ class LineService:
         self._taken: dict[int, Taken] = {}
         self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
         self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
-        self._ledger_guard = threading.Lock()
         self._agent: Agent = build_agent(config, self._judged, progress)
         self._agent.loop.when_crashed(lambda _: on_crash())
-        self._drift_guard = threading.Lock()
+        self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self._agent.profile.usage)
+        self._drift_alarm = DriftAlarm()
         self._store = ResultStore(results_file(config))
-        self._ledger = BoardLedger(
-            {
-                name: BoardManifest(board.components, timedelta(seconds=board.patience_s))
-                for name, board in config.boards.items()
-            }
-        )
+        self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
         self._suspects: OneAtATime[tuple[Arrival, Watched]] = OneAtATime(lambda each: each[1].reader.take(each[0]))
         self._folders: list[Watched] = []
         self._stopping = threading.Event()
-        self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
+        self._housekeeper = Housekeeper(
+            {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
+        )
 
     @property
     def judged(self) -> int:
@@ -152,22 +151,21 @@ class LineService:
 
     def statistics(self) -> LineStatistics:
         """A frozen snapshot."""
-        with self._ledger_guard:
-            boards = self._ledger.statistics()
         with self._drift_guard:
-            drift = self._drift.statistics()
+            sample = self._drift.sample()
         return LineStatistics(
             requests_in_flight=self._agent.loop.requests_in_flight,
             intakes=tuple(folder.intake.statistics() for folder in self._folders),
             readers=tuple(folder.reader.statistics() for folder in self._folders),
             store=self._store.statistics(),
-            boards=boards,
-            drift=drift,
+            boards=self._boards.statistics(),
+            drift=sample.statistics(),
+            housekeeping=self._housekeeper.statistics(),
         )
 
     def start(self) -> None:
         """Take up boards that were open, start the agent, then watch the folders."""
-        self._replay_boards()
+        self._boards.take_up()
         self._agent.start()
         self._folders = [self._watched(number, folder) for number, folder in enumerate(self._config.intake.folders)]
         for watched in self._folders:
@@ -212,7 +210,7 @@ class LineService:
             ending.callback(self._close_store)
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
-            ending.callback(self._stop_housekeeper)
+            ending.callback(self._housekeeper.stop)
             ending.callback(self._agent.stop)
             ending.callback(self._stop_readers)
             self._drain()
@@ -231,10 +229,6 @@ class LineService:
         self._agent.loop.drain()
         if not self._agent.loop.wait_until_drained(DRAIN_S):
             log.warning("not_drained images=%d they wait in .work for the next start", len(self._taken))
-
-    def _stop_housekeeper(self) -> None:
-        if self._housekeeper.is_alive():
-            self._housekeeper.join()
 
     def _wait_for_commits(self) -> None:
         deadline = time.monotonic() + COMMIT_S
@@ -342,50 +336,21 @@ class LineService:
             return
         self._counts[result.verdict] += 1
         intake.settle(judged, result.verdict, result.reason)
-        with self._ledger_guard:
-            verdict = self._count_on_board(result)
-        if verdict is not None:
-            self._record_board(verdict)
+        self._boards.count(result)
 
-    # -- boards --
+    # -- by time: on the housekeeper's thread --
 
-    def _count_on_board(self, result: Result) -> BoardVerdict | None:
-        inspection = inspection_of(result)
-        if inspection is None or inspection.board_type not in self._config.boards:
-            return None
-        return self._ledger.add(inspection)
-
-    def _record_board(self, verdict: BoardVerdict) -> None:
-        log.info("board_judged board=%s verdict=%s missing=%s", verdict.serial, verdict.verdict, dict(verdict.missing))
-        self._store.record_board(verdict)
-
-    def _replay_boards(self) -> None:
-        """Take up the boards that were open when the agent last ended; closed ones stay as they are stored.
-
-        Every board that was open then, and every late image, came within two timeouts before the latest result.
-        """
-        latest = self._store.latest_at()
-        if latest is None:
-            return
-        timeout = self._ledger.longest_timeout
-        since = min(latest, datetime.now(UTC)) - 2 * timeout - REPLAY_SLACK
-        recorded = [row.board for row in self._store.boards(since - timeout)]
-        for verdict in self._ledger.replay(self._store.inspections(since), recorded, since):
-            self._record_board(verdict)
-
-    def _keep_house(self) -> None:
-        while not self._stopping.wait(HOUSEKEEPING_S):
-            with self._ledger_guard:
-                expired = self._ledger.expire(datetime.now(UTC))
-            for verdict in expired:
-                self._record_board(verdict)
-            self._warn_of_drift()
-            for folder in self._folders:
-                folder.reader.tell_stuck()
+    def _tell_stuck_readers(self) -> None:
+        for folder in self._folders:
+            folder.reader.tell_stuck()
 
     def _warn_of_drift(self) -> None:
+        now_s = self._clock()
+        if not self._drift_alarm.can_warn(now_s):
+            return
         with self._drift_guard:
-            found = self._drift.due_warning(self._clock())
+            sample = self._drift.sample()
+        found = self._drift_alarm.due_warning(sample.statistics(), now_s)
         if found is not None:
             log.warning(
                 "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "

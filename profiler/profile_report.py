@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from profiler.charts import Series, line_chart
+from profiler.fits import typical_s
 from profiler.memory_shares import usage_cdf
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def profile_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     shown = _most_used_kinds(profile)
-    note = f"{profile.box.model}; medians over repeats"
+    note = f"{profile.box.model}; means over repeats, outliers drawn in"
     if shown:
         path = folder / "average-latency.png"
         averages = [Series(_label(kind), *_points(kind, per_image=True)) for kind in shown]
@@ -192,7 +192,7 @@ def _agreement(images: int, differ: int, agrees: bool) -> str:
 
 
 def _closing_lines(profile: StoredProfile) -> Iterable[str]:
-    yield "* = what the agent will run; a batch of n takes K n + B; fit = largest distance of a median from that"
+    yield "* = what the agent will run; a batch of n takes K n + B; fit = largest distance of a size's mean from that"
     samples = sorted({kind.samples for kind in chosen_kinds(profile)})
     yield f"measured on  {'; '.join(samples)}"
     yield "links        " + ", ".join(f"{link.link} {link.bytes_per_s / 1e6:,.0f} MB/s" for link in profile.links)
@@ -227,7 +227,7 @@ def _label(kind: KindProfile) -> str:
 
 def _points(kind: KindProfile, *, per_image: bool) -> tuple[list[float], list[float]]:
     sizes = [float(batch.batch_size) for batch in kind.batches]
-    times = [median(batch.seconds) * 1e3 for batch in kind.batches]
+    times = [typical_s(batch.seconds) * 1e3 for batch in kind.batches]
     return sizes, [each / size for each, size in zip(times, sizes, strict=True)] if per_image else times
 
 
@@ -237,7 +237,7 @@ def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
 
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
-    """Each kind's medians, and its line up to its maximum batch."""
+    """Each kind's times, and its line up to its maximum batch."""
     measured = [
         Series(_label(kind), *_points(kind, per_image=False), kind="points", colour=number)
         for number, kind in enumerate(kinds)

@@ -21,6 +21,7 @@ from PIL import Image
 
 import agent.service
 from agent.assembly import build_agent, copies_of, detect_box
+from agent.boards import BoardVerdict
 from agent.config import read_line
 from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.listing import packed_folder, profile_file
@@ -155,6 +156,12 @@ def wait_for_steps(service, steps=3):
     for _ in range(steps):
         before = service.statistics().intakes[0]
         wait_until(lambda seen=before: service.statistics().intakes[0] is not seen)
+
+
+def wait_for_housekeeping(service, steps=2):
+    """Until whatever is due by time alone was done so many times more."""
+    wanted = service.statistics().housekeeping.steps + steps
+    wait_until(lambda: service.statistics().housekeeping.steps >= wanted)
 
 
 def test_a_board_is_judged_and_its_files_are_moved(line):
@@ -567,18 +574,27 @@ def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):
     assert [(row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [(OK, {}, 0)]
 
 
-def test_a_board_whose_time_ended_while_the_agent_was_down_is_unknown_and_older_ones_are_left_alone(line):
+def test_a_board_that_was_open_has_the_rest_of_its_time_while_the_agent_runs_and_older_ones_are_left_alone(line):
+    """It waits for 60 s, of which 20 had passed when the agent ended, long ago by the wall clock."""
     line.document["boards"]["main"]["takt_s"] = 30
     now = datetime.now(UTC)
     with closing(ResultStore(line.folder / "state" / "results.db")) as store:
-        for serial, component, ago_s in (("B0", "c0", 4000), ("B0", "c1", 3990), ("B1", "c0", 1000)):
+        for serial, component, ago_s in (("B0", "c0", 4000), ("B0", "c1", 3990), ("B1", "c0", 1000), ("B2", "c1", 980)):
             store.record(stored_result(serial, component, now - timedelta(seconds=ago_s)))
-    for _ in range(2):
-        with line.served() as service:
-            wait_until(lambda s=service: s.statistics().boards.open == 0)
-        assert [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [
-            ("B1", UNKNOWN, {"c1": 1}, 0)
-        ]
+        store.record_board(BoardVerdict("B0", "main", OK, now - timedelta(seconds=4000), now, {}, {OK: 2}))
+    running_s = [0.0]
+    with line.served(clock=lambda: running_s[0]) as service:
+        wait_for_housekeeping(service)
+        assert (service.statistics().boards.open, len(line.boards())) == (2, 1)
+        running_s[0] = 40.5
+        wait_until(lambda: service.statistics().boards.open == 1)
+    with line.served(clock=lambda: running_s[0]) as service:
+        wait_for_housekeeping(service)
+        assert service.statistics().boards.open == 1
+    assert [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [
+        ("B0", OK, {}, 0),
+        ("B1", UNKNOWN, {"c1": 1}, 0),
+    ]
 
 
 def stored_result(serial, component, at):
@@ -627,3 +643,63 @@ def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line
     }
     assert "distance=0.50" in caplog.text
     assert "experts=cls/f0,cls/f1" in caplog.text
+
+
+def test_images_are_judged_while_drift_is_computed(line, monkeypatch):
+    """The statistics take as long as the test wants; judging an image does not wait for them."""
+    is_computing, may_end = threading.Event(), threading.Event()
+
+    def compute_for_long(*_):
+        if threading.current_thread().name == "housekeeper":
+            is_computing.set()
+            may_end.wait(PATIENCE_S)
+        return 0.0
+
+    monkeypatch.setattr("agent.drift.chance_distance", compute_for_long)
+    with line.served() as service:
+        assert is_computing.wait(PATIENCE_S)
+        try:
+            for number in range(5):
+                line.drop(f"B{number}_c0_R1.png")
+            wait_until(lambda: service.judged == 5)
+            assert service.statistics().drift.steps == 5
+        finally:
+            may_end.set()
+
+
+def test_a_board_ends_in_time_after_the_store_refused_it_once(line, monkeypatch, caplog):
+    record_board, refused = ResultStore.record_board, []
+
+    def refuse_once(store, board, on_committed=None):
+        if not refused:
+            refused.append(board)
+            raise OSError("no memory for it")
+        record_board(store, board, on_committed)
+
+    monkeypatch.setattr(ResultStore, "record_board", refuse_once)
+    line.document["boards"]["main"]["takt_s"] = 30
+    running_s = [0.0]
+    with line.served(clock=lambda: running_s[0]) as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1 and service.statistics().boards.open == 1)
+        running_s[0] = 61.0
+        wait_until(lambda: line.boards() != ())
+        wait_until(lambda: not service.statistics().housekeeping.failing)
+        assert service.statistics().housekeeping.failures == 1
+    assert [(row.board.serial, row.board.verdict) for row in line.boards()] == [("B1", UNKNOWN)]
+    assert "housekeeping_failed duty=boards times=1" in caplog.text
+    assert "housekeeping_works_again duty=boards failures=1" in caplog.text
+
+
+def test_what_fails_for_good_is_told_and_holds_no_other_duty_up(line, monkeypatch, caplog):
+    def fail(ledger, now_s, now):
+        raise ValueError("this ledger is broken")
+
+    monkeypatch.setattr("agent.boards.BoardLedger.expire", fail)
+    monkeypatch.setattr("agent.drift.LEAST_STEPS", 20)
+    with line.served() as service:
+        wait_for_housekeeping(service)
+        for number in range(20):
+            line.drop(f"B{number}_c0_R1.png")
+        wait_until(lambda: "usage_drift" in caplog.text)
+        assert service.statistics().housekeeping.failing == {"boards": "ValueError: this ledger is broken"}
