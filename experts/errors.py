@@ -21,7 +21,8 @@ CoServeError
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
-`- AgentCrashed             the agent's loop ended by an error of the program: nothing is judged any more
++- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
+`- AgentCrashed             the agent's loop ended, by a lost device or an error of the program: nothing is judged now
 """
 
 from __future__ import annotations
@@ -202,6 +203,16 @@ class StateUnusable(CoServeError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason} - make room there or correct `state`, then start again")
         self.path = path
+
+
+class DeviceLost(CoServeError):
+    """Nothing runs on this accelerator any more until another process asks it; no fault of an expert or an image."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(
+            f"the device {device} is lost: {reason} - if that happens again, look for Xid and ECC errors in dmesg"
+        )
+        self.device = device
 
 
 class AgentCrashed(CoServeError):

@@ -7,7 +7,8 @@ while the loop runs; an image is kept from ``submit`` to its request's outcome a
 are frozen snapshots.
 Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. If it does raise, or the Engine does,
 the loop has crashed: it takes nothing more, says so in the log and to whoever asked with ``when_crashed``, and
-``wait_until_idle`` and ``stop`` raise AgentCrashed.
+``wait_until_idle`` and ``stop`` raise AgentCrashed. So it does when a device is lost: nothing that is under way then
+has an outcome, no expert is blamed, and all of it is asked again by the next agent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.runtime.device import HostMemory, memory_for, torch_device
+from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
@@ -136,7 +138,7 @@ class Stop:
     """The last message."""
 
 
-Message: TypeAlias = "Event | Question[Any] | Stop"
+Message: TypeAlias = "Event | Question[Any] | Breakdown | Stop"
 
 
 class AgentLoop:
@@ -260,13 +262,17 @@ class AgentLoop:
         if self._thread.is_alive():
             self._thread.join()
         workshop = self._workshop
-        for executor in workshop.executors.values():
-            executor.stop()
-        workshop.preparation.stop()
-        workshop.transfers.stop()
-        for store in workshop.stores:
-            store.close()
-        self._images.clear()
+        with ExitStack() as ending:  # in the order from below; what a lost device refuses does not hide that it is lost
+            ending.callback(self._raise_crash)
+            ending.callback(self._images.clear)
+            for store in workshop.stores:
+                ending.callback(store.close)
+            ending.callback(workshop.transfers.stop)
+            ending.callback(workshop.preparation.stop)
+            for executor in workshop.executors.values():
+                ending.callback(executor.stop)
+
+    def _raise_crash(self) -> None:
         if self._crash is not None:
             raise self._crash
 
@@ -289,6 +295,8 @@ class AgentLoop:
             self._has_started = True
             self._look_around()
             while not isinstance(message := self._next(), Stop):
+                if isinstance(message, Breakdown):
+                    raise message.error
                 if isinstance(message, Question):
                     message.answer.set_result(message.ask())
                 else:
@@ -435,6 +443,7 @@ def assemble(
     staging = HostMemory(pinned=box.name == "cuda")
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
     threads = threads_per_executor(box, executors)
+    watch = watch_of(box)
     transfers = Transfers(
         stores,
         segments,
@@ -444,8 +453,11 @@ def assemble(
         workers=workers,
         operator_threads=threads,
         ssd_bytes_per_s=options.ssd_bytes_per_s,
+        watch=watch,
     )
     preparation = Preparation(options.preparation_threads, options.max_pixels)
-    running = {spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads) for spec in executors}
+    running = {
+        spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads, watch) for spec in executors
+    }
     workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running)
     return AgentLoop(engine, workshop, inbox, on_outcome, options)

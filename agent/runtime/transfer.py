@@ -2,7 +2,8 @@
 
 Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
 skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
-by one of them while the others wait, and by the next one when that one fails.
+by one of them while the others wait, and by the next one when that one fails. A device that is lost is no failure of
+the load: it is answered with a Breakdown.
 Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
 
 From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
+from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.threads import use_threads
 from experts import errors
 
@@ -91,17 +93,19 @@ class Transfers:
         segments: SegmentStore,
         copies: Mapping[str, ExpertCopy],
         staging: Memory,
-        post: Callable[[Loaded | LoadFailed], None],
+        post: Callable[[Loaded | LoadFailed | Breakdown], None],
         *,
         workers: int = WORKERS,
         operator_threads: int = 1,
         ssd_bytes_per_s: float | None = None,
+        watch: DeviceWatch | None = None,
     ) -> None:
         self._stores = dict(stores)
         self._segments = segments
         self._copies = dict(copies)
         self._staging = _StagingBuffers(staging)
         self._post = post
+        self._watch = watch or DeviceWatch()
         self._link = PacedLink(ssd_bytes_per_s)
         self._threads = ThreadPoolExecutor(
             workers, thread_name_prefix="transfer", initializer=use_threads, initargs=(operator_threads,)
@@ -158,21 +162,26 @@ class Transfers:
         started = time.monotonic()
         try:
             self._load(effect, store, slot)
-        except errors.WeightsError as error:
-            answer: Loaded | LoadFailed = self._failed(effect, error.message, permanent=True)
-        except (errors.CoServeError, OSError, MemoryError) as error:
-            answer = self._failed(effect, str(error) or type(error).__name__, permanent=False)
-        except Exception as error:
-            logger.exception("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool)
-            self._count("unexpected_errors", 1)
-            answer = self._failed(effect, f"{type(error).__name__}: {error}", permanent=False)
+        except Exception as error:  # noqa: BLE001 - nothing passes: the load is answered by what it says
+            store.abandon(slot)
+            self._answer(self._unloaded(effect, error))
         else:
             store.commit(slot)
-            answer = Loaded(effect.load)
             self._finished(effect, time.monotonic() - started)
-        if isinstance(answer, LoadFailed):
-            store.abandon(slot)
-        self._answer(answer)
+            self._answer(Loaded(effect.load))
+
+    def _unloaded(self, effect: StartLoad, error: Exception) -> LoadFailed | Breakdown:
+        """What an error makes of a load: the boundary of these threads."""
+        lost = self._watch.lost_by(error)
+        if lost is not None:
+            return Breakdown(lost)
+        if isinstance(error, errors.WeightsError):
+            return self._failed(effect, error.message, permanent=True)
+        if isinstance(error, (errors.CoServeError, OSError, MemoryError)):
+            return self._failed(effect, str(error) or type(error).__name__, permanent=False)
+        logger.error("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool, exc_info=error)
+        self._count("unexpected_errors", 1)
+        return self._failed(effect, f"{type(error).__name__}: {error}", permanent=False)
 
     def _load(self, effect: StartLoad, store: SlotStore, slot: Slot) -> None:
         store.materialise(slot)
@@ -231,7 +240,7 @@ class Transfers:
         with self._lock:
             self._counts[name] += by
 
-    def _answer(self, answer: Loaded | LoadFailed) -> None:
+    def _answer(self, answer: Loaded | LoadFailed | Breakdown) -> None:
         self._count("in_flight", -1)
         self._post(answer)
 

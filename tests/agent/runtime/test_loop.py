@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from agent.core import effects
@@ -18,7 +20,9 @@ from agent.runtime.device import detect
 from agent.runtime.executor import ImageFile
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble, decision_times
 from agent.runtime.probe import footprint_of
-from experts.errors import AgentCrashed, MemoryExceeded
+from agent.runtime.slots import SlotStore
+from experts.backends.classifier import ClassifierBackend
+from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 
@@ -246,6 +250,71 @@ def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
     agent.loop.when_crashed(told.put)
     assert told.get(timeout=PATIENCE_S) is crash
     with pytest.raises(AgentCrashed, match="results"):
+        agent.loop.stop()
+
+
+class LostSkeleton:
+    """What every module of a device is when its context is gone."""
+
+    def bind(self, tensors):
+        """Nothing is checked before it runs."""
+
+    def infer(self, expert, batch):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypatch):
+    monkeypatch.setattr(ClassifierBackend, "skeleton", lambda *_: LostSkeleton())
+    agent = Agent(line, executors=[ExecutorSpec(number, "cpu", "host") for number in range(2)])
+    told = queue.SimpleQueue()
+    agent.loop.when_crashed(told.put)
+    agent.loop.start()
+    for component in ("own-0", "own-1", "twin-0", "wide"):
+        for number in range(4):
+            with suppress(RuntimeError):  # it has crashed already
+                agent.loop.submit(line.pixels(number), component=component)
+    crash = told.get(timeout=PATIENCE_S)
+    assert isinstance(crash.error, DeviceLost)
+    with pytest.raises(AgentCrashed, match="illegal memory access"):
+        agent.loop.stop()
+    assert agent.outcomes == {}
+    assert agent.loop.statistics().engine.quarantined == {}
+
+
+def test_statistics_and_evictions_that_find_the_device_lost_end_the_agent_too(line, monkeypatch):
+    def lost(*_):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    for name in ("statistics", "evict"):
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotStore, name, lost)
+            agent = Agent(line, room=1)
+            told = queue.SimpleQueue()
+            agent.loop.when_crashed(told.put)
+            agent.loop.start()
+            if name == "evict":
+                agent.loop.submit(line.pixels(0), component="own-0")
+                agent.loop.submit(line.pixels(0), component="wide")
+            else:
+                with pytest.raises(torch.AcceleratorError):
+                    agent.loop.statistics()
+            assert told.get(timeout=PATIENCE_S).error.args == ("CUDA error: unspecified launch failure",)
+            assert agent.outcomes.keys() <= {1}
+            with pytest.raises(AgentCrashed, match="launch failure"):
+                agent.loop.stop()
+
+
+def test_a_memory_that_a_lost_device_does_not_give_back_hides_no_crash(line, monkeypatch):
+    def refuse(_store):
+        raise BackendUnavailable("cuda", "cudaHostUnregister failed with status 700")
+
+    monkeypatch.setattr(ClassifierBackend, "skeleton", lambda *_: LostSkeleton())
+    monkeypatch.setattr(SlotStore, "close", refuse)
+    agent = Agent(line)
+    agent.loop.start()
+    agent.loop.submit(line.pixels(0), component="own-0")
+    assert not agent.loop.wait_until_drained(PATIENCE_S)
+    with pytest.raises(AgentCrashed, match="illegal memory access"):
         agent.loop.stop()
 
 

@@ -14,6 +14,7 @@ import torch
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.device import EmulatedMemory, HostMemory
+from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
@@ -27,11 +28,11 @@ PATIENCE_S = 30.0
 class Yard:
     """Host and device memory with the transfers between them, driven by hand."""
 
-    def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None):
+    def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None, watch=None):
         self.line = line
         self.shelf = SkeletonShelf(line.segments)
         self.host = SlotStore(HostMemory(), ROOMY, ("cpu",), self.shelf)
-        self.device = SlotStore(EmulatedMemory(device_bytes), device_bytes, ("cpu",), self.shelf)
+        self.device = SlotStore(device or EmulatedMemory(device_bytes), device_bytes, ("cpu",), self.shelf)
         self.answers = SimpleQueue()
         self.transfers = Transfers(
             {"host": self.host, "device": self.device},
@@ -40,6 +41,7 @@ class Yard:
             HostMemory(),
             self.answers.put,
             ssd_bytes_per_s=ssd_bytes_per_s,
+            watch=watch,
         )
         self.loads = 0
 
@@ -221,6 +223,42 @@ def test_a_full_device_is_no_fault_of_the_weights(line):
     assert isinstance(answer, LoadFailed)
     assert not answer.permanent
     assert yard.device.statistics().slots == 1
+    yard.close()
+
+
+class FailingMemory(EmulatedMemory):
+    """A device whose copies fail."""
+
+    def __init__(self, error):
+        super().__init__(ROOMY)
+        self.error = error
+
+    def fill(self, region, offset_bytes, source):
+        raise self.error
+
+
+@pytest.mark.parametrize("source", ["ssd", "host"])
+def test_a_load_that_finds_its_device_lost_is_not_failed(line, source):
+    yard = Yard(line, device=FailingMemory(torch.AcceleratorError("CUDA error: unspecified launch failure")))
+    yard.load("own-0")
+    yard.start("own-0", source, "device")
+    answer = yard.answer()
+    assert isinstance(answer, Breakdown)
+    assert isinstance(answer.error, errors.DeviceLost)
+    assert yard.transfers.statistics().failed == 0
+    yard.close()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_after_an_unclear_error_of_a_load_the_device_is_asked(line, is_lost):
+    def ask():
+        if is_lost:
+            raise torch.AcceleratorError("CUDA error: unknown error")
+
+    refused = errors.BackendUnavailable("cuda", "cudaHostRegister failed with status 2")
+    yard = Yard(line, device=FailingMemory(refused), watch=DeviceWatch("cuda", ask))
+    yard.start("own-0", "ssd", "device")
+    assert isinstance(yard.answer(), Breakdown if is_lost else LoadFailed)
     yard.close()
 
 
