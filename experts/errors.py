@@ -22,7 +22,8 @@ CoServeError
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
-`- AgentCrashed             the agent's loop ended, by a lost device or an error of the program: nothing is judged now
++- WorkOverdue              a batch or a load that never answers: its thread hangs, and cannot be ended
+`- AgentCrashed             the agent's loop ended, by one of the two above or an error of the program
 """
 
 from __future__ import annotations
@@ -215,6 +216,15 @@ class DeviceLost(CoServeError):
         self.device = device
 
 
+class WorkOverdue(CoServeError):
+    """A batch or a load, as ``work`` describes it, that has not answered for so long that it never will."""
+
+    def __init__(self, work: str, age_s: float, advice: str) -> None:
+        super().__init__(f"{work} has not answered for {age_s:.0f} s and hangs - {advice}")
+        self.work = work
+        self.age_s = age_s
+
+
 class AgentCrashed(CoServeError):
     """The thread that decides has ended by ``error``; what it had taken has no outcome."""
 
@@ -223,3 +233,8 @@ class AgentCrashed(CoServeError):
             f"the agent crashed: {type(error).__name__}: {error} - start it again: what was not judged waits in .work"
         )
         self.error = error
+
+    @property
+    def leaves_threads(self) -> bool:
+        """Does a thread of the agent hang, so that this process may not end by itself?"""
+        return isinstance(self.error, WorkOverdue)

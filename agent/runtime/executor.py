@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.backends.base import Prepared
+from experts.daemon_threads import DaemonThreads
 from experts.errors import CoServeError, ImageError, MemoryExceeded, OutputInvalid
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
@@ -90,18 +90,16 @@ class Preparation:
     """Decodes and prepares images on a few threads that all executors share."""
 
     def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
-        self._threads = ThreadPoolExecutor(
-            threads, thread_name_prefix="prepare", initializer=use_threads, initargs=(1,)
-        )
+        self._threads = DaemonThreads(threads, "prepare", lambda: use_threads(1))
         self._max_pixels = max_pixels
 
     def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
         """Begin to prepare an image for an expert. ``name`` is what a rejection calls it."""
         return self._threads.submit(self._prepare, expert, image, name)
 
-    def stop(self) -> None:
-        """End the threads, after what is in preparation."""
-        self._threads.shutdown()
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the threads, after what is in preparation; False if that took longer."""
+        return self._threads.stop(timeout_s)
 
     def _prepare(self, expert: Expert, image: ImageSource, name: str) -> Prepared | Rejected:
         try:
@@ -160,11 +158,12 @@ class BatchExecutor:
         """A frozen snapshot."""
         return self._statistics
 
-    def stop(self) -> None:
-        """Finish the batch that runs, then end the thread."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Finish the batch that runs, then end the thread; False if that took longer."""
         self._inbox.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

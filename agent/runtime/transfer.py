@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -28,6 +27,7 @@ from agent.core.performance import SSD
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.threads import use_threads
 from experts import errors
+from experts.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -107,9 +107,7 @@ class Transfers:
         self._post = post
         self._watch = watch or DeviceWatch()
         self._link = PacedLink(ssd_bytes_per_s)
-        self._threads = ThreadPoolExecutor(
-            workers, thread_name_prefix="transfer", initializer=use_threads, initargs=(operator_threads,)
-        )
+        self._threads = DaemonThreads(workers, "transfer", lambda: use_threads(operator_threads))
         self._stopping = Flag()
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
@@ -151,11 +149,13 @@ class Transfers:
                 ssd_bytes_per_s=self._link.bytes_per_s,
             )
 
-    def stop(self) -> None:
-        """End the loads in flight, each with its answer; then the threads."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the loads in flight, each with its answer; then the threads. False if that took longer."""
         self._stopping.set()
-        self._threads.shutdown()
-        self._staging.close()
+        has_ended = self._threads.stop(timeout_s)
+        if has_ended:
+            self._staging.close()
+        return has_ended
 
     def _carry_out(self, effect: StartLoad, slot: Slot) -> None:
         store = self._stores[effect.pool]

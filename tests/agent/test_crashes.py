@@ -46,6 +46,34 @@ def lose():
 
 once_it_serves(lose)
 """
+HANGING = """
+from functools import partial
+import agent.runtime.loop, experts.direct_reads
+from agent.runtime.ages import AgeLimits
+from agent.runtime.loop import LoopOptions
+
+def hang(*_):
+    threading.Event().wait()
+
+ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
+agent.service.build_agent = partial(agent.service.build_agent, options=LoopOptions(ages=ages))
+agent.runtime.loop.STOP_S = experts.direct_reads.CLOSE_S = 0.5
+"""
+HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"
+HANGING_LOAD = HANGING + "once_it_serves(lambda: setattr(experts.direct_reads, '_read_part', hang))"
+EMBEDDING = """
+from pathlib import Path
+from agent.config import read_line
+from experts.errors import AgentCrashed
+crashed = threading.Event()
+service = LineService(read_line(Path({line!r}), {{}}), lambda *_: None, on_crash=crashed.set)
+service.start()
+crashed.wait()
+try:
+    service.stop()
+except AgentCrashed as error:
+    sys.exit(str(error))
+"""
 SERVING = """
 sys.argv = ["coserve", "serve", {line!r}]
 from coserve import main
@@ -75,9 +103,9 @@ def line(tmp_path):
     return file
 
 
-def serve_broken(line, breaking):
-    """Run ``coserve serve`` with something broken in it, to its end."""
-    script = (PREAMBLE + breaking + SERVING).format(root=str(ROOT), line=str(line))
+def serve_broken(line, breaking, serving=SERVING):
+    """Run ``coserve serve``, or what embeds its service, with something broken in it, to its end."""
+    script = "\n".join((PREAMBLE, breaking, serving)).format(root=str(ROOT), line=str(line))
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -115,5 +143,20 @@ def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(
     assert stored(line) == []
     assert claimed(line)
     assert not (line.parent / "inbox" / "failed").exists()
+    judge_what_waits(line)
+    assert stored(line) == sorted((name, "OK") for name in IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("hanging", "serving"),
+    [(HANGING_BATCH, SERVING), (HANGING_LOAD, SERVING), (HANGING_LOAD, EMBEDDING)],
+    ids=["a batch", "a load", "a load, in a program that embeds the service"],
+)
+def test_what_hangs_ends_the_agent_and_the_process_really_ends(line, hanging, serving):
+    done = serve_broken(line, hanging, serving)
+    assert done.returncode == 1, done.stderr
+    assert "overdue age_s=" in done.stderr
+    assert "the agent crashed: WorkOverdue: the " in done.stderr.splitlines()[-1]
+    assert stored(line) == []
     judge_what_waits(line)
     assert stored(line) == sorted((name, "OK") for name in IMAGES)
