@@ -3,7 +3,7 @@
 Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
 skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
 by one of them while the others wait, and by the next one when that one fails. A device that is lost is no failure of
-the load: it is answered with a Breakdown.
+the load: it is answered with a Breakdown. A packed file found corrupt is dropped, and the next packing makes it anew.
 Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
 
 From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
@@ -175,6 +175,8 @@ class Transfers:
         lost = self._watch.lost_by(error)
         if lost is not None:
             return Breakdown(lost)
+        if isinstance(error, errors.WeightsCorrupt):
+            error = self._looked_into(error, self._copies[effect.copy])
         if isinstance(error, errors.WeightsError):
             return self._failed(effect, error.message, permanent=True)
         if isinstance(error, (errors.CoServeError, OSError, MemoryError)):
@@ -221,6 +223,32 @@ class Transfers:
                 memory.fill(region, part.start_bytes, source[part.at_bytes : part.at_bytes + len(part.content)])
 
             self._segments.stream(segment, buffer, expert, copy_on)
+
+    def _looked_into(self, error: errors.WeightsCorrupt, copy: ExpertCopy) -> errors.ExpertError:
+        """What is to be said, and done, about weights that were found corrupt."""
+        try:
+            gone = self._segments.discard_corrupt(copy.packed)
+        except (errors.LoadFailed, OSError) as refusal:
+            logger.warning("corrupt_file_kept expert=%s reason=%s: %s", error.expert, refusal, error.message)
+            return error
+        if gone is None:
+            logger.warning(
+                "corrupt_file_kept expert=%s reason=the line is being packed: %s", error.expert, error.message
+            )
+            return error
+        if not gone:
+            return errors.LoadFailed(error.expert, f"{error.message}; looked at again it is sound: trying again")
+        for file in gone:
+            logger.error(
+                "corrupt_file_dropped expert=%s file=%s: the next start packs it anew from %s",
+                error.expert, file, copy.expert.weights,
+            )  # fmt: skip
+        files = ", ".join(map(str, gone))
+        return errors.WeightsCorrupt(
+            error.expert,
+            f"{files} was not what was packed and has been removed: start again, and it is packed anew from "
+            f"{copy.expert.weights}",
+        )
 
     def _failed(self, effect: StartLoad, reason: str, *, permanent: bool) -> LoadFailed:
         self._count("failed", 1)
