@@ -146,7 +146,7 @@ def build_agent(
         engine = Engine(config.catalog.graph, probed.profile, ground.executors, PRESETS[config.policy], limits)
         loop = assemble(
             decider(engine), ground.box, ground.executors, limits, by_name, segments, on_outcome,
-            options or LoopOptions(),
+            options or LoopOptions(), probed.profile,
         )  # fmt: skip
         on_failure.pop_all()
     broken = {name: error.message for name, error in report.failed.items()} | dict(probed.failed)

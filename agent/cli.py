@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from contextlib import contextmanager
 from datetime import datetime
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experts.errors import AlreadyRunning, BackendUnavailable, ConfigError, CoServeError
+from experts.errors import AgentCrashed, AlreadyRunning, BackendUnavailable, ConfigError, CoServeError
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def explained() -> Iterator[None]:
         raise typer.Exit(CONFIGURATION if isinstance(error, ConfigError) else FAILED) from error
     except (BackendUnavailable, CoServeError) as error:
         sys.stderr.write(f"{error}\n")
+        if isinstance(error, AgentCrashed) and error.leaves_threads:
+            _leave_at_once()
         raise typer.Exit(FAILED) from error
 
 
@@ -226,6 +229,14 @@ def demo(
             print(json.dumps(report.as_json()))
         else:
             show_report(report)
+
+
+def _leave_at_once() -> None:
+    """End the process as it is: its runtimes would wait, while they take themselves down, for a driver that hangs."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILED)
 
 
 def _problem(error: ConfigError) -> dict[str, Any]:

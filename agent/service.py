@@ -38,6 +38,7 @@ from agent.records.results import ResultStore
 from agent.runtime.executor import EncodedImage
 from agent.runtime.loop import BatchWatch
 from agent.suspects import OneAtATime
+from experts.errors import DeviceLost
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -119,7 +120,6 @@ class LineService:
         self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
         self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
         self._agent: Agent = build_agent(config, self._judged, progress)
-        self._agent.loop.when_crashed(lambda _: on_crash())
         self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self._agent.profile.usage)
         self._drift_alarm = DriftAlarm()
@@ -127,6 +127,7 @@ class LineService:
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
+        self._agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
         self._suspects: OneAtATime[tuple[Arrival, Watched]] = OneAtATime(lambda each: each[1].reader.take(each[0]))
         self._folders: list[Watched] = []
         self._stopping = threading.Event()
@@ -319,6 +320,11 @@ class LineService:
 
     def _batch_ended(self, requests: Sequence[int]) -> None:
         self._attempts.ended(self._keys_of(requests))
+
+    def _crashed(self, crash: AgentCrashed, tell: Callable[[], None]) -> None:
+        if isinstance(crash.error, DeviceLost):
+            self._attempts.forgive()
+        tell()
 
     def _keys_of(self, requests: Sequence[int]) -> list[str]:
         with self._guard:

@@ -15,11 +15,11 @@ import fcntl
 import hashlib
 import os
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experts.daemon_threads import DaemonThreads
 from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 READERS = 4  # parallel preadv of one file: what it took to reach the device's limit
+CLOSE_S = 5.0  # a read that the drive does not answer by then is left behind
 PART_BYTES = 8 * 1024 * 1024  # one read: long enough for the drive, short enough to hash while the next one runs
 
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
@@ -68,11 +69,11 @@ class DirectReader:
     """A few threads that read parts of files. Several callers may read at once; they share the threads."""
 
     def __init__(self, readers: int = READERS) -> None:
-        self._threads = ThreadPoolExecutor(readers, thread_name_prefix="direct-read")
+        self._threads = DaemonThreads(readers, "direct-read")
 
     def close(self) -> None:
-        """Wait for the reads under way, then end the threads."""
-        self._threads.shutdown()
+        """End the threads after the reads under way; one that hangs ends with the process."""
+        self._threads.stop(CLOSE_S)
 
     def read(
         self, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None = None

@@ -22,7 +22,9 @@ CoServeError
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
-`- AgentCrashed             the agent's loop ended by an error of the program: nothing is judged any more
++- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
++- WorkOverdue              a batch or a load that never answers: its thread hangs, and cannot be ended
+`- AgentCrashed             the agent's loop ended, by one of the two above or an error of the program
 """
 
 from __future__ import annotations
@@ -213,6 +215,25 @@ class StateUnusable(CoServeError):
         self.path = path
 
 
+class DeviceLost(CoServeError):
+    """Nothing runs on this accelerator any more until another process asks it; no fault of an expert or an image."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(
+            f"the device {device} is lost: {reason} - if that happens again, look for Xid and ECC errors in dmesg"
+        )
+        self.device = device
+
+
+class WorkOverdue(CoServeError):
+    """A batch or a load, as ``work`` describes it, that has not answered for so long that it never will."""
+
+    def __init__(self, work: str, age_s: float, advice: str) -> None:
+        super().__init__(f"{work} has not answered for {age_s:.0f} s and hangs - {advice}")
+        self.work = work
+        self.age_s = age_s
+
+
 class AgentCrashed(CoServeError):
     """The thread that decides has ended by ``error``; what it had taken has no outcome."""
 
@@ -221,3 +242,8 @@ class AgentCrashed(CoServeError):
             f"the agent crashed: {type(error).__name__}: {error} - start it again: what was not judged waits in .work"
         )
         self.error = error
+
+    @property
+    def leaves_threads(self) -> bool:
+        """Does a thread of the agent hang, so that this process may not end by itself?"""
+        return isinstance(self.error, WorkOverdue)

@@ -282,8 +282,9 @@ class _Packing:
             for key in keys:
                 place = places[key.name]
                 if writer.append_key(key, _read_parts(place)) != key.sha256:
+                    place.path.unlink(missing_ok=True)  # what nobody can use must not count as packed the next time
                     raise WeightsCorrupt(
-                        draft.manifest.packed.expert, f"{place.path} is not what was packed: delete it and pack again"
+                        draft.manifest.packed.expert, f"{place.path} was not what was packed and is gone: pack again"
                     )
             segment = writer.finish()
         self._finish(path, segment)

@@ -56,6 +56,12 @@ class AttemptLog:
             self._begun = +self._begun
             self._write({"ended": list(keys)})
 
+    def forgive(self) -> None:
+        """Whatever is begun has nothing to do with what ends this run, such as a device that is lost."""
+        with self._lock:
+            begun, self._begun = self._begun, Counter()
+            self._write({"ended": list(begun.elements())})
+
     def settled(self, key: str) -> None:
         """This key has its verdict: nothing is counted of it any more."""
         with self._lock:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
+from agent.runtime.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.weights import AlignedBuffer
 
@@ -442,7 +443,7 @@ class _MappedBytes:
 
 def _mapped_view(address: int, size_bytes: int) -> Tensor:
     """Host memory registered as mapped, as the integrated GPU sees it."""
-    runtime = ctypes.CDLL("libcudart.so")
+    runtime = cuda_runtime()
     pointer = ctypes.c_void_p()
     _check_cuda(
         runtime.cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0), "cudaHostGetDevicePointer"

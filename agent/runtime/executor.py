@@ -2,7 +2,8 @@
 
 Guarantees: every batch that was started is answered exactly once, with Finished (one Prediction or Rejected per
 request, in order) or with BatchFailed; a broken image, or one that an expert answers with something that is not a
-number, rejects its own request only and never becomes a label; no failure ends an executor's thread.
+number, rejects its own request only and never becomes a label; no failure ends an executor's thread. A device that is
+lost is no failure of the batch: it is answered with a Breakdown, and none of its requests is judged by that.
 Assumes: the Engine starts a batch on a resident copy, and the next one on this executor after the answer.
 
 Each executor's thread has its own share of the cores for torch's operators (the setting is the calling thread's own).
@@ -13,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,11 @@ import torch
 from agent.core.events import BatchFailed, Finished
 from agent.core.request import Rejected
 from agent.runtime.device import torch_device
+from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.backends.base import Prepared
+from experts.daemon_threads import DaemonThreads
 from experts.errors import CoServeError, ImageError, MemoryExceeded, OutputInvalid
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
@@ -126,9 +128,7 @@ class Preparation:
     """
 
     def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
-        self._threads = ThreadPoolExecutor(
-            threads, thread_name_prefix="prepare", initializer=use_threads, initargs=(1,)
-        )
+        self._threads = DaemonThreads(threads, "prepare", lambda: use_threads(1))
         self._max_pixels = max_pixels
         self._gate = ByteGate(DECODING_BYTES)
 
@@ -136,9 +136,9 @@ class Preparation:
         """Begin to prepare an image for an expert. ``name`` is what a rejection calls it."""
         return self._threads.submit(self._prepare, expert, image, name)
 
-    def stop(self) -> None:
-        """End the threads, after what is in preparation."""
-        self._threads.shutdown()
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the threads, after what is in preparation; False if that took longer."""
+        return self._threads.stop(timeout_s)
 
     def _prepare(self, expert: Expert, image: ImageSource, name: str) -> Prepared | Rejected:
         try:
@@ -169,14 +169,16 @@ class BatchExecutor:
         spec: ExecutorSpec,
         store: SlotStore,
         preparation: Preparation,
-        post: Callable[[Finished | BatchFailed], None],
+        post: Callable[[Finished | BatchFailed | Breakdown], None],
         threads: int,
+        watch: DeviceWatch | None = None,
     ) -> None:
         self.spec = spec
         self._store = store
         self._preparation = preparation
         self._post = post
         self._torch_threads = threads
+        self._watch = watch or DeviceWatch()
         self._device = torch_device(spec.processor)
         self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
@@ -199,25 +201,33 @@ class BatchExecutor:
         """A frozen snapshot."""
         return self._statistics
 
-    def stop(self) -> None:
-        """Finish the batch that runs, then end the thread."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Finish the batch that runs, then end the thread; False if that took longer."""
         self._inbox.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        use_threads(self._torch_threads)
-        with own_stream(self._device):
-            while (work := self._inbox.get()) is not None:
-                self._post(self._answer(work))
+        try:
+            use_threads(self._torch_threads)
+            with own_stream(self._device):
+                while (work := self._inbox.get()) is not None:
+                    self._post(self._answer(work))
+        except Exception as error:  # no batch's: without this thread the others would wait for it
+            logger.exception("executor_broke executor=%d", self.spec.id)
+            self._post(Breakdown(self._watch.lost_by(error) or error))
 
-    def _answer(self, work: _Work) -> Finished | BatchFailed:
+    def _answer(self, work: _Work) -> Finished | BatchFailed | Breakdown:
         """The boundary of this thread: whatever a batch does, it has an answer."""
         batch = work.batch
         started = time.monotonic()
         try:
             results, infer_s = self._execute(work)
         except Exception as error:
+            lost = self._watch.lost_by(error)
+            if lost is not None:
+                return Breakdown(lost)
             out_of_memory = is_out_of_memory(error)
             expected = isinstance(error, CoServeError) or out_of_memory
             logger.warning(

@@ -7,7 +7,9 @@ while the loop runs; an image is kept from ``submit`` to its request's outcome a
 are frozen snapshots.
 Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. If it does raise, or the Engine does,
 the loop has crashed: it takes nothing more, says so in the log and to whoever asked with ``when_crashed``, and
-``wait_until_idle`` and ``stop`` raise AgentCrashed.
+``wait_until_idle`` and ``stop`` raise AgentCrashed. So it does when a device is lost: nothing that is under way then
+has an outcome, no expert is blamed, and all of it is asked again by the next agent. And so it does when a batch or a
+load hangs, past its age's limits (agent.runtime.ages): ``stop`` then leaves that thread, and what it works on, behind.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ import logging
 import time
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
+from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from agent.runtime.device import HostMemory, memory_for, torch_device
+from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.engine import EngineStatistics
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, Limits
+    from agent.core.performance import DeviceProfile, ExecutorSpec, Limits
     from agent.core.request import Outcome
     from agent.runtime.device import Box
     from agent.runtime.executor import ExecutorStatistics, ImageSource
@@ -48,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 DECISION_TIMES = 10_000  # the latest ones, of which the percentiles are taken
 LATE_TICK_S = 0.05  # between two ticks while the Engine asks for a moment that has passed already
+STOP_S = 10.0  # what has not ended by then when the agent ends is left behind: its images wait in `.work`
 ASK_AGAIN_S = 0.2  # whoever waits for a snapshot looks this often whether the loop still runs
 
 Answer = TypeVar("Answer")
@@ -78,6 +83,7 @@ class LoopOptions:
     decision_records: int = 1000
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000
+    ages: AgeLimits = field(default_factory=AgeLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,8 @@ class LoopStatistics:
     executors: tuple[ExecutorStatistics, ...]
     skeletons_constructed: int
     requests_in_flight: int
+    oldest_batch_s: float | None  # the age of the batch, and of the load, that was started first; None: none is open
+    oldest_load_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +152,11 @@ class Stop:
     """The last message."""
 
 
-Message: TypeAlias = "Event | Question[Any] | Stop"
+Message: TypeAlias = "Event | Question[Any] | Breakdown | Stop"
 
 
 class AgentLoop:
-    """See the module. ``inbox`` is where the workshop's answers arrive."""
+    """See the module. ``inbox`` is where the workshop's answers arrive; ``clock``: monotonic seconds."""
 
     def __init__(
         self,
@@ -157,16 +165,18 @@ class AgentLoop:
         inbox: SimpleQueue[Message],
         on_outcome: Callable[[int, Outcome], None],
         options: LoopOptions,
+        forecast: Forecast,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self._clock = clock
         self._workshop = workshop
         self._inbox = inbox
         self._on_outcome = on_outcome
         self._options = options
         self._images: dict[int, ImageSource] = {}
         self._numbers = count(1)
-        self._open_loads = 0
-        self._open_batches = 0
+        self._open = OpenWork(options.ages, forecast)
         self._has_started = False
         self._is_stopped = False
         self._ticked_s = float("-inf")
@@ -267,20 +277,34 @@ class AgentLoop:
     def stop(self) -> None:
         """End: batches that run are finished, loads are broken off, requests under way stay without an outcome.
 
-        Raises AgentCrashed if it had crashed, after everything else has ended.
+        What has not ended after ``STOP_S`` hangs, and is left behind with the memory it works on. Raises AgentCrashed
+        if it had crashed, after everything else has ended.
         """
         self._is_stopped = True
         self._inbox.put(Stop())
         if self._thread.is_alive():
             self._thread.join()
+        with ExitStack() as ending:  # in the order from below; what a lost device refuses does not hide that it is lost
+            ending.callback(self._raise_crash)
+            ending.callback(self._images.clear)
+            if self._end_threads():
+                for store in self._workshop.stores:
+                    ending.callback(store.close)
+
+    def _end_threads(self) -> bool:
+        """Whether all have ended: only then nobody uses the memories any more."""
         workshop = self._workshop
-        for executor in workshop.executors.values():
-            executor.stop()
-        workshop.preparation.stop()
-        workshop.transfers.stop()
-        for store in workshop.stores:
-            store.close()
-        self._images.clear()
+        deadline_s = time.monotonic() + STOP_S  # by the real clock: threads that work need real time
+        executors = [executor.stop for executor in workshop.executors.values()]
+        stops = [*executors, workshop.preparation.stop, workshop.transfers.stop]
+        have_ended = [stop(max(deadline_s - time.monotonic(), 0.0)) for stop in stops]
+        if not all(have_ended):
+            logger.error(
+                "threads_left_behind: a batch, a load or an image does not end; its memory ends with the process"
+            )
+        return all(have_ended)
+
+    def _raise_crash(self) -> None:
         if self._crash is not None:
             raise self._crash
 
@@ -303,11 +327,14 @@ class AgentLoop:
             self._has_started = True
             self._look_around()
             while not isinstance(message := self._next(), Stop):
+                if isinstance(message, Breakdown):
+                    raise message.error
                 if isinstance(message, Question):
                     message.answer.set_result(message.ask())
                 else:
                     self._handle(message)
                     self._look_around()
+                self._open.look(self._clock())
         except Exception as error:
             logger.exception("agent_loop_crashed")
             self._end(AgentCrashed(error))
@@ -322,37 +349,39 @@ class AgentLoop:
             tell(crash)
 
     def _next(self) -> Message:
-        """The next message; a Tick when the Engine's moment comes before one."""
-        wakeup_s = self._engine.next_wakeup_s()
-        if wakeup_s is None:
+        """The next message; a Tick when the Engine's moment, or an age's limit, comes before one."""
+        wakeup_s, limit_s = self._engine.next_wakeup_s(), self._open.next_due_s()
+        ticks = [] if wakeup_s is None else [max(wakeup_s, self._ticked_s + LATE_TICK_S)]
+        moments = ticks if limit_s is None else [*ticks, limit_s]
+        if not moments:
             return self._inbox.get()
-        due_s = max(wakeup_s, self._ticked_s + LATE_TICK_S) - time.monotonic()
+        due_s = min(moments) - self._clock()
         try:
             return self._inbox.get(timeout=due_s) if due_s > 0 else self._inbox.get_nowait()
         except Empty:
-            self._ticked_s = time.monotonic()
+            self._ticked_s = self._clock()
             return events.Tick()
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, events.Finished | events.BatchFailed):
             self._batch_answered(event.batch)
-        now = time.monotonic()
-        decided = self._engine.handle(event, now)
-        self._decision_s.append(time.monotonic() - now)
+        started = time.perf_counter()
+        decided = self._engine.handle(event, self._clock())
+        self._decision_s.append(time.perf_counter() - started)
         self._decided += 1
         for effect in decided:
             self._carry_out[type(effect)](effect)
         if isinstance(event, events.Loaded | events.LoadFailed):
-            self._open_loads -= 1
+            self._open.close_load(event.load)
         elif isinstance(event, events.Finished | events.BatchFailed):
-            self._open_batches -= 1
+            self._open.close_batch(event.batch)
 
     def _start_load(self, effect: effects.StartLoad) -> None:
-        self._open_loads += 1
+        self._open.open_load(effect, self._clock())
         self._workshop.transfers.start_load(effect)
 
     def _start_batch(self, effect: effects.StartBatch) -> None:
-        self._open_batches += 1
+        self._open.open_batch(effect, self._clock())
         batch = effect.batch
         self._batches[batch.id] = batch.requests
         if self._watch is not None:
@@ -375,17 +404,17 @@ class AgentLoop:
         )  # fmt: skip
 
     def _record(self, decision: effects.Assigned | effects.Evict) -> None:
-        self._records.append(DecisionRecord(time.monotonic(), decision))
+        self._records.append(DecisionRecord(self._clock(), decision))
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
         self._on_outcome(effect.request, effect.outcome)
         del self._images[effect.request]
 
     def _is_idle(self) -> bool:
-        return self._has_started and not (self._images or self._open_loads or self._open_batches)
+        return self._has_started and not (self._images or self._open.loads or self._open.batches)
 
     def _is_drained(self) -> bool:
-        return not (self._images or self._open_batches)
+        return not (self._images or self._open.batches)
 
     def _look_around(self) -> None:
         """If nothing is under way any more, tell whoever waits for that."""
@@ -407,7 +436,7 @@ class AgentLoop:
             )
 
     def _snapshot(self) -> LoopStatistics:
-        workshop = self._workshop
+        workshop, now = self._workshop, self._clock()
         return LoopStatistics(
             engine=self._engine.statistics(),
             decisions=decision_times(self._decided, self._decision_s),
@@ -416,6 +445,8 @@ class AgentLoop:
             executors=tuple(executor.statistics() for executor in workshop.executors.values()),
             skeletons_constructed=workshop.shelf.constructed,
             requests_in_flight=len(self._images),
+            oldest_batch_s=self._open.oldest_batch_s(now),
+            oldest_load_s=self._open.oldest_load_s(now),
         )
 
 
@@ -439,10 +470,13 @@ def assemble(
     segments: SegmentStore,
     on_outcome: Callable[[int, Outcome], None],
     options: LoopOptions,
+    profile: DeviceProfile | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AgentLoop:
     """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.
 
     ``copies`` by name, all that the Engine's profile mentions. ``on_outcome`` runs on the loop's thread: see AgentLoop.
+    ``profile``: by which the ages of batches and loads are judged; None where nothing is known of their times.
     Raises BackendUnavailable when the box cannot provide a memory.
     """
     inbox: SimpleQueue[Message] = SimpleQueue()
@@ -459,6 +493,7 @@ def assemble(
     staging = HostMemory(pinned=box.name == "cuda")
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
     threads = threads_per_executor(box, executors)
+    watch = watch_of(box)
     transfers = Transfers(
         stores,
         segments,
@@ -468,8 +503,12 @@ def assemble(
         workers=workers,
         operator_threads=threads,
         ssd_bytes_per_s=options.ssd_bytes_per_s,
+        watch=watch,
     )
     preparation = Preparation(options.preparation_threads, options.max_pixels)
-    running = {spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads) for spec in executors}
+    running = {
+        spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads, watch) for spec in executors
+    }
     workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running)
-    return AgentLoop(engine, workshop, inbox, on_outcome, options)
+    forecast = Forecast(profile, executors, options.ssd_bytes_per_s)
+    return AgentLoop(engine, workshop, inbox, on_outcome, options, forecast, clock)

@@ -2,8 +2,8 @@
 
 Guarantees: what is timed is what the agent would do, from the same classes: a load with its staging and binding, a
 batch with the preparation of its images and its handing over. A measurement that cannot be had raises LoadFailed with
-the expert's id; it never returns a time of something else. One thread uses a rig; leaving ``opened`` gives back all
-memory and ends all threads.
+the expert's id, a device that is lost DeviceLost; it never returns a time of something else. One thread uses a rig;
+leaving ``opened`` gives back all memory and ends all threads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
 from agent.core.performance import SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device import HOST, HostMemory, memory_for, torch_device
+from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
@@ -75,17 +76,30 @@ class MeasuringRig:
             )
             for pool in box.pools
         }
-        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed] = SimpleQueue()
+        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed | Breakdown] = SimpleQueue()
         by_name = {copy.name: copy for copy in copies}
         staging = HostMemory(pinned=box.name == "cuda")
+        watch = watch_of(box)
         self._transfers = Transfers(
-            self._stores, segments, by_name, staging, self._answers.put, workers=1, operator_threads=threads
+            self._stores,
+            segments,
+            by_name,
+            staging,
+            self._answers.put,
+            workers=1,
+            operator_threads=threads,
+            watch=watch,
         )
         self._preparation = Preparation(min(box.cores, PREPARATION_THREADS))
         store = self._stores[self.target]
         self._executors = [
             BatchExecutor(
-                ExecutorSpec(number, processor, self.target), store, self._preparation, self._answers.put, threads
+                ExecutorSpec(number, processor, self.target),
+                store,
+                self._preparation,
+                self._answers.put,
+                threads,
+                watch,
             )
             for number in range(executors)
         ]
@@ -119,7 +133,7 @@ class MeasuringRig:
         started = time.monotonic()
         origin = source or (SSD if pool == HOST else HOST)
         self._transfers.start_load(StartLoad(0, copy.expert.id, copy.name, origin, pool, 0))
-        answer = self._answers.get()
+        answer = self._next_answer()
         if isinstance(answer, LoadFailed):
             raise errors.LoadFailed(copy.expert.id, answer.reason)
         return max(time.monotonic() - started, LEAST_S)
@@ -195,8 +209,14 @@ class MeasuringRig:
         self._executors[executor].start_batch(batch, copy.expert, images)
 
     def _answer(self) -> Finished | BatchFailed:
-        answer = self._answers.get()
+        answer = self._next_answer()
         assert isinstance(answer, Finished | BatchFailed), "no load is under way while batches run"
+        return answer
+
+    def _next_answer(self) -> Loaded | LoadFailed | Finished | BatchFailed:
+        answer = self._answers.get()
+        if isinstance(answer, Breakdown):
+            raise answer.error
         return answer
 
 

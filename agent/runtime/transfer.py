@@ -2,7 +2,8 @@
 
 Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
 skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
-by one of them while the others wait, and by the next one when that one fails.
+by one of them while the others wait, and by the next one when that one fails. A device that is lost is no failure of
+the load: it is answered with a Breakdown. A packed file found corrupt is dropped, and the next packing makes it anew.
 Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
 
 From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
@@ -14,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
+from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.threads import use_threads
 from experts import errors
+from experts.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -91,21 +93,21 @@ class Transfers:
         segments: SegmentStore,
         copies: Mapping[str, ExpertCopy],
         staging: Memory,
-        post: Callable[[Loaded | LoadFailed], None],
+        post: Callable[[Loaded | LoadFailed | Breakdown], None],
         *,
         workers: int = WORKERS,
         operator_threads: int = 1,
         ssd_bytes_per_s: float | None = None,
+        watch: DeviceWatch | None = None,
     ) -> None:
         self._stores = dict(stores)
         self._segments = segments
         self._copies = dict(copies)
         self._staging = _StagingBuffers(staging)
         self._post = post
+        self._watch = watch or DeviceWatch()
         self._link = PacedLink(ssd_bytes_per_s)
-        self._threads = ThreadPoolExecutor(
-            workers, thread_name_prefix="transfer", initializer=use_threads, initargs=(operator_threads,)
-        )
+        self._threads = DaemonThreads(workers, "transfer", lambda: use_threads(operator_threads))
         self._stopping = Flag()
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
@@ -147,32 +149,41 @@ class Transfers:
                 ssd_bytes_per_s=self._link.bytes_per_s,
             )
 
-    def stop(self) -> None:
-        """End the loads in flight, each with its answer; then the threads."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the loads in flight, each with its answer; then the threads. False if that took longer."""
         self._stopping.set()
-        self._threads.shutdown()
-        self._staging.close()
+        has_ended = self._threads.stop(timeout_s)
+        if has_ended:
+            self._staging.close()
+        return has_ended
 
     def _carry_out(self, effect: StartLoad, slot: Slot) -> None:
         store = self._stores[effect.pool]
         started = time.monotonic()
         try:
             self._load(effect, store, slot)
-        except errors.WeightsError as error:
-            answer: Loaded | LoadFailed = self._failed(effect, error.message, permanent=True)
-        except (errors.CoServeError, OSError, MemoryError) as error:
-            answer = self._failed(effect, str(error) or type(error).__name__, permanent=False)
-        except Exception as error:
-            logger.exception("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool)
-            self._count("unexpected_errors", 1)
-            answer = self._failed(effect, f"{type(error).__name__}: {error}", permanent=False)
+        except Exception as error:  # noqa: BLE001 - nothing passes: the load is answered by what it says
+            store.abandon(slot)
+            self._answer(self._unloaded(effect, error))
         else:
             store.commit(slot)
-            answer = Loaded(effect.load)
             self._finished(effect, time.monotonic() - started)
-        if isinstance(answer, LoadFailed):
-            store.abandon(slot)
-        self._answer(answer)
+            self._answer(Loaded(effect.load))
+
+    def _unloaded(self, effect: StartLoad, error: Exception) -> LoadFailed | Breakdown:
+        """What an error makes of a load: the boundary of these threads."""
+        lost = self._watch.lost_by(error)
+        if lost is not None:
+            return Breakdown(lost)
+        if isinstance(error, errors.WeightsCorrupt):
+            error = self._looked_into(error, self._copies[effect.copy])
+        if isinstance(error, errors.WeightsError):
+            return self._failed(effect, error.message, permanent=True)
+        if isinstance(error, (errors.CoServeError, OSError, MemoryError)):
+            return self._failed(effect, str(error) or type(error).__name__, permanent=False)
+        logger.error("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool, exc_info=error)
+        self._count("unexpected_errors", 1)
+        return self._failed(effect, f"{type(error).__name__}: {error}", permanent=False)
 
     def _load(self, effect: StartLoad, store: SlotStore, slot: Slot) -> None:
         store.materialise(slot)
@@ -213,6 +224,32 @@ class Transfers:
 
             self._segments.stream(segment, buffer, expert, copy_on)
 
+    def _looked_into(self, error: errors.WeightsCorrupt, copy: ExpertCopy) -> errors.ExpertError:
+        """What is to be said, and done, about weights that were found corrupt."""
+        try:
+            gone = self._segments.discard_corrupt(copy.packed)
+        except (errors.LoadFailed, OSError) as refusal:
+            logger.warning("corrupt_file_kept expert=%s reason=%s: %s", error.expert, refusal, error.message)
+            return error
+        if gone is None:
+            logger.warning(
+                "corrupt_file_kept expert=%s reason=the line is being packed: %s", error.expert, error.message
+            )
+            return error
+        if not gone:
+            return errors.LoadFailed(error.expert, f"{error.message}; looked at again it is sound: trying again")
+        for file in gone:
+            logger.error(
+                "corrupt_file_dropped expert=%s file=%s: the next start packs it anew from %s",
+                error.expert, file, copy.expert.weights,
+            )  # fmt: skip
+        files = ", ".join(map(str, gone))
+        return errors.WeightsCorrupt(
+            error.expert,
+            f"{files} was not what was packed and has been removed: start again, and it is packed anew from "
+            f"{copy.expert.weights}",
+        )
+
     def _failed(self, effect: StartLoad, reason: str, *, permanent: bool) -> LoadFailed:
         self._count("failed", 1)
         logger.warning(
@@ -231,7 +268,7 @@ class Transfers:
         with self._lock:
             self._counts[name] += by
 
-    def _answer(self, answer: Loaded | LoadFailed) -> None:
+    def _answer(self, answer: Loaded | LoadFailed | Breakdown) -> None:
         self._count("in_flight", -1)
         self._post(answer)
 

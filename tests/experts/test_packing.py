@@ -206,6 +206,17 @@ def test_an_expert_added_later_shares_with_those_packed_before(files, store, mak
     assert shared_written
 
 
+def test_a_packed_file_that_packing_finds_corrupt_is_made_anew_the_next_time(files, store):
+    old = files.fake("cls/old", shared={"backbone": 2 * MIB})
+    path = store.segment_path(packed_in(store, [old])["cls/old"].own.sha256)
+    content = path.read_bytes()
+    path.write_bytes(content[:5000] + b"spoiled" + content[5007:])
+    experts = [old, files.fake("cls/new", shared={"backbone": 2 * MIB})]
+    failed = pack(store, experts).failed
+    assert any(isinstance(error, WeightsCorrupt) and str(path) in error.message for error in failed.values())
+    check_sound(store, packed_in(store, experts))
+
+
 def test_a_third_holder_reuses_the_shared_file(files, store):
     experts = [files.fake(f"cls/{number}", shared={"backbone": 2 * MIB}) for number in range(3)]
     two = packed_in(store, experts[:2])

@@ -39,6 +39,33 @@ def rewrite(path, content):
     os.utime(path, ns=(later_ns, later_ns))
 
 
+def with_program(store, own, program):
+    """An expert of one segment and a program that lie in the store."""
+    sha256 = hashlib.sha256(program).hexdigest()
+    store.program_path(sha256).parent.mkdir(parents=True)
+    store.program_path(sha256).write_bytes(program)
+    return PackedExpert("cls/x", "onnx", "fp32", "", "", written(store, own), (), sha256)
+
+
+@pytest.mark.parametrize("spoiled", [set(), {"own"}, {"program"}, {"own", "program"}], ids=str)
+def test_only_files_that_are_not_what_was_packed_are_discarded(store, spoiled):
+    packed = with_program(store, random_bytes(8192), b"graph")
+    paths = {"own": store.segment_path(packed.own.sha256), "program": store.program_path(packed.program_sha256)}
+    for name in spoiled:
+        spoil(paths[name], place=2)
+    assert store.discard_corrupt(packed) == tuple(path for name, path in paths.items() if name in spoiled)
+    assert {name for name, path in paths.items() if not path.exists()} == spoiled
+    assert store.discard_corrupt(packed) == tuple(path for name, path in paths.items() if name in spoiled)
+
+
+def test_nothing_is_discarded_while_somebody_packs(store):
+    packed = with_program(store, random_bytes(8192), b"graph")
+    spoil(store.segment_path(packed.own.sha256))
+    with store.locked():
+        assert store.discard_corrupt(packed) is None
+    assert store.segment_path(packed.own.sha256).exists()
+
+
 @pytest.fixture
 def buffer():
     buffer = AlignedBuffer(PARTS_BYTES)

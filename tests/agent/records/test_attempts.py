@@ -51,6 +51,16 @@ def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path: P
     assert AttemptLog(path).attempts("a") == 0
 
 
+def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path: Path) -> None:
+    AttemptLog(path).begun(["a"])
+    log = AttemptLog(path)
+    log.begun(["a", "b"])
+    log.forgive()
+    log.begun(["c"])
+    again = AttemptLog(path)
+    assert [again.attempts(key) for key in "abc"] == [1, 0, 1]
+
+
 def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path) -> None:
     log = AttemptLog(path)
     log.begun(["a\n~é"])

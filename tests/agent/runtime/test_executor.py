@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -15,6 +16,7 @@ from agent.core.events import BatchFailed, Finished
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device import HostMemory, detect
+from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.executor import (
     BatchExecutor,
     ByteGate,
@@ -25,7 +27,7 @@ from agent.runtime.executor import (
     threads_per_executor,
 )
 from agent.runtime.slots import SkeletonShelf, SlotStore
-from experts.errors import MemoryExceeded, OutputInvalid
+from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
 from experts.expert import Box, Prediction
 
 ROOMY = 64 * 1024 * 1024
@@ -35,13 +37,13 @@ PATIENCE_S = 30.0
 class Desk:
     """One executor over a host memory, driven by hand."""
 
-    def __init__(self, line):
+    def __init__(self, line, watch=None):
         self.line = line
         self.store = SlotStore(HostMemory(), ROOMY, ("cpu",), SkeletonShelf(line.segments))
         self.answers = SimpleQueue()
         self.preparation = Preparation(2, max_pixels=1_000_000)
         spec = ExecutorSpec(0, "cpu", "host")
-        self.executor = BatchExecutor(spec, self.store, self.preparation, self.answers.put, threads=1)
+        self.executor = BatchExecutor(spec, self.store, self.preparation, self.answers.put, threads=1, watch=watch)
         self.executor.start()
         self.batches = 0
 
@@ -215,6 +217,57 @@ def test_scores_of_boxes_must_be_numbers_too(line):
     broken = Prediction("ok", 0.5, (Box("ok", float("inf"), 0, 0, 1, 1),))
     assert checked(sound, expert) == sound
     assert isinstance(checked(broken, expert), Rejected)
+
+
+class BrokenSkeleton:
+    """Raises whatever it is asked."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def bind(self, tensors):
+        """It has no weights."""
+
+    def infer(self, expert, batch):
+        raise self.error
+
+
+def break_skeleton(slot, error):
+    binding = slot.housing.bindings["cpu"]
+    slot.housing.bindings["cpu"] = replace(binding, skeleton=BrokenSkeleton(error))
+
+
+def test_a_batch_that_finds_its_device_lost_is_not_failed(desk, line):
+    break_skeleton(desk.load("own-0"), torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    answer = desk.run("own-0", line.pixels(0))
+    assert isinstance(answer, Breakdown)
+    assert isinstance(answer.error, DeviceLost)
+    assert desk.executor.statistics().failed == 0
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_after_an_unclear_error_of_a_batch_the_device_is_asked(line, is_lost):
+    asked = []
+
+    def ask():
+        asked.append("ask")
+        if is_lost:
+            raise torch.AcceleratorError("CUDA error: unknown error")
+
+    desk = Desk(line, DeviceWatch("cuda", ask))
+    break_skeleton(desk.load("own-0"), RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
+    assert isinstance(desk.run("own-0", line.pixels(0)), Breakdown if is_lost else BatchFailed)
+    assert asked == ["ask"]
+    desk.close()
+
+
+def test_a_batch_without_memory_is_failed_and_a_smaller_one_may_run(line):
+    desk = Desk(line, DeviceWatch("cuda", lambda: None))
+    break_skeleton(desk.load("own-0"), torch.OutOfMemoryError("CUDA out of memory"))
+    answer = desk.run("own-0", line.pixels(0))
+    assert isinstance(answer, BatchFailed)
+    assert answer.out_of_memory
+    desk.close()
 
 
 def test_an_allocation_that_torch_refuses_is_out_of_memory():

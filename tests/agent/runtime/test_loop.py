@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import queue
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import agent.runtime.loop
 from agent.core import effects
 from agent.core.engine import Engine
 from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Limits, Performance, PoolSpec
@@ -19,9 +23,12 @@ from agent.runtime.device import detect
 from agent.runtime.executor import EncodedImage, ImageFile
 from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
 from agent.runtime.probe import footprint_of
-from experts.errors import AgentCrashed, MemoryExceeded
+from agent.runtime.slots import SlotStore
+from experts.backends.classifier import ClassifierBackend, ClassifierSkeleton
+from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded, WorkOverdue
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
+from experts.weights import SegmentStore
 
 PATIENCE_S = 60.0
 WORKSPACE_BYTES = 64 * 1024 * 1024
@@ -32,7 +39,18 @@ ANY = frozenset({"ok", "missing", "tombstone"})
 class Agent:
     """An agent over a line, with its outcomes in ``outcomes``."""
 
-    def __init__(self, line, *, box="cpu", executors=None, room=3, policy="coserve", on_outcome=None, ssd_rate=None):
+    def __init__(
+        self,
+        line,
+        *,
+        box="cpu",
+        executors=None,
+        room=3,
+        policy="coserve",
+        on_outcome=None,
+        ssd_rate=None,
+        clock=time.monotonic,
+    ):
         self.line = line
         self.outcomes = {}
         self.box = replace(detect(box), cores=1)
@@ -46,7 +64,7 @@ class Agent:
         self.loop = assemble(
             self.engine, self.box, specs, limits, line.copies, line.segments,
             on_outcome or self.outcomes.__setitem__,
-            LoopOptions(checks_invariants=True, ssd_bytes_per_s=ssd_rate),
+            LoopOptions(checks_invariants=True, ssd_bytes_per_s=ssd_rate), self.profile(specs), clock,
         )  # fmt: skip
 
     def graph(self):
@@ -248,6 +266,166 @@ def test_what_the_caller_raises_stops_the_agent_and_is_told(line):
     assert told.get(timeout=PATIENCE_S) is crash
     with pytest.raises(AgentCrashed, match="results"):
         agent.loop.stop()
+
+
+class LostSkeleton:
+    """What every module of a device is when its context is gone."""
+
+    def bind(self, tensors):
+        """Nothing is checked before it runs."""
+
+    def infer(self, expert, batch):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypatch):
+    monkeypatch.setattr(ClassifierBackend, "skeleton", lambda *_: LostSkeleton())
+    agent = Agent(line, executors=[ExecutorSpec(number, "cpu", "host") for number in range(2)])
+    told = queue.SimpleQueue()
+    agent.loop.when_crashed(told.put)
+    agent.loop.start()
+    for component in ("own-0", "own-1", "twin-0", "wide"):
+        for number in range(4):
+            with suppress(RuntimeError):  # it has crashed already
+                agent.loop.submit(line.pixels(number), component=component)
+    crash = told.get(timeout=PATIENCE_S)
+    assert isinstance(crash.error, DeviceLost)
+    with pytest.raises(AgentCrashed, match="illegal memory access"):
+        agent.loop.stop()
+    assert agent.outcomes == {}
+    assert agent.loop.statistics().engine.quarantined == {}
+
+
+def test_statistics_and_evictions_that_find_the_device_lost_end_the_agent_too(line, monkeypatch):
+    def lost(*_):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    for name in ("statistics", "evict"):
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotStore, name, lost)
+            agent = Agent(line, room=1)
+            told = queue.SimpleQueue()
+            agent.loop.when_crashed(told.put)
+            agent.loop.start()
+            if name == "evict":
+                agent.loop.submit(line.pixels(0), component="own-0")
+                agent.loop.submit(line.pixels(0), component="wide")
+            else:
+                with pytest.raises(torch.AcceleratorError):
+                    agent.loop.statistics()
+            assert told.get(timeout=PATIENCE_S).error.args == ("CUDA error: unspecified launch failure",)
+            assert agent.outcomes.keys() <= {1}
+            with pytest.raises(AgentCrashed, match="launch failure"):
+                agent.loop.stop()
+
+
+def test_a_memory_that_a_lost_device_does_not_give_back_hides_no_crash(line, monkeypatch):
+    def refuse(_store):
+        raise BackendUnavailable("cuda", "cudaHostUnregister failed with status 700")
+
+    monkeypatch.setattr(ClassifierBackend, "skeleton", lambda *_: LostSkeleton())
+    monkeypatch.setattr(SlotStore, "close", refuse)
+    agent = Agent(line)
+    agent.loop.start()
+    agent.loop.submit(line.pixels(0), component="own-0")
+    assert not agent.loop.wait_until_drained(PATIENCE_S)
+    with pytest.raises(AgentCrashed, match="illegal memory access"):
+        agent.loop.stop()
+
+
+class Clock:
+    """Monotonic seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Hang:
+    """Something that every batch, or every load, waits for without end, until the test is over."""
+
+    def __init__(self, monkeypatch, what):
+        self.entered, self.released = threading.Event(), threading.Event()
+        owner, name = {"batch": (ClassifierSkeleton, "infer"), "load": (SegmentStore, "read")}[what]
+        monkeypatch.setattr(owner, name, self._wait)
+
+    def _wait(self, *_):
+        self.entered.set()
+        self.released.wait()
+        raise OSError("released")
+
+
+LIMITS = LoopOptions().ages
+
+
+@pytest.fixture(params=["batch", "load"])
+def hanging(request, line, monkeypatch):
+    """An agent of which a batch or a load hangs, with its clock; what hangs is let go in the end."""
+    monkeypatch.setattr(agent.runtime.loop, "STOP_S", 0.1)
+    hang, clock = Hang(monkeypatch, request.param), Clock()
+    started = Agent(line, clock=clock)
+    started.loop.start()
+    started.loop.submit(line.pixels(0), component="own-0")
+    assert hang.entered.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    while request.param == "batch" and started.loop.statistics().oldest_load_s is not None:
+        assert time.monotonic() < deadline  # experts are still placed: those loads would be as old as the batch
+    yield started, clock, request.param
+    hang.released.set()
+
+
+def test_what_hangs_is_told_once_and_then_ends_the_agent(hanging, caplog):
+    hung, clock, what = hanging
+    told = queue.SimpleQueue()
+    hung.loop.when_crashed(told.put)
+    ages = {"batch": "oldest_batch_s", "load": "oldest_load_s"}
+    clock.now += LIMITS.told_s - 1
+    assert getattr(hung.loop.statistics(), ages[what]) == LIMITS.told_s - 1
+    for _ in range(3):  # looks
+        hung.loop.statistics()
+    assert "overdue" not in caplog.text
+    clock.now += 1
+    for _ in range(3):
+        hung.loop.statistics()
+    assert caplog.text.count("overdue") == {"batch": 1, "load": 2}[what]  # two loads are in flight at a time
+    assert f"the {what} of" in caplog.text
+    clock.now += LIMITS.ended_s - LIMITS.told_s - 1
+    hung.loop.statistics()
+    assert hung.loop.crash is None
+    clock.now += 1
+    hung.loop.statistics()
+    crash = told.get(timeout=PATIENCE_S)
+    assert isinstance(crash.error, WorkOverdue)
+    assert f"the {what} of" in str(crash)
+    assert "600 s" in str(crash)
+    assert crash.leaves_threads
+    with pytest.raises(AgentCrashed, match="dmesg"):
+        hung.loop.stop()
+    assert "threads_left_behind" in caplog.text
+    assert hung.outcomes == {}
+
+
+def test_a_process_that_was_held_for_hours_is_not_ended_for_it(hanging, caplog):
+    hung, clock, _ = hanging
+    clock.now += 10 * LIMITS.ended_s
+    for _ in range(3):
+        hung.loop.statistics()
+    assert "overdue" in caplog.text
+    assert hung.loop.crash is None
+    hung.loop.stop()
+
+
+def test_what_was_answered_has_no_age(line):
+    clock = Clock()
+    with Agent(line, clock=clock) as agent:
+        agent.loop.submit(line.pixels(0), component="own-0")
+        agent.settle()
+        clock.now += 10 * LIMITS.ended_s
+        statistics = agent.loop.statistics()
+        assert (statistics.oldest_batch_s, statistics.oldest_load_s) == (None, None)
+        assert agent.loop.statistics().requests_in_flight == 0
 
 
 def test_draining_waits_for_requests_and_not_for_loads(line):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from contextlib import closing
 from queue import SimpleQueue
 
 import psutil
@@ -14,10 +15,13 @@ import torch
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.device import EmulatedMemory, HostMemory
+from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends import backend_for
+from experts.expert import Precision
+from experts.packing import pack_line
 from experts.weights import Segment, SegmentStore
 
 ROOMY = 64 * 1024 * 1024
@@ -27,11 +31,11 @@ PATIENCE_S = 30.0
 class Yard:
     """Host and device memory with the transfers between them, driven by hand."""
 
-    def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None):
+    def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None, watch=None):
         self.line = line
         self.shelf = SkeletonShelf(line.segments)
         self.host = SlotStore(HostMemory(), ROOMY, ("cpu",), self.shelf)
-        self.device = SlotStore(EmulatedMemory(device_bytes), device_bytes, ("cpu",), self.shelf)
+        self.device = SlotStore(device or EmulatedMemory(device_bytes), device_bytes, ("cpu",), self.shelf)
         self.answers = SimpleQueue()
         self.transfers = Transfers(
             {"host": self.host, "device": self.device},
@@ -40,6 +44,7 @@ class Yard:
             HostMemory(),
             self.answers.put,
             ssd_bytes_per_s=ssd_bytes_per_s,
+            watch=watch,
         )
         self.loads = 0
 
@@ -201,6 +206,108 @@ def test_weights_that_go_bad_after_they_were_read_once_are_found_out(breakable_l
     yard.close()
 
 
+def is_packed_whole(line, name):
+    """Do all files of an expert lie there with the bytes they were packed with?"""
+    packed = line.copy(name).packed
+    for segment in packed.segments:
+        line.segments.verify(segment, packed.expert)
+    return True
+
+
+@pytest.mark.parametrize("damage", [damage_by_cutting, damage_by_flipping])
+@pytest.mark.parametrize("pool", ["host", "device"])
+def test_a_packed_file_found_corrupt_is_dropped_and_the_next_packing_makes_it_anew(
+    breakable_line, damage, pool, caplog
+):
+    line = breakable_line
+    yard = Yard(line)
+    file = line.file_of("own-1")
+    damage(file)
+    yard.start("own-1", "ssd", pool)
+    answer = yard.answer()
+    assert answer.permanent
+    assert f"{file} was not what was packed and has been removed" in answer.reason
+    assert not file.exists()
+    assert f"corrupt_file_dropped expert=cls/own-1 file={file}" in caplog.text
+    assert "load_failed expert=cls/own-1" in caplog.text
+    assert not pack_again(line).failed
+    assert is_packed_whole(line, "own-1")
+    yard.load("own-1", "ssd", pool)
+    yard.close()
+
+
+def test_a_shared_file_found_corrupt_is_made_anew_for_all_that_share_it(breakable_line):
+    line = breakable_line
+    yard = Yard(line)
+    trunk = line.segments.segment_path(line.copy("twin-0").packed.shared[0].sha256)
+    damage_by_flipping(trunk)
+    for number in range(3):
+        yard.start(f"twin-{number}")
+    reasons = [yard.answer().reason for _ in range(3)]
+    assert all(str(trunk) in reason for reason in reasons)
+    assert not trunk.exists()
+    own = [line.file_of(f"twin-{number}") for number in range(3)]
+    assert all(file.exists() for file in own)
+    assert not pack_again(line).failed
+    for number in range(3):
+        assert is_packed_whole(line, f"twin-{number}")
+        yard.load(f"twin-{number}")
+    yard.close()
+
+
+class MisreadingStore(SegmentStore):
+    """Finds bytes wrong that lie on the disk as they should."""
+
+    def read(self, segment, buffer, expert):
+        raise errors.WeightsCorrupt(expert, f"{self.segment_path(segment.sha256)} does not have the sha256")
+
+
+def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_tried_again(breakable_line):
+    segments = MisreadingStore(breakable_line.segments.directory)
+    yard = Yard(breakable_line, segments)
+    yard.start("own-1")
+    answer = yard.answer()
+    assert not answer.permanent
+    assert "sound" in answer.reason
+    assert breakable_line.file_of("own-1").exists()
+    yard.close()
+    segments.close()
+
+
+def test_while_somebody_packs_a_corrupt_file_stays_and_its_owner_is_told_to_delete_it(breakable_line):
+    yard = Yard(breakable_line)
+    damage_by_flipping(breakable_line.file_of("own-1"))
+    with SegmentStore(breakable_line.segments.directory).locked():
+        yard.start("own-1")
+        answer = yard.answer()
+    assert answer.permanent
+    assert "delete it and start again" in answer.reason
+    assert breakable_line.file_of("own-1").exists()
+    yard.close()
+
+
+def test_a_corrupt_file_that_the_disk_does_not_let_go_is_told(breakable_line, monkeypatch, caplog):
+    yard = Yard(breakable_line)
+    damage_by_flipping(breakable_line.file_of("own-1"))
+
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(type(breakable_line.file_of("own-1")), "unlink", refuse)
+    yard.start("own-1")
+    answer = yard.answer()
+    assert answer.permanent
+    assert "delete it and start again" in answer.reason
+    assert "Read-only file system" in caplog.text
+    yard.close()
+
+
+def pack_again(line):
+    experts = [copy.expert for copy in line.copies.values()]
+    with closing(SegmentStore(line.segments.directory)) as store:
+        return pack_line(experts, lambda _: {Precision.FP32}, store)
+
+
 def test_a_copy_that_nobody_packed_fails_for_good(yard):
     yard.start("unknown")
     assert yard.answer().permanent
@@ -221,6 +328,42 @@ def test_a_full_device_is_no_fault_of_the_weights(line):
     assert isinstance(answer, LoadFailed)
     assert not answer.permanent
     assert yard.device.statistics().slots == 1
+    yard.close()
+
+
+class FailingMemory(EmulatedMemory):
+    """A device whose copies fail."""
+
+    def __init__(self, error):
+        super().__init__(ROOMY)
+        self.error = error
+
+    def fill(self, region, offset_bytes, source):
+        raise self.error
+
+
+@pytest.mark.parametrize("source", ["ssd", "host"])
+def test_a_load_that_finds_its_device_lost_is_not_failed(line, source):
+    yard = Yard(line, device=FailingMemory(torch.AcceleratorError("CUDA error: unspecified launch failure")))
+    yard.load("own-0")
+    yard.start("own-0", source, "device")
+    answer = yard.answer()
+    assert isinstance(answer, Breakdown)
+    assert isinstance(answer.error, errors.DeviceLost)
+    assert yard.transfers.statistics().failed == 0
+    yard.close()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_after_an_unclear_error_of_a_load_the_device_is_asked(line, is_lost):
+    def ask():
+        if is_lost:
+            raise torch.AcceleratorError("CUDA error: unknown error")
+
+    refused = errors.BackendUnavailable("cuda", "cudaHostRegister failed with status 2")
+    yard = Yard(line, device=FailingMemory(refused), watch=DeviceWatch("cuda", ask))
+    yard.start("own-0", "ssd", "device")
+    assert isinstance(yard.answer(), Breakdown if is_lost else LoadFailed)
     yard.close()
 
 

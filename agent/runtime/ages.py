@@ -1,0 +1,173 @@
+"""How long what was started has been open: batches and loads that have no answer yet.
+
+Work that fails answers; work that hangs, in the kernel or in a driver, never does, and no thread can be ended from
+outside. So its age is told once, past one limit, and past another it ends the agent, which is all that helps: another
+process asks the drive and the device anew, and what was under way waits in `.work`.
+
+Guarantees: nothing ends the agent that was not told ``ended_s - told_s`` before, by the loop's own looks: a process
+that was held for hours and goes on is not ended for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.core.effects import StartBatch, StartLoad
+from agent.core.performance import SSD
+from experts.errors import WorkOverdue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgeLimits:
+    """Ages of an open batch or load: the larger of seconds and a multiple of the predicted time.
+
+    Generous, as a wrong end costs a restart: first reads of a cold disk and batches beside a packing take many times
+    what was predicted, but not minutes.
+    """
+
+    told_s: float = 120.0
+    told_multiple: float = 20.0
+    ended_s: float = 600.0
+    ended_multiple: float = 100.0
+
+    def told_after_s(self, predicted_s: float) -> float:
+        """The age at which work of this predicted time is told of."""
+        return max(self.told_s, self.told_multiple * predicted_s)
+
+    def ended_after_s(self, predicted_s: float) -> float:
+        """The age at which it ends the agent."""
+        return max(self.ended_s, self.ended_multiple * predicted_s)
+
+
+class Forecast:
+    """The seconds that batches and loads are predicted to take; 0 where nothing is known of them."""
+
+    def __init__(
+        self, profile: DeviceProfile | None, executors: Sequence[ExecutorSpec], ssd_bytes_per_s: float | None = None
+    ) -> None:
+        self._columns: Mapping[str, Mapping[str, ExpertProfile]] = {} if profile is None else profile.experts
+        self._processors = {spec.id: spec.processor for spec in executors}
+        self._ssd_bytes_per_s = ssd_bytes_per_s
+
+    def batch_s(self, effect: StartBatch) -> float:
+        """Section 4.2's prediction of one batch."""
+        batch = effect.batch
+        row = self._columns.get(self._processors.get(batch.executor, ""), {}).get(batch.expert)
+        return 0.0 if row is None else row.performance.latency_s(len(batch.requests))
+
+    def load_s(self, effect: StartLoad, waiting_bytes: int) -> float:
+        """Of one load behind others of the same link; ``waiting_bytes`` of all of them, where the link is held back."""
+        rows = (column.get(effect.expert) for column in self._columns.values())
+        measured_s = max((row.load_s.get(effect.source, 0.0) for row in rows if row is not None), default=0.0)
+        is_paced = effect.source == SSD and self._ssd_bytes_per_s is not None
+        return max(measured_s, waiting_bytes / self._ssd_bytes_per_s) if is_paced else measured_s  # type: ignore[operator]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """One batch or load under way. ``told_at_s``: when its age was told, once it was."""
+
+    effect: StartBatch | StartLoad
+    opened_at_s: float
+    predicted_s: float
+    told_at_s: float | None = None
+
+    def due_s(self, limits: AgeLimits) -> float:
+        """When it is to be told, and after that when it ends the agent."""
+        told_after_s = limits.told_after_s(self.predicted_s)
+        if self.told_at_s is None:
+            return self.opened_at_s + told_after_s
+        return self.told_at_s + limits.ended_after_s(self.predicted_s) - told_after_s
+
+
+class OpenWork:
+    """The batches and loads under way, by number. One thread, which says what time it is: monotonic seconds."""
+
+    def __init__(self, limits: AgeLimits, forecast: Forecast) -> None:
+        self._limits = limits
+        self._forecast = forecast
+        self._batches: dict[int, _Opened] = {}
+        self._loads: dict[int, _Opened] = {}
+
+    @property
+    def batches(self) -> int:
+        """How many are under way."""
+        return len(self._batches)
+
+    @property
+    def loads(self) -> int:
+        """How many are under way."""
+        return len(self._loads)
+
+    def open_batch(self, effect: StartBatch, now: float) -> None:
+        """It was started."""
+        self._batches[effect.batch.id] = _Opened(effect, now, self._forecast.batch_s(effect))
+
+    def open_load(self, effect: StartLoad, now: float) -> None:
+        """It was started."""
+        waiting = [opened.effect for opened in self._loads.values()]
+        waiting_bytes = sum(each.size_bytes for each in waiting if isinstance(each, StartLoad))
+        predicted_s = self._forecast.load_s(effect, waiting_bytes + effect.size_bytes)
+        self._loads[effect.load] = _Opened(effect, now, predicted_s)
+
+    def close_batch(self, batch: int) -> None:
+        """It was answered."""
+        self._batches.pop(batch, None)
+
+    def close_load(self, load: int) -> None:
+        """It was answered."""
+        self._loads.pop(load, None)
+
+    def oldest_batch_s(self, now: float) -> float | None:
+        """The age of the oldest one; None where none is under way."""
+        return _oldest_s(self._batches.values(), now)
+
+    def oldest_load_s(self, now: float) -> float | None:
+        """The age of the oldest one; None where none is under way."""
+        return _oldest_s(self._loads.values(), now)
+
+    def next_due_s(self) -> float | None:
+        """When ``look`` has something to do if nothing is answered before."""
+        return min((opened.due_s(self._limits) for opened in self._all()), default=None)
+
+    def look(self, now: float) -> None:
+        """Tell of what has grown too old. Raises WorkOverdue for what will not be waited for any longer."""
+        for opened in self._all():
+            if now < opened.due_s(self._limits):
+                continue
+            age_s = now - opened.opened_at_s
+            if opened.told_at_s is not None:
+                raise WorkOverdue(_described(opened.effect), age_s, _advice(opened.effect))
+            opened.told_at_s = now
+            logger.error(
+                "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; the agent ends in %.0f s if it does not",
+                age_s, opened.predicted_s, _described(opened.effect), opened.due_s(self._limits) - now,
+            )  # fmt: skip
+
+    def _all(self) -> tuple[_Opened, ...]:
+        return (*self._batches.values(), *self._loads.values())
+
+
+def _oldest_s(opened: Iterable[_Opened], now: float) -> float | None:
+    return max((now - each.opened_at_s for each in opened), default=None)
+
+
+def _described(effect: StartBatch | StartLoad) -> str:
+    if isinstance(effect, StartLoad):
+        return f"the load of {effect.expert} from {effect.source} to {effect.pool}"
+    return f"the batch of {len(effect.batch.requests)} for {effect.batch.expert} on executor {effect.batch.executor}"
+
+
+def _advice(effect: StartBatch | StartLoad) -> str:
+    if isinstance(effect, StartLoad) and effect.source == SSD:
+        return "look for errors of the drive under `state` in dmesg"
+    return "look for errors of the device and of its driver in dmesg"

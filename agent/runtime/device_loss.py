@@ -1,0 +1,95 @@
+"""Tells an accelerator that is lost from a batch or a load that failed.
+
+After some errors (an illegal access, an uncorrectable ECC error, a GPU that fell off the bus) whatever this process
+asks of the device fails, for every expert alike, and only another process gets a context that works. Such an error says
+nothing of the expert or the images that it struck first: it ends the agent, and what was under way waits for the next.
+
+Guarantees: an error that names such a cause is a loss; after every other one, running out of memory among them, the
+device is asked, and as long as it answers it is not lost. Without an accelerator there is nobody to ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.errors import DeviceLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.runtime.device import Box
+
+SPEAKERS = ("cuda error", "cuda failure", "cuda driver error", "hip error")  # torch, ONNX Runtime, torch again
+LOSSES = (  # in the words of cudaGetErrorString
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "hardware stack error",
+    "device-side assert",
+    "unspecified launch failure",
+    "launch timed out and was terminated",
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "context is destroyed",
+    "busy or unavailable",
+    "no cuda-capable device",
+    "driver shutting down",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """What a thread posts in the place of an answer when the agent cannot go on."""
+
+    error: Exception
+
+
+class DeviceWatch:
+    """Asked about every batch and load that failed, from the thread it failed on.
+
+    ``ask`` waits for the device and raises when it does not work; None where there is no accelerator.
+    """
+
+    def __init__(self, device: str = "cpu", ask: Callable[[], None] | None = None) -> None:
+        self._device = device
+        self._ask = ask
+
+    def lost_by(self, error: Exception) -> DeviceLost | None:
+        """The loss behind an error; None where the device still works, or none had a part in it."""
+        if names_a_loss(error):
+            return DeviceLost(self._device, _said(error))
+        if self._ask is None:
+            return None
+        try:
+            self._ask()
+        except torch.OutOfMemoryError:
+            return None
+        except Exception as refusal:  # noqa: BLE001 - whatever it says, it does not work
+            return DeviceLost(self._device, f"{_said(refusal)} (after {_said(error)})")
+        return None
+
+
+def watch_of(box: Box) -> DeviceWatch:
+    """The watch over a box's accelerator."""
+    if "cuda" in box.processors:
+        return DeviceWatch("cuda", torch.cuda.synchronize)
+    if "mps" in box.processors:
+        return DeviceWatch("mps", torch.mps.synchronize)
+    return DeviceWatch()
+
+
+def names_a_loss(error: Exception) -> bool:
+    """Does the error itself say that nothing more will run?"""
+    text = str(error).lower()
+    speaks = isinstance(error, torch.AcceleratorError) or any(speaker in text for speaker in SPEAKERS)
+    return speaks and any(loss in text for loss in LOSSES)
+
+
+def _said(error: Exception) -> str:
+    """The first line of its text: torch appends advice for programmers."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

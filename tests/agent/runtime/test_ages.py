@@ -1,0 +1,97 @@
+"""Ages of open work, by predictions and limits; without a thread or a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.effects import StartBatch, StartLoad
+from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance
+from agent.core.request import Batch
+from agent.runtime.ages import AgeLimits, Forecast, OpenWork
+from experts.errors import WorkOverdue
+
+LIMITS = AgeLimits(told_s=10.0, told_multiple=2.0, ended_s=50.0, ended_multiple=5.0)
+PERFORMANCE = Performance(K_s=4.0, B_s=2.0, max_batch=8, workspace_bytes=0)
+PROFILE = DeviceProfile({"cpu": {"cls/slow": ExpertProfile("slow", PERFORMANCE, Footprint(1), {"ssd": 30.0})}})
+EXECUTORS = [ExecutorSpec(0, "cpu", "host")]
+
+
+def batch_of(expert, size, number=1):
+    return StartBatch(Batch(number, 0, expert, expert, tuple(range(size)), 0))
+
+
+def load_of(expert, number=1, size_bytes=1000, source="ssd"):
+    return StartLoad(number, expert, expert, source, "host", size_bytes)
+
+
+def open_work(profile=PROFILE, ssd_bytes_per_s=None):
+    return OpenWork(LIMITS, Forecast(profile, EXECUTORS, ssd_bytes_per_s))
+
+
+@pytest.mark.parametrize("profile", [None, PROFILE])
+def test_work_of_which_nothing_is_known_has_the_least_limits(profile, caplog):
+    work = open_work(profile)
+    work.open_batch(batch_of("cls/unknown", 1), 100.0)
+    assert work.next_due_s() == 110.0
+    work.look(109.9)
+    assert not caplog.records
+    work.look(110.0)
+    work.look(149.9)
+    assert len(caplog.records) == 1
+    with pytest.raises(WorkOverdue, match="the batch of 1 for cls/unknown on executor 0"):
+        work.look(150.0)
+
+
+def test_limits_grow_with_what_was_predicted():
+    work = open_work()
+    work.open_batch(batch_of("cls/slow", 8), 0.0)  # 34 s
+    assert work.next_due_s() == 68.0
+    work.look(68.0)
+    assert work.next_due_s() == 170.0
+    work.close_batch(1)
+    work.open_load(load_of("cls/slow"), 0.0)  # 30 s
+    assert work.next_due_s() == 60.0
+
+
+def test_loads_that_are_held_to_a_rate_wait_for_one_another():
+    work = open_work(ssd_bytes_per_s=10.0)
+    work.open_load(load_of("cls/unknown", 1), 0.0)  # 100 s
+    work.open_load(load_of("cls/unknown", 2), 0.0)  # 200 s, behind the first
+    assert work.next_due_s() == 200.0
+    work.close_load(1)
+    assert work.next_due_s() == 400.0
+
+
+def test_a_load_from_a_memory_in_front_is_held_to_no_rate():
+    work = open_work(ssd_bytes_per_s=10.0)
+    work.open_load(load_of("cls/unknown", source="host"), 0.0)
+    assert work.next_due_s() == 10.0
+
+
+def test_the_oldest_of_each_counts_and_what_was_answered_does_not():
+    work = open_work()
+    assert (work.oldest_batch_s(5.0), work.oldest_load_s(5.0), work.next_due_s()) == (None, None, None)
+    for number in range(3):
+        work.open_batch(batch_of("cls/unknown", 1, number), float(number))
+        work.open_load(load_of("cls/unknown", number), 2.0 + number)
+    work.close_batch(0)
+    work.close_batch(7)
+    assert (work.oldest_batch_s(5.0), work.oldest_load_s(5.0)) == (4.0, 3.0)
+    assert (work.batches, work.loads) == (2, 3)
+
+
+def test_what_is_told_names_the_link_its_age_and_what_comes_next(caplog):
+    work = open_work()
+    work.open_load(load_of("cls/unknown"), 0.0)
+    work.look(12.0)
+    assert "age_s=12" in caplog.text
+    assert "the load of cls/unknown from ssd to host has not answered; the agent ends in 40 s" in caplog.text
+
+
+def test_nothing_ends_the_agent_that_was_not_told_long_before():
+    work = open_work()
+    work.open_load(load_of("cls/unknown"), 0.0)
+    work.look(10_000.0)
+    work.look(10_039.9)
+    with pytest.raises(WorkOverdue, match="10040 s"):
+        work.look(10_040.0)

@@ -1,0 +1,67 @@
+"""A lost device ends the agent and judges nothing; one that the device outlives is the batch's or the load's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agent.runtime.device import detect
+from agent.runtime.device_loss import DeviceWatch, watch_of
+from experts.errors import BackendUnavailable, LoadFailed, MemoryExceeded
+
+LOST = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."),
+    torch.AcceleratorError("CUDA error: device-side assert triggered"),
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+    RuntimeError("[ONNXRuntimeError] : 1 : FAIL : CUDA failure 700: an illegal memory access was encountered ; GPU=0"),
+]
+UNCLEAR = [
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    torch.AcceleratorError("CUDA error: invalid configuration argument"),
+    BackendUnavailable("cuda", "cudaHostRegister failed with status 2: raise the limit of locked memory"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    MemoryExceeded("device", 2, 1),
+    LoadFailed("cls/illegal memory access", "the drive hiccuped"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+]
+
+
+def device_works():
+    """What a device that answers does."""
+
+
+def device_is_gone():
+    raise torch.AcceleratorError("CUDA error: unknown error\nCompile with TORCH_USE_CUDA_DSA")
+
+
+@pytest.mark.parametrize("error", LOST, ids=str)
+@pytest.mark.parametrize("watch", [DeviceWatch(), DeviceWatch("cuda", device_works)], ids=["nobody to ask", "works"])
+def test_some_errors_say_themselves_that_the_device_is_lost(watch, error):
+    lost = watch.lost_by(error)
+    assert lost is not None
+    assert str(error).splitlines()[0] in str(lost)
+    assert "CUDA kernel errors" not in str(lost)
+
+
+@pytest.mark.parametrize("error", UNCLEAR, ids=str)
+def test_after_any_other_error_the_device_decides(error):
+    assert DeviceWatch("cuda", device_works).lost_by(error) is None
+    lost = DeviceWatch("cuda", device_is_gone).lost_by(error)
+    assert lost is not None
+    assert lost.device == "cuda"
+    assert "unknown error" in str(lost)
+
+
+def test_a_device_without_room_to_answer_is_not_lost():
+    def device_is_full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert DeviceWatch("cuda", device_is_full).lost_by(RuntimeError("no")) is None
+
+
+@pytest.mark.parametrize("error", UNCLEAR, ids=str)
+def test_a_box_without_an_accelerator_loses_none(error):
+    assert watch_of(detect("cpu")).lost_by(error) is None
+    assert watch_of(detect("emulated")).lost_by(error) is None

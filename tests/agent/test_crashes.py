@@ -1,0 +1,162 @@
+"""`coserve serve` ended by what nothing else helps against: exit code 1, nothing judged, and the next one judges it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from agent.config import read_line
+from agent.service import LineService
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 90.0
+EXPERTS = 3
+IMAGES = [f"B{board}_c{number}_R1.png" for board in range(4) for number in range(EXPERTS)]
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+
+PREAMBLE = """
+import sys, threading
+sys.path.insert(0, {root!r})
+import agent.service
+from agent.service import LineService
+from experts.backends.fake import FakeSkeleton
+
+def once_it_serves(change):
+    start = LineService.start
+    def started(service):
+        change()
+        start(service)
+    LineService.start = started
+"""
+LOSING = """
+import torch
+
+def lose():
+    def infer(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    FakeSkeleton.infer = infer
+
+once_it_serves(lose)
+"""
+HANGING = """
+from functools import partial
+import agent.runtime.loop, experts.direct_reads
+from agent.runtime.ages import AgeLimits
+from agent.runtime.loop import LoopOptions
+
+def hang(*_):
+    threading.Event().wait()
+
+ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
+agent.service.build_agent = partial(agent.service.build_agent, options=LoopOptions(ages=ages))
+agent.runtime.loop.STOP_S = experts.direct_reads.CLOSE_S = 0.5
+"""
+HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"
+HANGING_LOAD = HANGING + "once_it_serves(lambda: setattr(experts.direct_reads, '_read_part', hang))"
+EMBEDDING = """
+from pathlib import Path
+from agent.config import read_line
+from experts.errors import AgentCrashed
+crashed = threading.Event()
+service = LineService(read_line(Path({line!r}), {{}}), lambda *_: None, on_crash=crashed.set)
+service.start()
+crashed.wait()
+try:
+    service.stop()
+except AgentCrashed as error:
+    sys.exit(str(error))
+"""
+SERVING = """
+sys.argv = ["coserve", "serve", {line!r}]
+from coserve import main
+main()
+"""
+
+
+@pytest.fixture
+def line(tmp_path):
+    """A line of fakes, with images waiting for each."""
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "weights.yaml").write_text(json.dumps({"weight_bytes": 1_000_000, "label": "ok"}))
+    expert = {"architecture": "fake", "weights": "weights.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {f"cls/f{number}": expert for number in range(EXPERTS)},
+        "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
+        "memory": {"host": "20MiB", "workspace": "10MiB"},
+        "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0, "poll_s": 0.1}]},
+    }
+    file = tmp_path / "line.yaml"
+    file.write_text(json.dumps(document))  # JSON is YAML
+    for name in IMAGES:
+        Image.new("RGB", (8, 8), (10, 200, 30)).save(tmp_path / name)
+        (tmp_path / name).rename(tmp_path / "inbox" / name)
+    return file
+
+
+def serve_broken(line, breaking, serving=SERVING):
+    """Run ``coserve serve``, or what embeds its service, with something broken in it, to its end."""
+    script = "\n".join((PREAMBLE, breaking, serving)).format(root=str(ROOT), line=str(line))
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+
+
+def stored(line):
+    """What is in the results file: (image, verdict)."""
+    with closing(sqlite3.connect(line.parent / "state" / "results.db")) as connection:
+        return sorted(connection.execute("SELECT image, verdict FROM results").fetchall())
+
+
+def claimed(line):
+    """The images in ``.work``, by the names they came with."""
+    return sorted(file.name.rpartition("~")[2] for file in (line.parent / "inbox" / ".work").rglob("*.png"))
+
+
+def judge_what_waits(line):
+    """Start again, unbroken, until everything has a verdict."""
+    service = LineService(read_line(line, {}), lambda *_: None)
+    service.start()
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while service.judged < len(IMAGES):
+            assert time.monotonic() < deadline, stored(line)
+            time.sleep(0.02)
+    finally:
+        service.stop()
+
+
+def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(line):
+    done = [serve_broken(line, LOSING) for _ in range(3)][-1]  # however often: no image is to blame for it
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("the agent crashed: DeviceLost: the device cpu is lost: ")
+    assert "expert_quarantined" not in done.stderr
+    assert stored(line) == []
+    assert claimed(line)
+    assert not (line.parent / "inbox" / "failed").exists()
+    judge_what_waits(line)
+    assert stored(line) == sorted((name, "OK") for name in IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("hanging", "serving"),
+    [(HANGING_BATCH, SERVING), (HANGING_LOAD, SERVING), (HANGING_LOAD, EMBEDDING)],
+    ids=["a batch", "a load", "a load, in a program that embeds the service"],
+)
+def test_what_hangs_ends_the_agent_and_the_process_really_ends(line, hanging, serving):
+    done = serve_broken(line, hanging, serving)
+    assert done.returncode == 1, done.stderr
+    assert "overdue age_s=" in done.stderr
+    assert "the agent crashed: WorkOverdue: the " in done.stderr.splitlines()[-1]
+    assert stored(line) == []
+    judge_what_waits(line)
+    assert stored(line) == sorted((name, "OK") for name in IMAGES)

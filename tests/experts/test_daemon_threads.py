@@ -1,0 +1,74 @@
+"""Threads that do what they are given, and never keep a process alive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from experts.daemon_threads import DaemonThreads
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 30.0
+
+
+def test_results_and_errors_come_through_their_futures():
+    threads = DaemonThreads(2, "test")
+    futures = [threads.submit(divmod, number, 3) for number in range(20)]
+    broken = threads.submit(divmod, 1, 0)
+    named = threads.submit(int, "ff", base=16)
+    assert [future.result(PATIENCE_S) for future in futures] == [divmod(number, 3) for number in range(20)]
+    assert isinstance(broken.exception(PATIENCE_S), ZeroDivisionError)
+    assert named.result(PATIENCE_S) == 255
+    assert threads.stop(PATIENCE_S)
+
+
+def test_stopping_finishes_what_was_submitted_and_takes_nothing_new():
+    threads = DaemonThreads(1, "test")
+    may_go = threading.Event()
+    futures = [threads.submit(may_go.wait), *(threads.submit(str, number) for number in range(5))]
+    assert not threads.stop(0.0)
+    with pytest.raises(RuntimeError, match="stopped"):
+        threads.submit(str, 1)
+    may_go.set()
+    assert threads.stop(PATIENCE_S)
+    assert [future.result(0) for future in futures[1:]] == ["0", "1", "2", "3", "4"]
+
+
+def test_what_has_not_begun_can_be_cancelled():
+    threads = DaemonThreads(1, "test")
+    may_go = threading.Event()
+    threads.submit(may_go.wait)
+    waiting = threads.submit(str, 1)
+    assert waiting.cancel()
+    may_go.set()
+    assert threads.stop(PATIENCE_S)
+    assert waiting.cancelled()
+
+
+def test_each_thread_begins_once_and_no_more_are_started_than_wanted():
+    begun = []
+    threads = DaemonThreads(3, "test", lambda: begun.append(threading.current_thread().name))
+    for number in range(50):
+        threads.submit(str, number)
+    assert threads.stop(PATIENCE_S)
+    assert sorted(begun) == ["test_0", "test_1", "test_2"]
+
+
+def test_a_process_ends_though_a_thread_hangs():
+    script = (
+        "import sys, threading\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from experts.daemon_threads import DaemonThreads\n"
+        "entered = threading.Event()\n"
+        "def hang():\n    entered.set()\n    threading.Event().wait()\n"
+        "threads = DaemonThreads(1, 'test')\n"
+        "threads.submit(hang)\n"
+        "entered.wait()\n"
+        "print('ended', threads.stop(0.0))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "ended False\n"
