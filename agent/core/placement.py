@@ -5,8 +5,10 @@ needs their room; no more than ``loads_in_flight`` loads from one source at a ti
 failure is tried again after a pause that doubles, a permanent one is the Engine's to quarantine.
 
 How strong a claim to room is, from strong to weak:
-    OVERDUE   head of a queue for longer than the overtaking bound: evicts whatever may go, even bit by bit, and
-              keeps its place on the link it needs: nobody younger loads from there before it
+    OVERDUE   head of a queue, with a request that has waited for longer than the overtaking bound: evicts whatever
+              may go but the heads that are older still, even bit by bit, and keeps its place on the link it needs:
+              nobody younger loads from there before it; what it takes once it is not in use any more is held for
+              it, so that executors that take turns do not keep it in use for ever
     DEMAND    head of a queue: evicts by rank, but not what stands at the head of another queue
     PREFETCH  a later group: evicts only what is not queued, or is queued for later than itself
     STAGE     a later group's copy, for the host while the device is full: evicts only what is not queued
@@ -104,6 +106,7 @@ class Placement:
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()
         self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
+        self._held: dict[str, frozenset[str]] = {}  # memory -> copies that an overdue claim waits to see free
         self._all_queued: set[str] = set()  # memories where a claim to STAGE found nothing in this look at everything
         self._setbacks: dict[tuple[str, str], Setback] = {}
         self._last_load = 0
@@ -140,12 +143,24 @@ class Placement:
         return self._start(cache, SSD, wish, Claim.STAGE, now, effects)
 
     def keep_free(self, wish: Wish) -> None:
-        """Nobody younger takes the place on the link that this wish waits for, until ``release_links``."""
+        """Nobody younger takes the place on the link that this wish waits for, until ``release``."""
         self._kept_free[self.source_of(self.pools[wish.spec.pool], wish.profile.copy)] += 1
 
-    def release_links(self) -> None:
+    def hold(self, wish: Wish) -> None:
+        """Nobody begins to use what this overdue wish takes as soon as it is free, until ``release``."""
+        pool = self.pools[wish.spec.pool]
+        heads = self._spared_heads(pool, wish, Claim.OVERDUE)
+        copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.expert not in heads)
+        self._held[pool.name] = frozenset(copies)
+
+    def may_use(self, pool: ModelPool, copy: str) -> bool:
+        """May a batch begin on this copy: is it there, and held for nobody?"""
+        return pool.is_resident(copy) and copy not in self._held.get(pool.name, ())
+
+    def release(self) -> None:
         """A new look at everything: the oldest claim comes first again."""
         self._kept_free.clear()
+        self._held.clear()
         self._all_queued.clear()
 
     def loaded(self, load: Load) -> None:
@@ -268,7 +283,7 @@ class Placement:
         return frozenset(
             head.expert
             for executor, head in heads
-            if executor != wish.spec.id and (claim is not Claim.OVERDUE or head.opened_s <= wish.since_s)
+            if executor != wish.spec.id and (claim is not Claim.OVERDUE or head.oldest_s <= wish.since_s)
         )
 
     def _bounds(self, wish: Wish, claim: Claim) -> tuple[float, float]:

@@ -161,6 +161,82 @@ def test_a_head_that_waited_too_long_gets_the_room_of_whoever_stops():
     assert not of(StartBatch, effects)
 
 
+def build_engine_of(columns, capacity=1, **limits):
+    """One memory, an executor for each processor, batches of one: ``columns`` names what each processor can run."""
+    experts = sorted(set().union(*columns.values()))
+    performance = Performance(1.0, 2.0, 1, workspace_bytes=1)
+    profiles = {
+        processor: {name: ExpertProfile(name, performance, Footprint(1), {SSD: 10.0}) for name in names}
+        for processor, names in columns.items()
+    }
+    executors = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(columns)]
+    graph = ExpertGraph(experts, {name.upper(): (RouteStep(name, OK),) for name in experts})
+    every_limit = Limits((PoolSpec("host", capacity, len(executors)),), **limits)
+    return Engine(graph, DeviceProfile(profiles), executors, PRESETS["coserve"], every_limit)
+
+
+def arrive(engine, number, component, at_s):
+    """A request comes, and every load that it causes is done at once; the batches that start."""
+    effects = engine.handle(events.Arrived(number, component), at_s)
+    return [started.batch for started in of(StartBatch, settle_loads(engine, effects, at_s))]
+
+
+def test_a_group_that_never_empties_is_no_older_than_its_oldest_request():
+    """x's executor always has work, and the memory holds one expert: y's turn comes when x's older requests ran."""
+    engine = build_engine_of({"one": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "X", 0.0)
+    arrive(engine, 2, "Y", 0.5)
+    arrive(engine, 3, "X", 2.0)
+    (second,) = of(StartBatch, engine.handle(answer(first), 3.0))  # y is not overdue yet
+    assert second.batch.requests == (1,)
+    effects = engine.handle(answer(second.batch), 6.0)
+    assert [effect.expert for effect in of(Evict, effects)] == ["x"]
+    assert [effect.expert for effect in of(StartLoad, effects)] == ["y"]
+
+
+def test_an_overdue_head_leaves_what_an_older_head_waits_to_run_on():
+    engine = build_engine_of({"one": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "X", 0.4)
+    arrive(engine, 2, "Y", 0.5)
+    effects = engine.handle(answer(first), 6.0)
+    assert of(Evict, effects) == []
+    assert [started.batch.requests for started in of(StartBatch, effects)] == [(1,)]
+
+
+def test_executors_that_take_turns_on_one_copy_do_not_keep_it_from_an_overdue_head():
+    engine = build_engine_of({"one": "x", "two": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    (second,) = arrive(engine, 1, "X", 0.0)
+    assert (first.executor, second.executor) == (0, 1)
+    arrive(engine, 2, "Y", 0.5)
+    for number in range(3, 7):
+        arrive(engine, number, "X", 1.0)
+    assert of(StartBatch, engine.handle(answer(first), 6.0)) == []  # held for y, as the second still runs on x
+    effects = engine.handle(answer(second), 7.0)
+    assert [effect.expert for effect in of(Evict, effects)] == ["x"]
+    assert [effect.expert for effect in of(StartLoad, effects)] == ["y"]
+
+
+def test_who_waits_longer_than_an_overdue_head_runs_on_a_copy_that_others_use():
+    engine = build_engine_of({"one": "x", "two": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "X", 0.0)
+    arrive(engine, 2, "X", 0.4)  # behind the first
+    arrive(engine, 3, "Y", 0.5)
+    (started,) = of(StartBatch, engine.handle(answer(first), 6.0))
+    assert started.batch.requests == (2,)
+
+
+def test_requests_that_were_given_back_are_as_old_as_they_were():
+    engine = build_engine_of({"one": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "Y", 0.5)
+    effects = engine.handle(events.BatchFailed(first.id, "no memory", out_of_memory=True), 6.0)
+    assert [started.batch.requests for started in of(StartBatch, effects)] == [(0,)]
+
+
 def test_the_next_groups_are_loaded_while_the_first_runs():
     engine = build_engine(capacity=3, placed=False)
     effects = []
