@@ -259,6 +259,8 @@ class Engine:
             reason = f"{len(event.results)} results for {len(batch.requests)} images"
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
         self._end_batch(batch)
+        performance = self._profile.experts[self._queues[batch.executor].spec.processor][batch.expert].performance
+        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), performance.max_batch)
         self._failures[batch.expert] = 0
         for request, result in zip(batch.requests, event.results, strict=True):
             self._one_step_done(request, batch.expert, result, effects)
@@ -455,10 +457,18 @@ class Engine:
             if self._policy.overlapping or wish.spec.id not in self._running:
                 self._claim(wish, Claim.DEMAND, full, effects)
         if self._policy.overlapping:
-            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
-                if self._claim(wish, Claim.PREFETCH, full, effects) is Answer.BUSY:
-                    break
+            self._prefetch(full, effects)
         self._use_spare_room(full, effects)
+
+    def _prefetch(self, full: set[str], effects: list[Effect]) -> None:
+        """Load for the groups behind the heads, until no link that could serve one of them is free."""
+        passed: set[str] = set()  # memories where an earlier group waits for a busy link
+        for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
+            claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
+            if self._claim(wish, claim, full, effects) is Answer.BUSY:
+                if not self._placement.may_prefetch(full):
+                    return
+                passed.add(wish.spec.pool)
 
     def _claim_overdue(self, wish: Wish, full: set[str], effects: list[Effect]) -> None:
         is_first = wish.spec.pool not in full
@@ -471,7 +481,7 @@ class Engine:
 
     def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:
-            stages = claim is Claim.PREFETCH
+            stages = claim in (Claim.PREFETCH, Claim.BYPASS)
             return self._placement.stage(wish, self._now, effects) if stages else Answer.NO_ROOM
         answer = self._placement.bring(wish, claim, self._now, effects)
         if answer is Answer.NO_ROOM:

@@ -11,6 +11,7 @@ How strong a claim to room is, from strong to weak:
               it, so that executors that take turns do not keep it in use for ever
     DEMAND    head of a queue: evicts by rank, but not what stands at the head of another queue
     PREFETCH  a later group: evicts only what is not queued, or is queued for later than itself
+    BYPASS    a later group, past one that waits for a busy link: evicts only what is not queued
     STAGE     a later group's copy, for the host while the device is full: evicts only what is not queued
     CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
     SPARE     initial placement and speculation: free room only
@@ -47,6 +48,7 @@ class Claim(Enum):
     OVERDUE = auto()
     DEMAND = auto()
     PREFETCH = auto()
+    BYPASS = auto()
     STAGE = auto()
     CACHE = auto()
     SPARE = auto()
@@ -126,7 +128,7 @@ class Placement:
                 if not cached.is_resident:
                     return Answer.WAIT
                 source = cache.name
-            elif claim in (Claim.OVERDUE, Claim.DEMAND, Claim.PREFETCH):
+            elif claim in (Claim.OVERDUE, Claim.DEMAND, Claim.PREFETCH, Claim.BYPASS):
                 answer = self._start(cache, SSD, wish, Claim.CACHE, now, effects)
                 if answer is not Answer.NO_ROOM:
                     return answer
@@ -145,6 +147,15 @@ class Placement:
     def keep_free(self, wish: Wish) -> None:
         """Nobody younger takes the place on the link that this wish waits for, until ``release``."""
         self._kept_free[self.source_of(self.pools[wish.spec.pool], wish.profile.copy)] += 1
+
+    def may_prefetch(self, full: Collection[str]) -> bool:
+        """Could a load still start for a later group: from the SSD, or from a memory into one that is not ``full``?"""
+        if not self._is_busy(SSD):
+            return True
+        return any(
+            pool.spec.cache is not None and pool.name not in full and not self._is_busy(pool.spec.cache)
+            for pool in self.pools.values()
+        )
 
     def hold(self, wish: Wish) -> None:
         """Nobody begins to use what this overdue wish takes as soon as it is free, until ``release``."""
@@ -201,6 +212,9 @@ class Placement:
         """Did the pause of a failed load end in this span?"""
         return any(after_s < setback.retry_s <= until_s for setback in self._setbacks.values())
 
+    def _is_busy(self, source: str) -> bool:
+        return self._in_flight[source] + self._kept_free[source] >= self._limits.loads_in_flight
+
     def _end(self, load: Load) -> None:
         self._in_flight[load.source] -= 1
         if load.source != SSD:
@@ -211,7 +225,7 @@ class Placement:
     ) -> Answer:
         copy = wish.profile.copy
         setback = self._setbacks.get((pool.name, copy))
-        if self._in_flight[source] + self._kept_free[source] >= self._limits.loads_in_flight:
+        if self._is_busy(source):
             return Answer.BUSY
         if setback is not None and now < setback.retry_s:
             return Answer.WAIT
@@ -290,7 +304,7 @@ class Placement:
         """A claim leaves what is used until the one, and what is used as often as the other or more."""
         if claim is Claim.PREFETCH:
             return wish.starts_s, math.inf
-        if claim is Claim.STAGE:
+        if claim in (Claim.BYPASS, Claim.STAGE):
             return math.inf, math.inf
         if claim is Claim.CACHE and self._policy.evicting not in (Evicting.LRU, Evicting.FIFO):
             return math.inf, self._usage.get(wish.expert, 0.0)
