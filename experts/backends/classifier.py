@@ -22,6 +22,7 @@ from experts.backends.base import Packable
 from experts.backends.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
 from experts.backends.binding import Binding
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
+from experts.backends.made_once import MadeOnce
 from experts.backends.pixels import stretched
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict, saving
@@ -46,6 +47,8 @@ AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.
 RESNETS = ("resnet", "resnext", "wide_resnet")  # the families that take another stem
 FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
+TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+ANY_SIZE = (224, 224)  # that every family without a size of its own takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class _Form:
     size: tuple[int, int] | None  # height and width where the weights depend on them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Template:
     """A module without memory: as its weights come, and as they are run."""
 
@@ -110,6 +113,11 @@ class ClassifierBackend:
 
             return packable(expert, _runtime_form(form, (expert.input.height, expert.input.width)), ready)
         return Packable(ready)
+
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        if precision is Precision.ONNXRUNTIME:
+            return self.skeleton(expert, precision, program, device)
+        return _template(_form(expert))
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
         if precision is Precision.ONNXRUNTIME:
@@ -197,18 +205,19 @@ def _build(form: _Form, *, init_weights: bool) -> Module:
     return module
 
 
-@lru_cache(maxsize=64)
-def _template(form: _Form) -> _Template:
+def _make_template(form: _Form) -> _Template:
     with Weightless():
         original = _build(form, init_weights=False).to("meta").eval().requires_grad_(False)
-    pairs = foldable_pairs(original)
+    pairs = foldable_pairs(original, form.size or ANY_SIZE)
     folded = deepcopy(original)
     fold_structure(folded, pairs)
     return _Template(original, pairs, folded)
 
 
-@lru_cache(maxsize=64)
-def _runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
+_template = MadeOnce(_make_template, TEMPLATES_KEPT)
+
+
+def _make_runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
     from experts.backends.onnxruntime_form import runtime_form
 
     template = _template(form)
@@ -216,6 +225,9 @@ def _runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
         torch.manual_seed(0)
         sample = fold_weights(_build(form, init_weights=False).state_dict(), template.pairs)
     return runtime_form(template.folded, size, ("logits",), sample)
+
+
+_runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
 
 
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -144,6 +145,27 @@ def test_a_trainable_model_has_a_loss_that_reaches_its_weights():
     }
     model.loss(batch)[0].sum().backward()
     assert model.model[0].conv.weight.grad.abs().sum() > 0
+
+
+def test_a_model_built_beside_another_keeps_its_own_activation():
+    """ultralytics sets a YOLOv6's activation for the whole process while it builds one."""
+    from ultralytics.nn.modules.conv import Conv
+
+    with ThreadPoolExecutor(1) as builders:
+        beside = []
+
+        def once_it_is_set(frame, event, argument):
+            if not beside and isinstance(Conv.default_act, torch.nn.ReLU):
+                beside.append(builders.submit(build_trainable, "yolov5n", 7))
+                wait(beside, timeout=1)  # it has to wait for this one; where it need not, a second is plenty
+
+        sys.setprofile(once_it_is_set)
+        try:
+            build_trainable("yolov6n", 7)
+        finally:
+            sys.setprofile(None)
+        assert isinstance(beside[0].result().model[0].act, torch.nn.SiLU)
+    assert isinstance(Conv.default_act, torch.nn.SiLU)
 
 
 def test_importing_it_changes_nothing_outside(tmp_path):
