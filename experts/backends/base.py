@@ -55,7 +55,8 @@ class Skeleton(Protocol):
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         """One prediction per prepared image, in order. An empty batch is the caller's error: ValueError.
 
-        Raises OutputInvalid where the expert answers with something that is not a number.
+        Raises OutputInvalid where the expert answers, for any of the images, with something that is not a number or
+        with more than can be judged.
         """
 
 

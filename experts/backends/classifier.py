@@ -23,11 +23,12 @@ from experts.backends.batchnorm_folding import FoldablePair, fold_structure, fol
 from experts.backends.binding import Binding
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
 from experts.backends.made_once import MadeOnce
+from experts.backends.outputs import require_numbers
 from experts.backends.pixels import stretched
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict, saving
 from experts.backends.weightless import Weightless
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import WeightsMismatch
 from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class ClassifierSkeleton:
         with torch.inference_mode():
             images = torch.stack([prepared.tensor for prepared in batch])
             images = images.to(self._device, self._dtype, memory_format=self._memory_format)
-            return predictions(expert, self._module(images).float().softmax(dim=1))
+            return _answered(expert, (self._module(images),), batch)
 
 
 class ClassifierBackend:
@@ -161,9 +162,8 @@ def write_random_weights(path: Path, architecture: str, class_count: int, seed: 
 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:
     """One prediction per row of (n, labels). Raises OutputInvalid where a row holds something that is not a number."""
+    require_numbers(expert, probabilities)
     scores, winners = (values.tolist() for values in probabilities.max(dim=1))
-    if not bool(torch.isfinite(probabilities).all()):
-        raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
     return tuple(Prediction(expert.labels[winner], score) for winner, score in zip(winners, scores, strict=True))
 
 
@@ -231,7 +231,9 @@ _runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
 
 
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-    return predictions(expert, outputs[0].softmax(dim=1))
+    """Reads the logits."""
+    require_numbers(expert, *outputs)
+    return predictions(expert, outputs[0].float().softmax(dim=1))
 
 
 @lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 An expert is a state dict of the family with one class per label. Its images are letterboxed and scaled to [0, 1]
 whatever the expert's ``normalize`` says, because that is how ultralytics trains. The head's raw outputs are decoded
 here, in float32 and without ultralytics' cache of anchors: coordinates stay exact in bf16, and threads do not meet.
+An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from experts.backends.base import Packable, Prepared
 from experts.backends.binding import Binding, weight_names
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
 from experts.backends.made_once import MadeOnce
+from experts.backends.outputs import require_numbers
 from experts.backends.pixels import normalized, require_rgb
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict
@@ -80,8 +82,8 @@ _one_at_a_time = Lock()
 TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
 CONFIDENCE_MINIMUM = 0.25
 OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one class beyond it, the better one stays
-BOXES_MAXIMUM = 300
-CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression, best first
+BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
+CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression; as before
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -100,12 +102,12 @@ class _Answered:
     strides: tuple[float, ...]
 
     def __call__(self, expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        require_numbers(expert, *outputs)
         height, width = batch[0].tensor.shape[1:]
         grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
         boxes, scores = _decoded(outputs[0], outputs[1], grids, self.strides)
-        if not bool(torch.isfinite(scores).all() & torch.isfinite(boxes).all()):
-            raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
-        found = [_suppressed(boxes[index], scores[index]).tolist() for index in range(len(batch))]
+        require_numbers(expert, boxes)
+        found = [_suppressed(expert, boxes[index], scores[index]).tolist() for index in range(len(batch))]
         return tuple(_prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
 
 
@@ -313,13 +315,26 @@ def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], dev
     return torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
 
 
-def _suppressed(boxes: Tensor, scores: Tensor) -> Tensor:
-    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label."""
+def _suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
+    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label.
+
+    Nothing is left out: the best boxes alone could hide the one that does not pass. Raises OutputInvalid for too many.
+    """
     best, labels = scores.max(dim=1)
-    order = best.topk(min(len(best), CANDIDATES_MAXIMUM)).indices
-    order = order[best[order] > CONFIDENCE_MINIMUM]
-    kept = order[batched_nms(boxes[order], best[order], labels[order], OVERLAP_MAXIMUM)[:BOXES_MAXIMUM]]
+    found = (best > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
+    _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
+    kept = found[batched_nms(boxes[found], best[found], labels[found], OVERLAP_MAXIMUM)]
+    _refuse_beyond(BOXES_MAXIMUM, len(kept), "boxes", expert)
     return torch.cat((boxes[kept], best[kept].unsqueeze(1), labels[kept].unsqueeze(1).float()), dim=1)
+
+
+def _refuse_beyond(maximum: int, count: int, what: str, expert: Expert) -> None:
+    if count > maximum:
+        raise OutputInvalid(
+            expert.id,
+            f"it found {count} {what} in one image, more than the {maximum} that are judged: "
+            "give it smaller parts of the board, or train it further if there are not so many things to find",
+        )
 
 
 def _prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepared) -> Prediction:
