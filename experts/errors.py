@@ -12,7 +12,7 @@ CoServeError
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- LoadFailed            reading or copying failed this time; may be retried
-|  `- OutputInvalid         it ran, and answered with something that is not a number: its images are UNKNOWN
+|  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
@@ -141,7 +141,10 @@ class LoadFailed(ExpertError):
 
 
 class OutputInvalid(ExpertError):
-    """The expert ran and answered with something that is not a number: no image of the batch can be judged by it."""
+    """The expert ran, and answered with something that is not a number, or with more than can be judged.
+
+    At least one image of the batch has no prediction: which one is told by asking about each alone.
+    """
 
 
 class MemoryExceeded(CoServeError):

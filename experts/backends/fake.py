@@ -99,6 +99,9 @@ class FakeBackend:
         tensors = {name: _pseudo_random(_seed(expert.id, name), size) for name, size in sizes.items()}
         return Packable(tensors, program=json.dumps(asdict(model), sort_keys=True).encode())
 
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        return self.skeleton(expert, precision, program, device)
+
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> FakeSkeleton:
         return FakeSkeleton(FakeModel(**json.loads(program)))
 

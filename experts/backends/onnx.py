@@ -111,6 +111,9 @@ class OnnxBackend:
                 raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
         return Packable(tensors, program=folded.SerializeToString(deterministic=True))
 
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        return self.skeleton(expert, precision, program, device)  # it holds the session
+
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> OnnxSkeleton:
         return OnnxSkeleton(shared_session(program, torch.get_num_threads(), device), device)
 
@@ -144,7 +147,7 @@ def _predictions(expert: Expert, rows: np.ndarray) -> tuple[Prediction, ...]:
 
 def _probe(expert: Expert, model: onnx.ModelProto) -> None:
     """Run it once on empty images. WeightsMismatch unless it answers every image with one value per label."""
-    session = session_once(model)
+    session = session_once(model.SerializeToString())
     count = session.get_inputs()[0].shape[0]
     size = count if isinstance(count, int) else 2  # two: a graph may claim any batch and only take one
     images = np.zeros((size, 3, expert.input.height, expert.input.width), dtype=np.float32)

@@ -8,8 +8,9 @@ images run up to a third slower, waiting for the system's memory. What ONNX Runt
 from __future__ import annotations
 
 import tempfile
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import onnx
 import onnxruntime
@@ -17,6 +18,7 @@ import torch
 from onnxruntime import GraphOptimizationLevel, OrtAllocatorType, OrtArenaCfg, OrtMemoryInfo, OrtMemType
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from experts.backends.made_once import MadeOnce
 from experts.errors import BackendUnavailable
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -28,11 +30,12 @@ REFUSALS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+SESSIONS_KEPT = 8  # that no skeleton or template holds: a profile comes back to a form in a moment
 GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
+_preparing = Lock()
 _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain")
 
 
-@lru_cache(maxsize=64)
 def shared_session(
     program: bytes, threads: int, device: str, *, is_final: bool = False
 ) -> onnxruntime.InferenceSession:
@@ -40,21 +43,26 @@ def shared_session(
 
     Raises BackendUnavailable rather than run on another processor than was asked for.
     """
+    return _sessions(program, threads, device, is_final)
+
+
+def _make_session(program: bytes, threads: int, device: str, is_final: bool) -> onnxruntime.InferenceSession:
     provider = PROVIDERS.get(torch.device(device).type, "none")
     if provider not in onnxruntime.get_available_providers():
         raise BackendUnavailable(f"onnxruntime on {device}", "this ONNX Runtime has no provider for it; run it on cpu")
-    options = _options(threads)
-    if is_final:
-        options.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL
+    options = _options(threads, is_final=is_final)
     session = onnxruntime.InferenceSession(program, options, providers=_providers(provider, device))
     if session.get_providers()[0] != provider:
         raise BackendUnavailable(f"onnxruntime on {device}", f"it fell back to {session.get_providers()[0]}")
     return session
 
 
-def session_once(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    """A session that nobody else gets, on one thread of the CPU."""
-    return onnxruntime.InferenceSession(model.SerializeToString(), _options(threads=1), providers=[PROVIDERS["cpu"]])
+_sessions = MadeOnce(_make_session, SESSIONS_KEPT)
+
+
+def session_once(program: bytes, *, is_final: bool = False) -> onnxruntime.InferenceSession:
+    """A session that nobody else gets, on one thread of the CPU. ``is_final`` as in ``shared_session``."""
+    return onnxruntime.InferenceSession(program, _options(1, is_final=is_final), providers=[PROVIDERS["cpu"]])
 
 
 def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
@@ -94,17 +102,20 @@ def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, in
 
 @cache
 def _prepare_process() -> None:
-    """Once, before the first session."""
+    """Once, before the first session; under the lock, as a cache lets two threads in that ask at once."""
     onnxruntime.disable_telemetry_events()
     memory = OrtMemoryInfo("Cpu", OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, OrtMemType.DEFAULT)
     onnxruntime.create_and_register_allocator(memory, OrtArenaCfg({"arena_extend_strategy": GROW_AS_REQUESTED}))
 
 
-def _options(threads: int) -> onnxruntime.SessionOptions:
-    _prepare_process()
+def _options(threads: int, *, is_final: bool = False) -> onnxruntime.SessionOptions:
+    with _preparing:
+        _prepare_process()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: they come as exceptions as well
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.use_env_allocators", "1")  # the arena of the process
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores belong to other experts too
+    if is_final:
+        options.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL
     return options

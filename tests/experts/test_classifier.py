@@ -134,6 +134,21 @@ def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
         scores_of(expert, BACKEND.pack(expert, Precision.FP32), Precision.FP32, [BACKEND.prepare(expert, image)])
 
 
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
+def test_an_infinite_logit_is_no_prediction(files, image, precision):
+    """Minus infinity would become a probability of 0, whatever the label means."""
+    module = build_trainable("resnet18", 3)
+    with torch.no_grad():
+        module.fc.weight[2].fill_(-3e38)
+        module.fc.bias[2] = -3e38
+    expert = files.torch_module("cls/x", module, "resnet18", size=32)
+    packed = BACKEND.pack(expert, precision)
+    skeleton = BACKEND.skeleton(expert, precision, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    with pytest.raises(OutputInvalid):
+        skeleton.infer(expert, [BACKEND.prepare(expert, image)])
+
+
 def test_the_estimated_workspace_is_near_what_the_largest_layers_need(files):
     expert = files.classifier("cls/x", "resnet18", size=64)
     need_bytes = BACKEND.workspace_bytes(expert, Precision.FP32, 9) - BACKEND.workspace_bytes(expert, Precision.FP32, 8)
