@@ -73,7 +73,7 @@ class Completeness(StrEnum):
 def completeness(file: BinaryIO) -> Completeness:
     """What the bytes of an open, seekable file say about its end; a few small reads, nothing is decoded.
 
-    However large the file is, and whatever it claims, so much is read at most: 16 MiB, a TIFF's tables.
+    However large the file is, and whatever it claims, so much is read at most: 33 MiB, a TIFF's tables.
     Nothing at all, and nothing but zeros, is CUT. Raises OSError when reading fails.
     """
     size = file.seek(0, io.SEEK_END)

@@ -1,7 +1,7 @@
 """Where the pixels of a TIFF file end, by its first directory, at a cost that the file cannot choose.
 
 Not with Pillow, which reads whatever each tag claims to hold: here no more is read than a directory of
-``LARGEST_DIRECTORY`` entries, and two tables of ``LARGEST_TABLE`` strips or tiles.
+``LARGEST_DIRECTORY`` entries, and the tables of ``LARGEST_TABLE`` strips and as many tiles.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ class Inbox:
                     continue
                 status = entry.stat(follow_symlinks=False)
             except OSError as error:
-                if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.EACCES}:
-                    continue  # gone meanwhile, or a subfolder that is not ours to read
+                if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG}:
+                    continue  # gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
                 raise
             stem = os.path.splitext(entry.name)[0]
             is_marked = entry.name + MARKER in names or stem + MARKER in names

@@ -5,7 +5,7 @@ However many wait, a call costs what it changes: O(log n) a file, amortised. Onl
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from agent.intake.ranking import Ranking
@@ -115,9 +115,9 @@ class Waiting:
         news = []
         while (relpath := self._aging.first(now)) is not None:
             self._aging.drop(relpath)
-            insort(self._stale, relpath)
             news.append(relpath)
         if news:
+            self._stale = sorted([*self._stale, *news])
             self._stale_seen = None
         return tuple(sorted(news))
 

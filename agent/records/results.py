@@ -332,8 +332,8 @@ class ResultStore(ResultReader):
         self._database = open_for_writing(self.path, self._busy_timeout_s)
         self._file = _file_at(self.path)
         log.error(
-            "results_file_gone file=%s: it was moved or deleted while the agent writes it, and a new one is begun; "
-            "earlier results are where it was moved to",
+            "results_file_gone file=%s: it was moved, deleted or replaced while the agent writes it; the agent goes on "
+            "with the file that is there, or a new one; earlier results are where it was moved to",
             self.path,
         )
 

@@ -18,7 +18,7 @@ from experts.tiff import LARGEST_DIRECTORY, LARGEST_TABLE
 
 PIXELS = np.random.default_rng(7).integers(1, 255, (64, 64, 3), dtype=np.uint8)
 LONG, SHORT, BYTE = 4, 3, 1
-READ_BYTES = 20 * LARGEST_DIRECTORY + 2 * 8 * LARGEST_TABLE + 64 * 1024  # what the module says, and small reads
+READ_BYTES = 20 * LARGEST_DIRECTORY + 4 * 8 * LARGEST_TABLE + 64 * 1024  # what the module says, and small reads
 STRIPS, SIZES = 273, 279
 
 
@@ -114,6 +114,11 @@ def test_the_largest_table_that_is_looked_at_is_looked_at_to_its_end() -> None:
     assert judged(body + sizes.tobytes()) is Completeness.WHOLE
     sizes[-1] = size + 1
     assert judged(body + sizes.tobytes()) is Completeness.CUT
+
+
+def test_no_more_is_read_than_four_tables() -> None:
+    entries = [(tag, 16, LARGEST_TABLE, 4096) for tag in (STRIPS, SIZES, 324, 325)]
+    assert judged(directory(*entries, is_big=True), size=1 << 40) is Completeness.ZERO_TAILED
 
 
 def test_offsets_and_counts_that_overflow_together_reach_beyond_the_end() -> None:

@@ -26,10 +26,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent.config import FolderSection
+from agent.intake.filing import Filing, Shelves
 from agent.intake.folder import Arrival, FolderIntake, Refusal, SourceState
 from agent.intake.hints import Hint, Hints
 from agent.intake.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.intake.naming import ImageName, Naming
+from agent.intake.ranking import Ranking
 from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
 from agent.intake.waiting import Waiting
 from experts.expert import Verdict
@@ -526,6 +528,45 @@ def test_a_file_of_which_nothing_was_decided_holds_up_no_other() -> None:
     waiting.end_turn(second, 2.5)
     assert waiting.first_due(2.4) is None
     assert waiting.first_due(2.5) == first.postponed(2.5)
+
+
+class CountingFiling(Filing):
+    """Counts how often somebody asks when it is to be tried again."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        CountingFiling.asked += name == "retry_at"
+        return super().__getattribute__(name)
+
+
+def test_files_that_cannot_be_put_away_are_not_gone_through_until_they_are_due(tmp_path: Path) -> None:
+    shelves = Shelves(Inbox(tmp_path, "demo"), deletes=False, wall=lambda: NOON)
+    for number in range(3000):
+        file = Claimed(f"{number}.png", Sighting(number, 1, 1), tmp_path / ".work" / "demo" / f"{number}.png")
+        shelves.add(CountingFiling(file, f"{number}@1-1-1", Verdict.OK, None, retry_at=100.0 + number))
+    CountingFiling.asked = 0
+    for now in range(100):
+        shelves.work(float(now))
+        assert (shelves.next_retry, shelves.pending) == (100.0, 3000)
+    assert CountingFiling.asked == 0
+    shelves.work(102.0)
+    assert (shelves.next_retry, shelves.pending) == (103.0, 2997)  # there are no such files: so much for them
+    shelves.work(float("inf"))
+    assert (shelves.next_retry, shelves.pending) == (None, 0)
+
+
+def test_a_rank_that_changes_again_and_again_leaves_nothing_behind() -> None:
+    ranking = Ranking()
+    for number in range(MANY):
+        ranking.put("a", float(number))
+        ranking.put("b", float(MANY - number))
+        assert ranking.first() == ("a" if number <= MANY - number else "b")
+    assert len(ranking._entries) < 100
+    ranking.drop("b")
+    assert (ranking.first(), ranking.first(MANY - 2.0), ranking.first_rank) == ("a", None, MANY - 1.0)
+    ranking.drop("a")
+    assert (ranking.first(), ranking.first_rank, len(ranking)) == (None, None, 0)
 
 
 class Exhaustive:

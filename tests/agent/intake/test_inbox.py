@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -126,6 +127,21 @@ def test_a_name_that_is_cut_fits_and_keeps_its_ending(name: str, ending: str) ->
 def test_a_name_that_is_not_utf_8_is_cut_too() -> None:
     name = os.fsdecode(b"\xff" * 250)
     assert len(os.fsencode(fitted(name, ".error.json", NAME_BYTES))) <= NAME_BYTES
+
+
+def test_a_subfolder_that_is_too_deep_to_be_named_hides_no_other_file(inbox: Inbox) -> None:
+    write(inbox, "1.png")
+    above = os.open(inbox.root, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * NAME_BYTES, dir_fd=above)
+        below = os.open("d" * NAME_BYTES, os.O_RDONLY, dir_fd=above)
+        os.close(above)
+        above = below
+    os.close(above)
+    try:
+        assert [found.relpath for found in inbox.scan()] == ["1.png"]
+    finally:
+        subprocess.run(["rm", "-r", "d" * NAME_BYTES], cwd=inbox.root, check=True)  # pytest could not
 
 
 # --- what is left behind --------------------------------------------------------------------------------------------
