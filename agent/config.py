@@ -235,7 +235,8 @@ class FolderSection(Section):
     )
     stale_after_s: Seconds = Field(
         60.0,
-        description="a file that is incomplete, and that nobody writes, is UNKNOWN after so many seconds; default 60",
+        description="a file that is incomplete, or may not be read, and that nobody writes, is UNKNOWN after so many "
+        "seconds; default 60",
     )
     after: Literal["keep", "move", "delete"] = Field(
         "move",
