@@ -5,10 +5,12 @@ Guarantees, whatever comes and in whatever order:
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
     ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
     the same events at the same times give the same effects;
-    with an overlapping policy no executor is idle while it has a request whose expert is resident;
-    with a bounded policy, a group that has stood at the head of its queue for ``max_overtake_s`` gets the next room
-    that comes free and the next place on the link, and no request whose expert is resident is overtaken by one that
-    came ``max_overtake_s`` or more after it; while its expert is on its way, others may run meanwhile.
+    with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
+    head waits for the very room of that expert;
+    with a bounded policy, a head of a queue whose oldest remaining request has waited for ``max_overtake_s`` gets the
+    next room that comes free and the next place on the link, the oldest of several first, and no request whose expert
+    is resident is overtaken by one that came ``max_overtake_s`` or more after it; while its expert is on its way,
+    others may run meanwhile.
 Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
 another event, a Tick comes.
 """
@@ -24,7 +26,7 @@ from agent.core.effects import Complete, Fail, StartBatch
 from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
 from agent.core.pool import ModelPool, PoolStatistics, misfits
-from agent.core.prefetch import Wish, demands, initial_placement, upcoming
+from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.request import Batch, Outcome, Rejected, StepResult
 from agent.core.scheduler import Scheduler
 from agent.core.splitter import BatchSplitter
@@ -47,13 +49,14 @@ SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
 
 @dataclass(slots=True)
 class Ticket:
-    """Where a request stands: in ``group`` of ``queue``, or in a running batch, never both."""
+    """Where a request stands: in ``group`` of ``queue``, or in a running batch; its step was queued at ``queued_s``."""
 
     component: str | None
     step: int = 0
     steps: list[StepResult] = field(default_factory=list)
     queue: ExecutorQueue | None = None
     group: Group | None = None
+    queued_s: float = 0.0
     attempts: int = 0
     is_cancelled: bool = False
 
@@ -256,6 +259,8 @@ class Engine:
             reason = f"{len(event.results)} results for {len(batch.requests)} images"
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
         self._end_batch(batch)
+        performance = self._profile.experts[self._queues[batch.executor].spec.processor][batch.expert].performance
+        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), performance.max_batch)
         self._failures[batch.expert] = 0
         for request, result in zip(batch.requests, event.results, strict=True):
             self._one_step_done(request, batch.expert, result, effects)
@@ -320,6 +325,7 @@ class Engine:
             return self._fail(request, f"no executor of this box can run {expert}", effects)
         ticket.group, assigned = placed
         ticket.queue = self._queues[assigned.executor]
+        ticket.queued_s = self._now
         effects.append(assigned)
         return not assigned.joined or assigned.executor not in self._running
 
@@ -377,14 +383,14 @@ class Engine:
                     self._start_batch(queue, group, effects)
 
     def _runnable_group(self, queue: ExecutorQueue) -> Group | None:
-        """The head if its expert is resident; else, with an overlapping policy, the first group whose expert is."""
-        pool = self._pools[queue.spec.pool]
-        if queue.head is not None and pool.is_resident(queue.head.profile.copy):
+        """The head if its expert may run; else, with an overlapping policy, the first group whose expert may."""
+        pool, may_use = self._pools[queue.spec.pool], self._placement.may_use
+        if queue.head is not None and may_use(pool, queue.head.profile.copy):
             return queue.head
         if not self._policy.overlapping:
             return None
         groups = (queue.first_group(entry.expert) for entry in pool.entries() if entry.is_resident)
-        runnable = (group for group in groups if group is not None and pool.is_resident(group.profile.copy))
+        runnable = (group for group in groups if group is not None and may_use(pool, group.profile.copy))
         return min(runnable, key=lambda group: group.order, default=None)
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
@@ -432,9 +438,9 @@ class Engine:
     def _give_back(self, batch: Batch, requests: Iterable[int]) -> None:
         queue = self._queues[batch.executor]
         profile = self._profile.experts[queue.spec.processor][batch.expert]
-        given = tuple(requests)
-        group = queue.give_back(batch.expert, profile, given, self._now)
-        for request in given:
+        queued_s = {request: self._tickets[request].queued_s for request in requests}
+        group = queue.give_back(batch.expert, profile, queued_s, self._now)
+        for request in queued_s:
             self._tickets[request].queue, self._tickets[request].group = queue, group
 
     # -- experts --
@@ -442,29 +448,40 @@ class Engine:
     def _advance(self, effects: list[Effect]) -> None:
         """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
         full: set[str] = set()  # memories where an older claim waits for room: nothing younger may take it
-        self._placement.release_links()
+        self._placement.release()
         if self._policy.bounded:
-            for wish in demands(self._scheduler.queues):
-                if self._now - wish.since_s >= self._limits.max_overtake_s:
-                    self._claim_overdue(wish, full, effects)
+            for wish in overdue(self._scheduler.queues, self._now - self._limits.max_overtake_s):
+                self._claim_overdue(wish, full, effects)
         self._start_batches(effects)
         for wish in demands(self._scheduler.queues):
             if self._policy.overlapping or wish.spec.id not in self._running:
                 self._claim(wish, Claim.DEMAND, full, effects)
         if self._policy.overlapping:
-            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
-                if self._claim(wish, Claim.PREFETCH, full, effects) is Answer.BUSY:
-                    break
+            self._prefetch(full, effects)
         self._use_spare_room(full, effects)
 
+    def _prefetch(self, full: set[str], effects: list[Effect]) -> None:
+        """Load for the groups behind the heads, until no link that could serve one of them is free."""
+        passed: set[str] = set()  # memories where an earlier group waits for a busy link
+        for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
+            claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
+            if self._claim(wish, claim, full, effects) is Answer.BUSY:
+                if not self._placement.may_prefetch(full):
+                    return
+                passed.add(wish.spec.pool)
+
     def _claim_overdue(self, wish: Wish, full: set[str], effects: list[Effect]) -> None:
-        if self._claim(wish, Claim.OVERDUE, full, effects) in (Answer.NO_ROOM, Answer.BUSY):
+        is_first = wish.spec.pool not in full
+        answer = self._claim(wish, Claim.OVERDUE, full, effects)
+        if answer in (Answer.NO_ROOM, Answer.BUSY):
             full.add(wish.spec.pool)
             self._placement.keep_free(wish)
+        if answer is Answer.NO_ROOM and is_first:
+            self._placement.hold(wish)
 
     def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:
-            stages = claim is Claim.PREFETCH
+            stages = claim in (Claim.PREFETCH, Claim.BYPASS)
             return self._placement.stage(wish, self._now, effects) if stages else Answer.NO_ROOM
         answer = self._placement.bring(wish, claim, self._now, effects)
         if answer is Answer.NO_ROOM:

@@ -68,7 +68,7 @@ class Scheduler:
         if group is None:
             group = chosen.queue.open(expert, chosen.profile, request, now, chosen.load_s)
         else:
-            chosen.queue.join(group, request)
+            chosen.queue.join(group, request, now)
         return group, Assigned(request, expert, chosen.queue.spec.id, chosen.group is not None, candidates)
 
     def _choose(self, candidates: tuple[AssignmentCandidate, ...]) -> int:

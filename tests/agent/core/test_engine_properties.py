@@ -195,7 +195,17 @@ class Shell:
     def check_nobody_idles(self) -> None:
         busy = {started.batch.executor for started in self.batches.values()}
         for executor, expert, _ in self.queued.values():
-            assert executor in busy or not self.is_resident(executor, expert)
+            idles = executor not in busy and self.is_resident(executor, expert)
+            assert not idles or self.is_room_awaited(self.pool_of(executor))
+
+    def is_room_awaited(self, pool: str) -> bool:
+        """Has anybody waited longer than the bound for an expert that is not in this memory?"""
+        return any(
+            self.pool_of(executor) == pool
+            and self.now - since >= MAX_OVERTAKE_S
+            and not self.is_resident(executor, expert)
+            for executor, expert, since in self.queued.values()
+        )
 
     def answer_something(self) -> None:
         options = [("load", key) for key in self.loads] + [("batch", key) for key in self.batches]
