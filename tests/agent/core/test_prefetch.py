@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PoolSpec
 from agent.core.pool import ModelPool
-from agent.core.prefetch import Wish, demands, initial_placement, upcoming
+from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.queue import ExecutorQueue
 
 ROWS = {
@@ -39,6 +39,21 @@ def test_the_head_that_has_stood_longest_is_asked_for_first():
 def test_of_heads_as_old_as_one_another_that_of_the_lowest_executor_is_first():
     queues = [queue_of(2, "a"), queue_of(0, "b"), queue_of(1, "c")]
     assert [wish.expert for wish in demands(queues)] == ["b", "c", "a"]
+
+
+def test_a_head_is_overdue_by_its_oldest_remaining_request_the_oldest_first():
+    queues = [queue_of(number, expert, opened_s=float(number)) for number, expert in enumerate("abcd")]
+    queues.append(queue_of(4, ""))
+    queues[0].join(queues[0].head, 9, queued_s=2.5)
+    queues[0].take(queues[0].head, 1)  # what remains of a's group is younger than the group
+    assert overdue(queues, 2.5) == [
+        Wish(queues[1].spec, "b", ROWS["b"], since_s=1.0, starts_s=1.0),
+        Wish(queues[2].spec, "c", ROWS["c"], since_s=2.0, starts_s=2.0),
+        Wish(queues[0].spec, "a", ROWS["a"], since_s=2.5, starts_s=0.0),
+    ]
+    tied = [queue_of(1, "a"), queue_of(0, "b")]
+    assert [wish.expert for wish in overdue(tied, 0.0)] == ["b", "a"]
+    assert overdue(tied, -0.5) == []
 
 
 def test_what_is_upcoming_is_told_by_place_then_by_executor():

@@ -56,8 +56,8 @@ def test_a_group_opens_at_the_tail_and_costs_its_load_its_b_and_a_k(queue):
 
 def test_each_request_that_joins_adds_its_experts_k(queue):
     group = queue.open("a", A, 0, now=0.0, load_s=0.0)
-    queue.join(group, 1)
-    queue.join(queue.open("b", B, 2, now=0.0, load_s=0.0), 3)
+    queue.join(group, 1, queued_s=0.0)
+    queue.join(queue.open("b", B, 2, now=0.0, load_s=0.0), 3, queued_s=0.0)
     assert standing(queue) == [("a", (0, 1)), ("b", (2, 3))]
     assert queue.length_s(0.0) == (4.0 + 2 * 1.0) + (16.0 + 2 * 2.0)
 
@@ -77,7 +77,7 @@ def test_a_group_is_predicted_to_start_after_what_runs_and_what_stands_before_it
 def test_no_group_is_predicted_to_start_before_the_one_in_front_of_it(queue):
     first = queue.open("a", A, 0, now=0.0, load_s=0.0)
     for request in range(1, 30):
-        queue.join(first, request)
+        queue.join(first, request, queued_s=0.0)
     assert queue.open("c", C, 30, now=0.0, load_s=0.0).starts_s == 34.0
     for request in range(1, 30):
         queue.remove(first, request)
@@ -96,7 +96,7 @@ def test_the_first_and_the_last_group_of_an_expert_are_told_apart(queue):
 def test_the_first_requests_leave_to_run_and_the_rest_keeps_its_place(queue):
     group = queue.open("a", A, 0, now=0.0, load_s=0.0)
     for request in (1, 2):
-        queue.join(group, request)
+        queue.join(group, request, queued_s=0.0)
     queue.open("b", B, 3, now=0.0, load_s=0.0)
     assert queue.take(group, 2) == (0, 1)
     assert standing(queue) == [("a", (2,)), ("b", (3,))]
@@ -106,7 +106,7 @@ def test_a_taken_groups_fixed_cost_leaves_the_queue_with_its_first_batch(queue):
     """B and the switch are paid once: by the batch that runs, not by the requests that wait for the next one."""
     group = queue.open("b", B, 0, now=0.0, load_s=10.0)
     for request in range(1, 5):
-        queue.join(group, request)
+        queue.join(group, request, queued_s=0.0)
     assert queue.length_s(0.0) == 26.0 + 5 * 2.0
     queue.take(group, 2)
     assert queue.length_s(0.0) == 3 * 2.0
@@ -139,8 +139,8 @@ def test_an_expert_is_awaited_until_its_last_group_leaves(queue):
 
 def test_a_request_that_is_withdrawn_takes_its_k_along(queue):
     group = queue.open("b", B, 0, now=0.0, load_s=10.0)
-    queue.join(group, 1)
-    queue.join(group, 2)
+    queue.join(group, 1, queued_s=0.0)
+    queue.join(group, 2, queued_s=0.0)
     queue.remove(group, 1)
     assert standing(queue) == [("b", (0, 2))]
     assert queue.length_s(0.0) == 26.0 + 2 * 2.0
@@ -158,7 +158,7 @@ def test_no_rounding_error_outlives_an_empty_queue(queue):
     uneven = row("a", K_s=0.1, B_s=0.0)
     group = queue.open("a", uneven, 0, now=0.0, load_s=0.0)
     for request in (1, 2):
-        queue.join(group, request)
+        queue.join(group, request, queued_s=0.0)
     for _ in range(3):
         queue.take(group, 1)
     assert queue.length_s(0.0) == 0.0
@@ -166,7 +166,7 @@ def test_no_rounding_error_outlives_an_empty_queue(queue):
 
 def test_what_failed_is_given_back_in_front_of_all_others_to_run_alone(queue):
     later = queue.open("a", A, 5, now=0.0, load_s=0.0)
-    group = queue.give_back("b", B, (8, 9), now=2.0)
+    group = queue.give_back("b", B, {8: 0.5, 9: 1.5}, now=2.0)
     assert (group.expert, group.profile, group.alone, group.order) == ("b", B, True, -1)
     assert (group.opened_s, group.starts_s, group.fixed_s) == (2.0, 2.0, 16.0)
     assert (queue.head, queue.tail) == (group, later)
@@ -174,15 +174,31 @@ def test_what_failed_is_given_back_in_front_of_all_others_to_run_alone(queue):
     assert queue.length_s(2.0) == (16.0 + 2 * 2.0) + 5.0
 
 
+def test_a_group_is_as_old_as_its_oldest_remaining_request(queue):
+    group = queue.open("a", A, 0, now=1.0, load_s=0.0)
+    queue.join(group, 1, queued_s=2.0)
+    queue.join(group, 2, queued_s=4.0)
+    assert (group.opened_s, group.oldest_s) == (1.0, 1.0)
+    queue.take(group, 1)
+    assert (group.opened_s, group.oldest_s) == (1.0, 2.0)
+    queue.remove(group, 1)
+    assert (group.opened_s, group.oldest_s) == (1.0, 4.0)
+
+
+def test_what_is_given_back_is_as_old_as_it_was(queue):
+    given = queue.give_back("a", A, {1: 0.5, 2: 3.0}, now=7.0)
+    assert (given.opened_s, given.oldest_s, dict(given.requests)) == (7.0, 0.5, {1: 0.5, 2: 3.0})
+
+
 def test_what_is_given_back_to_an_empty_queue_is_head_and_tail(queue):
-    group = queue.give_back("b", B, (8, 9), now=2.0)
+    group = queue.give_back("b", B, {8: 0.5, 9: 1.5}, now=2.0)
     assert (queue.head, queue.tail, group.order) == (group, group, 0)
     assert standing(queue) == [("b", (8, 9))]
 
 
 def test_what_is_given_back_is_the_first_group_of_its_expert(queue):
     waiting = queue.open("a", A, 5, now=0.0, load_s=0.0)
-    given = queue.give_back("a", A, (1,), now=0.0)
+    given = queue.give_back("a", A, {1: 0.0}, now=0.0)
     assert queue.first_group("a") is given
     assert queue.last_group("a") is waiting
     assert queue.take(given, 1) == (1,)

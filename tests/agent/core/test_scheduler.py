@@ -8,7 +8,6 @@ from agent.core.effects import Assigned, AssignmentCandidate
 from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance
 from agent.core.policy import PRESETS
 from agent.core.scheduler import Scheduler, shortest_makespan
-from agent.core.splitter import BatchSplitter
 
 LOAD_S = {"host": 10.0, "device": 1.0}
 
@@ -43,6 +42,8 @@ def test_a_request_is_placed_and_every_executor_that_was_weighed_is_told():
     assert assigned == Assigned(8, "a", executor=1, joined=True, candidates=weighed)
     assert tuple(group.requests) == (7, 8)
     assert scheduler.queues[1].length_s(0.0) == 2.25
+    scheduler.place(9, "a", 0.5)
+    assert group.requests == {7: 0.0, 8: 0.0, 9: 0.5}
 
 
 def test_only_executors_that_can_run_the_expert_are_weighed():
@@ -76,7 +77,7 @@ def test_a_policy_of_one_executor_has_one_queue():
 
 def test_nobody_joins_what_was_given_back_to_run_alone():
     scheduler = build(processors=("cpu",))
-    scheduler.queues[0].give_back("a", CPU["a"], (1, 2), now=0.0)
+    scheduler.queues[0].give_back("a", CPU["a"], {1: 0.0, 2: 0.0}, now=0.0)
     group, assigned = scheduler.place(3, "a", 0.0)
     assert not assigned.joined
     assert [tuple(each.requests) for each in scheduler.queues[0].groups()] == [(1, 2), (3,)]
@@ -122,16 +123,6 @@ def test_the_longest_queue_is_kept_shortest_then_the_addition_decides(queues, ch
 
 def test_a_full_tie_goes_to_the_lowest_executor_wherever_it_is_listed():
     assert shortest_makespan([AssignmentCandidate(4, 1.0, 1.0), AssignmentCandidate(2, 1.0, 1.0)]) == 1
-
-
-def test_a_batch_takes_no_more_than_the_profiled_maximum_what_waits_and_what_memory_holds():
-    row = Performance(1.0, 1.0, max_batch=8, workspace_bytes=10, workspace_base_bytes=6)
-    sizes = [
-        BatchSplitter().batch_size("a", 0, row, waiting, free_bytes)
-        for waiting, free_bytes in [(9, 999), (8, 999), (3, 999), (9, 56), (9, 55), (9, 16), (9, 15), (9, 0)]
-    ]
-    assert sizes == [8, 8, 3, 5, 4, 1, 1, 1]
-    assert BatchSplitter().batch_size("a", 0, Performance(1.0, 1.0, 8, workspace_bytes=0), 9, free_bytes=0) == 8
 
 
 def test_a_batch_takes_k_for_each_image_and_b_once_and_workspace_likewise():
