@@ -100,8 +100,14 @@ def test_a_route_is_followed_expert_by_expert_and_every_step_is_told():
         (started,) = of(StartBatch, engine.handle(events.Loaded(load.load), 0.0))
         batch = started.batch
         assert batch.expert == expert
-    steps = (StepResult("a", PASS), StepResult("b", PASS), StepResult("c", DEFECT))
-    assert finish(engine, batch, 0.0, DEFECT) == [Complete(0, Outcome(Verdict.NG, "bad", 0.625, steps))]
+    steps = (StepResult("a", PASS), StepResult("b", PASS), StepResult("c", PASS))
+    assert finish(engine, batch, 0.0) == [Complete(0, Outcome(Verdict.OK, "ok", 0.75, steps))]
+
+
+def test_a_route_ends_at_the_first_defect():
+    engine = build("paper", routes={"ABC": "abc"})
+    outcome = Outcome(Verdict.NG, "bad", 0.625, (StepResult("a", DEFECT),))
+    assert finish(engine, running(engine, "ABC"), 0.0, DEFECT) == [Complete(0, outcome)]
 
 
 def test_a_request_to_one_expert_is_answered_without_a_verdict():
@@ -409,6 +415,12 @@ def test_everything_that_happened_is_counted():
         queues=(QueueStatistics(0, "cpu", 2, (3.0 - 1.0) + 2.0 + 2 * 1.0, 1),),
         pools=(PoolStatistics("host", 2, 2, 8, 1, 2, ("c@fp32", "b@fp32"), ()),),
     )
+
+
+def test_each_executors_own_batch_is_counted_and_no_other():
+    engine = build(executors=2)
+    running(engine, "A")
+    assert [queue.running for queue in engine.statistics().queues] == [1, 0]
 
 
 # -- what it refuses at the start --

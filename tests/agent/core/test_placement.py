@@ -84,16 +84,15 @@ class Line:
     def bring(self, *experts):
         """Have experts resident, each asked for once and idle again."""
         for expert in experts:
-            self.ask(expert)
-            while expert in self.loads:
-                self.loaded(expert)
+            self.run(expert)
             self.finished(expert)
 
     def run(self, expert):
         """Have an expert resident and in use."""
         self.ask(expert)
-        while expert in self.loads:
-            self.loaded(expert)
+        for _ in range(2):  # in split memory a load to the host, and one on to the device
+            if expert in self.loads:
+                self.loaded(expert)
         assert expert in self.batches
 
     def resident(self, pool="host"):
@@ -265,18 +264,31 @@ def test_an_overdue_heads_place_is_kept_on_the_link_that_it_needs():
 # -- prefetch: the groups behind the head --
 
 
-def test_a_later_group_takes_the_room_of_what_is_used_after_it():
-    line = unified(host=3)
-    line.bring("b")
-    line.run("a")
-    for expert in "cbd":
-        line.ask(expert)
-    assert line.resident() == "ba"  # c is on its way; d comes after b
+def test_a_later_group_takes_the_room_of_what_is_not_queued():
     line = unified(host=3)
     line.bring("b")
     line.run("a")
     assert line.ask("c") == ["load c ssd>host"]
     assert line.ask("d") == ["evict b host stage 2", "load d ssd>host"]
+
+
+@pytest.mark.parametrize(
+    ("queued", "effects"), [("cdb", ["evict b host stage 3", "load d ssd>host"]), ("cbd", []), ("bcd", [])]
+)
+def test_a_later_group_takes_the_room_of_what_is_used_after_it_and_not_of_what_is_used_before(queued, effects):
+    line = unified(host=3, loads_in_flight=1)
+    line.bring("b")
+    line.run("a")
+    for expert in queued:  # d has to wait for the link: c is on its way
+        line.ask(expert)
+    assert line.loaded("c") == effects
+
+
+def test_nothing_is_staged_where_no_memory_lies_in_front():
+    line = unified(host=2)
+    line.run("a")
+    line.ask("b")
+    assert [line.ask(expert) for expert in "cde"] == [[], [], []]
 
 
 def test_only_so_many_groups_are_loaded_ahead():
@@ -371,6 +383,16 @@ def test_a_preliminary_expert_that_left_or_that_did_not_come_is_nowhere():
     assert line.ask("b") == ["evict e host stage 1", "load b ssd>host"]
 
 
+def test_a_preliminary_expert_that_came_at_the_second_try_is_there():
+    line = preliminary_line(host=3, load_backoff_s=1.0)
+    line.bring("a", "e")
+    line.ask("d")
+    line.load_failed("d")
+    line.handle(events.Tick(), at=1.0)
+    line.loaded("d")
+    assert line.ask("x") == ["evict a host stage 2", "load x ssd>host"]
+
+
 def test_a_preliminary_expert_that_left_one_of_two_memories_is_still_somewhere():
     line = split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, followed_by={"d": "e"})
     line.bring("d")  # a copy in each memory
@@ -442,6 +464,13 @@ def test_of_several_failed_loads_the_next_one_is_waited_for():
     assert line.engine.next_wakeup_s() == 1.5
 
 
+def test_weights_that_fail_on_their_way_to_the_device_leave_the_host_too():
+    line = split(load_attempts=1)
+    line.ask("a")
+    assert line.loaded("a") == ["load a host>device"]
+    assert line.load_failed("a") == ["evict a host stage 0"]
+
+
 # -- what is pinned, and what is placed before the first request --
 
 
@@ -473,8 +502,7 @@ def test_a_pinned_expert_comes_as_soon_as_there_is_room():
 def test_a_pinned_expert_stays_in_the_memory_it_runs_in_and_may_leave_the_one_in_front():
     line = split(host=2, device=2, policy="samba", pinned=frozenset("a"))
     line.handle(events.Started())
-    while "a" in line.loads:
-        line.loaded("a")
+    line.loaded("a")
     line.bring("b", "c", "d")
     assert line.resident("device") == "ad"
     assert "a" not in line.resident("host")
@@ -576,3 +604,52 @@ def test_several_are_staged_at_once_and_none_for_what_the_host_itself_has_queued
         line.ask(expert)
     assert line.resident("host") == "uv"
     assert line.loaded("b") == []
+
+
+def test_a_copy_in_the_host_is_not_wanted_there_while_the_device_holds_it_too():
+    line = split(host=3, device=1, loads_in_flight=9)
+    line.run("a")
+    for expert in "bca":
+        line.ask(expert)
+    line.ask("d")  # the last of all, behind a
+    assert line.loaded("b") == ["evict a host stage 2", "load d ssd>host"]
+
+
+def test_a_staged_copy_whose_load_failed_pauses():
+    line = split(host=4, device=1, loads_in_flight=9, load_backoff_s=1.0)
+    line.run("a")
+    for expert in "bcde":
+        line.ask(expert)
+    assert line.loaded("b") == ["evict a host stage 2", "load e ssd>host"]
+    assert line.load_failed("e") == []
+    assert line.handle(events.Tick(), at=1.0) == ["load e ssd>host"]
+
+
+def test_a_busy_ssd_does_not_keep_what_lies_in_the_host_from_the_device():
+    line = split(device=2, usage={"g": 0.5}, loads_in_flight=1)
+    line.bring("c", "g")
+    line.run("a")  # for which c leaves the device
+    line.handle(events.Quarantined("g", "bad"))
+    line.ask("x")  # from the SSD
+    line.ask("b")
+    assert line.ask("c") == ["load c host>device"]
+
+
+def test_a_busy_link_to_the_device_does_not_keep_the_next_groups_from_the_host():
+    line = split(host=9, device=3, sizes={"a": 3}, loads_in_flight=1)
+    line.run("a")
+    for expert in "bc":
+        line.ask(expert)
+    assert [line.loaded("b"), line.loaded("c")] == [["load c ssd>host"], []]
+    assert line.finished("a") == ["evict a device stage 2", "load b host>device"]
+    assert line.ask("d") == ["load d ssd>host"]  # though c, before it, waits for b's load to end
+
+
+def test_an_overdue_head_that_waits_for_the_link_keeps_the_room_that_is_free():
+    line = split(device=2, usage={"g": 0.5}, loads_in_flight=1, max_overtake_s=5.0)
+    line.bring("c", "g")
+    line.run("a")  # for which c leaves the device
+    line.handle(events.Quarantined("g", "bad"))
+    line.ask("x", at=0.0)  # from the SSD
+    line.ask("b", at=0.0)
+    assert line.ask("c", at=6.0) == []
