@@ -284,6 +284,19 @@ def test_a_later_group_takes_the_room_of_what_is_used_after_it_and_not_of_what_i
     assert line.loaded("c") == effects
 
 
+def test_a_later_group_leaves_what_is_used_at_the_same_time():
+    line = unified(host=5, loads_in_flight=3)
+    line.bring("u")
+    line.run("a")
+    line.run("v")
+    for expert in "wu":
+        line.ask(expert)
+    for expert in "cd":
+        line.ask(expert)
+    assert line.loaded("w") == []  # d is predicted when u is: 13 s after what runs now
+    assert line.resident() == "uavw"
+
+
 def test_nothing_is_staged_where_no_memory_lies_in_front():
     line = unified(host=2)
     line.run("a")
@@ -524,6 +537,80 @@ def test_a_head_comes_before_the_initial_placement():
     line.ask("h")
     assert line.loaded("a") == ["load h ssd>host"]
     assert line.loaded("h") == ["run h", "load b ssd>host"]
+
+
+def test_the_initial_placement_passes_over_what_is_in_quarantine():
+    line = unified(host=3, usage={"a": 0.5, "b": 0.25})
+    line.handle(events.Quarantined("a", "bad"))
+    assert line.handle(events.Started()) == ["load b ssd>host", "load c ssd>host"]
+
+
+def test_what_found_no_room_at_first_is_not_placed_later():
+    line = unified(host=1, usage={"a": 0.5, "b": 0.25})
+    line.handle(events.Started())
+    line.loaded("a")
+    assert line.handle(events.Quarantined("a", "bad")) == ["evict a host stage 0"]
+
+
+def test_the_initial_placement_leaves_the_room_that_a_head_waits_for():
+    line = unified(host=3, sizes={"a": 2, "x": 2}, usage={"b": 0.5})
+    line.run("a")
+    line.ask("x")  # waits for a's room beside the byte that is free
+    assert line.handle(events.Started()) == []
+    assert line.finished("a") == ["evict a host stage 2", "load x ssd>host"]
+
+
+# -- speculation: what may follow what runs --
+
+
+def test_what_may_follow_a_running_expert_is_loaded_into_free_room_and_takes_nobodys():
+    line = unified(host=3, followed_by={"a": "d"})
+    line.bring("b")
+    line.ask("a")
+    assert line.loaded("a") == ["run a", "load d ssd>host"]
+    line = unified(host=2, followed_by={"a": "d"})
+    line.bring("b")
+    line.ask("a")
+    assert line.loaded("a") == ["run a"]
+
+
+def test_without_overlapping_nothing_is_loaded_in_advance():
+    line = unified(policy="paper", followed_by={"a": "d"})
+    line.ask("a")
+    assert line.loaded("a") == ["run a"]
+
+
+def test_what_is_in_quarantine_is_not_loaded_in_advance():
+    line = unified(followed_by={"a": "d"})
+    line.handle(events.Quarantined("d", "bad"))
+    line.ask("a")
+    assert line.loaded("a") == ["run a"]
+
+
+def test_nothing_is_loaded_in_advance_into_the_room_that_a_head_waits_for():
+    line = unified(host=4, sizes={"a": 2, "x": 3}, followed_by={"a": "d"})
+    line.ask("a")
+    line.ask("x")
+    assert line.loaded("a") == ["run a"]
+
+
+def test_what_did_not_come_in_advance_pauses_too():
+    line = unified(followed_by={"a": "d"}, load_backoff_s=5.0)
+    line.run("a")
+    assert line.load_failed("d", at=1.0) == []
+    line.finished("a")
+    assert line.ask("a", at=2.0) == ["run a"]
+    line.finished("a")
+    assert line.ask("a", at=6.0) == ["run a", "load d ssd>host"]
+
+
+def test_a_load_that_a_head_waited_for_while_others_overtook_it_is_a_switch():
+    line = unified(host=3)
+    line.bring("a")
+    line.ask("b")
+    line.ask("a")  # runs while b is on its way
+    line.loaded("b")
+    assert line.engine.statistics().switches == 2
 
 
 # -- split memory: the host in front of the device --
