@@ -151,8 +151,6 @@ class LineService:
         for intake in self._intakes:
             intake.start()
         self._housekeeper.start()
-        for expert, reason in self._agent.broken.items():
-            log.error("expert_quarantined expert=%s reason=%s", expert, reason)
         folders = ", ".join(str(folder.path) for folder in self._config.intake.folders)
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), folders)
 

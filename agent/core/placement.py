@@ -1,8 +1,9 @@
 """Placement: which expert lies in which memory, what moves next, and who makes room for it.
 
 Guarantees: every move is reserved in the pool's ledger before its effect is sent, evictions before the load that
-needs their room; no more than ``loads_in_flight`` loads from one source at a time; a load answered with a passing
-failure is tried again after a pause that doubles, a permanent one is the Engine's to quarantine.
+needs their room; no more than ``loads_in_flight`` loads from one source at a time; a copy whose load failed is tried
+again after a pause at the earliest, which doubles up to ``longest_pause_s``. What failed loads say of their expert is
+the Engine's to decide.
 
 How strong a claim to room is, from strong to weak:
     OVERDUE   head of a queue, with a request that has waited for longer than the overtaking bound: evicts whatever
@@ -14,7 +15,7 @@ How strong a claim to room is, from strong to weak:
     BYPASS    a later group, past one that waits for a busy link: evicts only what is not queued
     STAGE     a later group's copy, for the host while the device is full: evicts only what is not queued
     CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
-    SPARE     initial placement and speculation: free room only
+    SPARE     initial placement, speculation, and experts on probation: free room only
 """
 
 from __future__ import annotations
@@ -75,11 +76,12 @@ class Load:
     size_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Setback:
-    """A copy whose load failed: how often, and when it may be tried again."""
+    """A copy whose load failed: how often in a row, for how long it pauses now, and when it may be tried again."""
 
     attempts: int
+    pause_s: float
     retry_s: float
 
 
@@ -180,18 +182,19 @@ class Placement:
         self.pools[load.pool].loaded(load.copy)
         self._setbacks.pop((load.pool, load.copy), None)
 
-    def load_failed(self, load: Load, now: float) -> int:
-        """A load came to nothing; how often in a row now."""
+    def load_failed(self, load: Load, now: float) -> Setback:
+        """A load came to nothing: how often in a row now, and when it may be tried again."""
         self._end(load)
         self.pools[load.pool].load_failed(load.copy)
         self._presence[load.expert] -= 1
-        setback = self._setbacks.setdefault((load.pool, load.copy), Setback(0, now))
-        setback.retry_s = now + self._limits.load_backoff_s * 2**setback.attempts
-        setback.attempts += 1
-        return setback.attempts
+        before = self._setbacks.get((load.pool, load.copy))
+        pause_s = min(before.pause_s * 2 if before else self._limits.load_backoff_s, self._limits.longest_pause_s)
+        setback = Setback(before.attempts + 1 if before else 1, pause_s, now + pause_s)
+        self._setbacks[load.pool, load.copy] = setback
+        return setback
 
     def discard(self, expert: str, effects: list[Effect]) -> None:
-        """A quarantined expert leaves every memory where nothing uses it."""
+        """An expert that is not to be asked leaves every memory where nothing uses it."""
         for pool in self.pools.values():
             for entry in [entry for entry in pool.entries() if entry.expert == expert]:
                 if entry.uses == 0 and entry.is_resident:

@@ -174,6 +174,7 @@ class AgentLoop:
             effects.StartBatch: self._start_batch,
             effects.Evict: self._evict,
             effects.Assigned: self._record,
+            effects.StandingChanged: self._log_standing,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
         }
@@ -352,6 +353,16 @@ class AgentLoop:
 
     def _record(self, decision: effects.Assigned | effects.Evict) -> None:
         self._records.append(DecisionRecord(time.monotonic(), decision))
+
+    def _log_standing(self, effect: effects.StandingChanged) -> None:
+        if effect.standing is effects.Standing.QUARANTINE:
+            logger.error("expert_quarantined expert=%s reason=%s", effect.expert, effect.reason)
+        elif effect.standing is effects.Standing.PROBATION:
+            logger.warning(
+                "expert_on_probation expert=%s retry_s=%.1f reason=%s", effect.expert, effect.retry_s, effect.reason
+            )
+        else:
+            logger.info("expert_serves_again expert=%s reason=%s", effect.expert, effect.reason)
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
         self._on_outcome(effect.request, effect.outcome)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from agent.core import events
-from agent.core.effects import Assigned, Complete, Evict, Fail, StartBatch, StartLoad
+from agent.core.effects import Assigned, Complete, Evict, Fail, Standing, StandingChanged, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -23,7 +23,7 @@ from agent.core.performance import (
 )
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import Rejected
-from experts.expert import Prediction
+from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
 
 OK = frozenset({"ok"})
@@ -114,6 +114,7 @@ class Shell:
     ended: dict[int, str] = field(default_factory=dict)
     queued: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # request -> executor, expert, since
     taken: dict[int, dict[int, tuple[int, str, float]]] = field(default_factory=dict)  # batch -> what was queued
+    standings: dict[str, tuple[Standing, float]] = field(default_factory=dict)  # of experts, and until when they pause
     log: list = field(default_factory=list)
 
     def pool_of(self, executor: int) -> str:
@@ -137,8 +138,11 @@ class Shell:
             self.check_nobody_idles()
 
     def take(self, effect) -> None:
-        if isinstance(effect, StartLoad):
+        if isinstance(effect, StandingChanged):
+            self.check_standing(effect)
+        elif isinstance(effect, StartLoad):
             assert effect.copy not in self.resident.get(effect.pool, set())
+            self.check_is_asked(effect.expert)
             self.loads[effect.load] = effect
             if effect.source != SSD:
                 assert effect.copy in self.resident[effect.source]
@@ -154,6 +158,7 @@ class Shell:
             self.batches[effect.batch.id] = effect
             self.taken[effect.batch.id] = {request: self.queued.pop(request) for request in effect.batch.requests}
         elif isinstance(effect, Assigned):
+            self.check_is_asked(effect.expert)
             self.queued[effect.request] = (effect.executor, effect.expert, self.now)
         elif isinstance(effect, Complete | Fail):
             assert effect.request in self.arrived
@@ -161,9 +166,27 @@ class Shell:
             self.queued.pop(effect.request, None)
             self.ended[effect.request] = effect.outcome.verdict
 
+    def check_standing(self, effect: StandingChanged) -> None:
+        """Nobody leaves quarantine, or is told to serve again without having been on probation; pauses are bounded."""
+        before, _ = self.standings.get(effect.expert, (Standing.SERVING, 0.0))
+        assert before is not Standing.QUARANTINE
+        assert effect.reason
+        if effect.standing is Standing.PROBATION:
+            assert 0.0 < effect.retry_s <= self.setup.limits.longest_pause_s
+        else:
+            assert effect.retry_s is None
+            assert before is Standing.PROBATION or effect.standing is Standing.QUARANTINE
+        self.standings[effect.expert] = (effect.standing, self.now + (effect.retry_s or 0.0))
+
+    def check_is_asked(self, expert: str) -> None:
+        """Nothing moves for an expert in quarantine, or on probation before its pause is over."""
+        standing, until_s = self.standings.get(expert, (Standing.SERVING, 0.0))
+        assert standing is Standing.SERVING or (standing is Standing.PROBATION and self.now >= until_s - 1e-9)
+
     def check_pin(self, effect: Evict) -> None:
-        """Who is pinned never leaves the memory of the first executor that can run it, but for quarantine."""
-        if effect.expert not in self.setup.limits.pinned or effect.expert in self.engine.statistics().quarantined:
+        """Who is pinned never leaves the memory of the first executor that can run it while it is asked."""
+        standing, _ = self.standings.get(effect.expert, (Standing.SERVING, 0.0))
+        if effect.expert not in self.setup.limits.pinned or standing is not Standing.SERVING:
             return
         first_only = PRESETS[self.setup.policy].assigning is Assigning.FIRST
         executors = self.setup.executors[:1] if first_only else self.setup.executors
@@ -187,6 +210,10 @@ class Shell:
                 assert latest < since + MAX_OVERTAKE_S
 
     def check_books(self) -> None:
+        statistics = self.engine.statistics()
+        told = {standing: {e for e, (each, _) in self.standings.items() if each is standing} for standing in Standing}
+        assert statistics.quarantined.keys() == told[Standing.QUARANTINE]
+        assert statistics.on_probation.keys() == told[Standing.PROBATION]
         for pool in self.engine.statistics().pools:
             assert set(pool.resident) == self.resident.get(pool.name, set())
             assert pool.used_bytes <= pool.expert_bytes
@@ -325,6 +352,29 @@ def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup
     assert shell.ended.keys() == shell.arrived
     assert statistics.in_flight == 0
     assert statistics.completed + statistics.failed == statistics.arrived == len(shell.arrived)
+
+
+@SETTINGS
+@given(setups(), st.data())
+def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(setup, data):
+    """One request after the longest pause is the trial of every expert on its route; from then on nobody is refused."""
+    shell = play(setup, data, may_fail=True)
+    shell.may_fail = False
+    if shell.engine.statistics().is_draining:
+        return
+    shell.now += setup.limits.longest_pause_s
+    executors = setup.executors[:1] if PRESETS[setup.policy].assigning is Assigning.FIRST else setup.executors
+    able = set().union(*(setup.profile.experts[each.processor] for each in executors))
+    for number, component in enumerate(2 * sorted(setup.graph.routes), start=1000):
+        shell.arrive(number, component)
+        while number not in shell.ended:
+            shell.now += 0.01
+            shell.answer_something()
+        steps = {step.expert for step in setup.graph.routes[component]}
+        if steps <= able - shell.engine.statistics().quarantined.keys():
+            assert shell.ended[number] in (Verdict.OK, Verdict.NG)
+    asked = {setup.graph.first_expert(component) for component in setup.graph.routes}
+    assert not asked & shell.engine.statistics().on_probation.keys()
 
 
 @SETTINGS

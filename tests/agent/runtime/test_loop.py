@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import queue
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -149,6 +152,54 @@ def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(b
     assert all("pack the line again" in agent.outcomes[request].reason for request in bad)
     assert {agent.outcomes[request].verdict for request in good} == {Verdict.OK}
     assert list(statistics.engine.quarantined) == ["cls/own-1"]
+
+
+class FailingReads:
+    """Packed weights on a disk that gives an error for one expert for as long as ``is_failing``."""
+
+    def __init__(self, segments, expert):
+        self._segments, self._expert = segments, expert
+        self.is_failing = True
+
+    def read(self, segment, buffer, expert):
+        if self.is_failing and expert == self._expert:
+            raise OSError(errno.EIO, "Input/output error")
+        return self._segments.read(segment, buffer, expert)
+
+    def __getattr__(self, name):
+        return getattr(self._segments, name)
+
+
+def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_tells_both(line, caplog):
+    segments = FailingReads(line.segments, "cls/own-1")
+    with caplog.at_level(logging.INFO), Agent(replace(line, segments=segments)) as agent:
+        refused = agent.loop.submit(line.pixels(1), component="own-1")
+        agent.settle()
+        assert "cls/own-1" in agent.loop.statistics().engine.on_probation
+        segments.is_failing = False
+        deadline = time.monotonic() + PATIENCE_S
+        while agent.loop.statistics().engine.on_probation:
+            assert time.monotonic() < deadline
+            agent.settle()
+        judged = agent.loop.submit(line.pixels(1), component="own-1")
+        agent.settle()
+    assert agent.outcomes[refused].verdict is Verdict.UNKNOWN
+    assert "3 loads in a row failed, last: [Errno 5] Input/output error" in agent.outcomes[refused].reason
+    assert agent.outcomes[judged].verdict is Verdict.OK
+    told = [(each.levelname, each.message) for each in caplog.records if each.message.startswith("expert_")]
+    level, message = told[0]
+    assert level == "WARNING"
+    assert message.startswith("expert_on_probation expert=cls/own-1 retry_s=0.0 reason=3 loads in a row failed")
+    assert told[-1] == ("INFO", "expert_serves_again expert=cls/own-1 reason=a load went well")
+
+
+def test_quarantine_is_told_in_the_log(line, caplog):
+    with Agent(line) as agent:
+        agent.loop.quarantine("cls/own-0", "the operator said so")
+        agent.settle()
+        agent.loop.statistics()  # behind it in the loop's inbox
+    told = [(each.levelname, each.message) for each in caplog.records if each.message.startswith("expert_")]
+    assert told == [("ERROR", "expert_quarantined expert=cls/own-0 reason=the operator said so")]
 
 
 def test_a_broken_image_is_unknown_and_its_batch_is_judged(line):
