@@ -12,6 +12,8 @@ from agent.core.effects import (
     Evict,
     EvictionDecision,
     Fail,
+    Standing,
+    StandingChanged,
     StartBatch,
     StartLoad,
 )
@@ -202,7 +204,7 @@ def test_a_request_that_runs_out_of_memory_too_often_is_unknown():
     assert engine.statistics().quarantined == {}
 
 
-def test_an_expert_that_fails_on_so_many_images_in_a_row_is_put_in_quarantine_with_all_that_wait_for_it():
+def test_an_expert_that_fails_on_so_many_images_in_a_row_is_put_on_probation_and_all_that_wait_for_it_end():
     engine = build(expert_failures=2)
     batch = running(engine, "A", "A", "A")
     _, (first,) = fail_alone(engine, batch)
@@ -210,14 +212,15 @@ def test_an_expert_that_fails_on_so_many_images_in_a_row_is_put_in_quarantine_wi
     assert of(Fail, effects) == [unknown(0, "a: broke")]
     effects, after = fail_alone(engine, second, "still broke")
     assert after == []
+    reason = "2 batches in a row failed, last: still broke"
     assert effects == [
         unknown(1, "a: still broke"),
-        unknown(2, "a is in quarantine: fails on every image: still broke"),
+        StandingChanged("a", Standing.PROBATION, reason, retry_s=1.0),
+        unknown(2, f"a is on probation: {reason}"),
         Evict("a", "a@fp32", "host", 1, 0, EvictionDecision("a@fp32", 0, ())),
     ]
-    assert engine.statistics().quarantined == {"a": "fails on every image: still broke"}
-    reason = "a is in quarantine: fails on every image: still broke"
-    assert engine.handle(events.Arrived(9, "A"), 0.0) == [unknown(9, reason)]
+    assert engine.statistics().on_probation == {"a": reason}
+    assert engine.handle(events.Arrived(9, "A"), 0.0) == [unknown(9, f"a is on probation: {reason}")]
 
 
 def test_an_image_that_succeeds_in_between_starts_the_count_of_failures_anew():
@@ -228,16 +231,20 @@ def test_an_image_that_succeeds_in_between_starts_the_count_of_failures_anew():
     (third,) = of(StartBatch, finish(engine, second, 0.0))
     _, (fourth,) = fail_alone(engine, third.batch)
     assert finish(engine, fourth, 0.0)
-    assert engine.statistics().quarantined == {}
+    assert engine.statistics().on_probation == {}
 
 
 def test_batches_of_several_do_not_count_as_failures_of_their_expert():
     engine = build(expert_failures=1)
     fail_alone(engine, running(engine, "A", "A"))
-    assert engine.statistics().quarantined == {}
+    assert engine.statistics().on_probation == {}
 
 
 # -- quarantine --
+
+
+def quarantined(reason):
+    return StandingChanged("a", Standing.QUARANTINE, reason)
 
 
 def test_what_the_shell_finds_out_quarantines_an_expert_at_once():
@@ -245,7 +252,7 @@ def test_what_the_shell_finds_out_quarantines_an_expert_at_once():
     engine.handle(events.Loaded(1), 0.0)  # an answer to nothing
     finish(engine, running(engine, "A"), 0.0)
     evict = Evict("a", "a@fp32", "host", 1, 0, EvictionDecision("a@fp32", 0, ()))
-    assert engine.handle(events.Quarantined("a", "wrong sha256"), 0.0) == [evict]
+    assert engine.handle(events.Quarantined("a", "wrong sha256"), 0.0) == [quarantined("wrong sha256"), evict]
     assert engine.statistics().quarantined == {"a": "wrong sha256"}
     engine.handle(events.Quarantined("a", "another reason"), 0.0)
     assert engine.statistics().quarantined == {"a": "wrong sha256"}
@@ -256,6 +263,7 @@ def test_a_quarantined_expert_leaves_its_queue_and_lets_the_next_one_move():
     engine.handle(events.Arrived(0, "A"), 0.0)
     engine.handle(events.Arrived(1, "B"), 0.0)
     assert engine.handle(events.Quarantined("a", "wrong sha256"), 0.0) == [
+        quarantined("wrong sha256"),
         unknown(0, "a is in quarantine: wrong sha256"),
         StartLoad(2, "b", "b@fp32", SSD, "host", 1),
     ]
@@ -264,7 +272,8 @@ def test_a_quarantined_expert_leaves_its_queue_and_lets_the_next_one_move():
 def test_a_quarantined_expert_that_is_on_its_way_leaves_when_it_has_come():
     engine = build()
     engine.handle(events.Arrived(0, "A"), 0.0)
-    assert engine.handle(events.Quarantined("a", "bad"), 0.0) == [unknown(0, "a is in quarantine: bad")]
+    ended = [quarantined("bad"), unknown(0, "a is in quarantine: bad")]
+    assert engine.handle(events.Quarantined("a", "bad"), 0.0) == ended
     evict = Evict("a", "a@fp32", "host", 1, 0, EvictionDecision("a@fp32", 0, ()))
     assert engine.handle(events.Loaded(1), 0.0) == [evict]
 
@@ -273,14 +282,14 @@ def test_a_quarantined_expert_that_runs_leaves_when_its_batch_has_ended():
     evict = Evict("a", "a@fp32", "host", 1, 0, EvictionDecision("a@fp32", 0, ()))
     engine = build()
     batch = running(engine, "A", "A")
-    assert engine.handle(events.Quarantined("a", "bad"), 0.0) == []
+    assert engine.handle(events.Quarantined("a", "bad"), 0.0) == [quarantined("bad")]
     outcome = Outcome(Verdict.OK, "ok", 0.75, (StepResult("a", PASS),))
     assert finish(engine, batch, 0.0) == [Complete(0, outcome), Complete(1, outcome), evict]
     engine = build()
     batch = running(engine, "A", "A")
     engine.handle(events.Quarantined("a", "bad"), 0.0)
     effects = engine.handle(events.BatchFailed(batch.id, "broke"), 0.0)
-    assert effects == [unknown(0, "bad"), unknown(1, "bad"), evict]
+    assert effects == [unknown(0, "a is in quarantine: bad"), unknown(1, "a is in quarantine: bad"), evict]
 
 
 def test_bad_weights_that_are_noticed_beside_a_resident_copy_take_no_other_expert_along():
@@ -288,18 +297,21 @@ def test_bad_weights_that_are_noticed_beside_a_resident_copy_take_no_other_exper
     finish(engine, running(engine, "B"), 0.0)
     (load,) = of(StartLoad, engine.handle(events.Arrived(5, "A"), 0.0))
     effects = engine.handle(events.LoadFailed(load.load, "wrong sha256", permanent=True), 0.0)
-    assert effects == [unknown(5, "a is in quarantine: wrong sha256")]
+    assert effects == [quarantined("wrong sha256"), unknown(5, "a is in quarantine: wrong sha256")]
     assert engine.statistics().pools[0].resident == ("b@fp32",)
 
 
-def test_a_load_that_fails_so_often_in_a_row_is_given_up():
+def test_an_expert_whose_load_fails_so_often_in_a_row_is_put_on_probation():
     engine = build(load_attempts=2, load_backoff_s=1.0)
     engine.handle(events.Arrived(0, "A"), 0.0)
     assert engine.handle(events.LoadFailed(1, "I/O error", permanent=False), 0.0) == []
     (load,) = engine.handle(events.Tick(), 1.0)
-    effects = engine.handle(events.LoadFailed(load.load, "I/O error", permanent=False), 1.0)
-    assert effects == [unknown(0, "a is in quarantine: I/O error")]
-    assert engine.statistics().quarantined == {"a": "I/O error"}
+    reason = "2 loads in a row failed, last: I/O error"
+    assert engine.handle(events.LoadFailed(load.load, "I/O error", permanent=False), 1.0) == [
+        StandingChanged("a", Standing.PROBATION, reason, retry_s=2.0),
+        unknown(0, f"a is on probation: {reason}"),
+    ]
+    assert (engine.statistics().on_probation, engine.statistics().quarantined) == ({"a": reason}, {})
 
 
 # -- cancelling, draining, unexpected events --
@@ -380,6 +392,7 @@ def test_a_new_engine_has_counted_nothing():
         unexpected_events=0,
         is_draining=False,
         quarantined={},
+        on_probation={},
         queues=(QueueStatistics(0, "cpu", 0, 0.0, 0), QueueStatistics(1, "cpu", 0, 0.0, 0)),
         pools=(PoolStatistics("host", 3, 0, 8, 0, 0, (), ()),),
     )
@@ -412,6 +425,7 @@ def test_everything_that_happened_is_counted():
         unexpected_events=0,
         is_draining=False,
         quarantined={},
+        on_probation={},
         queues=(QueueStatistics(0, "cpu", 2, (3.0 - 1.0) + 2.0 + 2 * 1.0, 1),),
         pools=(PoolStatistics("host", 2, 2, 8, 1, 2, ("c@fp32", "b@fp32"), ()),),
     )

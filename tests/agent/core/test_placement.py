@@ -478,10 +478,11 @@ def test_of_several_failed_loads_the_next_one_is_waited_for():
 
 
 def test_weights_that_fail_on_their_way_to_the_device_leave_the_host_too():
-    line = split(load_attempts=1)
+    line = split()
     line.ask("a")
     assert line.loaded("a") == ["load a host>device"]
-    assert line.load_failed("a") == ["evict a host stage 0"]
+    broken = events.LoadFailed(line.loads["a"].load, "wrong sha256", permanent=True)
+    assert line.handle(broken) == ["evict a host stage 0"]
 
 
 # -- what is pinned, and what is placed before the first request --
