@@ -62,6 +62,7 @@ def settle_loads(engine, effects, now):
     everything = list(effects)
     loads = of(StartLoad, effects)
     while loads:
+        assert len(everything) < 1000, "loads go on for ever"
         more = engine.handle(events.Loaded(loads.pop(0).load), now)
         everything += more
         loads += of(StartLoad, more)
