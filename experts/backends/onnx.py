@@ -85,7 +85,9 @@ class OnnxSkeleton:
             )
         first = self._session.get_outputs()[0].name
         feeds.bind_output(first, "cpu")
+        await_writes(self._device)
         self._session.run_with_iobinding(feeds)
+        feeds.synchronize_outputs()
         output: np.ndarray = feeds.copy_outputs_to_cpu()[0]
         return output
 
@@ -130,6 +132,12 @@ class OnnxBackend:
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
+
+
+def await_writes(device: torch.device) -> None:
+    """Wait until what torch writes on this thread's stream is written: a session reads it on a stream of its own."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _filled(images: Tensor, size: int) -> Tensor:

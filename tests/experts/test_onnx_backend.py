@@ -1,7 +1,9 @@
 """ONNX graphs: weights lifted out, one session per program, the same answers as the graph as it came."""
 
+import gc
 import hashlib
 import json
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from experts.backends import onnx as onnx_backend
 from experts.backends.base import Prepared
-from experts.backends.onnx import OnnxBackend
+from experts.backends.onnx import OnnxBackend, OnnxSkeleton, await_writes
+from experts.backends.onnx_session import SESSIONS_KEPT
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
 from experts.manifests import ManifestFolder
@@ -66,6 +70,42 @@ def test_skeletons_of_one_program_share_a_session(files):
     packables = [BACKEND.pack(files.onnx(f"cls/{seed}", seed), Precision.FP32) for seed in (1, 2)]
     expert = files.onnx("cls/1", 1)
     assert bound(expert, packables[0])._session is bound(expert, packables[1])._session
+
+
+def test_a_session_lives_as_long_as_somebody_needs_it(files):
+    """However many programs a line has, none is built twice; and of what nobody holds, only the last few stay."""
+    packed = []
+    for count in range(20, 32):
+        expert = files.onnx("cls/x", labels=[str(label) for label in range(count)])
+        packed.append((expert, BACKEND.pack(expert, Precision.FP32).program))
+
+    def sessions():
+        return [BACKEND.skeleton(expert, Precision.FP32, program, "cpu")._session for expert, program in packed]
+
+    held = sessions()
+    assert sessions() == held
+    alive = [weakref.ref(session) for session in held]
+    del held
+    gc.collect()
+    assert sum(session() is not None for session in alive) == SESSIONS_KEPT
+
+
+def test_packing_leaves_no_session_behind(files, monkeypatch):
+    built = []
+    session = onnxruntime.InferenceSession
+
+    def told(*arguments, **options):
+        built.append(session(*arguments, **options))
+        return built[-1]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", told)
+    BACKEND.pack(files.onnx("cls/x", 77), Precision.FP32)
+    alive = [weakref.ref(each) for each in built]
+    threads = [each.get_session_options().intra_op_num_threads for each in built]
+    built.clear()
+    gc.collect()
+    assert threads == [1] * len(alive) != []
+    assert [each() for each in alive] == [None] * len(alive)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -281,6 +321,51 @@ def test_a_processor_that_is_not_there_is_said_so(files):
     absent = "mps" if "CUDAExecutionProvider" in onnxruntime.get_available_providers() else "cuda"
     with pytest.raises(BackendUnavailable, match=f"onnxruntime on {absent}"):
         BACKEND.skeleton(expert, Precision.FP32, program, absent)
+
+
+class Recorded:
+    """A session that tells when it runs."""
+
+    def __init__(self, session, events):
+        self._session = session
+        self._events = events
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, feeds):
+        self._events.append("run")
+        self._session.run_with_iobinding(feeds)
+
+
+def test_a_session_runs_only_after_torch_has_written_its_input(files, image, monkeypatch):
+    """On CUDA the two have streams of their own; here, that each run waits, and for the stream that writes."""
+    events = []
+    expert = files.onnx("cls/x", batch=1)
+    packed = BACKEND.pack(expert, Precision.FP32)
+    session = BACKEND.skeleton(expert, Precision.FP32, packed.program, "cpu")._session
+    skeleton = OnnxSkeleton(Recorded(session, events), "cpu")
+    skeleton.bind(packed.tensors)
+    monkeypatch.setattr(onnx_backend, "await_writes", lambda device: events.append(f"wait for {device}"))
+    skeleton.infer(expert, [BACKEND.prepare(expert, image)] * 2)
+    assert events == ["wait for cpu", "run"] * 2
+
+
+def test_on_cuda_the_threads_own_stream_is_waited_for(monkeypatch):
+    events = []
+
+    class Stream:
+        def __init__(self, device):
+            self._device = device
+
+        def synchronize(self):
+            events.append(f"the stream of {self._device}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    await_writes(torch.device("cpu"))
+    assert events == []
+    await_writes(torch.device("cuda", 0))
+    assert events == ["the stream of cuda:0"]
 
 
 def test_the_estimated_workspace_follows_the_largest_layers(files):
