@@ -23,6 +23,7 @@ from experts.backends.onnx_answers import PROBES, RECIPE, answers_of, note, note
 from experts.backends.onnx_memory import peak_bytes
 from experts.backends.onnx_session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
+from experts.backends.streams import await_writes
 from experts.backends.weight_files import is_finite, read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision, Prediction
@@ -85,7 +86,7 @@ class OnnxSkeleton:
             )
         first = self._session.get_outputs()[0].name
         feeds.bind_output(first, "cpu")
-        await_writes(self._device)
+        await_writes(self._device)  # the session reads on a stream of its own
         self._session.run_with_iobinding(feeds)
         feeds.synchronize_outputs()
         output: np.ndarray = feeds.copy_outputs_to_cpu()[0]
@@ -126,18 +127,12 @@ class OnnxBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
-    def recipe(self, precision: Precision) -> str:
+    def recipe(self, expert: Expert, precision: Precision) -> str:
         return RECIPE
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
-
-
-def await_writes(device: torch.device) -> None:
-    """Wait until what torch writes on this thread's stream is written: a session reads it on a stream of its own."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _filled(images: Tensor, size: int) -> Tensor:
