@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Packable:
     """An expert's weights ready to be laid down: execution dtype, memory format in the strides.
 
-    ``program`` is what a skeleton needs beside the tensors (ONNX: the graph without its weights); experts with equal
-    programs and equal tensor tables share skeletons.
+    ``program`` is what a skeleton needs beside the tensors (ONNX: the graph without its weights), or is built for where
+    the tensors do not show it; experts with equal programs and equal tensor tables share skeletons.
     """
 
     tensors: Mapping[str, Tensor]
@@ -91,7 +91,7 @@ class Backend(Protocol):
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         """Scale and normalise one image: uint8 RGB (height, width, 3), of any size. Thread-safe."""
 
-    def recipe(self, precision: Precision) -> str:
+    def recipe(self, expert: Expert, precision: Precision) -> str:
         """What decides on packed bytes beside the expert and its file, such as a runtime's version; mostly nothing."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:

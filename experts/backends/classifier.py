@@ -113,7 +113,7 @@ class ClassifierBackend:
             from experts.backends.onnxruntime_form import packable
 
             return packable(expert, _runtime_form(form, (expert.input.height, expert.input.width)), ready)
-        return Packable(ready)
+        return Packable(ready, _unseen_structure(expert))
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         if precision is Precision.ONNXRUNTIME:
@@ -132,8 +132,8 @@ class ClassifierBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
-    def recipe(self, precision: Precision) -> str:
-        return runtime_recipe(precision)
+    def recipe(self, expert: Expert, precision: Precision) -> str:
+        return runtime_recipe(precision) or _unseen_structure(expert).decode()
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         size = (expert.input.height, expert.input.width)
@@ -178,6 +178,13 @@ def _form(expert: Expert) -> _Form:
         return _form_of(expert.architecture, len(expert.labels), expert.stem, size)
     except ValueError as error:
         raise WeightsMismatch(expert.id, str(error)) from error
+
+
+def _unseen_structure(expert: Expert) -> bytes:
+    """What a module is built for and its weights do not show: a MaxViT's input size, by which it cuts its windows."""
+    if not expert.architecture.startswith("maxvit_"):
+        return b""
+    return f"for images of {expert.input.height}x{expert.input.width}".encode()
 
 
 def _form_of(architecture: str, label_count: int, stem: str | None, size: tuple[int, int]) -> _Form:

@@ -16,7 +16,7 @@ import tempfile
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from experts.backends.made_once import MadeOnce
 from experts.backends.outputs import require_numbers
 from experts.backends.pixels import normalized, require_rgb
 from experts.backends.state_dict import DTYPES, executable, fit
+from experts.backends.streams import await_writes
 from experts.backends.weight_files import read_state_dict
 from experts.backends.weightless import Weightless
 from experts.errors import OutputInvalid, WeightsMismatch
@@ -182,7 +183,7 @@ class DetectorBackend:
             pad_top=_padding(target_height, height, scale),
         )
 
-    def recipe(self, precision: Precision) -> str:
+    def recipe(self, expert: Expert, precision: Precision) -> str:
         return runtime_recipe(precision)
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
@@ -304,7 +305,7 @@ def _decoded(
     return boxes.transpose(1, 2), raw_scores.float().sigmoid().transpose(1, 2)
 
 
-@lru_cache(maxsize=64)
+@cache  # as many as the line has sizes
 def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], device: str) -> tuple[Tensor, Tensor]:
     """The centres of all cells in units of their level (2, anchors), and that unit in pixels (1, anchors)."""
     centres, units = [], []
@@ -312,7 +313,9 @@ def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], dev
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         centres.append(torch.stack((columns.flatten(), rows.flatten())) + 0.5)
         units.append(torch.full((1, height * width), stride))
-    return torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
+    placed = torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
+    await_writes(torch.device(device))  # other executors read them on streams of their own
+    return placed
 
 
 def _suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class FakeBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
-    def recipe(self, precision: Precision) -> str:
+    def recipe(self, expert: Expert, precision: Precision) -> str:
         return ""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:

@@ -1,5 +1,12 @@
 """ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
 
+Guarantees: a program's session is built once, and lives as long as a skeleton or template holds it; beside those, the
+SESSIONS_KEPT asked for last. What is only tried, at packing, gets a session of its own on one thread, and leaves none.
+
+Each has threads of its own, one less than its operators use, asleep between batches. ONNX Runtime's pool for the whole
+process would have fewer, but from Python it cannot be told not to spin: a MobileNetV3 then took twice the time of the
+processor, and cores belong to other experts too. Asleep, 36 threads hold 3 MB.
+
 A session holds no weights. All of them take their workspace from one arena, which keeps what the largest batches so far
 needed: with an arena each, every architecture would keep a workspace of its own, and without any, detectors of large
 images run up to a third slower, waiting for the system's memory. What ONNX Runtime would report to its makers is off.
@@ -30,7 +37,7 @@ REFUSALS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
-SESSIONS_KEPT = 8  # that no skeleton or template holds: a profile comes back to a form in a moment
+SESSIONS_KEPT = 2  # that no skeleton or template holds: a profile comes back to a form in a moment
 GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
 _preparing = Lock()
 _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain")

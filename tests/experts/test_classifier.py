@@ -8,6 +8,7 @@ import torch
 from experts.backends.classifier import ClassifierBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
+from experts.packing import pack_line
 
 BACKEND = ClassifierBackend()
 FAMILIES = ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_x_400mf"]
@@ -66,6 +67,17 @@ def test_the_small_stem_keeps_the_size_of_small_crops(files, image):
     packable = BACKEND.pack(expert, Precision.FP32)
     assert packable.tensors["conv1.weight"].shape == (64, 3, 3, 3)
     check_against_torchvision(expert, image)
+
+
+def test_sizes_that_a_skeleton_is_built_for_are_layouts_of_their_own(files, store, make_slot, image):
+    """A MaxViT's weights are the same for every size, its windows are not."""
+    module = files.build("maxvit_t", 3)
+    experts = [files.torch_module(f"cls/{size}", module.eval(), "maxvit_t", size=size) for size in (224, 448)]
+    packed = pack_line(experts, lambda _: {Precision.FP32}, store).packed
+    forms = [packed[expert.id][Precision.FP32] for expert in experts]
+    assert forms[0].layout != forms[1].layout
+    for expert, form in zip(experts, forms, strict=True):
+        assert make_slot(expert, form, store).infer(expert, image)[0].label in expert.labels
 
 
 def test_batchnorm_is_gone_where_a_convolution_takes_it(files):
