@@ -5,7 +5,8 @@ pool named "host", nothing is held twice). "emulated" is a split box without an 
 host memory behind a real copy, whose executors run on the CPU.
 
 A Memory hands out Regions, each one contiguous run of bytes. A region that has a ``buffer`` is read into straight from
-the SSD; every other one is filled by a copy from host memory, complete when ``fill`` returns.
+the SSD; every other one is filled by a copy from host memory, complete when ``fill`` returns. A device's regions are
+pieces of one arena, taken as a whole at the start: what the device holds for experts never exceeds the ledger's budget.
 """
 
 from __future__ import annotations
@@ -23,17 +24,24 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
+from agent.runtime.arena import Arena
 from agent.runtime.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.weights import AlignedBuffer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
+
+    from agent.runtime.arena import Span
 
 HOST = "host"
 DEVICE = "device"
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated")
+ALLOCATOR_SLACK = 1.25  # arbitrary: blocks that are larger than what was asked for, of several executors
+ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # and of cuBLAS, which takes up to 32 MiB for a stream at its first use
 EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no size is configured
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
 
@@ -183,67 +191,139 @@ class HostMemory:
         region.tensor("cpu")[offset_bytes : offset_bytes + source.numel()].copy_(source)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ArenaRegion:
-    """A piece of the emulated device. It hides its buffer: nothing but a copy may fill it."""
+    """A piece of a device's arena. It has no buffer: nothing but a copy may fill it."""
 
-    memory: EmulatedMemory
-    bytes_: AlignedBuffer
+    memory: ArenaMemory
+    span: Span
+    size_bytes: int
     buffer: None = None
     is_open: bool = True
 
-    @property
-    def size_bytes(self) -> int:
-        """As it was asked for."""
-        return self.bytes_.size_bytes
-
     def tensor(self, device: str) -> Tensor:
-        """The bytes; the emulated device runs on the CPU."""
-        if device != "cpu":
-            raise BackendUnavailable(device, "the emulated device runs on the CPU")
-        return self.bytes_.tensor
+        """The bytes on their device; they move when the region is slid, and tensors over them then show others."""
+        return self.memory.shown(self, device)
 
     def close(self) -> None:
         """Back to the arena."""
         if self.is_open:
             self.is_open = False
-            self.bytes_.close()
-            self.memory.give_back(self.size_bytes)
+            self.memory.give_back(self)
 
 
-class EmulatedMemory:
-    """A bounded device arena in host memory; what comes in is really copied."""
+class ArenaMemory:
+    """A device's memory for experts: one allocation, taken at once, cut up by an Arena of our own.
+
+    So nothing outside holds what the ledger does not count: an allocator that serves workspaces and slots from one heap
+    keeps blocks of sizes that do not come again. Where bytes are free but scattered, ``allocate`` refuses with as many
+    free as were wanted; regions are then slid together, which SlotStore does, as it knows what is bound to them.
+    """
 
     pool = DEVICE
     views_hold_bytes = False
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, device: str) -> None:
         self.capacity_bytes = capacity_bytes
-        self.held_bytes = 0
+        self._device = device
+        self._bytes: Tensor | None = self._taken(capacity_bytes) if capacity_bytes else None
+        self._arena = Arena(capacity_bytes)
+        self._regions: dict[Span, ArenaRegion] = {}
         self._lock = Lock()
 
-    def allocate(self, size_bytes: int) -> ArenaRegion:
-        """A new piece of the arena. Raises MemoryExceeded beyond its capacity."""
+    @property
+    def held_bytes(self) -> int:
+        """What regions take."""
         with self._lock:
-            free_bytes = self.capacity_bytes - self.held_bytes
-            if size_bytes > free_bytes:
-                raise MemoryExceeded(DEVICE, size_bytes, free_bytes)
-            self.held_bytes += size_bytes
-        return ArenaRegion(self, AlignedBuffer(size_bytes))
+            return self.capacity_bytes - self._arena.free_bytes
 
-    def give_back(self, size_bytes: int) -> None:
+    def allocate(self, size_bytes: int) -> ArenaRegion:
+        """A new piece of the arena. Raises MemoryExceeded, with ``free_bytes`` in one piece or in several."""
+        with self._lock:
+            span = self._arena.take(size_bytes)
+            if span is None:
+                raise MemoryExceeded(DEVICE, size_bytes, self._arena.free_bytes)
+            region = self._regions[span] = ArenaRegion(self, span, size_bytes)
+            return region
+
+    def give_back(self, region: ArenaRegion) -> None:
         """A region was closed."""
         with self._lock:
-            self.held_bytes -= size_bytes
+            self._arena.give_back(region.span)
+            del self._regions[region.span]
+
+    def regions(self) -> tuple[ArenaRegion, ...]:
+        """All that are open, the lowest first."""
+        with self._lock:
+            return tuple(self._regions[span] for span in self._arena.taken)
+
+    def slide(self, region: ArenaRegion) -> ArenaRegion:
+        """Move a region and its bytes down to the one below: the region in its new place, itself where it stays.
+
+        Nobody may use it meanwhile, nor the old one any more.
+        """
+        with self._lock:
+            span = self._arena.slide(region.span)
+            if span == region.span:
+                return region
+            del self._regions[region.span]
+            moved = self._regions[span] = ArenaRegion(self, span, region.size_bytes)
+        region.is_open = False
+        step_bytes = region.span.offset_bytes - span.offset_bytes  # steps that long never overlap what they come from
+        self._copy(
+            (self._cut(span, start, step_bytes), self._cut(region.span, start, step_bytes))
+            for start in range(0, span.size_bytes, step_bytes)
+        )
+        return moved
+
+    def shown(self, region: ArenaRegion, device: str) -> Tensor:
+        """A region's bytes."""
+        if device != self._device:
+            raise BackendUnavailable(device, f"these bytes are on the {DEVICE}, which runs on {self._device}")
+        if not region.is_open:
+            raise ValueError("the region is closed, or was moved")
+        return self._cut(region.span, 0, region.size_bytes)
 
     def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        """The copy that a real device would need."""
-        region.tensor("cpu")[offset_bytes : offset_bytes + source.numel()].copy_(source)
+        """Copy from host memory; complete on return."""
+        self._copy([(region.tensor(self._device)[offset_bytes : offset_bytes + source.numel()], source)])
+
+    def close(self) -> None:
+        """Give the whole arena back; no region of it may be used any more."""
+        self._bytes = None
+
+    def _cut(self, span: Span, start: int, size_bytes: int) -> Tensor:
+        if self._bytes is None:
+            raise ValueError("the memory is closed")
+        begin = span.offset_bytes + start
+        return self._bytes[begin : min(begin + size_bytes, span.end_bytes)]
+
+    def _taken(self, size_bytes: int) -> Tensor:
+        """The bytes behind the arena. Raises MemoryExceeded."""
+        raise NotImplementedError
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Targets and sources, one after another; the bytes are there on return."""
+        for target, source in pairs:
+            target.copy_(source)
+
+
+class EmulatedMemory(ArenaMemory):
+    """A bounded device arena in host memory; what comes in is really copied, and runs on the CPU."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes, "cpu")
+
+    def _taken(self, size_bytes: int) -> Tensor:
+        try:
+            return AlignedBuffer(size_bytes).tensor
+        except OSError as error:
+            raise MemoryExceeded(DEVICE, size_bytes, psutil.virtual_memory().available) from error
 
 
 @dataclass(slots=True)
 class DeviceRegion:
-    """Memory of an accelerator."""
+    """Memory that an accelerator's own allocator hands out."""
 
     bytes_: Tensor | None
     size_bytes: int
@@ -261,34 +341,51 @@ class DeviceRegion:
         self.bytes_ = None
 
 
-class CudaMemory:
+class CudaMemory(ArenaMemory):
     """An NVIDIA GPU's own memory, filled over a copy stream of its own, so that copies run beside the executors.
 
-    Regions are allocated under that stream: the allocator then never hands out a block that a kernel of an
-    executor's stream still writes to.
+    ``workspace_bytes`` bounds what torch's allocator may take for batches beside the arena; None: nothing does. The
+    bound is a fraction of the device (torch.cuda.set_per_process_memory_fraction), which counts what the allocator
+    holds and not only what is in use: at the bound it gives its cached blocks back first, those of one executor for
+    another's, and a batch that does not fit even then is out of memory, which makes the next ones smaller. Pools of
+    its own (torch.cuda.MemPool) would keep the blocks of each executor apart, but bound nothing. The bound is the
+    process's, one at a time, and ends with ``close``; a CUDA context and the code of kernels are not in it.
     """
 
-    pool = DEVICE
-    views_hold_bytes = True
-
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int, workspace_bytes: int | None = None) -> None:
         self._stream = torch.cuda.Stream()
+        if workspace_bytes is not None:
+            total_bytes = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(allocator_fraction(capacity_bytes, workspace_bytes, total_bytes))
+        super().__init__(capacity_bytes, "cuda")
 
-    def allocate(self, size_bytes: int) -> DeviceRegion:
-        """A new region. Raises MemoryExceeded when the device is full."""
+    def close(self) -> None:
+        """See ArenaMemory; and torch's allocator is free again."""
+        super().close()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def _taken(self, size_bytes: int) -> Tensor:
         try:
             with torch.cuda.stream(self._stream):
-                return DeviceRegion(torch.empty(size_bytes, dtype=torch.uint8, device="cuda"), size_bytes, "cuda")
+                return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError as error:
             raise MemoryExceeded(DEVICE, size_bytes, torch.cuda.mem_get_info()[0]) from error
 
-    def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        """Copy from (pinned) host memory; waits for this copy's event only."""
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Over the copy stream, in order; waits for the event behind them only."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            region.tensor("cuda")[offset_bytes : offset_bytes + source.numel()].copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             done.record(self._stream)
         done.synchronize()
+
+
+def allocator_fraction(capacity_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
+    """The share of a device that torch's allocator may hold: the arena, and workspaces as it rounds them."""
+    workspaces_bytes = workspace_bytes * ALLOCATOR_SLACK + ALLOCATOR_LEAST_BYTES
+    return min((capacity_bytes + workspaces_bytes) / total_bytes, 1.0)
 
 
 class MpsMemory:
@@ -310,13 +407,17 @@ class MpsMemory:
         torch.mps.synchronize()
 
 
-def memory_for(box: Box, pool: str, budget_bytes: int) -> Memory:
-    """The memory behind one of a box's pools. ``budget_bytes`` bounds an emulated arena; others bound themselves."""
+def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | None = None) -> Memory:
+    """The memory behind one of a box's pools: ``budget_bytes`` for experts, which a device's arena takes at once.
+
+    ``workspace_bytes``: what a CUDA device's batches may take beside them; None leaves that unbounded, for measuring.
+    Raises MemoryExceeded where a device has not got so much.
+    """
     if pool == HOST:
         if box.name == "mps":
             return MpsMemory()
         return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson")
-    return CudaMemory() if box.name == "cuda" else EmulatedMemory(budget_bytes)
+    return CudaMemory(budget_bytes, workspace_bytes) if box.name == "cuda" else EmulatedMemory(budget_bytes)
 
 
 def detect(preference: str = "auto") -> Box:

@@ -494,7 +494,7 @@ def assemble(
     shelf = SkeletonShelf(segments)
     stores = {
         spec.name: SlotStore(
-            memory_for(box, spec.name, spec.expert_bytes),
+            memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes),
             spec.expert_bytes,
             sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
             shelf,

@@ -6,7 +6,9 @@ loading or ready; a skeleton is constructed only when no spare one of its layout
 layout or the shared regions under it changed: loading an expert over another of its layout moves bytes, nothing else.
 
 A region that comes free stays as a spare, with its skeleton still bound, and goes to the next expert of its size.
-Spares of other sizes are closed before a new region is allocated.
+Spares of other sizes are closed before a new region is allocated. Where an arena's bytes are free but scattered, its
+regions are slid together, one after another, each while nobody uses it: a batch on it, or an eviction, waits for
+milliseconds. So a load finds room wherever the ledger says that there is some.
 
 Assumes: ``reserve`` and ``evict`` come in the order of the Engine's effects, from one thread; ``materialise``,
 ``commit`` and ``abandon`` from the thread that loads that slot; ``using`` from any.
@@ -17,13 +19,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from threading import Lock
+from threading import Condition, Lock
 from typing import TYPE_CHECKING
 
 import torch
 
+from agent.runtime.device import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
-from experts.errors import IllegalMove, LoadFailed
+from experts.errors import IllegalMove, LoadFailed, MemoryExceeded
 from experts.expert import Precision
 from experts.weights import tensor_views
 
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from experts.backends.base import Skeleton
     from experts.expert import Expert
     from experts.weights import PackedExpert, Segment, SegmentStore
+
+
+SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121); to make one anew takes 10 to 80 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class SlotStatistics:
     shared_parts: int
     regions_allocated: int
     regions_reused: int
+    regions_moved: int
     binds: int
 
 
@@ -131,6 +138,13 @@ class Slot:
         assert self.housing is not None, "the slot has no memory yet"
         return self.housing.region
 
+    def stands_on(self, region: Region) -> bool:
+        """Is this its own region, or that of a part it shares?"""
+        if self.housing is None:
+            return False
+        housings = (self.housing, *(part.housing for part in self.parts))
+        return any(housing is not None and housing.region is region for housing in housings)
+
     def region_of(self, segment: Segment) -> Region:
         """Where one of the copy's segments lies."""
         if segment.sha256 == self.copy.packed.own.sha256:
@@ -146,12 +160,27 @@ class Slot:
         return binding.skeleton
 
 
-class SkeletonShelf:
-    """Skeletons without memory, by layout and device; the only place where one is constructed."""
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """A skeleton that nothing is bound to, and whom it fits."""
 
-    def __init__(self, segments: SegmentStore) -> None:
+    layout: str
+    device: str
+    skeleton: Skeleton
+
+
+class SkeletonShelf:
+    """Skeletons without memory, by layout and device; the only place where one is constructed.
+
+    There are never more than ``limit`` of them: the one that was put there first goes for the next. Those that are
+    bound to slots are as many as slots; without a limit each layout would keep, for good, as many as were resident of
+    it at once on its own best day.
+    """
+
+    def __init__(self, segments: SegmentStore, limit: int = SPARE_SKELETONS) -> None:
         self._segments = segments
-        self._spares: dict[tuple[str, str], list[Skeleton]] = {}
+        self._limit = limit
+        self._spares: list[_Spare] = []  # the one that came last stands last
         self._lock = Lock()
         self._constructed = 0
 
@@ -164,9 +193,9 @@ class SkeletonShelf:
         """A spare of the copy's layout, or a new one. Raises BackendUnavailable, WeightsError."""
         packed = copy.packed
         with self._lock:
-            spares = self._spares.get((packed.layout, device))
-            if spares:
-                return spares.pop()
+            for place, spare in enumerate(self._spares):
+                if (spare.layout, spare.device) == (packed.layout, device):
+                    return self._spares.pop(place).skeleton
             self._constructed += 1
         backend = backend_for(packed.architecture)
         return backend.skeleton(copy.expert, Precision(packed.precision), self._segments.program(packed), device)
@@ -174,7 +203,13 @@ class SkeletonShelf:
     def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
         """Keep a skeleton whose region went to something else."""
         with self._lock:
-            self._spares.setdefault((packed.layout, device), []).append(skeleton)
+            self._spares.append(_Spare(packed.layout, device, skeleton))
+            del self._spares[: -self._limit or None]
+
+    def clear(self) -> None:
+        """Let go of all spares."""
+        with self._lock:
+            self._spares.clear()
 
 
 class SlotStore:
@@ -190,11 +225,15 @@ class SlotStore:
         self._parts: dict[str, SharedPart] = {}
         self._spares: list[Housing] = []  # the one that came free last stands last
         self._lock = Lock()  # guards all of the above, for moments
+        self._calm = Condition(self._lock)  # whoever uses, moves or loads a slot has come to an end with it
+        self._stilled: Region | None = None  # what is to be moved: nobody begins to use it
+        self._is_moving = False
         self._changing = Lock()  # held while regions are allocated, closed or bound
         self._held_bytes = 0
         self._peak_held_bytes = 0
         self._regions_allocated = 0
         self._regions_reused = 0
+        self._regions_moved = 0
         self._binds = 0
 
     def reserve(self, copy: ExpertCopy) -> Slot:
@@ -217,24 +256,27 @@ class SlotStore:
         with self._changing:
             for part in slot.parts:
                 if part.housing is None:
-                    part.housing = self._shared_housing(part.segment)
+                    part.housing = self._shared_housing(slot, part.segment)
             slot.housing = self._own_housing(slot)
             for device in self._devices:
                 self._bind(slot, slot.housing, device)
 
     def commit(self, slot: Slot) -> None:
         """All bytes are there: the copy can run, or be copied on."""
-        with self._lock:
+        with self._calm:
             slot.state = SlotState.READY
+            self._calm.notify_all()
 
     def abandon(self, slot: Slot) -> None:
         """The load came to nothing: the place is free again."""
-        with self._lock:
+        with self._calm:
             self._release(slot)
+            self._calm.notify_all()
 
     def evict(self, copy: str) -> None:
         """Let go of a copy, at once. Raises IllegalMove for one that is absent, loading or in use."""
-        with self._lock:
+        with self._calm:
+            self._calm.wait_for(lambda: not (self._is_moving and self._is_stilled(copy)))
             slot = self._slots.get(copy)
             if slot is None or slot.state is not SlotState.READY or slot.uses:
                 state = "absent" if slot is None else "in use" if slot.uses else slot.state
@@ -249,7 +291,8 @@ class SlotStore:
     @contextmanager
     def using(self, copy: str) -> Iterator[Slot]:
         """A copy to run or to copy from, not to be evicted meanwhile. Raises IllegalMove for one that is not ready."""
-        with self._lock:
+        with self._calm:
+            self._calm.wait_for(lambda: not self._is_stilled(copy))
             slot = self._slots.get(copy)
             if slot is None or slot.state is not SlotState.READY:
                 raise IllegalMove(copy, "absent" if slot is None else slot.state, "use")
@@ -257,8 +300,9 @@ class SlotStore:
         try:
             yield slot
         finally:
-            with self._lock:
+            with self._calm:
                 slot.uses -= 1
+                self._calm.notify_all()
 
     def statistics(self) -> SlotStatistics:
         """A frozen snapshot."""
@@ -275,6 +319,7 @@ class SlotStore:
                 shared_parts=len(self._parts),
                 regions_allocated=self._regions_allocated,
                 regions_reused=self._regions_reused,
+                regions_moved=self._regions_moved,
                 binds=self._binds,
             )
 
@@ -289,6 +334,9 @@ class SlotStore:
             self._parts.clear()
             self._spares.clear()
             self._held_bytes = 0
+            self._shelf.clear()  # its skeletons may still show this memory
+            if isinstance(self.memory, ArenaMemory):
+                self.memory.close()
 
     def _release(self, slot: Slot) -> None:
         slot.state = SlotState.GONE
@@ -316,15 +364,15 @@ class SlotStore:
             fitting = [each for each in self._spares if each.region.size_bytes == packed.own.slot_bytes]
             if fitting:
                 return self._reuse(max(fitting, key=closeness))
-        return self._allocate(packed.own.slot_bytes)
+        return self._allocate(slot, packed.own.slot_bytes)
 
-    def _shared_housing(self, segment: Segment) -> Housing:
+    def _shared_housing(self, slot: Slot, segment: Segment) -> Housing:
         """A region for a shared part; best one that no skeleton is bound to."""
         with self._lock:
             fitting = [each for each in self._spares if each.region.size_bytes == segment.slot_bytes]
             reused = self._reuse(min(fitting, key=lambda each: len(each.bindings))) if fitting else None
         if reused is None:
-            return self._allocate(segment.slot_bytes)
+            return self._allocate(slot, segment.slot_bytes)
         self._strip(reused)
         return reused
 
@@ -333,16 +381,80 @@ class SlotStore:
         self._regions_reused += 1
         return housing
 
-    def _allocate(self, size_bytes: int) -> Housing:
-        """A new region; spares make way for it first, those that have been spare longest before others."""
+    def _allocate(self, slot: Slot, size_bytes: int) -> Housing:
+        """A new region for a slot; spares make way for it first, those that have been spare longest before others."""
         while self._held_bytes + size_bytes > self._budget_bytes and (housing := self._oldest_spare()) is not None:
             self._drop(housing)
-        region = self.memory.allocate(size_bytes)
+        while (region := self._region_in_one_piece(size_bytes)) is None and (spare := self._oldest_spare()) is not None:
+            self._drop(spare)
+        if region is None:
+            self._slide_together(slot)
+            region = self.memory.allocate(size_bytes)
         with self._lock:
             self._held_bytes += size_bytes
             self._peak_held_bytes = max(self._peak_held_bytes, self._held_bytes)
             self._regions_allocated += 1
         return Housing(region)
+
+    def _region_in_one_piece(self, size_bytes: int) -> Region | None:
+        """None where an arena has the bytes, but scattered. Raises MemoryExceeded where there are not so many."""
+        try:
+            return self.memory.allocate(size_bytes)
+        except MemoryExceeded as error:
+            if error.free_bytes < size_bytes or not isinstance(self.memory, ArenaMemory):
+                raise
+            return None
+
+    def _slide_together(self, slot: Slot) -> None:
+        """Leave the arena's free bytes in one piece, behind all regions. ``slot``: the one that they are for."""
+        assert isinstance(self.memory, ArenaMemory), "only an arena's bytes can be scattered"
+        for region in self.memory.regions():
+            with self._still(region, slot):
+                moved = self.memory.slide(region)
+                if moved is not region:
+                    self._rehouse(region, moved, slot)
+
+    @contextmanager
+    def _still(self, region: Region, loading: Slot) -> Iterator[None]:
+        """While no batch and no load but this slot's own touches a region: waits for those that do."""
+        with self._calm:
+            self._stilled = region
+            self._calm.wait_for(lambda: not any(self._touching(region, loading)))
+            self._is_moving = True
+        try:
+            yield
+        finally:
+            with self._calm:
+                self._stilled, self._is_moving = None, False
+                self._calm.notify_all()
+
+    def _touching(self, region: Region, loading: Slot) -> Iterator[Slot]:
+        for slot in self._slots.values():
+            if slot is not loading and slot.stands_on(region) and (slot.uses or slot.state is SlotState.LOADING):
+                yield slot
+
+    def _is_stilled(self, copy: str) -> bool:
+        slot = self._slots.get(copy)
+        return slot is not None and self._stilled is not None and slot.stands_on(self._stilled)
+
+    def _rehouse(self, region: ArenaRegion, moved: ArenaRegion, loading: Slot) -> None:
+        """Everything that stood on a region stands on it where it is now; a spare's skeletons go back to the shelf.
+
+        Spares bound to a shared part keep what they show: it is no region of today's, so nobody takes them for bound.
+        """
+        with self._lock:
+            own = [slot.housing for slot in self._slots.values()] + [part.housing for part in self._parts.values()]
+            spare = [housing for housing in self._spares if housing.region is region]
+            for housing in [*(each for each in own if each is not None and each.region is region), *spare]:
+                housing.region = moved
+            standing = [slot for slot in self._slots.values() if slot is not loading and slot.stands_on(moved)]
+            self._regions_moved += 1
+        for housing in spare:
+            self._strip(housing)
+        for slot in standing:
+            assert slot.housing is not None, "it stands on a region"
+            for device, binding in tuple(slot.housing.bindings.items()):
+                self._fit(slot, slot.housing, device, binding.skeleton)
 
     def _oldest_spare(self) -> Housing | None:
         with self._lock:
@@ -394,11 +506,16 @@ class SlotStore:
             if binding is not None:
                 self._shelve(binding, device)
             skeleton = self._shelf.take(slot.copy, device)
+        self._fit(slot, housing, device, skeleton)
+
+    def _fit(self, slot: Slot, housing: Housing, device: str, skeleton: Skeleton) -> None:
+        """Bind a skeleton to the slot's regions as they are now."""
+        packed = slot.copy.packed
         tensors: dict[str, Tensor] = {}
         for segment in packed.segments:
             tensors.update(tensor_views(slot.region_of(segment).tensor(device), segment))
         skeleton.bind(tensors)
-        housing.bindings[device] = Binding(packed, skeleton, shared_regions)
+        housing.bindings[device] = Binding(packed, skeleton, tuple(part.region for part in slot.parts))
         self._binds += 1
 
 

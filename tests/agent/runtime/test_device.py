@@ -11,6 +11,7 @@ from agent.runtime.device import (
     EmulatedMemory,
     HostMemory,
     MpsMemory,
+    allocator_fraction,
     detect,
     host_memory,
     memory_for,
@@ -25,7 +26,7 @@ MEMORIES = [
     pytest.param(HostMemory, "cpu", id="host"),
     pytest.param(lambda: EmulatedMemory(8 * MIB), "cpu", id="emulated"),
     pytest.param(lambda: HostMemory(pinned=True), "cpu", id="pinned", marks=[pytest.mark.gpu, NEEDS_CUDA]),
-    pytest.param(CudaMemory, "cuda", id="cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]),
+    pytest.param(lambda: CudaMemory(8 * MIB), "cuda", id="cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]),
     pytest.param(MpsMemory, "mps", id="mps", marks=[pytest.mark.mps, NEEDS_MPS]),
 ]
 
@@ -72,6 +73,38 @@ def test_the_emulated_arena_is_bounded_and_takes_closed_regions_back():
     memory.allocate(MIB).close()
     second.close()
     assert memory.held_bytes == 0
+
+
+def test_a_region_that_was_slid_keeps_its_bytes_though_the_places_overlap():
+    memory = EmulatedMemory(3 * MIB)
+    below, above = memory.allocate(4096), memory.allocate(2 * MIB)
+    source = torch.arange(2 * MIB // 8, dtype=torch.int64).view(torch.uint8)
+    memory.fill(above, 0, source)
+    assert memory.slide(below) is below
+    below.close()
+    moved = memory.slide(above)
+    assert torch.equal(moved.tensor("cpu"), source)
+    assert memory.regions() == (moved,)
+    with pytest.raises(ValueError, match="moved"):
+        above.tensor("cpu")
+    above.close()
+    assert memory.held_bytes == 2 * MIB
+
+
+def test_free_bytes_that_are_scattered_are_told_from_none():
+    memory = EmulatedMemory(3 * MIB)
+    regions = [memory.allocate(MIB) for _ in range(3)]
+    for place in (0, 2):
+        regions[place].close()
+    with pytest.raises(MemoryExceeded) as refused:
+        memory.allocate(2 * MIB)
+    assert refused.value.free_bytes == 2 * MIB
+
+
+def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
+    gib = 1024 * MIB
+    assert allocator_fraction(4 * gib, 1 * gib, 8 * gib) == pytest.approx((4 + 1.25 + 1 / 16) / 8)
+    assert allocator_fraction(7 * gib, 1 * gib, 8 * gib) == 1.0
 
 
 def test_a_cpu_box_is_unified():

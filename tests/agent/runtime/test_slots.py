@@ -98,6 +98,20 @@ def test_a_skeleton_whose_region_went_to_another_layout_is_taken_up_again(line):
     store.close()
 
 
+@pytest.mark.parametrize(("limit", "made_again"), [(0, 2), (1, 2), (2, 1), (3, 0)])
+def test_the_shelf_keeps_those_that_came_last_up_to_its_limit(line, limit, made_again):
+    shelf = SkeletonShelf(line.segments, limit)
+    trunk_bytes = sum(segment.slot_bytes for segment in line.copy("twin-0").packed.shared)
+    store = SlotStore(HostMemory(), own_bytes(line, "twin-0") + trunk_bytes, ("cpu",), shelf)
+    for name in ("own-0", "wide", "twin-0"):  # each takes the room of the one before, whose skeleton is shelved first
+        store.evict(load(store, line, name).name)
+    assert shelf.constructed == 3
+    for name in ("wide", "own-1"):
+        store.evict(load(store, line, name).name)
+    assert shelf.constructed == 3 + made_again
+    store.close()
+
+
 def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line):
     shelf = SkeletonShelf(line.segments)
     store = SlotStore(HostMemory(), ROOMY, ("cpu",), shelf)

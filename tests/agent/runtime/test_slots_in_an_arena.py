@@ -1,0 +1,220 @@
+"""Slots of many sizes in one arena: what the ledger has room for is loaded, and what is moved for it runs as before."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.runtime.device import EmulatedMemory
+from agent.runtime.slots import ExpertCopy, SkeletonShelf, SlotStore
+from experts.backends import backend_for
+from experts.expert import Expert, InputSpec, Precision
+from experts.packing import pack_line
+from experts.weights import SLOT_QUANTUM_BYTES, SegmentStore
+
+PATIENCE_S = 30.0
+QUANTA = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 5, "f": 6}  # each fake's own size
+TRUNKED = {"g": 1, "h": 2}  # two that share a trunk beside
+TRUNK_QUANTA = 4
+CAPACITY = 12
+
+
+class Fakes:
+    """Packed fakes of whole quanta: a fake refuses to run over bytes that are not its own."""
+
+    def __init__(self, directory):
+        self.segments = SegmentStore(directory / "packed")
+        sizes = QUANTA | TRUNKED
+        experts = [self._expert(directory, name, quanta, name in TRUNKED) for name, quanta in sizes.items()]
+        packed = pack_line(experts, lambda _: {Precision.FP32}, self.segments).packed
+        self.copies = {
+            expert.id: ExpertCopy(expert.id, expert, packed[expert.id][Precision.FP32]) for expert in experts
+        }
+
+    def _expert(self, directory, name, quanta, has_trunk):
+        declared = {"weight_bytes": quanta * SLOT_QUANTUM_BYTES, "label": "ok"}
+        if has_trunk:
+            declared["shared"] = {"trunk": TRUNK_QUANTA * SLOT_QUANTUM_BYTES}
+        weights = directory / f"{name}.yaml"
+        weights.write_text(json.dumps(declared))
+        return Expert(name, "fake", weights, ("ok", "bad"), InputSpec(8, 8))
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory):
+    fakes = Fakes(tmp_path_factory.mktemp("fakes"))
+    yield fakes
+    fakes.segments.close()
+
+
+class Bench:
+    """A store over an emulated arena, and what the ledger counts for it."""
+
+    def __init__(self, fakes, capacity=CAPACITY):
+        self.fakes = fakes
+        self.budget_bytes = capacity * SLOT_QUANTUM_BYTES
+        self.memory = EmulatedMemory(self.budget_bytes)
+        self.store = SlotStore(self.memory, self.budget_bytes, ("cpu",), SkeletonShelf(fakes.segments))
+
+    def has_room(self, name):
+        resident = {*self.store.ready(), name}
+        segments = {s.sha256: s.slot_bytes for each in resident for s in self.fakes.copies[each].packed.segments}
+        return sum(segments.values()) <= self.budget_bytes
+
+    def begin(self, name):
+        slot = self.store.reserve(self.fakes.copies[name])
+        self.store.materialise(slot)
+        return slot
+
+    def finish(self, slot):
+        for segment in slot.copy.packed.segments:
+            region = slot.region_of(segment)
+            content = np.fromfile(self.fakes.segments.segment_path(segment.sha256), dtype=np.uint8)
+            region.tensor("cpu")[: content.size].numpy()[:] = content
+        self.store.commit(slot)
+
+    def load(self, name):
+        self.finish(self.begin(name))
+
+    def check(self):
+        """Everything that is resident runs, over its own bytes."""
+        for name in self.store.ready():
+            with self.store.using(name) as slot:
+                expert = slot.copy.expert
+                prepared = backend_for("fake").prepare(expert, np.zeros((8, 8, 3), dtype=np.uint8))
+                slot.skeleton("cpu").infer(expert, [prepared])
+        assert self.memory.held_bytes <= self.budget_bytes
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(sorted(QUANTA | TRUNKED)), max_size=40))
+def test_a_load_finds_room_wherever_the_ledger_says_that_there_is_some(fakes, names):
+    bench = Bench(fakes)
+    for name in names:
+        if name in bench.store.ready():
+            bench.store.evict(name)
+        elif bench.has_room(name):
+            bench.load(name)
+        bench.check()
+    bench.store.close()
+
+
+def test_what_stands_between_free_pieces_is_moved_and_runs_as_before(fakes):
+    bench = Bench(fakes)
+    for name in ("d", "a", "b"):
+        bench.load(name)
+    bench.store.evict("d")
+    bench.load("f")  # 4 quanta are free behind b, 5 before a
+    assert bench.store.statistics().regions_moved == 2
+    bench.check()
+    bench.load("c")
+    bench.check()
+    bench.store.close()
+
+
+def test_a_shared_part_is_moved_for_all_that_stand_on_it(fakes):
+    bench = Bench(fakes)
+    for name in ("c", "g", "h"):  # 3, the trunk's 4 and 1, 2
+        bench.load(name)
+    bench.store.evict("c")
+    bench.load("d")  # 3 and 2 quanta are free
+    assert bench.store.statistics().regions_moved == 3
+    bench.check()
+    bench.store.close()
+
+
+def in_the_background(work):
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def is_stilled(bench):
+    return bench.store._stilled is not None
+
+
+def wait_until(holds):
+    """Until another thread has come somewhere; it is on its way there."""
+    for _ in range(int(PATIENCE_S / 0.01)):
+        if holds():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("it never came there")
+
+
+@pytest.fixture
+def crowded(fakes):
+    """d's 5 quanta free, then a and b, then 4 free: f's 6 are there once a and b are moved."""
+    bench = Bench(fakes)
+    for name in ("d", "a", "b"):
+        bench.load(name)
+    bench.store.evict("d")
+    yield bench
+    bench.store.close()
+
+
+def test_a_batch_that_runs_is_waited_for_and_the_next_one_waits(crowded):
+    with crowded.store.using("a") as slot:
+        before = slot.region
+        loading = in_the_background(lambda: crowded.load("f"))
+        wait_until(lambda: is_stilled(crowded))
+        assert slot.region is before
+        with crowded.store.using("b"):  # only what is to be moved now is kept from being used
+            pass
+        stood_on = []
+
+        def run_next():
+            with crowded.store.using("a") as later:
+                stood_on.append(later.region)
+
+        next_batch = in_the_background(run_next)
+        next_batch.join(0.05)  # time enough to begin, were it not kept from it
+    loading.join(PATIENCE_S)
+    next_batch.join(PATIENCE_S)
+    assert stood_on == [slot.region]
+    assert slot.region is not before
+    crowded.check()
+
+
+def test_spares_make_way_before_anything_is_moved(crowded):
+    crowded.load("c")
+    crowded.store.evict("b")
+    crowded.store.evict("a")
+    crowded.load("f")
+    assert crowded.store.statistics().regions_moved == 0
+    crowded.check()
+
+
+def test_a_region_that_is_being_filled_is_moved_after_that(fakes):
+    bench = Bench(fakes)
+    bench.load("d")
+    slot = bench.begin("c")
+    bench.store.evict("d")
+    before = slot.region
+    loading = in_the_background(lambda: bench.load("f"))
+    wait_until(lambda: is_stilled(bench))
+    assert slot.region is before
+    bench.finish(slot)
+    loading.join(PATIENCE_S)
+    assert slot.region is not before
+    assert sorted(bench.store.ready()) == ["c", "f"]
+    bench.check()
+    bench.store.close()
+
+
+def test_what_is_evicted_meanwhile_is_moved_as_a_spare_and_taken_up_again(crowded):
+    crowded.load("c")
+    with crowded.store.using("a"):
+        loading = in_the_background(lambda: crowded.load("f"))
+        wait_until(lambda: is_stilled(crowded))
+        crowded.store.evict("c")
+    loading.join(PATIENCE_S)
+    assert crowded.store.statistics().regions_moved == 3
+    crowded.load("c")
+    crowded.check()
+    assert sorted(crowded.store.ready()) == ["a", "b", "c", "f"]
