@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -50,6 +51,13 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             "versions": dict(profile.box.versions),
             "links_bytes_per_s": {link.link: link.bytes_per_s for link in profile.links},
             "speedups": {name: list(values) for name, values in profile.speedups.items()},
+            "spinning": {
+                "setting": profile.spinning_setting,
+                "tried": {
+                    each.setting: {"one_s": list(each.one_s), "largest_s": list(each.largest_s)}
+                    for each in profile.spinning
+                },
+            },
         },
         "architectures": architectures,
         "usage": dict(profile.usage.probabilities),
@@ -199,6 +207,12 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     for processor, speedups in profile.speedups.items():
         told = ", ".join(f"{number} x{speedup:.2f}" for number, speedup in enumerate(speedups, start=1))
         yield f"together     {processor} executors against one: {told}"
+    if profile.spinning:
+        told = ", ".join(
+            f"{each.setting} {fmean(each.one_s) * 1e3:.1f} and {fmean(each.largest_s) * 1e3:.1f}"
+            for each in profile.spinning
+        )
+        yield f"waiting      OpenMP {profile.spinning_setting}; ms of a batch of one and of the largest: {told}"
     cdf = usage_cdf(profile.usage.probabilities)
     half = next((number for number, share in enumerate(cdf, start=1) if share >= 0.5), len(cdf))
     requests = f", {profile.usage.requests} requests" if profile.usage.requests else ""
