@@ -37,8 +37,8 @@ from agent.records.database import state_held
 from agent.records.results import ResultStore
 from agent.runtime.executor import EncodedImage
 from agent.runtime.loop import BatchWatch
-from agent.suspects import OneAtATime
-from experts.errors import DeviceLost
+from agent.suspects import Gate
+from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -58,11 +58,13 @@ log = logging.getLogger(__name__)
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TOLD = 0  # what is written where no signal is: no signal has this number
-DRAIN_S = 25.0  # systemd waits 30 s before it kills
-COMMIT_S = 3.0
+DRAIN_S = 15.0  # with the agent's own 5 s for what hangs, and all below, it ends within the 30 s that systemd waits
+COMMIT_S = 2.0
+FILING_S = 2.0  # of all folders together
+STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
-READER_STOP_S = 1.0
+READER_STOP_S = 1.0  # of all together
 ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
 
 
@@ -128,7 +130,7 @@ class LineService:
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
         self._agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
-        self._suspects: OneAtATime[tuple[Arrival, Watched]] = OneAtATime(lambda each: each[1].reader.take(each[0]))
+        self._gate: Gate[tuple[Taken, bytes]] = Gate(lambda each: self._let_in(*each))
         self._folders: list[Watched] = []
         self._stopping = threading.Event()
         self._housekeeper = Housekeeper(
@@ -194,6 +196,7 @@ class LineService:
             ),
             intake.is_sound,
             budget_bytes=READ_BYTES // len(self._config.intake.folders),
+            during_large=self._counted_read,
         )
         return Watched(intake, reader)
 
@@ -210,6 +213,7 @@ class LineService:
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
             ending.callback(self._housekeeper.stop)
+            ending.callback(self._forgive)
             ending.callback(self._agent.stop)
             ending.callback(self._stop_readers)
             self._drain()
@@ -224,6 +228,11 @@ class LineService:
             "bytes_read": engine.bytes_read,
         }
 
+    def _forgive(self) -> None:
+        """What was still being judged has not ended the agent, where the agent was told to end."""
+        if self._agent.loop.crash is None:
+            self._attempts.forgive()
+
     def _drain(self) -> None:
         self._agent.loop.drain()
         if not self._agent.loop.wait_until_drained(DRAIN_S):
@@ -235,15 +244,14 @@ class LineService:
             time.sleep(0.01)
 
     def _stop_readers(self) -> None:
-        for folder in self._folders:
-            folder.reader.stop(READER_STOP_S)
+        _stop_all([folder.reader.stop for folder in self._folders], READER_STOP_S)
 
     def _stop_intakes(self) -> None:
-        for folder in self._folders:
-            folder.intake.stop()  # moves the files whose verdicts were just stored
+        """They move the files whose verdicts were just stored."""
+        _stop_all([folder.intake.stop for folder in self._folders], FILING_S)
 
     def _close_store(self) -> None:
-        if not self._store.close(COMMIT_S):
+        if not self._store.close(STORE_CLOSE_S):
             log.error("results_not_stored: their images wait in .work for the next start")
 
     # -- in: on the threads of a folder and its reader --
@@ -256,23 +264,36 @@ class LineService:
         if attempts >= ATTEMPTS_MAXIMUM:
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
             self._end_unjudged(arrival, folder.intake, f"{printable(arrival.relpath)}: {reason}")
-        elif attempts:
-            log.warning("image_judged_alone file=%s: the agent was ended while it judged it", arrival.relpath)
-            self._suspects.put(arrival.key, (arrival, folder))
         else:
             folder.reader.take(arrival)
 
     def _read(self, arrival: Arrival, content: bytes, folder: Watched) -> None:
-        image = EncodedImage(content, printable(arrival.relpath), arrival.max_pixels)
+        is_suspect = self._attempts.attempts(arrival.key) > 0
+        if is_suspect:
+            log.warning(
+                "image_judged_alone file=%s: the agent was ended while it judged it", printable(arrival.relpath)
+            )
+        self._gate.enter((Taken(arrival, folder, len(content)), content), is_suspect=is_suspect)
+
+    def _let_in(self, taken: Taken, content: bytes) -> None:
+        image = EncodedImage(content, printable(taken.arrival.relpath), taken.arrival.max_pixels)
         with self._guard:
             if self._stopping.is_set() or self._agent.loop.crash is not None:
                 return  # it was claimed while we ended: the next start offers it again
-            number = self._agent.loop.submit(image, component=arrival.component)
-            self._taken[number] = Taken(arrival, folder, len(content))
+            number = self._agent.loop.submit(image, component=taken.arrival.component)
+            self._taken[number] = taken
+
+    @contextmanager
+    def _counted_read(self, arrival: Arrival) -> Iterator[None]:
+        """A large file may be what the box has no memory for."""
+        self._attempts.begun([arrival.key])
+        try:
+            yield
+        finally:
+            self._attempts.ended([arrival.key])
 
     def _changed(self, arrival: Arrival, intake: FolderIntake) -> None:
         intake.withdraw(arrival)
-        self._suspects.left(arrival.key)
 
     def _end_unjudged(self, arrival: Arrival, intake: FolderIntake, reason: str) -> None:
         outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
@@ -295,6 +316,11 @@ class LineService:
             return False
         if known is None:
             return False
+        if known.result.verdict is Verdict.UNKNOWN:
+            log.info(
+                "image_known file=%s: this very file was UNKNOWN before; a copy of it, or a touch, has it judged again",
+                judged.relpath,
+            )
         intake.settle(judged, known.result.verdict, known.result.reason)
         return True
 
@@ -311,6 +337,7 @@ class LineService:
         with self._guard:
             taken = self._taken.pop(number)
         taken.folder.reader.release(taken.size_bytes)
+        self._gate.leave()
         self._record(judged_result(self._config, taken.arrival, outcome), taken.arrival, taken.folder.intake)
 
     def _batch_begun(self, requests: Sequence[int]) -> None:
@@ -320,7 +347,7 @@ class LineService:
         self._attempts.ended(self._keys_of(requests))
 
     def _crashed(self, crash: AgentCrashed, tell: Callable[[], None]) -> None:
-        if isinstance(crash.error, DeviceLost):
+        if isinstance(crash.error, DeviceLost) or (isinstance(crash.error, WorkOverdue) and not crash.error.is_batch):
             self._attempts.forgive()
         tell()
 
@@ -333,7 +360,6 @@ class LineService:
 
     def _committed(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake, recorded: Recorded) -> None:
         self._attempts.settled(judged.key)
-        self._suspects.left(judged.key)
         if not recorded.is_new:  # a row that could not be read when its file came: it decides
             if not self._is_known(judged, intake):
                 intake.settle(judged, result.verdict, result.reason)
@@ -363,6 +389,15 @@ class LineService:
                 self._config.document.file, results_file(self._config),
                 " --simulate" if self._agent.stored is None else "",
             )  # fmt: skip
+
+
+def _stop_all(stops: Sequence[Callable[[float], None]], timeout_s: float) -> None:
+    """Each is told to stop before any is waited for, so that those that hang take the time of one."""
+    deadline_s = time.monotonic() + timeout_s
+    for stop in stops:
+        stop(0.0)
+    for stop in stops:
+        stop(max(deadline_s - time.monotonic(), 0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""Images that were being judged when the agent was ended: let in again one at a time, so that a culprit is alone.
+"""The gate before the agent: an image that was being judged when the agent was ended is judged alone.
 
-Guarantees: each that was put is let in exactly once, in order, and the next one only after the one before it has left.
+Guarantees: each that entered is let in exactly once, in the order of its kind; while a suspect is inside, nobody else
+is; while one waits, nobody is let in before it. So what ends the agent next time is known, and no image that only
+stood beside it is blamed for it.
 """
 
 from __future__ import annotations
@@ -15,36 +17,48 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-class OneAtATime(Generic[Item]):
-    """A gate. ``let_in`` is called by whoever puts or leaves; it neither blocks nor raises. For any thread."""
+class Gate(Generic[Item]):
+    """``let_in`` is called by whoever enters or leaves; it neither blocks nor raises. For any thread."""
 
     def __init__(self, let_in: Callable[[Item], None]) -> None:
         self._let_in = let_in
-        self._waiting: deque[tuple[str, Item]] = deque()
-        self._inside: str | None = None
+        self._suspects: deque[Item] = deque()
+        self._others: deque[Item] = deque()
+        self._inside = 0
+        self._is_alone = False
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        """How many wait outside."""
-        return len(self._waiting)
+    @property
+    def waiting(self) -> int:
+        """How many stand outside."""
+        return len(self._suspects) + len(self._others)
 
-    def put(self, key: str, item: Item) -> None:
-        """Let it in once its turn has come."""
+    def enter(self, item: Item, *, is_suspect: bool) -> None:
+        """Let it in now, or once its turn has come."""
         with self._lock:
-            self._waiting.append((key, item))
-        self._next()
+            (self._suspects if is_suspect else self._others).append(item)
+        self._open()
 
-    def left(self, key: str) -> None:
-        """This one is done with; nothing happens if it was not inside."""
+    def leave(self) -> None:
+        """One that was let in is done with."""
         with self._lock:
-            if self._inside != key:
-                return
-            self._inside = None
-        self._next()
+            self._inside -= 1
+            self._is_alone = False
+        self._open()
 
-    def _next(self) -> None:
+    def _open(self) -> None:
+        while (item := self._next()) is not None:
+            self._let_in(item)
+
+    def _next(self) -> Item | None:
         with self._lock:
-            if self._inside is not None or not self._waiting:
-                return
-            self._inside, item = self._waiting.popleft()
-        self._let_in(item)
+            if self._suspects:
+                if self._inside:
+                    return None
+                self._is_alone = True
+                self._inside = 1
+                return self._suspects.popleft()
+            if self._is_alone or not self._others:
+                return None
+            self._inside += 1
+            return self._others.popleft()

@@ -231,8 +231,9 @@ class DeviceLost(CoServeError):
 class WorkOverdue(CoServeError):
     """A batch or a load, as ``work`` describes it, that has not answered for so long that it never will."""
 
-    def __init__(self, work: str, age_s: float, advice: str) -> None:
+    def __init__(self, work: str, age_s: float, advice: str, *, is_batch: bool) -> None:
         super().__init__(f"{work} has not answered for {age_s:.0f} s and hangs - {advice}")
+        self.is_batch = is_batch
         self.work = work
         self.age_s = age_s
 

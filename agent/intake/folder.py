@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.5  # between two looks into a file that has settled but is not complete
 NO_ROOM_S = 0.25  # between two questions whether the agent has room again
+LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us claim
 BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
 SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
 
@@ -113,6 +114,14 @@ class IntakeStatistics:
     alarm: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class _ClaimRefused:
+    """What the filesystem said when a file was to be claimed, and how long it is left alone the next time."""
+
+    reason: str
+    pause_s: float
+
+
 def _room_always() -> bool:
     return True
 
@@ -160,6 +169,8 @@ class FolderIntake:
         self._waiting = Waiting(self._rule)
         self._recovered: deque[Claimed] = deque()
         self._in_flight: dict[str, Claimed] = {}
+        self._unreturned: list[Claimed] = []  # withdrawn, and the filesystem does not let them go back
+        self._refusals: dict[str, _ClaimRefused] = {}
         self._state = SourceState.STOPPED
         self._claim_alarm: str | None = None
         self._is_held_up = False
@@ -211,7 +222,7 @@ class FolderIntake:
     @property
     def held(self) -> int:
         """Files that were taken or refused and are not put away yet, whatever keeps them. Any thread."""
-        return len(self._in_flight) + self._shelves.pending
+        return len(self._in_flight) + len(self._unreturned) + self._shelves.pending
 
     def statistics(self) -> IntakeStatistics:
         """The snapshot taken at the end of the last step."""
@@ -268,15 +279,24 @@ class FolderIntake:
                 continue
             log.warning("intake_changed file=%s: written to after it was seen; looked at anew", printable(file.relpath))
             self._waiting.reconsider(file.relpath)
-            self._next_scan = min(self._next_scan, now)
-            if file.is_ours:
-                self._put_back(file)
+            self._scan_early(now)
+            if file.is_ours and not self._put_back(file):
+                self._unreturned.append(file)
 
-    def _put_back(self, file: Claimed) -> None:
+    def _put_back(self, file: Claimed) -> bool:
+        """Whether it lies where it came from again, or is gone; if not, that is tried again with each rescan."""
         try:
             self._inbox.unclaim(file)
-        except OSError as error:  # it stays claimed, and is offered again as whatever was left behind is
-            log.error("intake_not_put_back file=%s reason=%s", printable(file.relpath), error.strerror)
+        except FileNotFoundError:
+            return self._inbox.is_sound(is_claimed=True) and not file.path.exists()
+        except OSError as error:
+            if file not in self._unreturned:
+                log.error(
+                    "intake_not_put_back file=%s reason=%s: it lies at %s, and is tried again",
+                    printable(file.relpath), error.strerror, printable(str(file.path)),
+                )  # fmt: skip
+            return False
+        return True
 
     def _take_notes(self, now: float) -> None:
         strongest: dict[str, Evidence] = {}
@@ -303,6 +323,10 @@ class FolderIntake:
     def _scan(self, now: float) -> None:
         started = self._clock()
         try:
+            if self._waiting.turn_to(self._inbox.inode()):
+                log.warning("intake_folder_replaced folder=%s: it is another one than before", self._config.path)
+                self._stop_hints()  # they watch the one before
+                self._state = SourceState.OFFLINE
             listed = list(self._inbox.scan())
             if self._go_online():
                 listed = list(self._inbox.scan())  # what came before events began to be told
@@ -316,6 +340,7 @@ class FolderIntake:
                 self._waiting.pass_over(found.relpath, found.sighting)
         self._recover()
         self._waiting.see_all(listed, now)
+        self._refusals = {name: refused for name, refused in self._refusals.items() if name in self._waiting}
         for relpath in self._waiting.find_stale(now):
             log.warning("intake_stale file=%s: incomplete, or held open by its writer", printable(relpath))
         ended = self._clock()
@@ -337,7 +362,9 @@ class FolderIntake:
 
     def _recover(self) -> None:
         """Take up what is claimed and in nobody's hands: an earlier run's, or what an error left behind a rename."""
-        held = {str(file.path) for file in (*self._in_flight.values(), *self._recovered, *self._shelves.files)}
+        self._unreturned = [file for file in self._unreturned if not self._put_back(file)]
+        ours = (*self._in_flight.values(), *self._recovered, *self._unreturned, *self._shelves.files)
+        held = {str(file.path) for file in ours}
         found = list(self._inbox.recover(held))
         self._recovered.extend(found)
         if found or not self._was_online:
@@ -484,11 +511,14 @@ class FolderIntake:
         if error.errno == errno.ENAMETOOLONG:
             self._refuse_unclaimed(candidate.relpath, candidate.sighting, "the name is too long")
             return
-        reason = error.strerror or str(error)
-        if self._claim_alarm != reason:
-            log.error("intake_not_claimed file=%s reason=%s: left and retried", candidate.relpath, reason)
+        reason, relpath = error.strerror or str(error), candidate.relpath
+        refused = self._refusals.get(relpath) or _ClaimRefused("", self._config.poll_s)
+        if refused.reason != reason:
+            log.error("intake_not_claimed file=%s reason=%s: left and retried", printable(relpath), reason)
         self._claim_alarm = reason
-        self._waiting.postpone(candidate.relpath, now + self._config.poll_s)
+        longer_s = max(min(2 * refused.pause_s, LONGEST_CLAIM_PAUSE_S), self._config.poll_s)
+        self._refusals[relpath] = _ClaimRefused(reason, longer_s)
+        self._waiting.postpone(relpath, now + refused.pause_s)
 
     def _next_step(self, now: float) -> float:
         times = [self._next_scan]

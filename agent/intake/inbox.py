@@ -45,6 +45,8 @@ CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<
 NAME_BYTES = 255  # no filesystem that we know takes longer names; some take only shorter ones
 LONGEST_SUFFIX = 16  # arbitrary: whatever is longer tells no format
 MAKE_ATTEMPTS = 10
+# gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
+PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
 
 
@@ -99,7 +101,13 @@ class Inbox:
 
     def scan(self) -> Iterator[Found]:
         """Everything below the folder that could be an image, or that must be told why not. Follows no link."""
-        yield from self._scan(self.root, "")
+        folders = [(self.root, "")]  # a stack of our own: folders may be nested deeper than calls
+        while folders:
+            yield from self._listed(*folders.pop(), folders)
+
+    def inode(self) -> int:
+        """The folder's own: another one where a share was mounted on it, or taken off it, or it was made anew."""
+        return self.root.stat().st_ino
 
     def look(self, relpath: str) -> Found | None:
         """One file as it is now; None if it is gone, is a folder, or is none of our business."""
@@ -232,9 +240,15 @@ class Inbox:
         except OSError:
             return NAME_BYTES
 
-    def _scan(self, folder: Path, prefix: str) -> Iterator[Found]:
-        with os.scandir(folder) as entries:
-            listed = list(entries)
+    def _listed(self, folder: Path, prefix: str, folders: list[tuple[Path, str]]) -> Iterator[Found]:
+        """The files of one folder; the folders in it go to ``folders``."""
+        try:
+            with os.scandir(folder) as entries:
+                listed = list(entries)
+        except OSError as error:
+            if prefix and error.errno in PASSED_OVER:
+                return
+            raise
         names = {entry.name for entry in listed}
         for entry in listed:
             relpath = prefix + entry.name
@@ -242,12 +256,12 @@ class Inbox:
                 continue
             try:
                 if entry.is_dir(follow_symlinks=False):
-                    yield from self._scan(folder / entry.name, f"{relpath}/")
+                    folders.append((folder / entry.name, f"{relpath}/"))
                     continue
                 status = entry.stat(follow_symlinks=False)
             except OSError as error:
-                if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG}:
-                    continue  # gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
+                if error.errno in PASSED_OVER:
+                    continue
                 raise
             stem = os.path.splitext(entry.name)[0]
             is_marked = entry.name + MARKER in names or stem + MARKER in names

@@ -3,8 +3,8 @@
 Guarantees: what is handed on are the bytes of the file that was seen complete. It is opened once, through no link and
 without waiting for anybody, and is the one that was seen before and after reading; one that is another by now is handed
 back, to be looked at anew. Only its size speaks against a file here; whatever else the filesystem says may pass, so
-it is tried again, after pauses that double up to LONGEST_PAUSE_S. Not before PATIENCE_S, and only where the folder
-itself can be read, is it told to be unreadable; while the folder cannot, its files wait for as long as it takes.
+it is tried again, after pauses that double up to LONGEST_PAUSE_S. Only one that could not be read for PATIENCE_S in
+which its folder could, at every try, is told to be unreadable; while a folder cannot be read, its files wait.
 The bytes read and not yet released stay within the budget, except by what the last image takes; a folder whose
 filesystem hangs keeps nobody waiting but itself.
 Structure: `step` does everything, under a clock that is given; the thread around it only waits.
@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
@@ -31,6 +32,7 @@ from experts.images import largest_file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from agent.intake.folder import Arrival
 
@@ -40,6 +42,7 @@ FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 15.0
 PATIENCE_S = 60.0  # a share that comes back does so within it, and a board waits for longer
 IDLE_S = 60.0  # how long a step may wait when nothing is due
+LARGE_BYTES = 64 * 1024 * 1024
 STUCK_S = 30.0  # one read that takes longer is told: the filesystem hangs
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -108,7 +111,8 @@ def read_as_seen(arrival: Arrival) -> bytes:
 class ArrivalReader:
     """See the module. ``is_sound``: whether the folder itself can be read at this moment.
 
-    ``read_file`` reads one arrival, as ``read_as_seen`` does.
+    ``read_file`` reads one arrival, as ``read_as_seen`` does. ``during_large`` is open while a file of more than
+    LARGE_BYTES is read: whoever has little memory may be ended by it.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class ArrivalReader:
         *,
         budget_bytes: int,
         read_file: Callable[[Arrival], bytes] = read_as_seen,
+        during_large: Callable[[Arrival], AbstractContextManager[object]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
@@ -126,12 +131,14 @@ class ArrivalReader:
         self._is_sound = is_sound
         self._budget_bytes = budget_bytes
         self._read_file = read_file
+        self._during_large = during_large
         self._clock = clock
         self._came: SimpleQueue[Arrival] = SimpleQueue()
         self._tries: list[_Try] = []  # a heap
         self._numbers = count()
         self._failing = 0
         self._alarm: str | None = None
+        self._told: set[str] = set()  # reasons, since a file was last read
         self._held_bytes = 0
         self._held = threading.Lock()  # over the line above: read and released by different threads
         self._reading_since: float | None = None
@@ -206,7 +213,9 @@ class ArrivalReader:
         arrival = due.arrival
         self._reading_since = self._clock()
         try:
-            content = self._read_file(arrival)
+            is_large = arrival.sighting.size_bytes > LARGE_BYTES
+            with self._during_large(arrival) if is_large else nullcontext():
+                content = self._read_file(arrival)
         except FileChanged:
             self._answered(due)
             self._answers.changed(arrival)
@@ -231,6 +240,7 @@ class ArrivalReader:
             if self._alarm is not None:
                 log.warning("intake_read_again folder=%s", self._folder)
                 self._alarm = None
+                self._told.clear()
             self._answers.read(arrival, content)
         finally:
             self._reading_since = None
@@ -242,13 +252,15 @@ class ArrivalReader:
     def _failed(self, due: _Try, now: float, error: OSError) -> None:
         """Later again; or for good, if it alone is at fault and has been for long."""
         reason, relpath = error.strerror or str(error), printable(due.arrival.relpath)
-        since = now if due.failing_since is None else due.failing_since
-        if now - since >= PATIENCE_S and self._is_sound(due.arrival):
+        is_sound = self._is_sound(due.arrival)
+        since = now if due.failing_since is None or not is_sound else due.failing_since
+        if now - since >= PATIENCE_S and is_sound:
             self._answered(due)
             tried = f"cannot be read ({reason}), tried for {now - since:.0f} s"
             self._answers.unreadable(due.arrival, f"{relpath}: {tried}")
             return
-        if self._alarm != reason:
+        if reason not in self._told:
+            self._told.add(reason)
             log.error("intake_not_read file=%s reason=%s: kept and tried again", relpath, reason)
         self._alarm = reason
         self._failing += due.failing_since is None

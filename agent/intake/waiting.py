@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from agent.intake.inbox import Found
 
 
+ROOTS_KEPT = 4  # an empty mount point, the share, and who replaces a folder now and then
+
+
 class Waiting:
     """Candidates by path. A file that was passed over is a candidate again once it changes."""
 
@@ -24,6 +27,8 @@ class Waiting:
         self._rule = rule
         self._candidates: dict[str, Candidate] = {}
         self._passed: dict[str, Sighting] = {}
+        self._passed_in: dict[int, dict[str, Sighting]] = {}  # what was passed over in the folder when it was another
+        self._root: int | None = None
         self._settling = Ranking()  # by when they will have settled
         self._settled = Ranking()  # by when they were written
         self._aging = Ranking()  # by when they will be stale
@@ -32,6 +37,9 @@ class Waiting:
 
     def __len__(self) -> int:
         return len(self._candidates)
+
+    def __contains__(self, relpath: str) -> bool:
+        return relpath in self._candidates
 
     def __getitem__(self, relpath: str) -> Candidate:
         return self._candidates[relpath]
@@ -62,6 +70,21 @@ class Waiting:
         for relpath in [relpath for relpath in self._candidates if relpath not in listed]:
             self.forget(relpath)
         self._passed = {relpath: sighting for relpath, sighting in self._passed.items() if relpath in listed}
+
+    def turn_to(self, root: int) -> bool:
+        """The folder is this inode now. True if it was another one: its files wait no more, and what was passed over in
+        it is known again when it comes back, as a share does that was gone for a while."""
+        if root == self._root:
+            return False
+        before, self._root = self._root, root
+        if before is None:
+            return False
+        self.clear()
+        self._passed_in[before] = self._passed
+        self._passed = self._passed_in.pop(root, {})
+        while len(self._passed_in) > ROOTS_KEPT:
+            del self._passed_in[next(iter(self._passed_in))]
+        return True
 
     def pass_over(self, relpath: str, sighting: Sighting) -> None:
         """This file was dealt with, and stays where it is for now."""

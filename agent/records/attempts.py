@@ -3,7 +3,7 @@
 Guarantees: a key that was begun, and not ended, when the process went away counts one more when the log is opened the
 next time; a key is forgotten once it is settled. What is written survives the process however it ends; not synced, it
 may be lost with the machine's power, and then nothing is counted, which blames nobody. A line that was cut by the end
-is passed over. A disk that refuses costs the counts of this run, is told, and stops nothing.
+is passed over. A disk that refuses or hangs costs the counts of this run, is told, and stops nothing.
 
 The file holds one JSON object a line: {"begun": [key, ...]}, {"ended": [key, ...]}, {"settled": key}, and, where a run
 began, {"counts": {key: attempts}}. It is written anew at each opening, and when it has grown to COMPACT_BYTES.
@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import threading
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,29 +27,73 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPACT_BYTES = 4 * 1024 * 1024
+WAIT_S = 1.0  # for a line to be written: it takes microseconds, unless the disk hangs
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One entry on its way to the file."""
+
+    entry: Mapping[str, object]
+    is_written: threading.Event = field(default_factory=threading.Event)
+
+
+class _Tally:
+    """What a file's lines say together. What is not as it should be says nothing."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self.counts = Counter(counts)
+        self.begun: Counter[str] = Counter()
+
+    def apply(self, entry: Mapping[str, object]) -> None:
+        """One more line."""
+        self.begun.update(_keys(entry.get("begun")))
+        self.begun.subtract(_keys(entry.get("ended")))
+        self.begun = +self.begun
+        settled, counts = entry.get("settled"), entry.get("counts")
+        if isinstance(settled, str):
+            self.counts.pop(settled, None)
+        if isinstance(counts, dict):
+            self.counts.update({key: number for key, number in counts.items() if isinstance(number, int)})
+
+    def entries(self) -> list[dict[str, object]]:
+        """Lines that say the same."""
+        return [{"counts": dict(self.counts)}, {"begun": list(self.begun.elements())}]
 
 
 class AttemptLog:
-    """The counts of one line, for any thread; opening it counts what the run before left begun."""
+    """The counts of one line, for any thread; opening it counts what the run before left begun.
 
-    def __init__(self, path: Path) -> None:
+    A thread of its own writes. ``begun`` waits until its line is written, but not for long: a disk that hangs must not
+    keep the agent from judging, nor from noticing what else hangs.
+    """
+
+    def __init__(self, path: Path, *, wait_s: float = WAIT_S) -> None:
         self.path = path
+        self._wait_s = wait_s
         self._lock = threading.Lock()
         self._begun: Counter[str] = Counter()  # batches under way, of this run
-        self._counts = _counts_in(path)
+        self._written = _Tally(_counts_in(path))  # the writer's
+        self._counts = dict(self._written.counts)
+        self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
+        self._given_up = threading.Event()
         self._descriptor: int | None = None
         self._size_bytes = 0
         self._rewrite()
+        self._thread = threading.Thread(target=self._run, name="attempts", daemon=True)
+        self._thread.start()
 
     def attempts(self, key: str) -> int:
         """How many runs ended while this key was being judged."""
         return self._counts.get(key, 0)
 
     def begun(self, keys: Sequence[str]) -> None:
-        """These are being judged from now on."""
+        """These are being judged from now on; it is written when this returns, unless the disk refuses or hangs."""
         with self._lock:
             self._begun.update(keys)
-            self._write({"begun": list(keys)})
+            line = self._write({"begun": list(keys)})
+        if line is not None and not line.is_written.wait(self._wait_s):
+            self._give_up("the disk does not answer")
 
     def ended(self, keys: Sequence[str]) -> None:
         """The process has survived these; they are not settled yet."""
@@ -57,7 +103,7 @@ class AttemptLog:
             self._write({"ended": list(keys)})
 
     def forgive(self) -> None:
-        """Whatever is begun has nothing to do with what ends this run, such as a device that is lost."""
+        """Whatever is begun has nothing to do with what ends this run: an order to stop, or a device that is lost."""
         with self._lock:
             begun, self._begun = self._begun, Counter()
             self._write({"ended": list(begun.elements())})
@@ -70,67 +116,73 @@ class AttemptLog:
 
     def close(self) -> None:
         """Nothing more is written. What is begun now counts at the next opening."""
-        with self._lock:
-            self._close()
+        self._lines.put(None)
+        self._thread.join(self._wait_s)
 
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    def _write(self, entry: Mapping[str, object]) -> _Line | None:
+        """Have the line written, in order; None once nothing is written any more."""
+        if self._given_up.is_set():
+            return None
+        line = _Line(entry)
+        self._lines.put(line)
+        return line
 
-    def _write(self, entry: Mapping[str, object]) -> None:
-        if self._descriptor is None:
-            return
-        line = (json.dumps(entry) + "\n").encode()
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if not self._given_up.is_set():
+                self._append(line.entry)
+            line.is_written.set()
+        self._close()
+
+    def _append(self, entry: Mapping[str, object]) -> None:
+        content = (json.dumps(entry) + "\n").encode()
         try:
-            if os.write(self._descriptor, line) != len(line):
+            if self._descriptor is None or os.write(self._descriptor, content) != len(content):
                 raise OSError("the disk took a part of a line only")
         except OSError as error:
-            self._give_up(error)
+            self._give_up(error.strerror or str(error))
             return
-        self._size_bytes += len(line)
+        self._written.apply(entry)
+        self._size_bytes += len(content)
         if self._size_bytes > COMPACT_BYTES:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """The file with nothing but what still counts; whole or not at all."""
+        """The file with nothing but what still counts of the lines so far; whole or not at all."""
         self._close()
         draft = self.path.with_name(f"{self.path.name}.new")
-        lines = [{"counts": self._counts}, {"begun": list(self._begun.elements())}]
-        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        content = "".join(json.dumps(entry) + "\n" for entry in self._written.entries()).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             draft.write_bytes(content)
             draft.replace(self.path)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
-            self._give_up(error)
+            self._give_up(error.strerror or str(error))
         self._size_bytes = len(content)
 
-    def _give_up(self, error: OSError) -> None:
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _give_up(self, reason: str) -> None:
         """Half a line may stand at the end: more behind it would be read with it."""
+        if self._given_up.is_set():
+            return
+        self._given_up.set()
         log.error(
             "attempts_not_written file=%s reason=%s: until the next start no image is found out that ends the agent",
-            self.path, error.strerror or error,
+            self.path, reason,
         )  # fmt: skip
-        self._close()
 
 
-def _counts_in(path: Path) -> dict[str, int]:
+def _counts_in(path: Path) -> Mapping[str, int]:
     """The counts of a file after the run that wrote it has ended."""
-    counts: Counter[str] = Counter()
-    begun: Counter[str] = Counter()
+    tally = _Tally({})
     for entry in _entries(path):
-        for key in _keys(entry.get("begun")):
-            begun[key] += 1
-        for key in _keys(entry.get("ended")):
-            begun[key] -= 1
-        if isinstance(entry.get("settled"), str):
-            counts.pop(entry["settled"], None)
-        if isinstance(entry.get("counts"), dict):
-            counts.update({key: number for key, number in entry["counts"].items() if isinstance(number, int)})
-    counts.update({key: 1 for key, number in begun.items() if number > 0})
-    return dict(counts)
+        tally.apply(entry)
+    return tally.counts + Counter(dict.fromkeys(tally.begun, 1))
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

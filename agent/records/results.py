@@ -248,6 +248,7 @@ class ResultStore(ResultReader):
     def close(self, timeout_s: float = 10.0) -> bool:
         """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up.
 
+        A commit that is under way then is waited for as long again; on a disk that hangs it is left behind.
         What callbacks record meanwhile is committed too; from anybody else it is a RuntimeError.
         """
         with self._lock:
@@ -257,7 +258,7 @@ class ResultStore(ResultReader):
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._abandoned.set()
-            self._thread.join()
+            self._thread.join(timeout_s)
         return self.statistics().pending == 0
 
     def _put(self, pending: _Pending) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
+    from agent.core.request import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,10 @@ class OpenWork:
         predicted_s = self._forecast.load_s(effect, waiting_bytes + effect.size_bytes)
         self._loads[effect.load] = _Opened(effect, now, predicted_s)
 
-    def close_batch(self, batch: int) -> None:
-        """It was answered."""
-        self._batches.pop(batch, None)
+    def close_batch(self, batch: int) -> Batch | None:
+        """It was answered; None if it was not open."""
+        opened = self._batches.pop(batch, None)
+        return opened.effect.batch if opened is not None and isinstance(opened.effect, StartBatch) else None
 
     def close_load(self, load: int) -> None:
         """It was answered."""
@@ -146,7 +148,8 @@ class OpenWork:
                 continue
             age_s = now - opened.opened_at_s
             if opened.told_at_s is not None:
-                raise WorkOverdue(_described(opened.effect), age_s, _advice(opened.effect))
+                is_batch = isinstance(opened.effect, StartBatch)
+                raise WorkOverdue(_described(opened.effect), age_s, _advice(opened.effect), is_batch=is_batch)
             opened.told_at_s = now
             logger.error(
                 "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; the agent ends in %.0f s if it does not",

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 DECISION_TIMES = 10_000  # the latest ones, of which the percentiles are taken
 LATE_TICK_S = 0.05  # between two ticks while the Engine asks for a moment that has passed already
-STOP_S = 10.0  # what has not ended by then when the agent ends is left behind: its images wait in `.work`
+STOP_S = 5.0  # what has not ended by then when the agent ends is left behind: its images wait in `.work`
 ASK_AGAIN_S = 0.2  # whoever waits for a snapshot looks this often whether the loop still runs
 
 Answer = TypeVar("Answer")
@@ -183,7 +183,6 @@ class AgentLoop:
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
         self._records: deque[DecisionRecord] = deque(maxlen=options.decision_records)
-        self._batches: dict[int, tuple[int, ...]] = {}  # requests of the open ones
         self._watch: BatchWatch | None = None
         self._crash: AgentCrashed | None = None
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
@@ -374,8 +373,6 @@ class AgentLoop:
             self._carry_out[type(effect)](effect)
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
-        elif isinstance(event, events.Finished | events.BatchFailed):
-            self._open.close_batch(event.batch)
 
     def _start_load(self, effect: effects.StartLoad) -> None:
         self._open.open_load(effect, self._clock())
@@ -384,7 +381,6 @@ class AgentLoop:
     def _start_batch(self, effect: effects.StartBatch) -> None:
         self._open.open_batch(effect, self._clock())
         batch = effect.batch
-        self._batches[batch.id] = batch.requests
         if self._watch is not None:
             self._watch.begun(batch.requests)
         expert = self._workshop.copies[batch.copy].expert
@@ -392,9 +388,9 @@ class AgentLoop:
         self._workshop.executors[batch.executor].start_batch(batch, expert, images)
 
     def _batch_answered(self, batch: int) -> None:
-        requests = self._batches.pop(batch, ())
-        if self._watch is not None:
-            self._watch.ended(requests)
+        answered = self._open.close_batch(batch)
+        if self._watch is not None and answered is not None:
+            self._watch.ended(answered.requests)
 
     def _evict(self, effect: effects.Evict) -> None:
         self._workshop.transfers.evict(effect)

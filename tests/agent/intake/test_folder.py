@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -417,6 +418,105 @@ def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: P
     line.intake.settle(line.arrivals[-1], Verdict.OK)
     line.run(5)
     assert (len(line.arrivals), line.intake.statistics().in_flight) == (3, 0)
+
+
+def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(5)
+    (first,) = line.arrivals
+    unclaim = Inbox.unclaim
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Inbox, "unclaim", refused)
+    line.intake.withdraw(first)
+    line.run(30)
+    assert (len(line.arrivals), line.intake.held) == (1, 1)
+    assert caplog.text.count("intake_not_put_back") == 1
+    monkeypatch.setattr(Inbox, "unclaim", unclaim)
+    line.run(10)
+    assert [arrival.relpath for arrival in line.arrivals] == [first.relpath] * 2
+
+
+def test_many_withdrawals_cost_no_more_scans_than_a_tenth_of_the_time(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(5)
+    scan, scans = Inbox.scan, []
+
+    def slow(inbox: Inbox) -> Any:
+        scans.append(line.now)
+        line.now += 1.0
+        return scan(inbox)
+
+    monkeypatch.setattr(Inbox, "scan", slow)
+    before = line.now
+    while line.now < before + 100:
+        if line.intake.statistics().in_flight:
+            line.intake.withdraw(line.arrivals[-1])
+        line.run(0.1)
+    assert len(scans) <= 11
+
+
+def test_a_share_that_was_gone_for_a_while_brings_back_what_was_passed_over(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ignore_existing=True, after="keep")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    (line.root / "b1_r_R2.png").write_bytes(PNG)
+    line.run(5)
+    line.intake.settle(line.arrivals[0], Verdict.OK)
+    share, mount_point = tmp_path / "share", tmp_path / "empty"
+    mount_point.mkdir()
+    line.root.rename(share)
+    mount_point.rename(line.root)
+    line.run(20)
+    line.root.rename(mount_point)
+    share.rename(line.root)
+    (line.root / "b1_r_R3.png").write_bytes(PNG)
+    line.run(20)
+    assert line.offered == ["b1_r_R2.png", "b1_r_R3.png"]
+    assert line.intake.statistics().state is SourceState.ONLINE
+
+
+def test_folders_nested_deeper_than_calls_can_be_keep_nothing_from_being_taken(line: Line) -> None:
+    descriptor = os.open(line.root, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=descriptor)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = deeper
+    os.close(descriptor)
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(20)
+    subprocess.run(["rm", "-rf", line.root / "d"], check=True)  # deeper than Python's own removal can go
+    assert line.offered == ["b1_r_R7.png"]
+
+
+def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_often(
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, tries = Inbox.claim, []
+
+    def refusing(inbox: Inbox, relpath: str, sighting: Sighting) -> Any:
+        if relpath == "locked/b1_r_R1.png":
+            tries.append(line.now)
+            raise OSError(errno.EACCES, "Permission denied")
+        return claim(inbox, relpath, sighting)
+
+    monkeypatch.setattr(Inbox, "claim", refusing)
+    (line.root / "locked").mkdir()
+    (line.root / "locked" / "b1_r_R1.png").write_bytes(PNG)
+    for number in range(40):
+        (line.root / f"b1_r_N{number}.png").write_bytes(PNG)
+        line.run(20)
+    assert len(line.arrivals) == 40
+    assert caplog.text.count("intake_not_claimed") == 1
+    assert 15 <= len(tries) <= 22  # of 400 polls
+    assert max(later - earlier for earlier, later in pairwise(tries)) < 64
 
 
 def test_settling_twice_moves_once(line: Line) -> None:
@@ -947,7 +1047,7 @@ def test_what_cannot_be_claimed_is_left_and_retried(line: Line) -> None:
     assert line.arrivals == []
     assert line.intake.statistics().alarm is not None
     (line.root / ".work").unlink()
-    line.run(5)
+    line.run(20)
     assert line.offered == ["b1_r_R1.png"]
     assert line.intake.statistics().alarm is None
 

@@ -6,6 +6,7 @@ import errno
 import os
 import queue
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from agent.intake.reading import LONGEST_PAUSE_S, PATIENCE_S, STUCK_S, Answers, 
 from experts.errors import FileChanged, ImageTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -130,6 +131,18 @@ def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(file: Pa
     assert len(desk.tries) == tries
 
 
+def test_only_time_in_which_the_folder_could_be_read_counts_against_a_file(file: Path) -> None:
+    desk = Desk(trouble=OSError(errno.EHOSTDOWN, "Host is down"), is_sound=False)
+    desk.reader.take(arrival_of(file))
+    desk.run(2 * PATIENCE_S)
+    desk.is_sound = True  # the share is back, a moment after the file was asked for in vain
+    desk.run(LONGEST_PAUSE_S)
+    assert desk.unreadable == []
+    desk.trouble = None
+    desk.run(LONGEST_PAUSE_S)
+    assert desk.read == [(file.name, CONTENT)]
+
+
 def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(file: Path) -> None:
     desk = Desk(trouble=OSError(errno.ENOENT, "No such file or directory"), is_sound=False)
     desk.reader.take(arrival_of(file))
@@ -223,6 +236,36 @@ def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(t
     desk.reader.take(arrival)
     desk.reader.step(0.0)
     assert desk.unreadable == ["huge.png: 50000000000 bytes are more than any image of 1000000 pixels has"]
+
+
+def test_a_large_file_is_announced_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def during_large(arrival: Arrival) -> Iterator[None]:
+        told.append(f"begun {arrival.key}")
+        yield
+        told.append(f"ended {arrival.key}")
+
+    def read(arrival: Arrival) -> bytes:
+        told.append(f"read {arrival.key}")
+        return b""
+
+    monkeypatch.setattr("agent.intake.reading.LARGE_BYTES", len(CONTENT))
+    larger = file.with_name("larger")
+    larger.write_bytes(CONTENT + b".")
+    reader = ArrivalReader(
+        "inbox",
+        Answers(lambda *_: None, lambda _: None, lambda *_: None),
+        lambda _: True,
+        budget_bytes=100,
+        read_file=read,
+        during_large=during_large,
+    )
+    reader.take(arrival_of(file))
+    reader.take(arrival_of(larger))
+    reader.step(0.0)
+    assert told == [f"read {file.name}", "begun larger", "read larger", "ended larger"]
 
 
 def test_what_is_read_and_not_released_stays_within_the_budget_but_for_the_last(tmp_path: Path) -> None:

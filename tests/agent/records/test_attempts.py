@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,8 +23,8 @@ def path(tmp_path: Path) -> Path:
 def test_what_was_begun_and_not_ended_counts_at_the_next_opening(path: Path) -> None:
     first = AttemptLog(path)
     first.begun(["a", "b"])
-    first.begun(["c"])
     first.ended(["a", "b"])
+    first.begun(["c"])
     second = AttemptLog(path)  # nobody closed the first: it was killed
     assert [second.attempts(key) for key in "abc"] == [0, 0, 1]
 
@@ -34,7 +35,7 @@ def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: 
         assert log.attempts("a") == run - 1
         log.begun(["a"])
         log.ended(["a"])
-        log.begun(["a"])
+        log.begun(["a"])  # and whatever was to be written before is there once this returns
     assert AttemptLog(path).attempts("a") == 3
 
 
@@ -48,6 +49,7 @@ def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path: P
     assert again.attempts("a") == 1
     again.settled("a")
     assert again.attempts("a") == 0
+    again.close()
     assert AttemptLog(path).attempts("a") == 0
 
 
@@ -80,6 +82,7 @@ def test_it_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) 
         log.begun([f"key {number}"])
         log.ended([f"key {number}"])
         assert path.stat().st_size < 1200
+    log.close()
     again = AttemptLog(path)
     assert (again.attempts("suspect"), again.attempts("open"), again.attempts("key 499")) == (1, 1, 0)
     assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
@@ -94,6 +97,24 @@ def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path: Path, caplog: 
     assert caplog.text.count("attempts_not_written") == 1
 
 
+def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, write, answers = AttemptLog(path, wait_s=0.01), os.write, threading.Event()
+    log.begun(["a"])
+    monkeypatch.setattr(os, "write", lambda *_: answers.wait(30.0) and 0)
+    try:
+        for _ in range(1000):  # of which one waits
+            log.begun(["b"])
+            log.ended(["b"])
+        log.close()
+    finally:
+        answers.set()
+    monkeypatch.setattr(os, "write", write)
+    assert caplog.text.count("attempts_not_written") == 1
+    assert AttemptLog(path).attempts("a") == 1
+
+
 def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +125,7 @@ def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
     log.begun(["b"])
     monkeypatch.undo()
     log.ended(["a"])
+    log.close()
     assert caplog.text.count("attempts_not_written") == 1
     again = AttemptLog(path)
     assert (again.attempts("a"), again.attempts("b")) == (1, 0)
