@@ -18,6 +18,7 @@ from agent.records.results import READ_ROWS, BoardRow, Recorded, Result, ResultR
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -32,13 +33,25 @@ def store(tmp_path: Path):
     store.close(0.0 if store.statistics().alarm else 10.0)
 
 
+def wait_until(store: ResultStore, is_so: Callable[[], bool]) -> None:
+    """Fails when the writer has ended, or ten seconds were not enough."""
+    for _ in range(10_000):
+        if is_so():
+            return
+        assert store._thread.is_alive(), "the writer has ended"
+        threading.Event().wait(0.001)
+    raise AssertionError("it did not come about")
+
+
 def settled(store: ResultStore) -> StoreStatistics:
     """The statistics once nothing is pending; fails at once when the store says that it cannot commit."""
-    while (statistics := store.statistics()).pending:
-        assert statistics.alarm is None
-        assert store._thread.is_alive()
-        threading.Event().wait(0.001)
-    return statistics
+
+    def is_so() -> bool:
+        assert store.statistics().alarm is None
+        return store.statistics().pending == 0
+
+    wait_until(store, is_so)
+    return store.statistics()
 
 
 def number(count: int) -> Result:
@@ -203,7 +216,7 @@ def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_onc
         other.execute("BEGIN IMMEDIATE")
         committed = threading.Event()
         store.record(BARE, lambda _: committed.set())
-        assert committed.wait(20)
+        wait_until(store, committed.is_set)
     assert patience.waited_s == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert settled(store) == StoreStatistics(0, 1, 0, failed_commits=9, alarm=None)
     lost = f"results_not_committed rows=1 file={tmp_path / 'r.sqlite'} reason=database is locked: kept and retried"
@@ -225,7 +238,7 @@ def test_while_nothing_can_be_committed_the_alarm_says_why(store: ResultStore, t
         other.execute("BEGIN IMMEDIATE")
         committed = threading.Event()
         store.record(BARE, lambda _: committed.set())
-        assert committed.wait(20)
+        wait_until(store, committed.is_set)
     assert seen == [StoreStatistics(pending=1, committed=0, duplicates=0, failed_commits=1, alarm="database is locked")]
 
 
@@ -236,7 +249,7 @@ def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> No
         store._abandoned = Patience(1, waiting.set)
         other.execute("BEGIN IMMEDIATE")
         store.record(BARE)
-        assert waiting.wait(20)
+        wait_until(store, waiting.is_set)
         assert store.close(timeout_s=0.0) is False
     assert not store._thread.is_alive()
     assert store.statistics().pending == 1
@@ -249,11 +262,7 @@ def test_the_log_is_folded_in_once_nothing_comes_any_more(tmp_path: Path, monkey
         for _ in range(2):  # and again after the next rows
             store.record(number(store.statistics().committed))
             settled(store)
-            for _ in range(2000):
-                if log.stat().st_size == 0:
-                    break
-                threading.Event().wait(0.005)
-            assert log.stat().st_size == 0
+            wait_until(store, lambda: log.stat().st_size == 0)
 
 
 def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
@@ -262,10 +271,7 @@ def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
     monkeypatch.setattr("agent.records.results.IDLE_CHECKPOINT_S", 0.05)
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         store.record(BARE, lambda _: store._database.conn.close())
-        for _ in range(2000):
-            if caplog.records:
-                break
-            threading.Event().wait(0.005)
+        wait_until(store, lambda: len(caplog.records) > 0)
         assert store._thread.is_alive()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
@@ -283,7 +289,7 @@ def test_rows_that_wait_are_committed_together(store: ResultStore, tmp_path: Pat
         go_on.wait(20)
 
     store.record(number(0), hold)
-    assert held.wait(20)
+    wait_until(store, held.is_set)
     seen: list[int] = []
 
     def count(_: Recorded) -> None:
