@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from agent.boards import BoardVerdict, Inspection
@@ -119,7 +119,8 @@ def test_a_key_is_stored_once_and_the_second_is_reported(tmp_path: Path) -> None
         assert store.statistics().duplicates == 1
 
 
-@settings(max_examples=10, deadline=None)
+# Keys that fail are shown as they were found: each try is two files written to the disk.
+@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(keys=st.lists(st.integers(0, 20), max_size=60))
 def test_numbers_have_no_gaps_whatever_is_sent_again(keys: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("r") / "r.sqlite"
