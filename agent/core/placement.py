@@ -73,7 +73,6 @@ class Load:
     expert: str
     source: str
     pool: str
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +241,7 @@ class Placement:
         self._presence[wish.expert] += 1
         self._in_flight[source] += 1
         self._last_load += 1
-        self.loads[self._last_load] = Load(copy, wish.expert, source, pool.name, size_bytes)
+        self.loads[self._last_load] = Load(copy, wish.expert, source, pool.name)
         self.counts[f"{source}_{pool.name}"] += 1
         if source == SSD:
             self.counts["bytes_read"] += size_bytes

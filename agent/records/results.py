@@ -436,17 +436,18 @@ def _stored_result(row: sqlite3.Row) -> StoredResult:
 
 
 def _board_row(row: sqlite3.Row) -> BoardRow:
+    values = dict(row)
     board = BoardVerdict(
-        serial=row["serial"],
-        board_type=row["board_type"],
-        verdict=Verdict(row["verdict"]),
-        opened_at=datetime.fromisoformat(row["opened_at"]),
-        closed_at=datetime.fromisoformat(row["closed_at"]),
-        missing=json.loads(row["missing"]),
-        counts={Verdict(verdict): count for verdict, count in json.loads(row["counts"]).items()},
-        is_revision=row["revisions"] > 0,
+        serial=values["serial"],
+        board_type=values["board_type"],
+        verdict=Verdict(values["verdict"]),
+        opened_at=datetime.fromisoformat(values["opened_at"]),
+        closed_at=datetime.fromisoformat(values["closed_at"]),
+        missing=json.loads(values["missing"]),
+        counts={Verdict(verdict): count for verdict, count in json.loads(values["counts"]).items()},
+        is_revision=values["revisions"] > 0,
     )
-    return BoardRow(row["seq"], row["revisions"], board)
+    return BoardRow(values["seq"], values["revisions"], board)
 
 
 def _text(time_: datetime) -> str:

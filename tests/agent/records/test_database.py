@@ -1,0 +1,171 @@
+"""The line's SQLite file and its lock: how it is opened, what is refused, and what the kernel holds for one agent."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from agent.records.database import (
+    JOURNAL_LIMIT_BYTES,
+    StateLock,
+    open_for_reading,
+    open_for_writing,
+    state_held,
+)
+from experts.errors import AlreadyRunning, ConfigError, StateUnusable
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+AT = "2026-05-01T12:00:00.000000+00:00"
+ROW = {
+    "key": "k", "line": "demo", "component": "r", "image": "r.png", "verdict": "OK", "experts": "[]", "detail": "{}",
+    "arrived_at": AT, "finished_at": AT, "seconds": 0.5, "config_sha256": "ab",
+}  # fmt: skip
+
+
+def pragma(database, name):
+    return database.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def test_a_new_file_is_durable_its_log_bounded_and_its_room_given_back(tmp_path: Path) -> None:
+    with closing(open_for_writing(tmp_path / "a" / "b" / "r.sqlite")) as database:
+        assert pragma(database, "journal_mode") == "wal"
+        assert pragma(database, "synchronous") == 2  # FULL
+        assert pragma(database, "auto_vacuum") == 2  # INCREMENTAL
+        assert pragma(database, "journal_size_limit") == JOURNAL_LIMIT_BYTES
+    with closing(open_for_writing(tmp_path / "a" / "b" / "r.sqlite", busy_timeout_s=0.25)) as database:
+        assert pragma(database, "busy_timeout") == 250
+    with closing(open_for_reading(tmp_path / "a" / "b" / "r.sqlite", busy_timeout_s=0.5)) as connection:
+        assert pragma(connection, "busy_timeout") == 500
+
+
+def test_the_tables_hold_what_they_should_and_find_it_by_time_and_by_board(tmp_path: Path) -> None:
+    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
+        assert set(database.table_names()) >= {"results", "boards"}
+        found = {index.name: tuple(index.columns) for name in ("results", "boards") for index in database[name].indexes}
+        assert found["results_finished_at"] == ("finished_at",)
+        assert found["results_board"] == ("board", "board_type")
+        assert found["boards_closed_at"] == ("closed_at",)
+        database["results"].insert(ROW)
+        with pytest.raises(sqlite3.IntegrityError):
+            database["results"].insert({**ROW, "key": "other", "verdict": "FINE"})
+        with pytest.raises(sqlite3.IntegrityError):
+            database["results"].insert(ROW)
+
+
+def test_a_number_is_not_given_twice_when_old_rows_are_deleted(tmp_path: Path) -> None:
+    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
+        for key in ("a", "b"):
+            database["results"].insert({**ROW, "key": key})
+        database["results"].delete_where()
+        database["results"].insert({**ROW, "key": "c"})
+        assert [row["seq"] for row in database["results"].rows] == [3]
+
+
+def test_the_connection_may_be_used_by_another_thread(tmp_path: Path) -> None:
+    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(pragma(database, "synchronous")))
+        thread.start()
+        thread.join()
+    assert seen == [2]
+
+
+def test_a_reader_answers_to_column_names_and_cannot_write(tmp_path: Path) -> None:
+    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
+        database["results"].insert(ROW)
+    with closing(open_for_reading(tmp_path / "r.sqlite")) as connection:
+        assert connection.execute("SELECT * FROM results").fetchone()["component"] == "r"
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            connection.execute("DELETE FROM results")
+
+
+def test_a_missing_file_is_told_with_what_to_expect_and_is_not_made(tmp_path: Path) -> None:
+    file = tmp_path / "r.sqlite"
+    with pytest.raises(FileNotFoundError) as missing:
+        open_for_reading(file)
+    assert str(missing.value) == f"{file}: no results yet - the agent writes this file when it first runs"
+    assert not file.exists()
+
+
+def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr("agent.records.database.filesystem_type", lambda path: asked.append(path) or "cifs")
+    file = tmp_path / "state" / "r.sqlite"
+    with pytest.raises(ConfigError) as refused:
+        open_for_writing(file)
+    expected = f"{file} is on a shared filesystem (cifs) - set `state:` to a folder on a local disk"
+    assert (str(refused.value), asked, file.parent.exists()) == (expected, [file], False)
+
+
+# -- the lock --
+
+
+def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    (folder / "agent.lock").write_text("a longer text of an earlier process\n")
+    with StateLock(folder) as lock:
+        assert lock.path == folder / "agent.lock"
+        assert lock.path.read_text() == f"{os.getpid()}\n"
+        with pytest.raises(AlreadyRunning, match=str(lock.path)), StateLock(folder):
+            pass
+        assert lock.path.read_text() == f"{os.getpid()}\n"
+    assert lock.path.exists()
+    with StateLock(folder), pytest.raises(AlreadyRunning), state_held(folder):
+        pass
+
+
+def test_a_new_lock_makes_its_folders_and_may_be_read_by_the_group(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with StateLock(tmp_path / "a" / "b") as lock:
+            assert lock.path.stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
+@needs_proc
+def test_a_refused_lock_leaves_no_file_open(tmp_path: Path) -> None:
+    with StateLock(tmp_path):
+        open_files = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(AlreadyRunning), StateLock(tmp_path):
+                pass
+        assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_lock_is_given_back_once_and_may_be_taken_again(tmp_path: Path) -> None:
+    lock = StateLock(tmp_path)
+    for _ in range(2):
+        with lock, pytest.raises(AlreadyRunning), StateLock(tmp_path):
+            pass
+    lock.__exit__(None, None, None)  # what is not held is not given back
+
+
+@needs_proc
+def test_the_lock_is_not_handed_to_child_processes(tmp_path: Path) -> None:
+    with StateLock(tmp_path) as lock:
+        inode = lock.path.stat().st_ino
+        held = [int(name) for name in os.listdir("/proc/self/fd") if is_inode(int(name), inode)]
+        assert [os.get_inheritable(descriptor) for descriptor in held] == [False]
+
+
+def is_inode(descriptor: int, inode: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
+
+
+def test_what_the_disk_refuses_is_told_with_the_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(StateUnusable, match="is there, and is no folder"), state_held(file):
+        pass

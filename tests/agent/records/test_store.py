@@ -1,0 +1,302 @@
+"""The results store on known cases: what it counts, what it logs, how long it waits, and what its reader finds."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sqlite3
+import threading
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.boards import BoardVerdict
+from agent.records.results import READ_ROWS, BoardRow, Recorded, Result, ResultReader, ResultStore, StoreStatistics
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+BARE = Result("k", "demo", "r", "r.png", Verdict.UNKNOWN, NOON, NOON, 0.5, "ab")
+BOARD = BoardVerdict("b1", "main", Verdict.NG, NOON, NOON, {"r": 1, "a": 2}, {Verdict.OK: 3, Verdict.NG: 1})
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    store = ResultStore(tmp_path / "r.sqlite", busy_timeout_s=0.0)
+    yield store
+    store.close(0.0 if store.statistics().alarm else 10.0)
+
+
+def wait_until(store: ResultStore, is_so: Callable[[], bool]) -> None:
+    """Fails when the writer has ended, or ten seconds were not enough."""
+    for _ in range(10_000):
+        if is_so():
+            return
+        assert store._thread.is_alive(), "the writer has ended"
+        threading.Event().wait(0.001)
+    raise AssertionError("it did not come about")
+
+
+def settled(store: ResultStore) -> StoreStatistics:
+    """The statistics once nothing is pending; fails at once when the store says that it cannot commit."""
+
+    def is_so() -> bool:
+        assert store.statistics().alarm is None
+        return store.statistics().pending == 0
+
+    wait_until(store, is_so)
+    return store.statistics()
+
+
+def number(count: int) -> Result:
+    return replace(BARE, key=f"k{count}", finished_at=NOON + timedelta(seconds=count))
+
+
+def test_what_is_recorded_is_counted(store: ResultStore) -> None:
+    assert store.statistics() == StoreStatistics(0, 0, 0, 0, None)
+    for count in (1, 2, 3, 2, 1):
+        store.record(number(count))
+    store.record_board(BOARD)
+    store.record_board(BOARD)
+    assert settled(store) == StoreStatistics(pending=0, committed=4, duplicates=3, failed_commits=0, alarm=None)
+
+
+def test_every_field_of_a_result_comes_back(store: ResultStore) -> None:
+    full = Result(
+        "k", "demo", "r", "r.png", Verdict.NG, NOON, NOON + timedelta(seconds=1), 0.5, "ab",
+        "b1", "main", "R1", "burnt", 0.25, "why", ("cls/a", "det/b"), {"steps": [1, {"x": None}]},
+    )  # fmt: skip
+    store.record(full)
+    store.record(replace(BARE, key="bare"))
+    settled(store)
+    assert [(row.seq, row.result) for row in store.query()] == [(1, full), (2, replace(BARE, key="bare"))]
+    assert store.find("k").result == full
+    assert store.find("nobody") is None
+
+
+def test_times_of_any_zone_are_stored_in_utc_to_the_microsecond(store: ResultStore, tmp_path: Path) -> None:
+    early = datetime.fromisoformat("2026-05-01T09:00:00+09:00")
+    store.record(replace(BARE, arrived_at=early, finished_at=early + timedelta(microseconds=5)))
+    settled(store)
+    with closing(sqlite3.connect(tmp_path / "r.sqlite")) as connection:
+        stored = connection.execute("SELECT arrived_at, finished_at FROM results").fetchone()
+    assert stored == ("2026-05-01T00:00:00.000000+00:00", "2026-05-01T00:00:00.000005+00:00")
+
+
+def test_a_time_without_zone_is_the_callers_mistake(store: ResultStore) -> None:
+    with pytest.raises(ValueError, match=r"^2026-05-01 12:00:00 has no time zone$"):
+        store.record(replace(BARE, arrived_at=NOON.replace(tzinfo=None)))
+    assert store.statistics().pending == 0
+
+
+def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store: ResultStore) -> None:
+    rows = READ_ROWS + 2
+    for count in range(rows):
+        store.record(replace(number(count), verdict=Verdict.NG if count % 2 else Verdict.OK))
+    settled(store)
+
+    def numbers(**wanted: object) -> list[int]:
+        return [row.seq for row in itertools.islice(store.query(**wanted), rows + 1)]  # type: ignore[arg-type]
+
+    assert numbers() == list(range(1, rows + 1))
+    assert numbers(limit=0) == []
+    assert numbers(limit=1) == [1]
+    assert numbers(limit=READ_ROWS) == list(range(1, READ_ROWS + 1))
+    assert numbers(limit=READ_ROWS + 1) == list(range(1, READ_ROWS + 2))
+    assert numbers(since=NOON + timedelta(seconds=rows - 2)) == [rows - 1, rows]
+    assert numbers(since=NOON + timedelta(days=1)) == []
+    assert numbers(verdict=Verdict.NG, limit=2) == [2, 4]
+
+
+def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(store: ResultStore) -> None:
+    later = replace(
+        BOARD, verdict=Verdict.UNKNOWN, closed_at=NOON + timedelta(seconds=5), missing={}, counts={Verdict.OK: 9}
+    )
+    reports: list[Recorded] = []
+    store.record_board(BOARD, reports.append)
+    store.record_board(replace(BOARD, missing={"a": 2, "r": 1}, counts={Verdict.NG: 1, Verdict.OK: 3}), reports.append)
+    settled(store)
+    assert store.boards() == (BoardRow(1, 0, BOARD),)
+    store.record_board(later, reports.append)
+    store.record_board(replace(BOARD, board_type="back"), reports.append)
+    settled(store)
+    first, again, revised, other = reports
+    assert (first, again, revised) == (Recorded(1, True), Recorded(1, False), Recorded(1, True))
+    assert other.is_new
+    assert store.boards() == (
+        BoardRow(1, 1, replace(later, is_revision=True)),
+        BoardRow(other.seq, 0, replace(BOARD, board_type="back")),
+    )
+
+
+def test_a_board_is_another_one_if_anything_that_was_judged_differs(store: ResultStore) -> None:
+    changes = [
+        {"verdict": Verdict.OK}, {"missing": {"r": 1}}, {"counts": {Verdict.OK: 4}}, {"serial": "b2"},
+        {"board_type": "back"}, {"opened_at": NOON + timedelta(seconds=1)},
+    ]  # fmt: skip
+    for change in changes:
+        reports: list[Recorded] = []
+        store.record_board(BOARD, reports.append)
+        store.record_board(replace(BOARD, **change), reports.append)
+        settled(store)
+        assert reports[1].is_new, change
+
+
+def test_the_newest_boards_are_told_the_oldest_of_them_first(store: ResultStore) -> None:
+    for count in range(4):
+        store.record_board(replace(BOARD, serial=f"b{count}", closed_at=NOON + timedelta(seconds=count)))
+    settled(store)
+
+    def serials(**wanted: object) -> list[str]:
+        return [row.board.serial for row in store.boards(**wanted)]  # type: ignore[arg-type]
+
+    assert serials() == ["b0", "b1", "b2", "b3"]
+    assert serials(limit=2) == ["b2", "b3"]
+    assert serials(limit=0) == []
+    assert serials(since=NOON + timedelta(seconds=2)) == ["b2", "b3"]
+    assert serials(since=NOON + timedelta(seconds=1), limit=1) == ["b3"]
+
+
+def test_who_records_after_the_end_is_told(store: ResultStore) -> None:
+    store.record(BARE)
+    assert store.close()
+    assert store.close()
+    with pytest.raises(RuntimeError, match=r"^the result store is closed$"):
+        store.record(number(1))
+    assert store.statistics() == StoreStatistics(0, 1, 0, 0, None)
+
+
+def test_a_callback_that_raises_is_logged_with_its_row(store: ResultStore, caplog: pytest.LogCaptureFixture) -> None:
+    reports: list[Recorded] = []
+    store.record(number(1), lambda recorded: reports.append(recorded) or {}[recorded])
+    store.record(number(2), reports.append)
+    settled(store)
+    assert reports == [Recorded(1, is_new=True), Recorded(2, is_new=True)]
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.ERROR, "result_callback_failed seq=1")
+    ]
+    assert caplog.records[0].exc_info is not None
+    assert caplog.records[0].exc_info[0] is KeyError
+
+
+class Patience:
+    """Stands in for the writer's waiting: it takes no time, and at a given wait the obstacle goes."""
+
+    def __init__(self, waits: int, give_way) -> None:
+        self.waited_s: list[float] = []
+        self.is_over = False
+        self._waits = waits
+        self._give_way = give_way
+
+    def wait(self, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+        if len(self.waited_s) == self._waits:
+            self._give_way()
+
+    def is_set(self) -> bool:
+        return self.is_over
+
+    def set(self) -> None:
+        self.is_over = True
+
+
+def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_once(
+    store: ResultStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
+        patience = Patience(9, other.rollback)
+        store._abandoned = patience
+        other.execute("BEGIN IMMEDIATE")
+        committed = threading.Event()
+        store.record(BARE, lambda _: committed.set())
+        wait_until(store, committed.is_set)
+    assert patience.waited_s == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert settled(store) == StoreStatistics(0, 1, 0, failed_commits=9, alarm=None)
+    lost = f"results_not_committed rows=1 file={tmp_path / 'r.sqlite'} reason=database is locked: kept and retried"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("ERROR", lost),
+        ("WARNING", "results_committed_again rows=1"),
+    ]
+
+
+def test_while_nothing_can_be_committed_the_alarm_says_why(store: ResultStore, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
+        seen: list[StoreStatistics] = []
+
+        def look() -> None:
+            seen.append(store.statistics())
+            other.rollback()
+
+        store._abandoned = Patience(1, look)
+        other.execute("BEGIN IMMEDIATE")
+        committed = threading.Event()
+        store.record(BARE, lambda _: committed.set())
+        wait_until(store, committed.is_set)
+    assert seen == [StoreStatistics(pending=1, committed=0, duplicates=0, failed_commits=1, alarm="database is locked")]
+
+
+def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "r.sqlite", busy_timeout_s=0.0)
+    with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
+        waiting = threading.Event()
+        store._abandoned = Patience(1, waiting.set)
+        other.execute("BEGIN IMMEDIATE")
+        store.record(BARE)
+        wait_until(store, waiting.is_set)
+        assert store.close(timeout_s=0.0) is False
+    assert not store._thread.is_alive()
+    assert store.statistics().pending == 1
+
+
+def test_the_log_is_folded_in_once_nothing_comes_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.records.results.IDLE_CHECKPOINT_S", 0.02)
+    log = tmp_path / "r.sqlite-wal"
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        for _ in range(2):  # and again after the next rows
+            store.record(number(store.statistics().committed))
+            settled(store)
+            wait_until(store, lambda: log.stat().st_size == 0)
+
+
+def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agent.records.results.IDLE_CHECKPOINT_S", 0.05)
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        store.record(BARE, lambda _: store._database.conn.close())
+        wait_until(store, lambda: len(caplog.records) > 0)
+        assert store._thread.is_alive()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            f"results_checkpoint_failed file={tmp_path / 'r.sqlite'} reason=Cannot operate on a closed database.",
+        )
+    ]
+
+
+def test_rows_that_wait_are_committed_together(store: ResultStore, tmp_path: Path) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(_: Recorded) -> None:
+        held.set()
+        go_on.wait(20)
+
+    store.record(number(0), hold)
+    wait_until(store, held.is_set)
+    seen: list[int] = []
+
+    def count(_: Recorded) -> None:
+        seen.append(sum(1 for _ in ResultReader(tmp_path / "r.sqlite").query()))
+
+    for each in range(1, 4):
+        store.record(number(each), count)
+    go_on.set()
+    settled(store)
+    assert seen == [4, 4, 4]
