@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from agent.runtime.device import torch_device
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
-from experts.errors import BackendUnavailable, ExpertError
+from experts.errors import BackendUnavailable, ExpertError, WeightsMismatch
 from experts.expert import Precision
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def make_templates(
 ) -> Templates:
     """Templates of all copies, by processor; ``threads``: what operators of the executors use.
 
-    ``progress`` is told how many are done of how many. What is wrong with one expert is told, and stops no other.
+    ``progress`` is told how many are done of how many. What is wrong with one expert is told, and stops no other. A
+    packed file that cannot be read is left to the load, which knows whether to try again, to drop it or to give up.
     """
     wanted = {_Form.of(copy, processor): copy for processor, listed in copies.items() for copy in listed}
     held: list[object] = []
@@ -52,9 +53,11 @@ def make_templates(
         for number, (form, copy) in enumerate(wanted.items(), start=1):
             try:
                 held.append(thread.submit(_template, copy, segments, form.device).result())
-            except (ExpertError, BackendUnavailable) as error:
+            except (WeightsMismatch, BackendUnavailable) as error:
                 reasons[form] = error.message if isinstance(error, ExpertError) else str(error)
                 logger.warning("template_failed copy=%s device=%s reason=%s", copy.name, form.device, reasons[form])
+            except ExpertError as error:
+                logger.warning("template_left_to_load copy=%s device=%s reason=%s", copy.name, form.device, error)
             progress(number, len(wanted))
     return Templates(tuple(held), _failed(copies, reasons))
 
