@@ -1,7 +1,7 @@
 """What glibc's malloc keeps of memory that was given back to it, bounded; nothing happens under another C library.
 
-It gives each thread a heap of its own, up to eight a core, and keeps what is freed in all of them: under batches of many
-shapes, of many architectures, that grows to a quarter of the experts' budget, which no ledger counts.
+It gives each thread a heap of its own, up to eight a core, and keeps what is freed in all of them: under batches of
+many shapes, of many architectures, that grows to a quarter of the experts' budget, which no ledger counts.
 """
 
 from __future__ import annotations
