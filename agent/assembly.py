@@ -2,7 +2,8 @@
 
 Guarantees: whatever must not start raises ConfigError here, before any request is taken; what is wrong with single
 experts does not stop the others: they are quarantined, and every request for them says why. With a device profile of
-the box nothing is run or timed at the start; ``planned`` gives what such an agent would decide with, from manifests.
+the box nothing is run or timed at the start; what skeletons are copies of is made here, so that nothing is constructed
+beside running batches; ``planned`` gives what such an agent would decide with, from manifests.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from agent.runtime.device import HOST, detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.probe import UNMEASURED_BYTES_PER_S, LinkSpeeds, Probed, estimated_profile, probe
+from agent.runtime.templates import Templates, make_templates
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError
 from experts.packing import PackingStep, pack_line
@@ -90,6 +92,7 @@ class Agent:
     probed: Probed
     loop: AgentLoop
     segments: SegmentStore
+    templates: Templates  # of whatever it may load: while they are held, nothing is constructed beside batches
     broken: Mapping[str, str]
     rss_before_bytes: int  # of this process, before it touched any weights
 
@@ -142,6 +145,10 @@ def build_agent(
         if ground.stored is not None and profile == "auto":
             refuse_mismatches(config, ground.stored, ground.box, [copy.packed for copy in by_name.values()])
         probed, specs = _memories(config, ground, copies, segments, progress, pools)
+        templates = make_templates(
+            copies, segments, threads_per_executor(ground.box, ground.executors),
+            lambda done, total: progress("templates", done, total),
+        )  # fmt: skip
         limits = limits_of(config, specs)
         engine = Engine(config.catalog.graph, probed.profile, ground.executors, PRESETS[config.policy], limits)
         loop = assemble(
@@ -150,9 +157,10 @@ def build_agent(
         )  # fmt: skip
         on_failure.pop_all()
     broken = {name: error.message for name, error in report.failed.items()} | dict(probed.failed)
+    broken = dict(templates.failed) | broken
     return Agent(
         config, ground.box, ground.executors, specs, limits, ground.precisions, ground.stored, probed, loop, segments,
-        broken, rss_before_bytes,
+        templates, broken, rss_before_bytes,
     )  # fmt: skip
 
 

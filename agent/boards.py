@@ -6,23 +6,38 @@ type's timeout has passed since the first one (NG if any is NG, else UNKNOWN), w
 
 Whatever comes twice counts at its worst, so the order of arrival never matters. A result that comes after closing may
 make the verdict worse, which is told as a revision; it never makes it better. Once the timeout has passed again since
-closing, the serial may open a new run of the board (rework). Times are wall-clock, because boards outlive restarts:
-`replay` rebuilds the ledger from what is stored, where stored verdicts are the truth.
+closing, the serial may open a new run of the board (rework).
+
+A board's age is monotonic time (``now_s``), so no step of the wall clock closes one; wall-clock times (``at``) are what
+is stored and shown. Boards outlive restarts, monotonic time does not: `replay` rebuilds the ledger from what is stored,
+where stored verdicts are the truth, and takes the ages so far from the stored times, once:
+    It reads results in the order in which they were stored. From one to the next passed what their times say, but never
+    less than nothing and never more than the longest timeout: more is a clock's step, or time in which nothing ran.
+    Time since the latest result does not count: while the agent is off, a board's images wait as files.
+    An open board keeps at least half of its timeout: a step that counted as a timeout must not end all boards at once.
+    A run without a stored verdict was still open, whatever its images' times say: had it timed out, that were stored.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import datetime
 
 SEVERITY = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
+READ_BACK_TIMEOUTS = 4  # of the longest: one in which runs began that are not known, one open, two for clocks' steps
+READ_BACK_LEAST_S = 60.0  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
+SET_BACK_S = 60.0  # arbitrary: results are not stored in the exact order of their times, but nearly
+LARGEST_AGE_AT_START = 0.5  # of a board's timeout
+
+_Key: TypeAlias = tuple[str, str]  # a board's serial and type
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,10 @@ class BoardManifest:
 
     components: Mapping[str, int]
     timeout: timedelta
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout.total_seconds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +62,14 @@ class Inspection:
     ref: str
     verdict: Verdict
     at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """What a restart reads of a result: when it was finished, and what its board saw; None for one without board."""
+
+    at: datetime
+    inspection: Inspection | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +96,39 @@ class LedgerStatistics:
 
 @dataclass(slots=True)
 class _Board:
+    """``opened_s`` and ``closed_s`` are monotonic; of a stored run they are not known until `replay` finds them out."""
+
     serial: str
     board_type: str
     manifest: BoardManifest
     opened_at: datetime
+    opened_s: float = math.nan
     images: dict[tuple[str, str], Verdict] = field(default_factory=dict)
     closed: BoardVerdict | None = None
+    closed_s: float = math.inf
 
     @property
-    def deadline(self) -> datetime:
-        return self.opened_at + self.manifest.timeout
+    def deadline_s(self) -> float:
+        return self.opened_s + self.manifest.timeout_s
 
     @property
-    def forgotten_at(self) -> datetime | None:
-        return self.closed.closed_at + self.manifest.timeout if self.closed else None
+    def forgotten_s(self) -> float:
+        return self.closed_s + self.manifest.timeout_s
 
     def see(self, inspection: Inspection) -> None:
         place = (inspection.component, inspection.ref)
         before = self.images.get(place, inspection.verdict)
         self.images[place] = max(before, inspection.verdict, key=SEVERITY.__getitem__)
+
+    @property
+    def closed_at(self) -> datetime:
+        """By the wall clock; when it opened, if it has not closed."""
+        return self.closed.closed_at if self.closed else self.opened_at
+
+    @property
+    def lasted_s(self) -> float:
+        """From opening to closing, by the wall clock."""
+        return (self.closed_at - self.opened_at).total_seconds()
 
     @property
     def missing(self) -> dict[str, int]:
@@ -114,13 +155,24 @@ class _Board:
         return Verdict.UNKNOWN if worst is Verdict.OK and self.missing else worst
 
     def holds(self, at: datetime) -> bool:
-        """Whether a closed run is the one of an image of this time, in time or late."""
-        return self.opened_at <= at and (self.forgotten_at is None or at <= self.forgotten_at)
+        """Whether a closed run is the one of an image of this time, in time or late, by the wall clock."""
+        return self.opened_at <= at <= self.closed_at + self.manifest.timeout
 
-    def close(self, at: datetime) -> BoardVerdict:
+    def close(self, at: datetime, now_s: float) -> BoardVerdict:
+        """As it is now. It never closes before it opened, not even by a clock that was set back meanwhile."""
+        return self._close(self.verdict, self.missing, at, now_s)
+
+    def close_late(self, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
+        """Its deadline passed before its last image came: what was missing then stays missing."""
+        worst = max(self.images.values(), key=SEVERITY.__getitem__)
+        return self._close(Verdict.UNKNOWN if worst is Verdict.OK else worst, missing, at, now_s)
+
+    def _close(self, verdict: Verdict, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
+        closed_at = max(at, self.opened_at)
         self.closed = BoardVerdict(
-            self.serial, self.board_type, self.verdict, self.opened_at, at, self.missing, self.counts
+            self.serial, self.board_type, verdict, self.opened_at, closed_at, missing, self.counts
         )
+        self.closed_s = now_s
         return self.closed
 
     def take(self, inspection: Inspection) -> BoardVerdict | None:
@@ -146,43 +198,33 @@ class _Board:
 
 
 class BoardLedger:
-    """Every board that waits for images, or that closed a short while ago. One thread at a time."""
+    """Every board that waits for images, or that closed a short while ago. One thread at a time; ``now_s`` never falls.
+
+    It keeps no clock: who asks says what time it is.
+    """
 
     def __init__(self, manifests: Mapping[str, BoardManifest]) -> None:
         self._manifests = dict(manifests)
-        self._boards: dict[tuple[str, str], _Board] = {}
+        self._boards: dict[_Key, _Board] = {}
 
-    def add(self, inspection: Inspection) -> BoardVerdict | None:
+    def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
         """Count one outcome. The board's verdict, if this closes it or makes a closed one worse.
 
         A result past the deadline of a board that nobody expired yet counts as late: the board closes as timed out.
         Raises KeyError for a board type without manifest.
         """
-        manifest = self._manifests[inspection.board_type]
-        key = (inspection.serial, inspection.board_type)
-        board = self._boards.get(key)
-        if board is None or (board.forgotten_at is not None and inspection.at > board.forgotten_at):
-            board = self._boards[key] = _Board(*key, manifest, opened_at=inspection.at)
-        missing_before = board.missing
-        if board.closed is not None:
-            return board.take(inspection)
-        board.see(inspection)
-        if inspection.at > board.deadline:
-            return self._close_late(board, missing_before)
-        return None if board.missing else board.close(inspection.at)
+        board = self._board_of(inspection, now_s)
+        if board.closed is None and now_s > board.deadline_s:
+            missing_before = board.missing
+            board.see(inspection)
+            return board.close_late(missing_before, inspection.at, now_s)
+        return _count(board, inspection, now_s)
 
-    def expire(self, now: datetime) -> tuple[BoardVerdict, ...]:
+    def expire(self, now_s: float, now: datetime) -> tuple[BoardVerdict, ...]:
         """Close every board whose time is over, oldest first, and forget boards that closed long ago."""
-        for key, board in list(self._boards.items()):
-            if board.forgotten_at is not None and now > board.forgotten_at:
-                del self._boards[key]
-        due = [board for board in self._boards.values() if board.closed is None and now > board.deadline]
-        return tuple(board.close(board.deadline) for board in sorted(due, key=lambda board: board.deadline))
-
-    @property
-    def next_deadline(self) -> datetime | None:
-        """When `expire` has something to close next; None while no board is open."""
-        return min((board.deadline for board in self._boards.values() if board.closed is None), default=None)
+        self._boards = {key: board for key, board in self._boards.items() if now_s < board.forgotten_s}
+        due = [board for board in self._boards.values() if board.closed is None and now_s > board.deadline_s]
+        return tuple(board.close(now, now_s) for board in sorted(due, key=lambda board: board.deadline_s))
 
     @property
     def longest_timeout(self) -> timedelta:
@@ -195,63 +237,135 @@ class BoardLedger:
         return LedgerStatistics(len(self._boards) - closed, closed)
 
     def replay(
-        self, inspections: Iterable[Inspection], recorded: Iterable[BoardVerdict], since: datetime
+        self,
+        newest_first: Iterable[StoredResult],
+        recorded_since: Callable[[datetime], Iterable[BoardVerdict]],
+        now_s: float,
+        now: datetime,
     ) -> tuple[BoardVerdict, ...]:
-        """After a restart: take up where it ended, from what is stored. Then call `expire`.
+        """After a restart: take up where it ended, from what is stored; see the module for the ages it gives.
 
-        ``inspections`` are those since ``since``, in the order in which they were stored; ``recorded`` the verdicts of
-        all runs that may hold one of them. A recorded run is closed and stays as it is, whatever the manifests say by
-        now; only what a crash kept from being stored is returned: verdicts of runs that are not recorded, and
-        revisions. Of a run that may have begun before ``since`` nothing is said; nor of types without manifest.
+        ``newest_first``: the line's results, the latest stored first, of which it reads what open boards can need;
+        ``recorded_since``: verdicts closed at that time or later, where a crash may have kept the latest from being
+        stored. A recorded run is closed and stays as it is, whatever the manifests say by now; only what a crash kept
+        from being stored is returned: verdicts of runs that are not recorded, and revisions. Of a run that may have
+        begun before what is read nothing is said; nor of types without manifest.
         """
-        runs = self._closed_runs(recorded)
-        known_from = since + self.longest_timeout  # a run that opens later has no image from before ``since``
+        longest = self.longest_timeout.total_seconds()
+        history = _read_back(newest_first, now_s, longest)
+        if not history.moments:
+            return ()
+        recorded = recorded_since(min(moment.inspection.at for moment in history.moments) - self.longest_timeout)
+        runs = _Runs(recorded, self._manifests)
+        known_from_s = history.since_s + longest  # a run that opens later has no image from before
         said: dict[tuple[str, str, datetime], BoardVerdict] = {}
-        for inspection in inspections:
+        for moment in history.moments:
+            inspection = moment.inspection
             if inspection.board_type not in self._manifests:
                 continue
-            run = _run_of(inspection, runs.get((inspection.serial, inspection.board_type), ()))
-            verdict = self.add(inspection) if run is None else run.take(inspection)
-            if verdict is not None and verdict.opened_at >= (known_from if run is None else since):
+            run = runs.run_of(inspection, moment.at_s)
+            board = self._board_of(inspection, moment.at_s) if run is None else run
+            verdict = _count(board, inspection, moment.at_s)
+            if verdict is not None and board.opened_s >= (known_from_s if run is None else history.since_s):
                 said[verdict.serial, verdict.board_type, verdict.opened_at] = verdict
-        self._boards = {key: board for key, board in self._boards.items() if board.opened_at >= known_from}
-        self._take_up(runs)
+        self._boards = {key: board for key, board in self._boards.items() if board.opened_s >= known_from_s}
+        self._take_up(runs.latest(), now_s, now)
+        for board in self._boards.values():
+            board.opened_s = max(board.opened_s, now_s - LARGEST_AGE_AT_START * board.manifest.timeout_s)
         return tuple(said.values())
 
-    def _closed_runs(self, recorded: Iterable[BoardVerdict]) -> dict[tuple[str, str], list[_Board]]:
-        """The recorded runs of each board, oldest first."""
-        runs: dict[tuple[str, str], list[_Board]] = {}
+    def _take_up(self, latest: Iterable[_Board], now_s: float, now: datetime) -> None:
+        """Remember stored runs for as long as the wall clock says; the ones that no image has followed in a new run."""
+        for run in latest:
+            key = (run.serial, run.board_type)
+            known = self._boards.get(key)
+            if known is None or known.opened_s <= run.opened_s:
+                run.closed_s = now_s - max((now - run.closed_at).total_seconds(), 0.0)
+                self._boards[key] = run
+
+    def _board_of(self, inspection: Inspection, now_s: float) -> _Board:
+        """The run that an image belongs to: the one that is known, or a new one."""
+        manifest = self._manifests[inspection.board_type]
+        key = (inspection.serial, inspection.board_type)
+        board = self._boards.get(key)
+        if board is None or now_s >= board.forgotten_s:
+            board = self._boards[key] = _Board(*key, manifest, inspection.at, now_s)
+        return board
+
+
+def _count(board: _Board, inspection: Inspection, now_s: float) -> BoardVerdict | None:
+    """Count an image on its board: the verdict, if this closes it or makes a closed one worse."""
+    if board.closed is not None:
+        return board.take(inspection)
+    board.see(inspection)
+    return None if board.missing else board.close(inspection.at, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A stored inspection, and when it was on the clock that runs now."""
+
+    inspection: Inspection
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """What boards saw, oldest first. ``since_s``: from when on all of it is there."""
+
+    moments: tuple[_Moment, ...]
+    since_s: float
+
+
+def _read_back(newest_first: Iterable[StoredResult], now_s: float, longest_s: float) -> _History:
+    """As much as open boards can need; the latest result is dated ``now_s``."""
+    since_s = now_s - READ_BACK_TIMEOUTS * longest_s - READ_BACK_LEAST_S
+    moments: list[_Moment] = []
+    at_s, earliest = now_s, None
+    for stored in newest_first:
+        if earliest is None or (stored.at - earliest).total_seconds() > SET_BACK_S:
+            earliest = stored.at  # what is stored after it is dated earlier: the clock was set back in between
+        elif stored.at < earliest:
+            at_s -= min((earliest - stored.at).total_seconds(), longest_s)
+            earliest = stored.at
+        if at_s < since_s:
+            return _History(tuple(reversed(moments)), since_s)
+        if stored.inspection is not None:
+            moments.append(_Moment(stored.inspection, at_s))
+    return _History(tuple(reversed(moments)), -math.inf)
+
+
+class _Runs:
+    """Stored runs of boards, met again by their images in the order in which these were stored.
+
+    A run begins with the image that is as old as the run. What is stored after it belongs to it until it would have
+    been forgotten; images of runs that began before what is read are found by the wall clock.
+    """
+
+    def __init__(self, recorded: Iterable[BoardVerdict], manifests: Mapping[str, BoardManifest]) -> None:
+        self._runs: dict[_Key, list[_Board]] = {}  # oldest first
+        self._begun: dict[_Key, _Board] = {}  # the latest whose first image was met
         for verdict in sorted(recorded, key=lambda verdict: verdict.opened_at):
-            manifest = self._manifests.get(verdict.board_type)
+            manifest = manifests.get(verdict.board_type)
             if manifest is not None:
                 run = _Board(verdict.serial, verdict.board_type, manifest, verdict.opened_at, closed=verdict)
-                runs.setdefault((verdict.serial, verdict.board_type), []).append(run)
-        return runs
+                self._runs.setdefault((verdict.serial, verdict.board_type), []).append(run)
 
-    def _take_up(self, runs: Mapping[tuple[str, str], Sequence[_Board]]) -> None:
-        """The latest run of each board is the one that its next image meets."""
-        for key, recorded in runs.items():
-            known = self._boards.get(key)
-            if known is None or known.opened_at < recorded[-1].opened_at:
-                self._boards[key] = recorded[-1]
+    def run_of(self, inspection: Inspection, at_s: float) -> _Board | None:
+        """The run that an image belongs to; None if to none of them."""
+        key = (inspection.serial, inspection.board_type)
+        runs = self._runs.get(key, ())
+        beginning = next((run for run in runs if run.opened_at == inspection.at and math.isnan(run.opened_s)), None)
+        if beginning is not None:
+            beginning.opened_s = at_s
+            beginning.closed_s = at_s + min(beginning.lasted_s, beginning.manifest.timeout_s)
+            self._begun[key] = beginning
+        begun = self._begun.get(key)
+        if begun is not None and at_s < begun.forgotten_s:
+            return begun
+        holding = [run for run in runs if run.holds(inspection.at)]
+        return holding[-1] if holding else None
 
-    def _close_late(self, board: _Board, missing_before: Mapping[str, int]) -> BoardVerdict:
-        """Close a board whose deadline passed before its last image: what was missing then stays missing."""
-        worst = max(board.images.values(), key=SEVERITY.__getitem__)
-        verdict = Verdict.UNKNOWN if worst is Verdict.OK else worst
-        board.closed = BoardVerdict(
-            board.serial, board.board_type, verdict, board.opened_at, board.deadline, missing_before, board.counts
-        )
-        return board.closed
-
-
-def _run_of(inspection: Inspection, runs: Sequence[_Board]) -> _Board | None:
-    """The recorded run that an image belongs to; None if to none of them.
-
-    A refused file's time may lie a little before that of the image that opened its run: it was stored after it.
-    """
-    holding = [run for run in runs if run.holds(inspection.at)]
-    if holding:
-        return holding[-1]
-    later = (run for run in runs if inspection.at < run.opened_at <= inspection.at + run.manifest.timeout)
-    return next(later, None)
+    def latest(self) -> Iterator[_Board]:
+        """The latest run of each board: the one that its next image meets."""
+        return (self._begun.get(key, runs[-1]) for key, runs in self._runs.items())

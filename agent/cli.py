@@ -65,12 +65,15 @@ def serve(
 ) -> None:
     """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
     from agent.config import read_line
+    from agent.line_profile import set_spinning
     from agent.progress import progress_on_stderr
-    from agent.service import serve_line
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     with explained():
         config = read_line(line)
+        set_spinning(config)
+        from agent.service import serve_line  # loads torch
+
         with progress_on_stderr() as progress:
             closing = serve_line(config, progress)
     if as_json:
@@ -86,12 +89,15 @@ def inspect(
 ) -> None:
     """Judge images now, without the agent: nothing is moved, nothing is stored."""
     from agent.config import read_line
-    from agent.inspection import inspect_images, outputs_sha256
+    from agent.line_profile import set_spinning
     from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
     with explained():
         config = read_line(line)
+        set_spinning(config)
+        from agent.inspection import inspect_images, outputs_sha256  # loads torch
+
         with progress_on_stderr() as progress:
             results = inspect_images(config, images, component, progress)
     if as_json:

@@ -38,7 +38,7 @@ from experts.expert import Precision
 from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
 ENVIRONMENT_PREFIX = "COSERVE__"
@@ -235,7 +235,8 @@ class FolderSection(Section):
     )
     stale_after_s: Seconds = Field(
         60.0,
-        description="a file that is incomplete, and that nobody writes, is UNKNOWN after so many seconds; default 60",
+        description="a file that is incomplete, or may not be read, and that nobody writes, is UNKNOWN after so many "
+        "seconds; default 60",
     )
     after: Literal["keep", "move", "delete"] = Field(
         "move",
@@ -363,6 +364,23 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
         api=sections.api,
         document=document,
     )
+
+
+def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> bool:
+    """Set variables of this process for libraries that read them when they load, if none of ``unless`` is there.
+
+    What whoever started the process has set comes first, so a single one keeps all of these away. Whether they are set.
+    """
+    if any(name in os.environ for name in unless):
+        return False
+    for name, value in variables.items():
+        os.environ[name] = value
+    return True
+
+
+def environment_with(variables: Mapping[str, str], without: Collection[str]) -> dict[str, str]:
+    """The environment of a process to start: this one's, with these variables, and else none of ``without``."""
+    return {name: value for name, value in os.environ.items() if name not in without} | dict(variables)
 
 
 def overlay(document: Document, environment: Mapping[str, str]) -> Document:

@@ -63,8 +63,34 @@ class DriftStatistics:
         return self.steps >= LEAST_STEPS and self.distance > self.threshold
 
 
+@dataclass(frozen=True, slots=True)
+class DriftSample:
+    """What was counted at one moment. ``seen``: expert -> how much its steps weigh; the rest is of all together."""
+
+    expected: Mapping[str, float]
+    seen: Mapping[str, float]
+    weight: float
+    squares: float
+
+    def statistics(self) -> DriftStatistics:
+        """How far it has moved. It takes long, a fraction of a millisecond for hundreds of experts."""
+        steps = round(self.weight**2 / self.squares) if self.squares else 0
+        shares = [
+            ExpertDrift(expert, self.expected.get(expert, 0.0), self.seen.get(expert, 0.0) / (self.weight or 1.0))
+            for expert in dict.fromkeys([*self.expected, *self.seen])
+        ]
+        moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
+        distance = sum(abs(share.seen - share.expected) for share in shares) / 2 if steps else 0.0
+        named = tuple(share for share in moved[:NAMED_EXPERTS] if steps and share.seen != share.expected)
+        return DriftStatistics(steps, distance, chance_distance(self.expected.values(), steps), named)
+
+
 class UsageDrift:
-    """Counts experts' steps against usage probabilities, which need not add up to 1. For one thread at a time."""
+    """Counts experts' steps against usage probabilities, which need not add up to 1. For one thread at a time.
+
+    Nothing here is slow, so that whoever counts never waits long for whoever looks: ``sample`` copies, and what follows
+    from the sample is computed by it.
+    """
 
     def __init__(self, usage: Mapping[str, float]) -> None:
         total = sum(usage.values()) or 1.0
@@ -72,7 +98,6 @@ class UsageDrift:
         self._seen: defaultdict[str, float] = defaultdict(float)  # how much the steps of each weigh
         self._weight = 0.0  # of all steps together
         self._squares = 0.0  # the squares of each step's weight
-        self._warned_s: float | None = None
 
     def count(self, experts: Iterable[str]) -> None:
         """These were asked, each once."""
@@ -83,33 +108,33 @@ class UsageDrift:
             if self._weight > FORGETTING_STEPS:
                 self._forget_half()
 
-    def statistics(self) -> DriftStatistics:
-        """How far it has moved."""
-        steps = round(self._weight**2 / self._squares) if self._squares else 0
-        shares = [
-            ExpertDrift(expert, self._expected.get(expert, 0.0), self._seen.get(expert, 0.0) / (self._weight or 1.0))
-            for expert in dict.fromkeys([*self._expected, *self._seen])
-        ]
-        moved = sorted(shares, key=lambda share: (-abs(share.seen - share.expected), share.expert))
-        distance = sum(abs(share.seen - share.expected) for share in shares) / 2 if steps else 0.0
-        named = tuple(share for share in moved[:NAMED_EXPERTS] if steps and share.seen != share.expected)
-        return DriftStatistics(steps, distance, chance_distance(self._expected.values(), steps), named)
-
-    def due_warning(self, now_s: float) -> DriftStatistics | None:
-        """What to warn of now: when it has drifted, at the first time, then once an hour. ``now_s``: monotonic."""
-        if self._warned_s is not None and now_s - self._warned_s < WARNING_INTERVAL_S:
-            return None
-        statistics = self.statistics()
-        if not statistics.has_drifted:
-            return None
-        self._warned_s = now_s
-        return statistics
+    def sample(self) -> DriftSample:
+        """What was counted until now."""
+        return DriftSample(self._expected, dict(self._seen), self._weight, self._squares)
 
     def _forget_half(self) -> None:
         for expert in self._seen:
             self._seen[expert] /= 2
         self._weight /= 2
         self._squares /= 4
+
+
+class DriftAlarm:
+    """Says when to warn: when usage has drifted, at the first time, then once an hour. ``now_s``: monotonic."""
+
+    def __init__(self) -> None:
+        self._warned_s: float | None = None
+
+    def can_warn(self, now_s: float) -> bool:
+        """Whether there can be a warning now, whatever the statistics are."""
+        return self._warned_s is None or now_s - self._warned_s >= WARNING_INTERVAL_S
+
+    def due_warning(self, found: DriftStatistics, now_s: float) -> DriftStatistics | None:
+        """What to warn of now."""
+        if not self.can_warn(now_s) or not found.has_drifted:
+            return None
+        self._warned_s = now_s
+        return found
 
 
 def chance_distance(probabilities: Iterable[float], draws: int) -> float:

@@ -7,9 +7,11 @@ hold any more is refused with everything that has changed, and never used in par
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from agent.config import usage_probabilities
+from agent.config import set_unless_given, usage_probabilities
+from agent.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.profile import (
     SOURCE,
     box_mismatches,
@@ -62,6 +64,23 @@ def find_profile(config: LineConfig) -> StoredProfile | None:
             partial_of(path), config.document.file,
         )  # fmt: skip
     return None
+
+
+def set_spinning(config: LineConfig) -> str | None:
+    """Have this process wait between operators as the line's profile found best: to be called before torch is loaded.
+
+    The setting that it runs with from now on; None where its user has set one of OpenMP's variables, which then counts.
+    A profile that cannot be read changes nothing here: whoever starts from it says why.
+    """
+    path = profile_file(config)
+    setting = DEFAULT
+    with suppress(ConfigError):
+        setting = read_profile(path).spinning_setting if path.exists() else DEFAULT
+    if not set_unless_given(SPINNING[setting], VARIABLES):
+        log.info("openmp_spinning setting=given profile=%s: a variable of the environment counts", setting)
+        return None
+    log.info("openmp_spinning setting=%s", setting)
+    return setting
 
 
 def refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:

@@ -29,6 +29,7 @@ from agent.profile_records import (
     KindProfile,
     LinkSpeed,
     PoolAllocation,
+    SpinTimes,
     StoredProfile,
     Trial,
     UsageProfile,
@@ -58,6 +59,7 @@ __all__ = [
     "LinkSpeed",
     "PoolAllocation",
     "ProfileDraft",
+    "SpinTimes",
     "StoredProfile",
     "Trial",
     "UsageProfile",
@@ -228,10 +230,11 @@ def replace_usage(path: Path, usage: UsageProfile) -> None:
 class ProfileDraft:
     """A profile that is being measured. Every save is on the disk when it returns; ``finish`` it, or ``close`` it.
 
-    What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``packed`` and
-    ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still the same,
-    ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its kinds in the precisions chosen
-    there: once one of these is measured again, or other ones are chosen, there are none of it any more.
+    What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``spinning``,
+    ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still
+    the same, ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its kinds in the
+    precisions chosen there: once one of these is measured again, or other ones are chosen, there are none of it any
+    more.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
@@ -243,8 +246,8 @@ class ProfileDraft:
     def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> ProfileDraft:
         """Take up the partial profile of this box, or begin one.
 
-        A new one starts from the kinds, agreements, speedups and links of a finished profile of the same box and
-        library versions. ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Raises
+        A new one starts from the kinds, agreements, speedups, links and spinning of a finished profile of the same box
+        and library versions. ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Raises
         ConfigError while another process has this profile open, and on a network share.
         """
         path = path.absolute()
@@ -290,6 +293,10 @@ class ProfileDraft:
         """Those that are measured."""
         return rows.links_in(self._connection)
 
+    def spinning(self) -> tuple[SpinTimes, ...]:
+        """The settings of OpenMP's waiting that were tried; empty where that was not measured."""
+        return rows.spinning_in(self._connection)
+
     def packed(self) -> dict[tuple[str, str], str]:
         """What was profiled by whoever saved it last: this run, or the one that it takes up."""
         return rows.packed_in(self._connection)
@@ -332,6 +339,11 @@ class ProfileDraft:
         """(expert, precision) -> ``packed_sha256``, and (expert, SOURCE), of all that was profiled."""
         with self._part("packed"):
             rows.put_packed(self._connection, packed)
+
+    def save_spinning(self, spinning: Sequence[SpinTimes]) -> None:
+        """The settings of OpenMP's waiting that were tried, one of them chosen."""
+        with self._connection:
+            rows.put_spinning(self._connection, spinning)
 
     def save_usage(self, usage: UsageProfile) -> None:
         """The usage probabilities."""
@@ -448,6 +460,7 @@ def _take_over(connection: sqlite3.Connection, earlier: StoredProfile) -> None:
         rows.put_speedups(connection, processor, speedups)
     rows.put_links(connection, earlier.links)
     rows.put_part(connection, "links")
+    rows.put_spinning(connection, earlier.spinning)
     rows.put_precisions(connection, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
     rows.put_packed(connection, earlier.packed)  # tells what the agreements are of; no part yet, either
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from agent.openmp import SPINNING
 from agent.profile_records import SOURCE
 from experts.expert import Precision
 
@@ -141,6 +142,8 @@ FORM = Column(f"{PRECISION.wanted}, {SOURCE}", lambda value: value == SOURCE or 
 NUMBER = Column("a finite number from 0", lambda value: _is_finite(value) and value >= 0)
 POSITIVE = Column("a finite number above 0", lambda value: _is_finite(value) and value > 0)
 SHARE = Column("a number from 0 to 1", lambda value: _is_finite(value) and 0 <= value <= 1 + SHARE_ROUNDING)
+SPIN = Column(f"one of {', '.join(SPINNING)}", lambda value: isinstance(value, str) and value in SPINNING)
+FLAG = Column("0 or 1", lambda value: type(value) is int and value in (0, 1))
 COUNT, BYTES, POSITIVE_COUNT = _whole(0), _whole(0), _whole(1)
 
 KIND_KEY = {"kind": TEXT, "processor": TEXT, "precision": PRECISION}
@@ -204,6 +207,10 @@ TABLES: Mapping[str, Table] = {
         {"pool": TEXT, "expert_bytes": BYTES, "workspace_bytes": BYTES, "experts": COUNT}, ("pool",)
     ),
     "allocation_executors": Table({"processor": TEXT, "executors": COUNT}, ("processor",)),
+    "spinning": Table(
+        {"setting": SPIN, "one_s": _json_list(POSITIVE), "largest_s": _json_list(POSITIVE), "is_chosen": FLAG},
+        ("setting",),
+    ),
     "trials": Table(
         {"search": TEXT, "number": COUNT, "setting": TEXT, "images_per_s": NUMBER, "note": TEXT}, ("search", "number")
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agent.openmp import DEFAULT
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -39,8 +41,8 @@ class KindProfile:
     """One kind of experts on one processor in one precision (CoServe, section 4.5).
 
     ``kind`` names experts that run alike: architecture, input, stem, program (``kind_name``). A batch of n takes
-    ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a median from that line over the sizes up to
-    ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
+    ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a size's mean from that line over the sizes up
+    to ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
     ``samples`` says what was run.
     """
 
@@ -139,6 +141,19 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class SpinTimes:
+    """How one setting of OpenMP's waiting did (``agent.openmp``): seconds of a batch of one and of the maximum batch.
+
+    A value per process in which it was tried; the n-th of all settings were measured one after the other.
+    """
+
+    setting: str
+    one_s: tuple[float, ...]
+    largest_s: tuple[float, ...]
+    is_chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StoredProfile:
     """A whole profile. ``precisions``: (kind, processor) -> the one chosen.
 
@@ -159,3 +174,9 @@ class StoredProfile:
     allocation: Allocation
     speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     trials: tuple[Trial, ...] = ()
+    spinning: tuple[SpinTimes, ...] = ()  # none where it was not measured: then it stays as the library has it
+
+    @property
+    def spinning_setting(self) -> str:
+        """The setting of OpenMP's waiting that an agent has to run with."""
+        return next((times.setting for times in self.spinning if times.is_chosen), DEFAULT)

@@ -24,6 +24,7 @@ from agent.profile_records import (
     KindProfile,
     LinkSpeed,
     PoolAllocation,
+    SpinTimes,
     StoredProfile,
     Trial,
     UsageProfile,
@@ -118,6 +119,11 @@ def put_trials(connection: Connection, search: str, trials: Iterable[Trial]) -> 
         _put(connection, "trials", _fields(trial))
 
 
+def put_spinning(connection: Connection, spinning: Iterable[SpinTimes]) -> None:
+    """All settings that were tried, in the place of those that were there."""
+    _replace(connection, "spinning", [_fields(times) for times in spinning])
+
+
 def put_part(connection: Connection, part: str) -> None:
     """Note that this part was saved for the profile in this file."""
     _put(connection, "parts", {"part": part})
@@ -163,6 +169,14 @@ def links_in(connection: Connection) -> tuple[LinkSpeed, ...]:
 def packed_in(connection: Connection) -> dict[tuple[str, str], str]:
     """(expert, precision or SOURCE) -> sha256."""
     return {(row["expert"], row["precision"]): row["sha256"] for row in _rows(connection, "packed")}
+
+
+def spinning_in(connection: Connection) -> tuple[SpinTimes, ...]:
+    """The settings that were tried, in the order in which they were saved."""
+    return tuple(
+        SpinTimes(row["setting"], tuple(row["one_s"]), tuple(row["largest_s"]), bool(row["is_chosen"]))
+        for row in _rows(connection, "spinning")
+    )
 
 
 def trials_in(connection: Connection, search: str | None = None) -> tuple[Trial, ...]:
@@ -234,6 +248,7 @@ def _whole(connection: Connection, head: Mapping[str, Any]) -> StoredProfile:
         allocation=_allocation(connection),
         speedups=speedups_in(connection),
         trials=trials_in(connection),
+        spinning=spinning_in(connection),
     )
 
 

@@ -129,6 +129,19 @@ def box_matrix_usage_and_allocation(database: Database) -> None:
         database.execute(statement)
 
 
+@migrations()
+def openmp_spinning(database: Database) -> None:
+    """How long threads wait between operators; a profile without rows was not asked."""
+    database.execute(
+        """CREATE TABLE spinning (
+            setting TEXT PRIMARY KEY,
+            one_s TEXT NOT NULL,
+            largest_s TEXT NOT NULL,
+            is_chosen INTEGER NOT NULL
+        )"""
+    )
+
+
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """A connection to a file that is there or is made; its tables up to date, every commit synced.
 

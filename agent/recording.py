@@ -43,8 +43,7 @@ def judged_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Res
         ref=arrival.ref,
         label=outcome.label,
         score=outcome.score,
-        # whoever reads it knows the file by the name it came with, not by the one it has while claimed
-        reason=outcome.reason and outcome.reason.replace(arrival.path.name, arrival.relpath),
+        reason=outcome.reason,
         experts=tuple(step.expert for step in outcome.steps),
         detail={"steps": steps},
     )

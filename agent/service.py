@@ -1,9 +1,11 @@
-"""The composition root of ``coserve serve``: intake -> loop -> results -> boards -> the file's last place.
+"""The composition root of ``coserve serve``: intake -> reader -> loop -> results -> boards -> the file's last place.
 
 Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
 verdict was committed before a crash is moved, not judged again; on stop nothing new is taken, what was taken is
 finished within ``DRAIN_S``, and what is not finished by then stays in its folder's ``.work`` for the next start. When
-the agent crashes, nothing more is taken and everything ends, so that whoever started it can start it again.
+the agent crashes, nothing more is taken and everything ends, so that whoever started it can start it again. An image
+that was being judged when the agent was ended is judged alone at the next start, and at the second time it is UNKNOWN.
+A file's bytes are read before a request is made of them, so that nothing but a file's own folder waits for its disk.
 """
 
 from __future__ import annotations
@@ -16,29 +18,39 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from agent.assembly import Agent, build_agent
-from agent.boards import BoardLedger, BoardManifest
-from agent.drift import UsageDrift
+from agent.core.request import Outcome
+from agent.drift import DriftAlarm, UsageDrift
+from agent.housekeeping import Housekeeper
+from agent.intake.filing import printable
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
+from agent.intake.reading import Answers, ArrivalReader
+from agent.intake.room import has_room
+from agent.line_boards import LineBoards, wall_clock
 from agent.listing import results_file
-from agent.recording import inspection_of, judged_result, refused_result
+from agent.recording import judged_result, refused_result
+from agent.records.attempts import AttemptLog
 from agent.records.database import state_held
 from agent.records.results import ResultStore
-from agent.runtime.executor import ImageFile
+from agent.runtime.executor import EncodedImage
+from agent.runtime.loop import BatchWatch
+from agent.suspects import OneAtATime
+from experts.errors import DeviceLost
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import datetime
 
-    from agent.boards import BoardVerdict, LedgerStatistics
-    from agent.config import LineConfig
-    from agent.core.request import Outcome
+    from agent.boards import LedgerStatistics
+    from agent.config import FolderSection, LineConfig
     from agent.drift import DriftStatistics
+    from agent.housekeeping import HousekeepingStatistics
     from agent.intake.folder import Arrival, IntakeStatistics, Refusal
+    from agent.intake.reading import ReadingStatistics
     from agent.records.results import Recorded, Result, StoreStatistics
     from experts.errors import AgentCrashed
 
@@ -48,17 +60,27 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TOLD = 0  # what is written where no signal is: no signal has this number
 DRAIN_S = 25.0  # systemd waits 30 s before it kills
 COMMIT_S = 3.0
-HOUSEKEEPING_S = 0.5
-IN_FLIGHT_LIMIT = 2000  # images taken from folders whose verdict is not stored yet; the rest waits as files
-REPLAY_SLACK = timedelta(minutes=1)  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
+IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
+READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
+READER_STOP_S = 1.0
+ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A folder: who claims its files and moves them in the end, and who reads them."""
+
+    intake: FolderIntake
+    reader: ArrivalReader
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An image under way: where it came from, and who moves its file in the end."""
+    """An image under way: where it came from, and how many bytes of it were read."""
 
     arrival: Arrival
-    intake: FolderIntake
+    folder: Watched
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +89,18 @@ class LineStatistics:
 
     requests_in_flight: int
     intakes: tuple[IntakeStatistics, ...]
+    readers: tuple[ReadingStatistics, ...]
     store: StoreStatistics
     boards: LedgerStatistics
     drift: DriftStatistics
+    housekeeping: HousekeepingStatistics
 
 
 class LineService:
     """One line, served. ``start`` it once, ``stop`` it once; in between it needs no thread of the caller's.
 
     ``on_crash`` is called, from any thread, when the agent has crashed: then ``stop`` it. ``clock``: monotonic seconds,
-    by which repeated warnings are spaced.
+    by which boards age and repeated warnings are spaced; ``wall``: what is stored and shown of boards that expire.
     """
 
     def __init__(
@@ -87,6 +111,7 @@ class LineService:
         on_crash: Callable[[], None] = lambda: None,
         in_flight_limit: int = IN_FLIGHT_LIMIT,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = wall_clock,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -94,21 +119,21 @@ class LineService:
         self._taken: dict[int, Taken] = {}
         self._guard = threading.Lock()  # over _taken: a request may end before its number is known here
         self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
-        self._ledger_guard = threading.Lock()
         self._agent: Agent = build_agent(config, self._judged, progress)
-        self._agent.loop.when_crashed(lambda _: on_crash())
-        self._drift_guard = threading.Lock()
+        self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self._agent.profile.usage)
+        self._drift_alarm = DriftAlarm()
         self._store = ResultStore(results_file(config))
-        self._ledger = BoardLedger(
-            {
-                name: BoardManifest(board.components, timedelta(seconds=board.patience_s))
-                for name, board in config.boards.items()
-            }
-        )
-        self._intakes: list[FolderIntake] = []
+        self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
+        self._attempts = AttemptLog(config.state / "attempts.log")
+        self._agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
+        self._agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
+        self._suspects: OneAtATime[tuple[Arrival, Watched]] = OneAtATime(lambda each: each[1].reader.take(each[0]))
+        self._folders: list[Watched] = []
         self._stopping = threading.Event()
-        self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
+        self._housekeeper = Housekeeper(
+            {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
+        )
 
     @property
     def judged(self) -> int:
@@ -127,34 +152,50 @@ class LineService:
 
     def statistics(self) -> LineStatistics:
         """A frozen snapshot."""
-        with self._ledger_guard:
-            boards = self._ledger.statistics()
         with self._drift_guard:
-            drift = self._drift.statistics()
-        intakes = tuple(intake.statistics() for intake in self._intakes)
-        return LineStatistics(self._agent.loop.requests_in_flight, intakes, self._store.statistics(), boards, drift)
+            sample = self._drift.sample()
+        return LineStatistics(
+            requests_in_flight=self._agent.loop.requests_in_flight,
+            intakes=tuple(folder.intake.statistics() for folder in self._folders),
+            readers=tuple(folder.reader.statistics() for folder in self._folders),
+            store=self._store.statistics(),
+            boards=self._boards.statistics(),
+            drift=sample.statistics(),
+            housekeeping=self._housekeeper.statistics(),
+        )
 
     def start(self) -> None:
         """Take up boards that were open, start the agent, then watch the folders."""
-        self._replay_boards()
+        self._boards.take_up()
         self._agent.start()
-        for folder in self._config.intake.folders:
-            intake = FolderIntake(
-                folder,
-                naming_of(folder, self._config),
-                self._arrived_at(len(self._intakes)),
-                self._refused_at(len(self._intakes)),
-                owner=self._config.line,
-                has_room=self._has_room,
-            )
-            self._intakes.append(intake)
-        for intake in self._intakes:
-            intake.start()
+        self._folders = [self._watched(number, folder) for number, folder in enumerate(self._config.intake.folders)]
+        for watched in self._folders:
+            watched.reader.start()
+            watched.intake.start()
         self._housekeeper.start()
-        for expert, reason in self._agent.broken.items():
-            log.error("expert_quarantined expert=%s reason=%s", expert, reason)
         folders = ", ".join(str(folder.path) for folder in self._config.intake.folders)
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), folders)
+
+    def _watched(self, number: int, folder: FolderSection) -> Watched:
+        intake = FolderIntake(
+            folder,
+            naming_of(folder, self._config),
+            lambda arrival: self._arrived(arrival, self._folders[number]),
+            lambda refusal: self._refused(refusal, intake),
+            owner=self._config.line,
+            has_room=lambda: self._has_room(intake),
+        )
+        reader = ArrivalReader(
+            folder.path.name,
+            Answers(
+                read=lambda arrival, content: self._read(arrival, content, self._folders[number]),
+                changed=lambda arrival: self._changed(arrival, intake),
+                unreadable=lambda arrival, reason: self._end_unjudged(arrival, intake, reason),
+            ),
+            intake.is_sound,
+            budget_bytes=READ_BYTES // len(self._config.intake.folders),
+        )
+        return Watched(intake, reader)
 
     def stop(self) -> dict[str, Any]:
         """Finish what was taken, store it, end; what was done, for the closing line.
@@ -164,11 +205,13 @@ class LineService:
         with self._guard:
             self._stopping.set()  # from here on no folder has room, and what is under way to us stays in `.work`
         with ExitStack() as ending:  # in the order from below
+            ending.callback(self._attempts.close)
             ending.callback(self._close_store)
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
-            ending.callback(self._stop_housekeeper)
+            ending.callback(self._housekeeper.stop)
             ending.callback(self._agent.stop)
+            ending.callback(self._stop_readers)
             self._drain()
             engine = self._agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._counts.items()}
@@ -186,40 +229,54 @@ class LineService:
         if not self._agent.loop.wait_until_drained(DRAIN_S):
             log.warning("not_drained images=%d they wait in .work for the next start", len(self._taken))
 
-    def _stop_housekeeper(self) -> None:
-        if self._housekeeper.is_alive():
-            self._housekeeper.join()
-
     def _wait_for_commits(self) -> None:
         deadline = time.monotonic() + COMMIT_S
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def _stop_readers(self) -> None:
+        for folder in self._folders:
+            folder.reader.stop(READER_STOP_S)
+
     def _stop_intakes(self) -> None:
-        for intake in self._intakes:
-            intake.stop()  # moves the files whose verdicts were just stored
+        for folder in self._folders:
+            folder.intake.stop()  # moves the files whose verdicts were just stored
 
     def _close_store(self) -> None:
         if not self._store.close(COMMIT_S):
             log.error("results_not_stored: their images wait in .work for the next start")
 
-    # -- in: on a folder's thread --
+    # -- in: on the threads of a folder and its reader --
 
-    def _arrived_at(self, index: int) -> Callable[[Arrival], None]:
-        return lambda arrival: self._arrived(arrival, self._intakes[index])
-
-    def _refused_at(self, index: int) -> Callable[[Refusal], None]:
-        return lambda refusal: self._refused(refusal, self._intakes[index])
-
-    def _arrived(self, arrival: Arrival, intake: FolderIntake) -> None:
-        if self._is_known(arrival, intake):
+    def _arrived(self, arrival: Arrival, folder: Watched) -> None:
+        if self._is_known(arrival, folder.intake):
+            self._attempts.settled(arrival.key)
             return
+        attempts = self._attempts.attempts(arrival.key)
+        if attempts >= ATTEMPTS_MAXIMUM:
+            reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
+            self._end_unjudged(arrival, folder.intake, f"{printable(arrival.relpath)}: {reason}")
+        elif attempts:
+            log.warning("image_judged_alone file=%s: the agent was ended while it judged it", arrival.relpath)
+            self._suspects.put(arrival.key, (arrival, folder))
+        else:
+            folder.reader.take(arrival)
+
+    def _read(self, arrival: Arrival, content: bytes, folder: Watched) -> None:
+        image = EncodedImage(content, printable(arrival.relpath), arrival.max_pixels)
         with self._guard:
             if self._stopping.is_set() or self._agent.loop.crash is not None:
                 return  # it was claimed while we ended: the next start offers it again
-            image = ImageFile(arrival.path, arrival.max_pixels)
             number = self._agent.loop.submit(image, component=arrival.component)
-            self._taken[number] = Taken(arrival, intake)
+            self._taken[number] = Taken(arrival, folder, len(content))
+
+    def _changed(self, arrival: Arrival, intake: FolderIntake) -> None:
+        intake.withdraw(arrival)
+        self._suspects.left(arrival.key)
+
+    def _end_unjudged(self, arrival: Arrival, intake: FolderIntake, reason: str) -> None:
+        outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
+        self._record(judged_result(self._config, arrival, outcome), arrival, intake)
 
     def _refused(self, refusal: Refusal, intake: FolderIntake) -> None:
         """A file that no request can be made of: UNKNOWN, with the reason in its row."""
@@ -233,16 +290,18 @@ class LineService:
         except sqlite3.Error as error:  # then it is judged again, and the row that is there stays
             log.warning("results_not_read key=%s reason=%s", judged.key, error)
             return False
+        except OSError as error:  # the file was moved or deleted meanwhile: the same, and the store begins a new one
+            log.error("results_not_read key=%s reason=%s: judged again", judged.key, error)
+            return False
         if known is None:
             return False
         intake.settle(judged, known.result.verdict, known.result.reason)
         return True
 
-    def _has_room(self) -> bool:
+    def _has_room(self, intake: FolderIntake) -> bool:
         if self._stopping.is_set() or self._agent.loop.crash is not None:
             return False
-        waiting = self._agent.loop.requests_in_flight + self._store.statistics().pending
-        return waiting < self._in_flight_limit
+        return has_room(intake.held, [folder.intake.held for folder in self._folders], self._in_flight_limit)
 
     # -- out: on the loop's thread, then on the store's --
 
@@ -251,60 +310,51 @@ class LineService:
             self._drift.count(step.expert for step in outcome.steps)
         with self._guard:
             taken = self._taken.pop(number)
-        self._record(judged_result(self._config, taken.arrival, outcome), taken.arrival, taken.intake)
+        taken.folder.reader.release(taken.size_bytes)
+        self._record(judged_result(self._config, taken.arrival, outcome), taken.arrival, taken.folder.intake)
+
+    def _batch_begun(self, requests: Sequence[int]) -> None:
+        self._attempts.begun(self._keys_of(requests))
+
+    def _batch_ended(self, requests: Sequence[int]) -> None:
+        self._attempts.ended(self._keys_of(requests))
+
+    def _crashed(self, crash: AgentCrashed, tell: Callable[[], None]) -> None:
+        if isinstance(crash.error, DeviceLost):
+            self._attempts.forgive()
+        tell()
+
+    def _keys_of(self, requests: Sequence[int]) -> list[str]:
+        with self._guard:
+            return [self._taken[number].arrival.key for number in requests]
 
     def _record(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake) -> None:
         self._store.record(result, lambda recorded: self._committed(result, judged, intake, recorded))
 
     def _committed(self, result: Result, judged: Arrival | Refusal, intake: FolderIntake, recorded: Recorded) -> None:
+        self._attempts.settled(judged.key)
+        self._suspects.left(judged.key)
         if not recorded.is_new:  # a row that could not be read when its file came: it decides
             if not self._is_known(judged, intake):
                 intake.settle(judged, result.verdict, result.reason)
             return
         self._counts[result.verdict] += 1
         intake.settle(judged, result.verdict, result.reason)
-        with self._ledger_guard:
-            verdict = self._count_on_board(result)
-        if verdict is not None:
-            self._record_board(verdict)
+        self._boards.count(result)
 
-    # -- boards --
+    # -- by time: on the housekeeper's thread --
 
-    def _count_on_board(self, result: Result) -> BoardVerdict | None:
-        inspection = inspection_of(result)
-        if inspection is None or inspection.board_type not in self._config.boards:
-            return None
-        return self._ledger.add(inspection)
-
-    def _record_board(self, verdict: BoardVerdict) -> None:
-        log.info("board_judged board=%s verdict=%s missing=%s", verdict.serial, verdict.verdict, dict(verdict.missing))
-        self._store.record_board(verdict)
-
-    def _replay_boards(self) -> None:
-        """Take up the boards that were open when the agent last ended; closed ones stay as they are stored.
-
-        Every board that was open then, and every late image, came within two timeouts before the latest result.
-        """
-        latest = self._store.latest_at()
-        if latest is None:
-            return
-        timeout = self._ledger.longest_timeout
-        since = min(latest, datetime.now(UTC)) - 2 * timeout - REPLAY_SLACK
-        recorded = [row.board for row in self._store.boards(since - timeout)]
-        for verdict in self._ledger.replay(self._store.inspections(since), recorded, since):
-            self._record_board(verdict)
-
-    def _keep_house(self) -> None:
-        while not self._stopping.wait(HOUSEKEEPING_S):
-            with self._ledger_guard:
-                expired = self._ledger.expire(datetime.now(UTC))
-            for verdict in expired:
-                self._record_board(verdict)
-            self._warn_of_drift()
+    def _tell_stuck_readers(self) -> None:
+        for folder in self._folders:
+            folder.reader.tell_stuck()
 
     def _warn_of_drift(self) -> None:
+        now_s = self._clock()
+        if not self._drift_alarm.can_warn(now_s):
+            return
         with self._drift_guard:
-            found = self._drift.due_warning(self._clock())
+            sample = self._drift.sample()
+        found = self._drift_alarm.due_warning(sample.statistics(), now_s)
         if found is not None:
             log.warning(
                 "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "

@@ -12,11 +12,12 @@ CoServeError
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- LoadFailed            reading or copying failed this time; may be retried
-|  `- OutputInvalid         it ran, and answered with something that is not a number: its images are UNKNOWN
+|  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
++- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
@@ -140,7 +141,10 @@ class LoadFailed(ExpertError):
 
 
 class OutputInvalid(ExpertError):
-    """The expert ran and answered with something that is not a number: no image of the batch can be judged by it."""
+    """The expert ran, and answered with something that is not a number, or with more than can be judged.
+
+    At least one image of the batch has no prediction: which one is told by asking about each alone.
+    """
 
 
 class MemoryExceeded(CoServeError):
@@ -168,6 +172,14 @@ class ImageUnreadable(ImageError):
 
 class ImageTooLarge(ImageError):
     """More pixels than the configured limit."""
+
+
+class FileChanged(CoServeError):
+    """Another file, or the same with other bytes, lies where a complete one was seen. ``path``: below its folder."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path}: not the file that was seen complete")
+        self.path = path
 
 
 class BackendUnavailable(CoServeError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from contextlib import nullcontext
 from enum import StrEnum
 from stat import S_ISREG
 from typing import TYPE_CHECKING, BinaryIO
@@ -21,8 +22,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from experts.errors import ImageTooLarge, ImageUnreadable
+from experts.tiff import TIFF_STARTS, tiff_pixels
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -31,13 +35,11 @@ FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 DEFAULT_MAX_PIXELS = 64_000_000
 LARGEST_MAX_PIXELS = 178_000_000  # beyond, Pillow itself refuses to open a file
 MAX_BYTES_PER_PIXEL = 16  # four channels of 32 bits: nothing that we read is larger
+DECODED_BYTES_PER_PIXEL = 12  # the decoder's at most four channels, a conversion of them, and RGB
 HEADER_ALLOWANCE_BYTES = 4 * 1024 * 1024  # metadata beside the pixels
 TAIL_BYTES = 4096  # zeros over so many last bytes are what preallocation looks like
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 JPEG_END = b"\xff\xd9"
-TIFF_STARTS = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
-TIFF_OFFSETS = ((273, 279), (324, 325))  # tags: strip offsets and byte counts, tile offsets and byte counts
-TIFF_COMPRESSION = 259
 BMP_HEADER = struct.Struct("<2sIHHIIiiHHI")  # signature .. compression
 BMP_INFO_HEADER_BYTES = 40  # shorter ones keep their size elsewhere
 BMP_UNCOMPRESSED = frozenset({0, 3})  # plain pixels, and plain pixels with bit masks
@@ -71,6 +73,7 @@ class Completeness(StrEnum):
 def completeness(file: BinaryIO) -> Completeness:
     """What the bytes of an open, seekable file say about its end; a few small reads, nothing is decoded.
 
+    However large the file is, and whatever it claims, so much is read at most: 33 MiB, a TIFF's tables.
     Nothing at all, and nothing but zeros, is CUT. Raises OSError when reading fails.
     """
     size = file.seek(0, io.SEEK_END)
@@ -94,42 +97,61 @@ def completeness(file: BinaryIO) -> Completeness:
     return Completeness.UNKNOWN
 
 
-def read_image(source: Path | bytes, name: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> NDArray[np.uint8]:
+def read_image(
+    source: Path | bytes,
+    name: str,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    room_for: Callable[[int], AbstractContextManager[object]] = nullcontext,
+) -> NDArray[np.uint8]:
     """The pixels of one image: uint8 RGB, (height, width, 3). ``name`` is what errors call it.
 
     PNG, JPEG, BMP, TIFF or WebP, told by their bytes, not by the name. The size is checked before anything is decoded.
-    Raises ImageTooLarge, or ImageUnreadable for what is not permitted, not an image, cut, or holds several images.
+    ``room_for`` is entered with the bytes that decoding takes at most, while it takes them; it may wait for them.
+    Raises ImageTooLarge, or ImageUnreadable for what is not permitted, not an image, cut, or holds several images; and
+    MemoryError, which says nothing of the image.
     """
     content = source if isinstance(source, bytes) else _read(source, name, max_pixels)
     if not content:
         raise ImageUnreadable(name, "the file is empty")
+    _check_length(len(content), name, max_pixels)
     if completeness(io.BytesIO(content)) is Completeness.CUT:
         raise ImageUnreadable(name, "the file is cut: its last bytes are missing")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _check_size(image, name, max_pixels)
             _check_single(image, name)
-            image.load()
-            return _rgb(image, name)
+            with room_for(image.width * image.height * DECODED_BYTES_PER_PIXEL):
+                image.load()
+                return _rgb(image, name)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
     except UnidentifiedImageError as error:
         raise ImageUnreadable(name, f"not an image in any of {', '.join(FORMATS)}") from error
+    except MemoryError:  # the size was checked: it is the box that has none
+        raise
     except BROKEN as error:
         raise ImageUnreadable(name, f"cannot be decoded ({error or type(error).__name__})") from error
 
 
+def largest_file_bytes(max_pixels: int) -> int:
+    """How long the file of an image with so many pixels is at most; a longer one is not even read."""
+    return max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
+
+
 def _read(path: Path, name: str, max_pixels: int) -> bytes:
-    limit_bytes = max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
     try:
         status = path.stat()
         if not S_ISREG(status.st_mode):
             raise ImageUnreadable(name, "not a regular file")
-        if status.st_size > limit_bytes:
-            raise ImageTooLarge(name, f"{status.st_size} bytes are more than any image of {max_pixels} pixels has")
+        _check_length(status.st_size, name, max_pixels)
         return path.read_bytes()
     except OSError as error:
         raise ImageUnreadable(name, f"cannot be read ({error.strerror})") from error
+
+
+def _check_length(size_bytes: int, name: str, max_pixels: int) -> None:
+    if size_bytes > largest_file_bytes(max_pixels):
+        raise ImageTooLarge(name, f"{size_bytes} bytes are more than any image of {max_pixels} pixels has")
 
 
 def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
@@ -146,7 +168,7 @@ def _check_single(image: Image.Image, name: str) -> None:
 
 def _rgb(image: Image.Image, name: str) -> NDArray[np.uint8]:
     if image.mode.startswith("I"):  # I;16, I;16B, and I: 16-bit grey in a wider container
-        grey = np.asarray(image).astype(np.int64)
+        grey = np.asarray(image)
         if grey.min() < 0 or grey.max() > 0xFFFF:
             raise ImageUnreadable(name, "32-bit pixels: export the image with 8 or 16 bits")
         return np.repeat((grey >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
@@ -184,20 +206,12 @@ def _bmp_bytes(head: bytes) -> int:
 
 
 def _tiff(file: BinaryIO, size: int, tail: bytes) -> Completeness:
-    file.seek(0)
     try:
-        with Image.open(file, formats=("TIFF",)) as image:
-            tags = getattr(image, "tag_v2", {})
-            ends = [
-                offset + count
-                for offsets, counts in TIFF_OFFSETS
-                for offset, count in zip(tags.get(offsets, ()), tags.get(counts, ()), strict=False)
-            ]
-            is_raw = tags.get(TIFF_COMPRESSION, 1) == 1
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        pixels = tiff_pixels(file, size)
+    except EOFError:
+        return Completeness.CUT
+    if pixels is None:
         return Completeness.UNKNOWN
-    except BROKEN:
+    if not pixels.are_within:
         return Completeness.CUT
-    if not ends or max(ends) > size:
-        return Completeness.CUT
-    return _whole_or_zero_tailed(True, tail) if is_raw else _whole_if(any(tail))
+    return _whole_or_zero_tailed(True, tail) if pixels.are_raw else _whole_if(any(tail))

@@ -335,7 +335,7 @@ def _recipe(job: _Job) -> str:
     expert = job.expert
     size = [expert.input.height, expert.input.width]
     parts = [PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size]
-    from_backend = backend_for(expert.architecture).recipe(job.precision)
+    from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
     return json.dumps([*parts, from_backend] if from_backend else parts)
 
 

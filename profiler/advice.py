@@ -2,10 +2,11 @@
 
 The rule. A line reaches its best when every memory has room for all experts, and for batches as large as they can be
 made use of, and each expert has been read before. If it gets to REMOVED of that as it is, loads do not limit it: its
-arrivals do when it is done about as soon as they allow, else its compute. If it does not, the SSD limits it when it is busy for SSD_BUSY of the time, or when there is room for all
-of that already; else memory does: requests wait for one load after another. The smallest memory, and the slowest SSD,
-that reach REMOVED of the best are searched by bisection, each alone, to a step of STEP; throughput is taken to rise
-with both. Every memory that is tried is shared out between experts and batches as the agent would do it.
+arrivals do when it is done about as soon as they allow, else its compute. If it does not, the SSD limits it when it
+is busy for SSD_BUSY of the time, or when there is room for all of that already; else memory does: requests wait for
+one load after another. The smallest memory, and the slowest SSD, that reach REMOVED of the best are searched by
+bisection, each alone, to a step of STEP; throughput is taken to rise with both. Every memory that is tried is shared
+out between experts and batches as the agent would do it.
 """
 
 from __future__ import annotations

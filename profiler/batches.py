@@ -3,7 +3,9 @@
 Guarantees: sizes are tried upwards, and the next one is not when the average latency has not improved for STOP_AFTER
 sizes, when all its runs would not fit into what is left of the time, or when it would need more than MEMORY_FRACTION of
 the free memory; a batch that fails for memory ends the growing and nothing else. Times are of whole rounds over all
-sizes, upwards and downwards in turn; the runs of the growing warm up, and count only where no round fitted in.
+sizes, upwards and downwards in turn; the runs of the growing warm up, and count only where no round fitted in. The
+smallest size is run again between the others of a round, as often as that costs at most EXTRA_FRACTION of its time:
+a batch of one is what an agent runs most often, after whatever came before, and short times vary most.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
@@ -21,6 +22,7 @@ from agent.runtime.rig import noise
 from experts.backends import backend_for
 from experts.errors import LoadFailed
 from experts.expert import Precision
+from profiler.fits import typical_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,8 +40,10 @@ STOP_AFTER = 3
 PEAK_RUNS = 2  # each batch size is weighed so often; the largest counts
 TRIAL_RUNS = 2  # and timed so often while sizes grow; the fastest decides whether to go on
 LEAST_ROUNDS = 3  # that must fit into the time for a size to be tried
+EXTRA_RUNS = 4  # of the smallest size in a round, at most
+EXTRA_FRACTION = 0.08  # of a round's time that they may take
 MEMORY_FRACTION = 0.5
-NEARLY = 0.9  # of the limit: what is judged afterwards is judged by medians, and first runs are slower
+NEARLY = 0.9  # of the limit: what is judged afterwards is judged by rounds, and first runs are slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_byt
     following = min((size for size in options.sizes if size > largest.batch_size), default=None)
     if following is None:
         return "no larger ones are tried"
-    times = {batch.batch_size: median(batch.seconds) for batch in batches}
+    times = {batch.batch_size: typical_s(batch.seconds) for batch in batches}
     spent_s = (PEAK_RUNS + TRIAL_RUNS) * sum(times.values())
     average_s = times[largest.batch_size] / largest.batch_size
     if spent_s + _needed_s(following, times, average_s) > NEARLY * options.limit_s:
@@ -115,12 +119,17 @@ class BatchRuns:
                 break
             if not self._try(size):
                 break
-        rounds: list[dict[int, float]] = []
-        round_s = sum(min(times) for times in self._trials.values())
-        while len(rounds) < self._options.repeats and self._spent_s + round_s <= self._options.limit_s:
-            rounds.append(self._round(downwards=len(rounds) % 2 == 1))
+        times: dict[int, list[float]] = {size: [] for size in self._trials}
+        round_s = sum(min(trials) for trials in self._trials.values())
+        rounds = 0
+        while rounds < self._options.repeats and self._spent_s + round_s <= self._options.limit_s:
+            wanted_s = max(LEAST_ROUNDS - rounds, 1) * round_s
+            extra = self._extra_runs(round_s, self._options.limit_s - self._spent_s - wanted_s)
+            for size in _round_of(sorted(self._trials), extra, downwards=rounds % 2 == 1):
+                times[size].append(self._time(size))
+            rounds += 1
         return tuple(
-            BatchTimes(size, tuple(times[size] for times in rounds) or tuple(trials), self._workspaces[size])
+            BatchTimes(size, tuple(times[size] or trials), self._workspaces[size])
             for size, trials in self._trials.items()
         )
 
@@ -156,10 +165,10 @@ class BatchRuns:
         self._workspaces[size], self._trials[size] = max(peaks), times
         return True
 
-    def _round(self, *, downwards: bool) -> dict[int, float]:
-        """Every size once."""
-        sizes = sorted(self._trials, reverse=downwards)
-        return {size: self._time(size) for size in sizes}
+    def _extra_runs(self, round_s: float, left_s: float) -> int:
+        """How often the smallest size is run again in a round; ``left_s``: what the rounds leave of the time."""
+        smallest_s = min(self._trials[min(self._trials)])
+        return max(min(EXTRA_RUNS, int(EXTRA_FRACTION * round_s / smallest_s), int(left_s / smallest_s)), 0)
 
     def _peak_bytes(self, size: int) -> int | None:
         """The workspace of one batch, measured or estimated; None where memory did not suffice for it."""
@@ -190,6 +199,14 @@ class BatchRuns:
     def _estimated_bytes(self, size: int) -> int:
         expert, packed = self._copy.expert, self._copy.packed
         return backend_for(expert.architecture).workspace_bytes(expert, Precision(packed.precision), size)
+
+
+def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]:
+    """Every size once, ``sizes`` ascending, and the smallest again at so many places, evenly spread."""
+    order = list(reversed(sizes)) if downwards else list(sizes)
+    for number in range(extra, 0, -1):
+        order.insert(number * len(sizes) // (extra + 1), sizes[0])
+    return order
 
 
 def _needed_s(size: int, tried: Iterable[int], average_s: float) -> float:

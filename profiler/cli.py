@@ -172,17 +172,20 @@ def profile(
     Writes STATE/profile.db, which the agent then starts from, and charts beside it. Killed half-way, it resumes.
     """
     from agent.config import read_line
+    from agent.line_profile import set_spinning
     from agent.progress import progress_on_stderr
-    from profiler.allocation import SearchOptions
-    from profiler.allocation_step import CASUAL, ENGINE, SIMULATE
-    from profiler.profile_report import profile_charts, profile_json, profile_table
-    from profiler.profiling import ProfilingOptions, learn_usage, profile_line
 
     log_to_stderr(logging.WARNING)
     with explained():
         is_measured = fresh or simulate or casual or samples is not None or usage_from is None
         refuse_contradictions(ctx, is_measured=is_measured)
         config = read_line(line)
+        spinning = set_spinning(config)
+        from profiler.allocation import SearchOptions
+        from profiler.allocation_step import CASUAL, ENGINE, SIMULATE  # loads torch, as do those below
+        from profiler.profile_report import profile_charts, profile_json, profile_table
+        from profiler.profiling import ProfilingOptions, learn_usage, profile_line
+
         options = ProfilingOptions(
             samples=samples,
             count_usage=count_usage,
@@ -191,6 +194,7 @@ def profile(
             fresh=fresh,
             tolerance=tolerance,
             search=SearchOptions(initial_window, error_margin, fit_values),
+            spinning=spinning,
         )
         with disk_explained(resumes=True), progress_on_stderr() as progress:
             learned = None if is_measured else learn_usage(config, usage_from)
@@ -297,13 +301,9 @@ def bench_line(
     as_json: AsJson = False,
 ) -> None:
     """Play a trace on the real engine, each policy in turn, beside the roofline measured in the same run."""
-    from agent.assembly import detect_box
     from agent.config import read_line
+    from agent.line_profile import set_spinning
     from agent.progress import progress_on_stderr
-    from profiler.measured import RunOptions, run_line
-    from profiler.rows import report
-    from profiler.settings import bytes_per_s, executor_counts, memory_bytes
-    from profiler.traces import read_trace
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -312,6 +312,13 @@ def bench_line(
         if trace is None:
             raise typer.BadParameter("a trace to play is missing - give --trace FILE.jsonl", param_hint="--trace")
         config = read_line(line)
+        set_spinning(config)
+        from agent.assembly import detect_box  # loads torch, as do those below
+        from profiler.measured import RunOptions, run_line
+        from profiler.rows import report
+        from profiler.settings import bytes_per_s, executor_counts, memory_bytes
+        from profiler.traces import read_trace
+
         options = RunOptions(
             policies=tuple(policies or ()),
             repeats=repeat,
@@ -445,14 +452,17 @@ def overhead(
 ) -> None:
     """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
     from agent.config import read_line
+    from agent.line_profile import set_spinning
     from agent.progress import progress_on_stderr
-    from profiler.measured import RunOptions
-    from profiler.prescheduled import measure_scheduling, report
-    from profiler.traces import read_trace
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
         config = read_line(line)
+        set_spinning(config)
+        from profiler.measured import RunOptions  # loads torch, as do those below
+        from profiler.prescheduled import measure_scheduling, report
+        from profiler.traces import read_trace
+
         arrivals = read_trace(trace, config.catalog)
         with progress_on_stderr() as progress:
             cost = measure_scheduling(config, arrivals, RunOptions(repeats=repeat), progress)

@@ -2,12 +2,18 @@
 
 The rules, as `coserve profile` applies them:
 
-Latency. K and B are the least squares of *relative* distances from the medians of the repeats, for timing noise grows
-with the time itself and a single image counts as much as a full batch; neither is ever below LEAST_S.
+A batch's time, of its repeats, is ``typical_s``: their mean, those that are further than OUTLIER_DEVIATIONS robust
+deviations from the median drawn in to there. What follows adds batches up, so means count: batches take longer than
+usual more often than they take shorter, and medians were 3 % below the means of batches of one. A plain mean of seven
+would be whatever a neighbour's one burst makes it; a trimmed one leaves out the long ones, and is a median again.
 
-Maximum batch. The average latency (median over batch size) is smoothed by the closest curve that falls and then rises
+Latency. K and B are the least squares of *relative* distances from these times, for timing noise grows with the time
+itself and a single image counts as much as a full batch; a size that was run more often counts more, as it is known
+better. Neither is ever below LEAST_S.
+
+Maximum batch. The average latency (time over batch size) is smoothed by the closest curve that falls and then rises
 (unimodal regression). The maximum batch is the smallest measured size whose smoothed average is within a tolerance of
-the lowest one: 3 %, and twice the uncertainty of the medians on top. So a plateau is entered at its near end, noise
+the lowest one: 3 %, and twice the uncertainty of the times on top. So a plateau is entered at its near end, noise
 does not stretch it, and a size beyond which the average rises again (caches, memory) is not chosen.
 
 Workspace. The straight line over the batch size that no measured point exceeds, and of such lines the one nearest to
@@ -21,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,12 +38,13 @@ if TYPE_CHECKING:
 LEAST_S = 1e-4  # as the probe's: handing a batch over costs about as much, so K and B are never less
 TOLERANCE = 0.03  # of the lowest average latency: what a larger batch has to be worth
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+OUTLIER_DEVIATIONS = 3.0
 WORKSPACE_QUANTUM_BYTES = 64 * 1024  # what workspaces are rounded up to
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A batch of n takes ``K_s * n + B_s``. ``error``: the largest relative distance of a median from that."""
+    """A batch of n takes ``K_s * n + B_s``. ``error``: the largest relative distance of a size's time from that."""
 
     K_s: float
     B_s: float
@@ -62,7 +69,7 @@ class WorkspaceFit:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One batch size: its median, and how much it counts."""
+    """One batch size: its time, and how much it counts."""
 
     size: int
     value: float
@@ -74,7 +81,8 @@ def fit_latency(batches: Sequence[BatchTimes]) -> Fit:
 
     Raises ValueError without a batch, or for times that are not above 0.
     """
-    points = [_Point(size, seconds, 1 / seconds**2) for size, seconds in _medians(batches).items()]
+    repeats = {batch.batch_size: len(batch.seconds) for batch in batches}
+    points = [_Point(size, seconds, repeats[size] / seconds**2) for size, seconds in _times(batches).items()]
     if len(points) == 1:
         (point,) = points
         return _with_error(points, max((point.value - LEAST_S) / point.size, LEAST_S), LEAST_S)
@@ -83,22 +91,31 @@ def fit_latency(batches: Sequence[BatchTimes]) -> Fit:
     return _with_error(points, slope_s, intercept_s)
 
 
+def typical_s(seconds: Sequence[float]) -> float:
+    """What a batch takes, of its repeats: the mean, outliers drawn in (winsorised). Half of them may be anything.
+
+    Raises ValueError (StatisticsError) without a repeat.
+    """
+    middle = median(seconds)
+    reach = OUTLIER_DEVIATIONS * _deviation(seconds)
+    return fmean(min(max(each, middle - reach), middle + reach) for each in seconds)
+
+
 def average_latencies(batches: Sequence[BatchTimes]) -> dict[int, float]:
-    """Seconds per image of each batch size, ascending: median over batch size, as in Figure 5."""
-    return {size: seconds / size for size, seconds in _medians(batches).items()}
+    """Seconds per image of each batch size, ascending: time over batch size, as in Figure 5."""
+    return {size: seconds / size for size, seconds in _times(batches).items()}
 
 
 def uncertainty(batches: Sequence[BatchTimes]) -> float:
-    """How far the medians may be off, as a fraction of them: the middle one of all sizes.
+    """How far the times may be off, as a fraction of them: the middle one of all sizes.
 
     1.4826 x MAD / median / sqrt(repeats) of each size of which there are at least two repeats; 0 where none has.
     """
-    fractions = []
-    for batch in batches:
-        if len(batch.seconds) > 1:
-            middle = median(batch.seconds)
-            spread = median(abs(seconds - middle) for seconds in batch.seconds)
-            fractions.append(MAD_TO_DEVIATION * spread / middle / math.sqrt(len(batch.seconds)))
+    fractions = [
+        _deviation(batch.seconds) / median(batch.seconds) / math.sqrt(len(batch.seconds))
+        for batch in batches
+        if len(batch.seconds) > 1
+    ]
     return median(fractions) if fractions else 0.0
 
 
@@ -134,9 +151,15 @@ def fit_workspace(batches: Sequence[BatchTimes]) -> WorkspaceFit:
     return WorkspaceFit(_rounded_up(max(left_bytes, 0)), per_image_bytes)
 
 
-def _medians(batches: Sequence[BatchTimes]) -> dict[int, float]:
-    """The median seconds of each size, ascending."""
-    found = {batch.batch_size: median(batch.seconds) for batch in batches if batch.seconds}
+def _deviation(seconds: Sequence[float]) -> float:
+    """The standard deviation that a normal distribution with the same median absolute deviation has."""
+    middle = median(seconds)
+    return MAD_TO_DEVIATION * median(abs(each - middle) for each in seconds)
+
+
+def _times(batches: Sequence[BatchTimes]) -> dict[int, float]:
+    """What each size takes, ascending."""
+    found = {batch.batch_size: typical_s(batch.seconds) for batch in batches if batch.seconds}
     if not found:
         raise ValueError("no batch was measured")
     if min(found) < 1 or min(found.values()) <= 0:

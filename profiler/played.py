@@ -264,7 +264,8 @@ def player(
         if not agent.loop.wait_until_idle(PLACEMENT_LIMIT_S):
             raise ConfigError(f"{config.document.file}: experts were not placed within {PLACEMENT_LIMIT_S:.0f} s")
         if setup.is_strict:
-            _refuse_broken(config, needed, agent.loop.statistics().engine.quarantined)
+            engine = agent.loop.statistics().engine
+            _refuse_broken(config, needed, {**engine.on_probation, **engine.quarantined})
         yield Player(agent, timers[0], ended)
     finally:
         agent.stop()

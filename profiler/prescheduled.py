@@ -236,6 +236,7 @@ class Playback:
             unexpected_events=0,
             is_draining=False,
             quarantined=dict(recorded.quarantined),
+            on_probation=dict(recorded.on_probation),
             queues=(),
             pools=tuple(self._pool(pool) for pool in recorded.pools),
         )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
-from statistics import median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from profiler.charts import Series, line_chart
+from profiler.fits import typical_s
 from profiler.memory_shares import usage_cdf
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             "versions": dict(profile.box.versions),
             "links_bytes_per_s": {link.link: link.bytes_per_s for link in profile.links},
             "speedups": {name: list(values) for name, values in profile.speedups.items()},
+            "spinning": {
+                "setting": profile.spinning_setting,
+                "tried": {
+                    each.setting: {"one_s": list(each.one_s), "largest_s": list(each.largest_s)}
+                    for each in profile.spinning
+                },
+            },
         },
         "architectures": architectures,
         "usage": dict(profile.usage.probabilities),
@@ -94,7 +102,7 @@ def profile_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     shown = _most_used_kinds(profile)
-    note = f"{profile.box.model}; medians over repeats"
+    note = f"{profile.box.model}; means over repeats, outliers drawn in"
     if shown:
         path = folder / "average-latency.png"
         averages = [Series(_label(kind), *_points(kind, per_image=True)) for kind in shown]
@@ -192,13 +200,19 @@ def _agreement(images: int, differ: int, agrees: bool) -> str:
 
 
 def _closing_lines(profile: StoredProfile) -> Iterable[str]:
-    yield "* = what the agent will run; a batch of n takes K n + B; fit = largest distance of a median from that"
+    yield "* = what the agent will run; a batch of n takes K n + B; fit = largest distance of a size's mean from that"
     samples = sorted({kind.samples for kind in chosen_kinds(profile)})
     yield f"measured on  {'; '.join(samples)}"
     yield "links        " + ", ".join(f"{link.link} {link.bytes_per_s / 1e6:,.0f} MB/s" for link in profile.links)
     for processor, speedups in profile.speedups.items():
         told = ", ".join(f"{number} x{speedup:.2f}" for number, speedup in enumerate(speedups, start=1))
         yield f"together     {processor} executors against one: {told}"
+    if profile.spinning:
+        told = ", ".join(
+            f"{each.setting} {fmean(each.one_s) * 1e3:.1f} and {fmean(each.largest_s) * 1e3:.1f}"
+            for each in profile.spinning
+        )
+        yield f"waiting      OpenMP {profile.spinning_setting}; ms of a batch of one and of the largest: {told}"
     cdf = usage_cdf(profile.usage.probabilities)
     half = next((number for number, share in enumerate(cdf, start=1) if share >= 0.5), len(cdf))
     requests = f", {profile.usage.requests} requests" if profile.usage.requests else ""
@@ -227,7 +241,7 @@ def _label(kind: KindProfile) -> str:
 
 def _points(kind: KindProfile, *, per_image: bool) -> tuple[list[float], list[float]]:
     sizes = [float(batch.batch_size) for batch in kind.batches]
-    times = [median(batch.seconds) * 1e3 for batch in kind.batches]
+    times = [typical_s(batch.seconds) * 1e3 for batch in kind.batches]
     return sizes, [each / size for each, size in zip(times, sizes, strict=True)] if per_image else times
 
 
@@ -237,7 +251,7 @@ def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
 
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
-    """Each kind's medians, and its line up to its maximum batch."""
+    """Each kind's times, and its line up to its maximum batch."""
     measured = [
         Series(_label(kind), *_points(kind, per_image=False), kind="points", colour=number)
         for number, kind in enumerate(kinds)

@@ -4,8 +4,8 @@ Guarantees: nothing that was measured is lost when it is killed, the next run go
 replaces the earlier one as a whole or not at all; no agent of this line runs meanwhile, for both would slow the other.
 In this order: each kind of experts once on each processor, in every form that its backend has or in the one that the
 line file names; which forms agree with fp32, the fastest first, over all experts that have samples; links; one image
-on every expert as it will run, so that one that fails spoils nothing that follows; several executors at once; usage;
-and last the split of the memories and the number of executors.
+on every expert as it will run, so that one that fails spoils nothing that follows; several executors at once; how long
+OpenMP's threads wait; usage; and last the split of the memories and the number of executors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agent.profile import (
 )
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
-from experts.errors import ConfigError, ExpertError
+from experts.errors import ConfigError, CoServeError, ExpertError
 from experts.weights import SegmentStore
 from profiler.agreement import TOLERANCE, candidate_precisions
 from profiler.allocation import SearchOptions
@@ -48,6 +48,7 @@ from profiler.rows import QUIET_FRACTION
 from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS
+from profiler.spinning import measure_spinning, most_used, try_setting
 from profiler.usage import (
     COUNTED,
     SERVED,
@@ -72,6 +73,7 @@ MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a
 MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than any that was run may save without a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once, at least, where there are as many cores
+CPU = "cpu"
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
 KEPT = {SERVED: "learned from {requests} served requests", COUNTED: "counted on {requests} sample requests"}
 
@@ -84,6 +86,7 @@ class ProfilingOptions:
     ``usage_from``: served history instead, which is read before anything is measured.
     ``allocation``: ENGINE (real runs of ``engine_requests`` each), SIMULATE (in seconds), or CASUAL (no search).
     ``fresh``: measure all anew, also in the place of a profile that is damaged or another box's.
+    ``spinning``: the setting of OpenMP's waiting that this process runs with; None: the settings are not compared.
     """
 
     samples: Path | None = None
@@ -95,6 +98,7 @@ class ProfilingOptions:
     tolerance: float = TOLERANCE
     batches: BatchOptions = field(default_factory=lambda: BatchOptions(limit_s=KIND_LIMIT_S))
     search: SearchOptions = field(default_factory=SearchOptions)
+    spinning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,9 @@ class _Profiling:
         able = self._able(processors, precisions, self._keep(precisions))
         for processor in processors:
             self._measure_speedups(processor, able[processor])
+        if self._options.spinning is not None:
+            shares = served.usage if served else computed_usage(self._config)
+            self._measure_spinning(able.get(CPU, []), shares, self._options.spinning)
         usage = served or self._usage(self._interim(precisions, computed_usage(self._config)))
         self._draft.save_usage(usage.usage)
         self._draft.save_allocation(self._allocation(self._interim(precisions, usage.usage)))
@@ -354,6 +361,26 @@ class _Profiling:
             )
         self._draft.save_speedups(processor, speedups)
         self._progress(f"executors of {processor}", 1, 1)
+
+    def _measure_spinning(self, copies: Sequence[ExpertCopy], usage: UsageProfile, running: str) -> None:
+        """The settings of OpenMP's waiting, unless an earlier run has; where it fails, no other than now is chosen."""
+        chosen = [kind for kind in self._draft.kinds() if kind.processor == CPU]
+        found = None if self._draft.spinning() else most_used(copies, chosen, usage.probabilities)
+        if found is not None:
+            self._progress("OpenMP's waiting", 0, 1)
+            try:
+                with self._noticing_others("OpenMP's waiting"):
+                    times = measure_spinning(partial(try_setting, self._config.document.file, *found))
+                self._draft.save_spinning(times)
+            except CoServeError as error:
+                self._notes.append(f"how long OpenMP's threads wait stays as the library has it: {error}")
+            self._progress("OpenMP's waiting", 1, 1)
+        setting = next((each.setting for each in self._draft.spinning() if each.is_chosen), running)
+        if setting != running:
+            self._notes.append(
+                f"batches were timed with OpenMP's waiting {running!r}, and will run with {setting!r}, which is faster:"
+                f" `coserve profile {self._config.document.file} --fresh` times them with it"
+            )
 
     def _keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:
         """Every expert as it will run; noted as what was profiled, with what it was compared with."""

@@ -234,13 +234,14 @@ def _busy(trace: Sequence[Arrival], device: DeviceProfile, options: SearchOption
 
 def _unfit(catalog: Catalog, trace: Sequence[Arrival], played: Played) -> SampleUnfit:
     """Which experts did not judge: those whose turn it was. Their images were read before, so that they are sound."""
-    quarantined, unjudged = played.after.engine.quarantined, played.unjudged(trace)
+    engine, unjudged = played.after.engine, played.unjudged(trace)
+    not_asked = {**engine.on_probation, **engine.quarantined}
     broken: dict[str, str] = {}
     for number in unjudged:
         arrival, outcome = trace[number], played.outcomes[number]
         expert = arrival.expert or catalog.graph.routes[str(arrival.component)][len(outcome.steps)].expert
         shown = "a made-up image" if arrival.image is None else str(arrival.image)
         reason = str(outcome.reason).removeprefix(f"expert {expert}: ").removeprefix(f"{expert}: ")
-        broken.setdefault(expert, quarantined.get(expert, f"on {shown}: {reason}"))
+        broken.setdefault(expert, not_asked.get(expert, f"on {shown}: {reason}"))
     first = played.unknown_reasons(trace)[0]
     return SampleUnfit(f"{len(unjudged)} of {len(trace)} sample requests were not judged: {first}", broken, {})

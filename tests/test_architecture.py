@@ -195,9 +195,9 @@ class TestTheSources:
         readers = {module_name(path) for path in source_files() if _uses(path, sets=False)}
         assert readers <= {"agent.config"}
 
-    def test_only_the_detector_sets_the_environment(self):
+    def test_only_the_configuration_and_the_detector_set_the_environment(self):
         setters = {module_name(path) for path in source_files() if _uses(path, sets=True)}
-        assert setters <= {"experts.backends.detector"}
+        assert setters <= {"agent.config", "experts.backends.detector"}
 
     def test_core_loads_no_runtime(self):
         heavy = {*RUNTIMES, "numpy", "sqlite3", "asyncio"}

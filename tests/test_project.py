@@ -22,6 +22,19 @@ FOLDERS = (".ci", "agent", "configs", "experts", "packaging", "profiler", "syste
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+
+
+def absent_tests(markdown: str) -> set[str]:
+    """Tests, or files of them, that a text names and that are not there."""
+    return {
+        f"{file}::{name}" if name else file
+        for file, name in NAMED_TEST.findall(markdown)
+        if not (ROOT / file).is_file()
+        or (name and not re.search(rf"^ *def {name}\(", (ROOT / file).read_text("utf-8"), re.MULTILINE))
+    }
+
+
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
@@ -51,6 +64,17 @@ class TestTheDocuments:
         assert targets_named_in("make sure\n`make demo` `make VENV=x test`\n```\nmake lint\n```\n") == {
             "demo", "test", "lint",
         }  # fmt: skip
+
+    def test_every_promise_names_tests_that_are_there(self):
+        promises = (ROOT / "docs" / "promises.md").read_text("utf-8")
+        assert len(NAMED_TEST.findall(promises)) > 20
+        assert absent_tests(promises) == set()
+
+    def test_a_promise_without_its_test_is_found(self):
+        named = (
+            "`tests/test_project.py` `tests/test_project.py::absent_tests` `tests/gone.py` `tests/test_project.py::x`"
+        )
+        assert absent_tests(named) == {"tests/gone.py", "tests/test_project.py::x"}
 
     def test_no_open_ends(self):
         found = {

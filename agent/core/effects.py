@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class EvictionDecision:
 @dataclass(frozen=True, slots=True)
 class Evict:
     """A copy leaves a pool; its memory is free at once. ``stage``: 1 or 2 as in section 4.3, 3 = it has a queued use,
-    0 = not by rank (LRU, FIFO, quarantine)."""
+    0 = not by rank (LRU, FIFO, quarantine, probation)."""
 
     expert: str
     copy: str
@@ -76,6 +77,25 @@ class Assigned:
     candidates: tuple[AssignmentCandidate, ...]
 
 
+class Standing(StrEnum):
+    """Whether an expert is asked."""
+
+    SERVING = "serving"
+    PROBATION = "probation"  # not for now: its requests end UNKNOWN, and it is tried again
+    QUARANTINE = "quarantine"  # not any more
+
+
+@dataclass(frozen=True, slots=True)
+class StandingChanged:
+    """An expert failed, or serves again, and why. Nothing to carry out. ``retry_s``: seconds until a trial of one
+    on probation, None for the others."""
+
+    expert: str
+    standing: Standing
+    reason: str
+    retry_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Complete:
     """A request has its outcome: OK, NG, or UNKNOWN with a reason."""
@@ -92,4 +112,4 @@ class Fail:
     outcome: Outcome
 
 
-Effect = StartLoad | StartBatch | Evict | Assigned | Complete | Fail
+Effect = StartLoad | StartBatch | Evict | Assigned | StandingChanged | Complete | Fail

@@ -2,13 +2,17 @@
 
 Guarantees, whatever comes and in whatever order:
     every request that arrived ends in exactly one Complete or Fail, once the shell has answered what it was asked;
+    an expert whose failures may pass is on probation and tried again, the pauses bounded; only what cannot pass is for
+    good, and a batch that failed for want of memory, or that nobody waits for any more, says nothing of its expert;
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
     ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
     the same events at the same times give the same effects;
-    with an overlapping policy no executor is idle while it has a request whose expert is resident;
-    with a bounded policy, a group that has stood at the head of its queue for ``max_overtake_s`` gets the next room
-    that comes free and the next place on the link, and no request whose expert is resident is overtaken by one that
-    came ``max_overtake_s`` or more after it; while its expert is on its way, others may run meanwhile.
+    with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
+    head waits for the very room of that expert;
+    with a bounded policy, a head of a queue whose oldest remaining request has waited for ``max_overtake_s`` gets the
+    next room that comes free and the next place on the link, the oldest of several first, and no request whose expert
+    is resident is overtaken by one that came ``max_overtake_s`` or more after it; while its expert is on its way,
+    others may run meanwhile.
 Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
 another event, a Tick comes.
 """
@@ -20,25 +24,27 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core import events
-from agent.core.effects import Complete, Fail, StartBatch
+from agent.core.effects import Complete, Fail, Standing, StandingChanged, StartBatch
 from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
 from agent.core.pool import ModelPool, PoolStatistics, misfits
-from agent.core.prefetch import Wish, demands, initial_placement, upcoming
+from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.request import Batch, Outcome, Rejected, StepResult
 from agent.core.scheduler import Scheduler
 from agent.core.splitter import BatchSplitter
+from agent.core.standing import Standings
 from experts.errors import MemoryExceeded
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from agent.core.effects import Effect
     from agent.core.events import Event
     from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Limits
     from agent.core.policy import Policy
     from agent.core.queue import ExecutorQueue, Group
+    from agent.core.standing import Probation
     from experts.expert import Prediction
     from experts.graph import ExpertGraph
 
@@ -47,13 +53,14 @@ SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
 
 @dataclass(slots=True)
 class Ticket:
-    """Where a request stands: in ``group`` of ``queue``, or in a running batch, never both."""
+    """Where a request stands: in ``group`` of ``queue``, or in a running batch; its step was queued at ``queued_s``."""
 
     component: str | None
     step: int = 0
     steps: list[StepResult] = field(default_factory=list)
     queue: ExecutorQueue | None = None
     group: Group | None = None
+    queued_s: float = 0.0
     attempts: int = 0
     is_cancelled: bool = False
 
@@ -71,7 +78,7 @@ class QueueStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A frozen snapshot: queues, memories, counters since the start."""
+    """A frozen snapshot: queues, memories, counters since the start; experts that are not asked, with the reason."""
 
     arrived: int
     completed: int
@@ -85,6 +92,7 @@ class EngineStatistics:
     unexpected_events: int
     is_draining: bool
     quarantined: dict[str, str]
+    on_probation: dict[str, str]
     queues: tuple[QueueStatistics, ...]
     pools: tuple[PoolStatistics, ...]
 
@@ -117,8 +125,7 @@ class Engine:
         self._initial: deque[Wish] = deque()
         self._homes = homes
         self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
-        self._quarantine: dict[str, str] = {}
-        self._failures: Counter[str] = Counter()
+        self._standings = Standings(limits)
         self._counts: Counter[str] = Counter()
         self._last_batch = 0
         self._now = 0.0
@@ -142,7 +149,10 @@ class Engine:
         effects: list[Effect] = []
         answer = self._answers.get(type(event))
         may_move = self._unexpected() if answer is None else answer(event, effects)
-        if may_move or self._placement.is_retry_due(before, self._now):
+        if self._placement.is_retry_due(before, self._now):
+            self._try_again(before)
+            may_move = True
+        if may_move:
             self._advance(effects)
         return effects
 
@@ -165,7 +175,8 @@ class Engine:
             evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
             unexpected_events=self._counts["unexpected_events"],
             is_draining=self._is_draining,
-            quarantined=dict(self._quarantine),
+            quarantined=dict(self._standings.quarantined),
+            on_probation=self._standings.on_probation,
             queues=tuple(self._queue_statistics(queue) for queue in self._scheduler.queues),
             pools=tuple(pool.statistics() for pool in self._pools.values()),
         )
@@ -205,7 +216,9 @@ class Engine:
         return True
 
     def _place_pinned(self, expert: str) -> None:
-        spec = self._homes[expert]
+        self._place(expert, self._homes[expert])
+
+    def _place(self, expert: str, spec: ExecutorSpec) -> None:
         profile = self._profile.experts[spec.processor][expert]
         self._initial.append(Wish(spec, expert, profile, self._now, self._now))
 
@@ -233,6 +246,8 @@ class Engine:
         self._placement.loaded(load)
         if any(self._waits_for(queue, load) for queue in self._scheduler.queues if queue.spec.pool == load.pool):
             self._counts["switches"] += 1
+        if self._standings.loaded(load.expert, load.copy):
+            self._released(load.expert, "a load went well", effects)
         self._discard_if_quarantined(load.expert, effects)
         return True
 
@@ -240,9 +255,13 @@ class Engine:
         load = self._placement.loads.pop(event.load, None)
         if load is None:
             return self._unexpected()
-        attempts = self._placement.load_failed(load, self._now)
-        if event.permanent or attempts >= self._limits.load_attempts:
+        setback = self._placement.load_failed(load, self._now)
+        if event.permanent:
             self._put_in_quarantine(load.expert, event.reason, effects)
+            return True
+        probation = self._standings.load_failed(load.expert, load.copy, event.reason, setback.attempts, setback.retry_s)
+        if probation is not None:
+            self._put_on_probation(load.expert, probation, effects)
         elif load.expert in self._homes:
             self._place_pinned(load.expert)
         self._discard_if_quarantined(load.expert, effects)
@@ -256,7 +275,11 @@ class Engine:
             reason = f"{len(event.results)} results for {len(batch.requests)} images"
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
         self._end_batch(batch)
-        self._failures[batch.expert] = 0
+        performance = self._profile.experts[self._queues[batch.executor].spec.processor][batch.expert].performance
+        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), performance.max_batch)
+        was_asked = any(not isinstance(result, Rejected) for result in event.results)
+        if was_asked and self._standings.batch_ran(batch.expert):
+            self._released(batch.expert, "a batch went well", effects)
         for request, result in zip(batch.requests, event.results, strict=True):
             self._one_step_done(request, batch.expert, result, effects)
         self._discard_if_quarantined(batch.expert, effects)
@@ -269,18 +292,22 @@ class Engine:
         self._end_batch(batch)
         if event.out_of_memory:
             self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
-        elif len(batch.requests) == 1:
-            self._failures[batch.expert] += 1
+        probation = self._probation_for(batch, event)
         retried = [request for request in batch.requests if self._may_retry(request, batch, event, effects)]
-        if retried and batch.expert not in self._quarantine:
-            self._give_back(batch, retried)
-        else:
-            for request in retried:
-                self._fail(request, self._quarantine[batch.expert], effects)
-        if self._failures[batch.expert] >= self._limits.expert_failures:
-            self._put_in_quarantine(batch.expert, f"fails on every image: {event.reason}", effects)
+        self._give_back(batch, retried, effects)
+        if probation is not None:
+            self._put_on_probation(batch.expert, probation, effects)
+            self._placement.discard(batch.expert, effects)  # a trial reads its bytes anew
         self._discard_if_quarantined(batch.expert, effects)
         return True
+
+    def _probation_for(self, batch: Batch, event: events.BatchFailed) -> Probation | None:
+        """What a failed batch means for its expert, if it was the expert's alone."""
+        request = batch.requests[0]
+        if event.out_of_memory or len(batch.requests) > 1 or self._tickets[request].is_cancelled:
+            return None
+        is_trial = self._standings.is_trial(request)
+        return self._standings.lone_batch_failed(batch.expert, event.reason, self._now, is_trial=is_trial)
 
     def _cancelled(self, event: events.Cancelled, effects: list[Effect]) -> bool:
         ticket = self._tickets.get(event.request)
@@ -297,7 +324,6 @@ class Engine:
         if event.expert not in self._graph.experts:
             return self._unexpected()
         self._put_in_quarantine(event.expert, event.reason, effects)
-        self._discard_if_quarantined(event.expert, effects)
         return True
 
     def _ticked(self, _: events.Tick, effects: list[Effect]) -> bool:
@@ -313,13 +339,16 @@ class Engine:
 
     def _enqueue(self, request: int, ticket: Ticket, expert: str, effects: list[Effect]) -> bool:
         """Queue a request's next step. True if its executor, or a load, may have to start for it."""
-        if expert in self._quarantine:
-            return self._fail(request, f"{expert} is in quarantine: {self._quarantine[expert]}", effects)
+        refusal = self._standings.refusal(expert, self._now)
+        if refusal is not None:
+            return self._fail(request, refusal, effects)
         placed = self._scheduler.place(request, expert, self._now)
         if placed is None:
             return self._fail(request, f"no executor of this box can run {expert}", effects)
+        self._standings.let_through(request, expert)
         ticket.group, assigned = placed
         ticket.queue = self._queues[assigned.executor]
+        ticket.queued_s = self._now
         effects.append(assigned)
         return not assigned.joined or assigned.executor not in self._running
 
@@ -358,6 +387,7 @@ class Engine:
 
     def _end(self, request: int, effect: Complete | Fail, effects: list[Effect]) -> None:
         del self._tickets[request]
+        self._standings.request_ended(request)
         self._counts["completed" if isinstance(effect, Complete) else "failed"] += 1
         effects.append(effect)
 
@@ -377,14 +407,14 @@ class Engine:
                     self._start_batch(queue, group, effects)
 
     def _runnable_group(self, queue: ExecutorQueue) -> Group | None:
-        """The head if its expert is resident; else, with an overlapping policy, the first group whose expert is."""
-        pool = self._pools[queue.spec.pool]
-        if queue.head is not None and pool.is_resident(queue.head.profile.copy):
+        """The head if its expert may run; else, with an overlapping policy, the first group whose expert may."""
+        pool, may_use = self._pools[queue.spec.pool], self._placement.may_use
+        if queue.head is not None and may_use(pool, queue.head.profile.copy):
             return queue.head
         if not self._policy.overlapping:
             return None
         groups = (queue.first_group(entry.expert) for entry in pool.entries() if entry.is_resident)
-        runnable = (group for group in groups if group is not None and pool.is_resident(group.profile.copy))
+        runnable = (group for group in groups if group is not None and may_use(pool, group.profile.copy))
         return min(runnable, key=lambda group: group.order, default=None)
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
@@ -429,12 +459,21 @@ class Engine:
             return self._fail(request, f"{batch.expert}: {event.reason}", effects)
         return True
 
-    def _give_back(self, batch: Batch, requests: Iterable[int]) -> None:
+    def _give_back(self, batch: Batch, requests: Sequence[int], effects: list[Effect]) -> None:
+        """Queue requests of a failed batch again, unless their expert is not asked any more."""
+        reason = self._standings.reason(batch.expert)
+        if reason is not None:
+            for request in requests:
+                if not self._standings.is_trial(request):
+                    self._fail(request, reason, effects)
+            requests = [request for request in requests if self._standings.is_trial(request)]
+        if not requests:
+            return
         queue = self._queues[batch.executor]
         profile = self._profile.experts[queue.spec.processor][batch.expert]
-        given = tuple(requests)
-        group = queue.give_back(batch.expert, profile, given, self._now)
-        for request in given:
+        queued_s = {request: self._tickets[request].queued_s for request in requests}
+        group = queue.give_back(batch.expert, profile, queued_s, self._now)
+        for request in queued_s:
             self._tickets[request].queue, self._tickets[request].group = queue, group
 
     # -- experts --
@@ -442,29 +481,40 @@ class Engine:
     def _advance(self, effects: list[Effect]) -> None:
         """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
         full: set[str] = set()  # memories where an older claim waits for room: nothing younger may take it
-        self._placement.release_links()
+        self._placement.release()
         if self._policy.bounded:
-            for wish in demands(self._scheduler.queues):
-                if self._now - wish.since_s >= self._limits.max_overtake_s:
-                    self._claim_overdue(wish, full, effects)
+            for wish in overdue(self._scheduler.queues, self._now - self._limits.max_overtake_s):
+                self._claim_overdue(wish, full, effects)
         self._start_batches(effects)
         for wish in demands(self._scheduler.queues):
             if self._policy.overlapping or wish.spec.id not in self._running:
                 self._claim(wish, Claim.DEMAND, full, effects)
         if self._policy.overlapping:
-            for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
-                if self._claim(wish, Claim.PREFETCH, full, effects) is Answer.BUSY:
-                    break
+            self._prefetch(full, effects)
         self._use_spare_room(full, effects)
 
+    def _prefetch(self, full: set[str], effects: list[Effect]) -> None:
+        """Load for the groups behind the heads, until no link that could serve one of them is free."""
+        passed: set[str] = set()  # memories where an earlier group waits for a busy link
+        for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
+            claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
+            if self._claim(wish, claim, full, effects) is Answer.BUSY:
+                if not self._placement.may_prefetch(full):
+                    return
+                passed.add(wish.spec.pool)
+
     def _claim_overdue(self, wish: Wish, full: set[str], effects: list[Effect]) -> None:
-        if self._claim(wish, Claim.OVERDUE, full, effects) in (Answer.NO_ROOM, Answer.BUSY):
+        is_first = wish.spec.pool not in full
+        answer = self._claim(wish, Claim.OVERDUE, full, effects)
+        if answer in (Answer.NO_ROOM, Answer.BUSY):
             full.add(wish.spec.pool)
             self._placement.keep_free(wish)
+        if answer is Answer.NO_ROOM and is_first:
+            self._placement.hold(wish)
 
     def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:
-            stages = claim is Claim.PREFETCH
+            stages = claim in (Claim.PREFETCH, Claim.BYPASS)
             return self._placement.stage(wish, self._now, effects) if stages else Answer.NO_ROOM
         answer = self._placement.bring(wish, claim, self._now, effects)
         if answer is Answer.NO_ROOM:
@@ -475,11 +525,11 @@ class Engine:
         """Speculation, then the initial placement; both give way to whatever a queue waits for."""
         while self._speculations:
             wish = self._speculations.popleft()
-            if wish.spec.pool not in full and wish.expert not in self._quarantine:
+            if wish.spec.pool not in full and self._standings.may_load(wish.expert, self._now):
                 self._placement.bring(wish, Claim.SPARE, self._now, effects)
         for _ in range(len(self._initial)):
             wish = self._initial.popleft()
-            if wish.expert in self._quarantine:
+            if not self._standings.may_load(wish.expert, self._now):
                 continue
             is_full = wish.spec.pool in full
             answer = Answer.NO_ROOM if is_full else self._placement.bring(wish, Claim.SPARE, self._now, effects)
@@ -506,17 +556,49 @@ class Engine:
         return profile.load_s[self._placement.source_of(pool, profile.copy)]
 
     def _put_in_quarantine(self, expert: str, reason: str, effects: list[Effect]) -> None:
-        if expert in self._quarantine:
-            return
-        self._quarantine[expert] = reason
+        if self._standings.quarantine(expert, reason):
+            effects.append(StandingChanged(expert, Standing.QUARANTINE, reason))
+            self._empty_queues(expert, effects)
+        self._placement.discard(expert, effects)
+
+    def _put_on_probation(self, expert: str, probation: Probation, effects: list[Effect]) -> None:
+        retry_s = probation.retry_s - self._now
+        effects.append(StandingChanged(expert, Standing.PROBATION, probation.reason, retry_s))
+        self._empty_queues(expert, effects)
+
+    def _released(self, expert: str, reason: str, effects: list[Effect]) -> None:
+        effects.append(StandingChanged(expert, Standing.SERVING, reason))
+        if expert in self._homes:
+            self._place_pinned(expert)
+
+    def _empty_queues(self, expert: str, effects: list[Effect]) -> None:
+        """Whoever waits for an expert that is not to be asked ends."""
         for queue in self._scheduler.queues:
             while (group := queue.first_group(expert)) is not None:
                 for request in tuple(group.requests):
                     self._leave_queue(request, self._tickets[request])
-                    self._fail(request, f"{expert} is in quarantine: {reason}", effects)
+                    self._fail(request, str(self._standings.reason(expert)), effects)
+
+    def _try_again(self, since_s: float) -> None:
+        """Experts on probation whose pause ended after ``since_s`` are loaded, if there is room."""
+        if self._is_draining:
+            return
+        for expert, copy in self._standings.due_loads(since_s, self._now):
+            if expert in self._homes:
+                self._place_pinned(expert)
+            else:
+                self._place(expert, self._runs_on(expert, copy))
+
+    def _runs_on(self, expert: str, copy: str) -> ExecutorSpec:
+        """The first executor that runs an expert as this copy."""
+        columns = self._profile.experts
+        specs = (queue.spec for queue in self._scheduler.queues)
+        return next(
+            spec for spec in specs if (row := columns[spec.processor].get(expert)) is not None and row.copy == copy
+        )
 
     def _discard_if_quarantined(self, expert: str, effects: list[Effect]) -> None:
-        if expert in self._quarantine:
+        if expert in self._standings.quarantined:
             self._placement.discard(expert, effects)
 
     def _refuse_misfits(self, homes: dict[str, ExecutorSpec]) -> None:

@@ -15,6 +15,7 @@ from agent.core.policy import Evicting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Set as AbstractSet
 
     from agent.core.performance import Footprint
 
@@ -99,19 +100,18 @@ def victims(
         freed += _freed_by_one_more(candidate, leaving, part_holders, kept_parts)
     if freed < needed_bytes:
         return None
-    spared = set()
+    spared, staying = set(), set(kept_parts)
     for candidate in reversed(chosen[:-1]):
-        worth = _freed_by_last_one(candidate, leaving, part_holders, kept_parts)
+        worth = _freed_by_last_one(candidate, leaving, part_holders, staying)
         if freed - worth >= needed_bytes:
             freed -= worth
             spared.add(candidate.copy)
-            for part in candidate.footprint.shared:
-                leaving[part.id] -= 1
+            staying.update(part.id for part in candidate.footprint.shared)
     return tuple(each for each in chosen if each.copy not in spared)
 
 
 def _freed_by_one_more(
-    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: frozenset[str]
+    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: AbstractSet[str]
 ) -> int:
     """What one more frees, after those already counted in ``leaving`` (shared part -> holders that leave)."""
     for part in candidate.footprint.shared:
@@ -120,7 +120,7 @@ def _freed_by_one_more(
 
 
 def _freed_by_last_one(
-    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: frozenset[str]
+    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: AbstractSet[str]
 ) -> int:
     """What one of those counted in ``leaving`` adds to what they free together."""
     freed = candidate.footprint.own_bytes

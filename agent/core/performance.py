@@ -102,8 +102,10 @@ class Limits:
     max_overtake_s: float = 5.0
     loads_in_flight: int = 2
     prefetch_groups: int = 16
-    load_attempts: int = 3
-    load_backoff_s: float = 0.25
+    load_attempts: int = 3  # that fail in a row: probation
+    load_backoff_s: float = 0.25  # after a failed load; doubles with each further one, up to longest_pause_s
     batch_attempts: int = 3
-    expert_failures: int = 3
+    expert_failures: int = 3  # batches of one that fail in a row: probation
+    probation_s: float = 1.0  # after failed batches; doubles with each failed trial, up to longest_pause_s
+    longest_pause_s: float = 60.0
     pinned: frozenset[str] = frozenset()

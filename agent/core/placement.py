@@ -1,17 +1,21 @@
 """Placement: which expert lies in which memory, what moves next, and who makes room for it.
 
 Guarantees: every move is reserved in the pool's ledger before its effect is sent, evictions before the load that
-needs their room; no more than ``loads_in_flight`` loads from one source at a time; a load answered with a passing
-failure is tried again after a pause that doubles, a permanent one is the Engine's to quarantine.
+needs their room; no more than ``loads_in_flight`` loads from one source at a time; a copy whose load failed is tried
+again after a pause at the earliest, which doubles up to ``longest_pause_s``. What failed loads say of their expert is
+the Engine's to decide.
 
 How strong a claim to room is, from strong to weak:
-    OVERDUE   head of a queue for longer than the overtaking bound: evicts whatever may go, even bit by bit, and
-              keeps its place on the link it needs: nobody younger loads from there before it
+    OVERDUE   head of a queue, with a request that has waited for longer than the overtaking bound: evicts whatever
+              may go but the heads that are older still, even bit by bit, and keeps its place on the link it needs:
+              nobody younger loads from there before it; what it takes once it is not in use any more is held for
+              it, so that executors that take turns do not keep it in use for ever
     DEMAND    head of a queue: evicts by rank, but not what stands at the head of another queue
     PREFETCH  a later group: evicts only what is not queued, or is queued for later than itself
+    BYPASS    a later group, past one that waits for a busy link: evicts only what is not queued
     STAGE     a later group's copy, for the host while the device is full: evicts only what is not queued
     CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
-    SPARE     initial placement and speculation: free room only
+    SPARE     initial placement, speculation, and experts on probation: free room only
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ class Claim(Enum):
     OVERDUE = auto()
     DEMAND = auto()
     PREFETCH = auto()
+    BYPASS = auto()
     STAGE = auto()
     CACHE = auto()
     SPARE = auto()
@@ -71,11 +76,12 @@ class Load:
     size_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Setback:
-    """A copy whose load failed: how often, and when it may be tried again."""
+    """A copy whose load failed: how often in a row, for how long it pauses now, and when it may be tried again."""
 
     attempts: int
+    pause_s: float
     retry_s: float
 
 
@@ -104,6 +110,7 @@ class Placement:
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()
         self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
+        self._held: dict[str, frozenset[str]] = {}  # memory -> copies that an overdue claim waits to see free
         self._all_queued: set[str] = set()  # memories where a claim to STAGE found nothing in this look at everything
         self._setbacks: dict[tuple[str, str], Setback] = {}
         self._last_load = 0
@@ -123,7 +130,7 @@ class Placement:
                 if not cached.is_resident:
                     return Answer.WAIT
                 source = cache.name
-            elif claim in (Claim.OVERDUE, Claim.DEMAND, Claim.PREFETCH):
+            elif claim in (Claim.OVERDUE, Claim.DEMAND, Claim.PREFETCH, Claim.BYPASS):
                 answer = self._start(cache, SSD, wish, Claim.CACHE, now, effects)
                 if answer is not Answer.NO_ROOM:
                     return answer
@@ -140,12 +147,33 @@ class Placement:
         return self._start(cache, SSD, wish, Claim.STAGE, now, effects)
 
     def keep_free(self, wish: Wish) -> None:
-        """Nobody younger takes the place on the link that this wish waits for, until ``release_links``."""
+        """Nobody younger takes the place on the link that this wish waits for, until ``release``."""
         self._kept_free[self.source_of(self.pools[wish.spec.pool], wish.profile.copy)] += 1
 
-    def release_links(self) -> None:
+    def may_prefetch(self, full: Collection[str]) -> bool:
+        """Could a load still start for a later group: from the SSD, or from a memory into one that is not ``full``?"""
+        if not self._is_busy(SSD):
+            return True
+        return any(
+            pool.spec.cache is not None and pool.name not in full and not self._is_busy(pool.spec.cache)
+            for pool in self.pools.values()
+        )
+
+    def hold(self, wish: Wish) -> None:
+        """Nobody begins to use what this overdue wish takes as soon as it is free, until ``release``."""
+        pool = self.pools[wish.spec.pool]
+        heads = self._spared_heads(pool, wish, Claim.OVERDUE)
+        copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.expert not in heads)
+        self._held[pool.name] = frozenset(copies)
+
+    def may_use(self, pool: ModelPool, copy: str) -> bool:
+        """May a batch begin on this copy: is it there, and held for nobody?"""
+        return pool.is_resident(copy) and copy not in self._held.get(pool.name, ())
+
+    def release(self) -> None:
         """A new look at everything: the oldest claim comes first again."""
         self._kept_free.clear()
+        self._held.clear()
         self._all_queued.clear()
 
     def loaded(self, load: Load) -> None:
@@ -154,18 +182,19 @@ class Placement:
         self.pools[load.pool].loaded(load.copy)
         self._setbacks.pop((load.pool, load.copy), None)
 
-    def load_failed(self, load: Load, now: float) -> int:
-        """A load came to nothing; how often in a row now."""
+    def load_failed(self, load: Load, now: float) -> Setback:
+        """A load came to nothing: how often in a row now, and when it may be tried again."""
         self._end(load)
         self.pools[load.pool].load_failed(load.copy)
         self._presence[load.expert] -= 1
-        setback = self._setbacks.setdefault((load.pool, load.copy), Setback(0, now))
-        setback.retry_s = now + self._limits.load_backoff_s * 2**setback.attempts
-        setback.attempts += 1
-        return setback.attempts
+        before = self._setbacks.get((load.pool, load.copy))
+        pause_s = min(before.pause_s * 2 if before else self._limits.load_backoff_s, self._limits.longest_pause_s)
+        setback = Setback(before.attempts + 1 if before else 1, pause_s, now + pause_s)
+        self._setbacks[load.pool, load.copy] = setback
+        return setback
 
     def discard(self, expert: str, effects: list[Effect]) -> None:
-        """A quarantined expert leaves every memory where nothing uses it."""
+        """An expert that is not to be asked leaves every memory where nothing uses it."""
         for pool in self.pools.values():
             for entry in [entry for entry in pool.entries() if entry.expert == expert]:
                 if entry.uses == 0 and entry.is_resident:
@@ -186,6 +215,9 @@ class Placement:
         """Did the pause of a failed load end in this span?"""
         return any(after_s < setback.retry_s <= until_s for setback in self._setbacks.values())
 
+    def _is_busy(self, source: str) -> bool:
+        return self._in_flight[source] + self._kept_free[source] >= self._limits.loads_in_flight
+
     def _end(self, load: Load) -> None:
         self._in_flight[load.source] -= 1
         if load.source != SSD:
@@ -196,7 +228,7 @@ class Placement:
     ) -> Answer:
         copy = wish.profile.copy
         setback = self._setbacks.get((pool.name, copy))
-        if self._in_flight[source] + self._kept_free[source] >= self._limits.loads_in_flight:
+        if self._is_busy(source):
             return Answer.BUSY
         if setback is not None and now < setback.retry_s:
             return Answer.WAIT
@@ -268,14 +300,14 @@ class Placement:
         return frozenset(
             head.expert
             for executor, head in heads
-            if executor != wish.spec.id and (claim is not Claim.OVERDUE or head.opened_s <= wish.since_s)
+            if executor != wish.spec.id and (claim is not Claim.OVERDUE or head.oldest_s <= wish.since_s)
         )
 
     def _bounds(self, wish: Wish, claim: Claim) -> tuple[float, float]:
         """A claim leaves what is used until the one, and what is used as often as the other or more."""
         if claim is Claim.PREFETCH:
             return wish.starts_s, math.inf
-        if claim is Claim.STAGE:
+        if claim in (Claim.BYPASS, Claim.STAGE):
             return math.inf, math.inf
         if claim is Claim.CACHE and self._policy.evicting not in (Evicting.LRU, Evicting.FIFO):
             return math.inf, self._usage.get(wish.expert, 0.0)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
     from agent.core.pool import ModelPool
-    from agent.core.queue import ExecutorQueue
+    from agent.core.queue import ExecutorQueue, Group
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A copy that a queue wants in its executor's pool. ``since_s``: how long its group has been open."""
+    """A copy that a queue wants in its executor's pool. ``since_s``: when its group's oldest request was queued."""
 
     spec: ExecutorSpec
     expert: str
@@ -29,10 +29,16 @@ class Wish:
 
 
 def demands(queues: Sequence[ExecutorQueue]) -> list[Wish]:
-    """The head of every queue, the one that has stood longest first."""
-    heads = [(queue, queue.head) for queue in queues if queue.head is not None]
-    wishes = [Wish(queue.spec, group.expert, group.profile, group.opened_s, group.starts_s) for queue, group in heads]
-    return sorted(wishes, key=lambda wish: (wish.since_s, wish.spec.id))
+    """The head of every queue, the one that was opened first first."""
+    heads = [(queue.head.opened_s, queue.spec, queue.head) for queue in queues if queue.head is not None]
+    return [_wish(spec, group) for _, spec, group in sorted(heads, key=lambda each: (each[0], each[1].id))]
+
+
+def overdue(queues: Sequence[ExecutorQueue], until_s: float) -> list[Wish]:
+    """Of every queue the head, if a request of its group has waited since ``until_s`` or before; the oldest first."""
+    heads = [(queue.head.oldest_s, queue.spec, queue.head) for queue in queues if queue.head is not None]
+    late = sorted((each for each in heads if each[0] <= until_s), key=lambda each: (each[0], each[1].id))
+    return [_wish(spec, group) for _, spec, group in late]
 
 
 def upcoming(queues: Sequence[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
@@ -43,11 +49,15 @@ def upcoming(queues: Sequence[ExecutorQueue], depth: int, pools: Mapping[str, Mo
         for spec, pool, group in fronts:
             if group is not None:
                 if pool.entry(group.profile.copy) is None:
-                    yield Wish(spec, group.expert, group.profile, group.opened_s, group.starts_s)
+                    yield _wish(spec, group)
                 following.append((spec, pool, group.next))
         if not following:
             return
         fronts = following
+
+
+def _wish(spec: ExecutorSpec, group: Group) -> Wish:
+    return Wish(spec, group.expert, group.profile, group.oldest_s, group.starts_s)
 
 
 def initial_placement(

@@ -2,6 +2,10 @@
 
 Groups stand in the order they were opened, except that work given back by a failed batch goes in front. All
 operations are O(1) in the number of requests; asking for the first group of an expert is O(1), too.
+
+A group has two ages. Nothing in it or behind it was queued before ``opened_s``: who may still join what stands in
+front of it goes by that. ``oldest_s`` is its oldest remaining request's: what the group itself may claim goes by that,
+as one that requests keep joining while others leave grows old without anybody in it that has waited for long.
 """
 
 from __future__ import annotations
@@ -11,14 +15,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, KeysView
+    from collections.abc import Iterator, KeysView, Mapping
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Requests on one expert that run one after another. ``next`` and ``previous`` are its neighbours."""
+    """Requests on one expert that run one after another. ``next`` and ``previous`` are its neighbours.
+
+    ``requests`` holds when each was queued, the oldest first; a group in a queue is never empty.
+    """
 
     expert: str
     profile: ExpertProfile
@@ -27,9 +34,14 @@ class Group:
     fixed_s: float  # B and the switch: paid once
     order: int = 0  # ascending from head to tail
     alone: bool = False  # its requests run one by one, after a batch of them failed
-    requests: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    requests: OrderedDict[int, float] = field(default_factory=OrderedDict)
     next: Group | None = None
     previous: Group | None = None
+
+    @property
+    def oldest_s(self) -> float:
+        """When its oldest remaining request was queued."""
+        return next(iter(self.requests.values()))
 
 
 class ExecutorQueue:
@@ -72,9 +84,9 @@ class ExecutorQueue:
         """Every expert with a group here."""
         return self._groups_of.keys()
 
-    def join(self, group: Group, request: int) -> None:
+    def join(self, group: Group, request: int, queued_s: float) -> None:
         """Put a request behind the last one of its group."""
-        group.requests[request] = None
+        group.requests[request] = queued_s
         self.request_count += 1
         self._pending_s += group.profile.performance.K_s
 
@@ -93,11 +105,14 @@ class ExecutorQueue:
         self.tail = group
         self._groups_of.setdefault(expert, deque()).append(group)
         self._pending_s += group.fixed_s
-        self.join(group, request)
+        self.join(group, request, now)
         return group
 
-    def give_back(self, expert: str, profile: ExpertProfile, requests: Iterable[int], now: float) -> Group:
-        """A new group in front of all others, for requests whose batch failed; they run alone."""
+    def give_back(self, expert: str, profile: ExpertProfile, queued_s: Mapping[int, float], now: float) -> Group:
+        """A new group in front of all others, for requests whose batch failed; they run alone, and are as old as ever.
+
+        ``queued_s``: when each of them was queued, the oldest first.
+        """
         group = Group(expert, profile, now, now, fixed_s=profile.performance.B_s, alone=True)
         group.next = self.head
         group.order = self.head.order - 1 if self.head is not None else 0
@@ -108,8 +123,8 @@ class ExecutorQueue:
         self.head = group
         self._groups_of.setdefault(expert, deque()).appendleft(group)
         self._pending_s += group.fixed_s
-        for request in requests:
-            self.join(group, request)
+        for request, since_s in queued_s.items():
+            self.join(group, request, since_s)
         return group
 
     def take(self, group: Group, count: int) -> tuple[int, ...]:

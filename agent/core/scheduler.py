@@ -68,7 +68,7 @@ class Scheduler:
         if group is None:
             group = chosen.queue.open(expert, chosen.profile, request, now, chosen.load_s)
         else:
-            chosen.queue.join(group, request)
+            chosen.queue.join(group, request, now)
         return group, Assigned(request, expert, chosen.queue.spec.id, chosen.group is not None, candidates)
 
     def _choose(self, candidates: tuple[AssignmentCandidate, ...]) -> int:
@@ -103,16 +103,10 @@ class Scheduler:
 
 def shortest_makespan(candidates: Sequence[AssignmentCandidate]) -> int:
     """Which candidate keeps the longest queue shortest; ties: the smallest addition, then the lowest executor."""
-    longest = second = 0.0
-    for each in candidates:
-        if each.queue_s >= longest:
-            longest, second = each.queue_s, longest
-        elif each.queue_s > second:
-            second = each.queue_s
+    longest = max(each.queue_s for each in candidates)  # no addition is negative: its own only grows when chosen
 
     def rank(index: int) -> tuple[float, float, int]:
         each = candidates[index]
-        others = second if each.queue_s == longest else longest
-        return max(others, each.queue_s + each.addition_s), each.addition_s, each.executor
+        return max(longest, each.queue_s + each.addition_s), each.addition_s, each.executor
 
     return min(range(len(candidates)), key=rank)

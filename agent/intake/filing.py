@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING
 
 from agent.intake.inbox import DONE, FAILED, NG
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import datetime
     from pathlib import Path
 
@@ -43,13 +45,14 @@ class Shelves:
         self._inbox = inbox
         self._deletes = deletes
         self._wall = wall
-        self._pending: list[Filing] = []
+        self._pending: list[tuple[float, int, Filing]] = []  # a heap: by when they are tried, then as they came
+        self._numbers = count()
         self.filed = 0
         self.alarm: str | None = None
 
     def add(self, filing: Filing) -> None:
         """Put this file away with the next `work`."""
-        self._pending.append(filing)
+        heappush(self._pending, (filing.retry_at, next(self._numbers), filing))
 
     @property
     def pending(self) -> int:
@@ -57,13 +60,23 @@ class Shelves:
         return len(self._pending)
 
     @property
+    def files(self) -> Iterator[Claimed]:
+        """The files that could not be put away yet."""
+        return (filing.file for _, _, filing in self._pending)
+
+    @property
     def next_retry(self) -> float | None:
         """When the next file is to be tried again; None if none waits."""
-        return min((filing.retry_at for filing in self._pending), default=None)
+        return self._pending[0][0] if self._pending else None
 
     def work(self, now: float) -> None:
         """Put away what is due. Never raises for what the filesystem refuses: that is tried again."""
-        self._pending = [filing for filing in self._pending if filing.retry_at > now or not self._put_away(filing, now)]
+        for _ in range(len(self._pending)):  # each once, also where `now` is the end of all waiting
+            if self._pending[0][0] > now:
+                break
+            filing = heappop(self._pending)[2]
+            if not self._put_away(filing, now):
+                self.add(filing)
         if not self._pending and self.alarm is not None:
             log.warning("intake_filing_again folder=%s", self._inbox.root)
             self.alarm = None
@@ -88,7 +101,7 @@ class Shelves:
         if filing.placed is None and not file.is_ours and self._inbox.sighting(file) != file.sighting:
             return  # another file has its name by now, which is looked at for itself
         if self._deletes and filing.verdict is not Verdict.UNKNOWN:
-            file.path.unlink(missing_ok=True)
+            self._inbox.delete(file)
             return
         shelf = SHELF_OF[filing.verdict]
         if filing.verdict is not Verdict.UNKNOWN:

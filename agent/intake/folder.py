@@ -2,8 +2,9 @@
 
 Guarantees: an incomplete file is never offered. A file is claimed by one rename before it is offered, so that of
 several agents one gets it; its identity (path, inode, size, time of change) survives a crash, and what was claimed but
-not settled is offered again, under the same key, at the next start. Nothing is lost when the disk is full or the share
-is gone: it is tried again.
+not settled is offered again, under the same key, at the next start; what an error left claimed and in nobody's hands,
+with the next rescan. Nothing is lost when the disk is full or the share is gone: it is tried again. A step costs what
+it changes, whatever waits; a rescan looks at every file, and takes at most a tenth of the time.
 Structure: `step` does everything, under a clock that is given; the thread around it only waits. Events are hints
 that wake it early; a rescan finds what they missed.
 """
@@ -54,10 +55,15 @@ class SourceState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now."""
+    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now.
+
+    ``is_ours``: nobody else moves or replaces it there. ``sighting``: what it was when it was found complete.
+    """
 
     key: str
     path: Path
+    is_ours: bool
+    sighting: Sighting
     relpath: str
     board: str
     component: str
@@ -118,7 +124,8 @@ def _local_time() -> datetime:
 class FolderIntake:
     """One watched folder. ``submit`` and ``refuse`` are called by the intake's thread; they neither block nor raise.
 
-    Each of the two is answered with ``settle`` once its verdict is stored; until then the file stays.
+    Each of the two is answered with ``settle`` once its verdict is stored; until then the file stays. An arrival whose
+    file turns out to be another one by now is answered with ``withdraw`` instead: it is looked at anew.
 
     ``has_room`` is asked before each claim: while it says no, files wait where they are. ``owner`` names the agent
     (its line) in `.work/`: two agents on one folder need two names.
@@ -149,15 +156,18 @@ class FolderIntake:
         self._hints: Hints | None = None
         self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._settled: queue.SimpleQueue[Settlement] = queue.SimpleQueue()
+        self._withdrawn: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._waiting = Waiting(self._rule)
         self._recovered: deque[Claimed] = deque()
         self._in_flight: dict[str, Claimed] = {}
         self._state = SourceState.STOPPED
         self._claim_alarm: str | None = None
+        self._is_held_up = False
         self._is_polled = True
         self._was_online = False
         self._ignores_next_scan = config.ignore_existing
         self._next_scan = float("-inf")
+        self._rested_at = float("-inf")  # when a scan is a tenth of the time since it began
         self._offered = 0
         self._refused = 0
         self._wake = threading.Event()
@@ -189,6 +199,20 @@ class FolderIntake:
         self._settled.put(Settlement(judged.key, verdict, reason))
         self._wake.set()
 
+    def withdraw(self, arrival: Arrival) -> None:
+        """No verdict will come: its file is not the one that was seen. Any thread; returns at once."""
+        self._withdrawn.put(arrival.key)
+        self._wake.set()
+
+    def is_sound(self, arrival: Arrival) -> bool:
+        """Whether the folder can be read at this moment, as it was when the file was taken. Any thread; may block."""
+        return self._inbox.is_sound(is_claimed=arrival.is_ours)
+
+    @property
+    def held(self) -> int:
+        """Files that were taken or refused and are not put away yet, whatever keeps them. Any thread."""
+        return len(self._in_flight) + self._shelves.pending
+
     def statistics(self) -> IntakeStatistics:
         """The snapshot taken at the end of the last step."""
         return self._snapshot
@@ -196,6 +220,7 @@ class FolderIntake:
     def step(self, now: float) -> float:
         """Do everything that is due; how many seconds the next step may wait. For the thread, and for tests."""
         self._take_settled()
+        self._take_withdrawn(now)
         self._shelves.work(now)
         self._take_notes(now)
         if now >= self._next_scan:
@@ -219,6 +244,7 @@ class FolderIntake:
         self._stop_hints()
         self._take_settled()
         self._shelves.work(float("inf"))
+        self._inbox.leave()
         self._state = SourceState.STOPPED
         self._snapshot = self._statistics()
 
@@ -232,24 +258,47 @@ class FolderIntake:
             file = self._in_flight.pop(settled.key, None)
             if file is None:
                 log.warning("intake_settled_twice file=%s", settled.key)
-            elif self._config.after != "keep":
+            elif file.is_ours or self._config.after != "keep":  # files that are kept were claimed by an earlier run
                 self._shelves.add(Filing(file, settled.key, settled.verdict, settled.reason))
+
+    def _take_withdrawn(self, now: float) -> None:
+        while not self._withdrawn.empty():
+            file = self._in_flight.pop(self._withdrawn.get(), None)
+            if file is None:
+                continue
+            log.warning("intake_changed file=%s: written to after it was seen; looked at anew", printable(file.relpath))
+            self._waiting.reconsider(file.relpath)
+            self._next_scan = min(self._next_scan, now)
+            if file.is_ours:
+                self._put_back(file)
+
+    def _put_back(self, file: Claimed) -> None:
+        try:
+            self._inbox.unclaim(file)
+        except OSError as error:  # it stays claimed, and is offered again as whatever was left behind is
+            log.error("intake_not_put_back file=%s reason=%s", printable(file.relpath), error.strerror)
 
     def _take_notes(self, now: float) -> None:
         strongest: dict[str, Evidence] = {}
         while not self._notes.empty():
             hint = self._notes.get()
-            if hint.relpath is None or hint.relpath.endswith(MARKER):
-                self._next_scan = min(self._next_scan, now)
+            if hint.relpath is None:
+                self._scan_early(now)
             else:
                 strongest[hint.relpath] = max(strongest.get(hint.relpath, Evidence.NONE), hint.evidence)
         for relpath, evidence in strongest.items():
+            is_marker = relpath.endswith(MARKER)
             try:
-                found = self._inbox.look(relpath)
+                found = self._inbox.look(relpath.removesuffix(MARKER))
             except OSError:  # the folder went away under us: the next scan will say so
                 continue
             if found is not None:
-                self._waiting.see(found, now, evidence)
+                self._waiting.see(found, now, Evidence.NONE if is_marker else evidence)
+            elif is_marker:  # its name may lack the image's suffix
+                self._scan_early(now)
+
+    def _scan_early(self, now: float) -> None:
+        self._next_scan = min(self._next_scan, max(now, self._rested_at))
 
     def _scan(self, now: float) -> None:
         started = self._clock()
@@ -265,10 +314,13 @@ class FolderIntake:
             self._ignores_next_scan = False
             for found in listed:
                 self._waiting.pass_over(found.relpath, found.sighting)
+        self._recover()
         self._waiting.see_all(listed, now)
         for relpath in self._waiting.find_stale(now):
             log.warning("intake_stale file=%s: incomplete, or held open by its writer", printable(relpath))
-        self._next_scan = now + max(self._config.poll_s, SCAN_SHARE * (self._clock() - started))
+        ended = self._clock()
+        self._rested_at = ended + (SCAN_SHARE - 1) * (ended - started)
+        self._next_scan = max(now + self._config.poll_s, self._rested_at)
 
     def _go_online(self) -> bool:
         """Begin to watch a folder that can be read (again); False if it is watched already."""
@@ -281,11 +333,16 @@ class FolderIntake:
             tells = self._hints.start()
         self._is_polled = not tells
         log.info("intake_online folder=%s polled=%s", self._config.path, self._is_polled)
-        if not self._was_online:
-            self._was_online = True
-            self._recovered.extend(self._inbox.recover())
-            log.info("intake_recovered folder=%s files=%d", self._config.path, len(self._recovered))
         return True
+
+    def _recover(self) -> None:
+        """Take up what is claimed and in nobody's hands: an earlier run's, or what an error left behind a rename."""
+        held = {str(file.path) for file in (*self._in_flight.values(), *self._recovered, *self._shelves.files)}
+        found = list(self._inbox.recover(held))
+        self._recovered.extend(found)
+        if found or not self._was_online:
+            log.info("intake_recovered folder=%s files=%d", self._config.path, len(found))
+        self._was_online = True
 
     def _go_offline(self, error: OSError) -> None:
         if self._state is not SourceState.OFFLINE:
@@ -310,8 +367,8 @@ class FolderIntake:
                 self._offer(claimed, name)
 
     def _consider(self, now: float) -> None:
-        for candidate in self._waiting.due(now):
-            if not self._has_room():
+        while (candidate := self._waiting.first_due(now)) is not None:
+            if not self._may_take():
                 return
             try:
                 self._try_to_take(candidate.relpath, now)
@@ -319,6 +376,18 @@ class FolderIntake:
                 self._waiting.forget(candidate.relpath)
             except OSError as error:
                 self._hold(candidate, now, error)
+            finally:
+                self._waiting.end_turn(candidate, now + LOOK_AGAIN_S)
+
+    def _may_take(self) -> bool:
+        """Whether the agent has room; that most of it holds files which cannot be put away is told once."""
+        has_room, unfiled = self._has_room(), self._shelves.pending
+        if not has_room and unfiled > len(self._in_flight) and not self._is_held_up:
+            self._is_held_up = True
+            reason = "no more are taken until these can be put away"
+            log.error("intake_held_up folder=%s unfiled=%d: %s", self._config.path, unfiled, reason)
+        self._is_held_up = self._is_held_up and unfiled > 0
+        return has_room
 
     def _try_to_take(self, relpath: str, now: float) -> None:
         found = self._inbox.look(relpath)
@@ -334,12 +403,15 @@ class FolderIntake:
             return
         try:
             probe = self._inbox.probe(relpath)
-        except PermissionError:
-            self._refuse_unclaimed(relpath, found.sighting, "not permitted to read it")
+        except PermissionError:  # who copies a file may set its permissions last
+            if self._rule.is_abandoned(candidate, now):
+                self._refuse_unclaimed(relpath, found.sighting, "not permitted to read it")
+            else:
+                self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
             return
         if self._rule.is_ready(candidate, now, probe.lease, probe.completeness):
             self._take(candidate)
-        elif found.sighting.size_bytes == 0 and now - candidate.unchanged_since >= self._rule.stale_after_s:
+        elif found.sighting.size_bytes == 0 and self._rule.is_abandoned(candidate, now):
             self._refuse_unclaimed(relpath, found.sighting, "the file is empty")
         elif self._rule.is_truncated(candidate, now, probe.lease, probe.completeness):
             self._refuse_unclaimed(relpath, found.sighting, "truncated: the end of the image is missing")
@@ -375,6 +447,8 @@ class FolderIntake:
             Arrival(
                 key=key,
                 path=claimed.path,
+                is_ours=claimed.is_ours,
+                sighting=claimed.sighting,
                 relpath=claimed.relpath,
                 board=name.board,
                 component=name.component,

@@ -1,7 +1,7 @@
 """Hints from the kernel: which file was closed, renamed in or created just now.
 
 They make the intake quick, never correct: events are lost when the queue overflows, when a folder is brand new, and on
-every network share. Whoever uses them rescans anyway.
+every network share. Whoever uses them rescans anyway. What the agent itself does in its own folders is no news.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from watchdog.events import (
     FileSystemEventHandler,
 )
 
-from agent.intake.inbox import WORK
+from agent.intake.inbox import is_claim, is_own
 from agent.intake.readiness import Evidence
 
 if TYPE_CHECKING:
@@ -87,20 +87,27 @@ class Hints:
 
 class _Listener(FileSystemEventHandler):
     def __init__(self, root: Path, note: Callable[[Hint], None]) -> None:
+        self._root = str(root)
         self._prefix = f"{root}/"
-        self._work = f"{root}/{WORK}/"
         self._note = note
 
     def dispatch(self, event: FileSystemEvent) -> None:
         source, target = _text(event.src_path), _text(event.dest_path)
         if event.is_directory:
-            self._note(Hint(None))
+            if self._is_news(source) or self._is_news(target):
+                self._note(Hint(None))
         elif isinstance(event, FileMovedEvent):
-            if target.startswith(self._prefix) and not source.startswith(self._work):
+            if self._is_news(target) and not is_claim(source.removeprefix(self._prefix)):
                 self._note(Hint(target.removeprefix(self._prefix), Evidence.RENAMED))
-        elif source.startswith(self._prefix):
+        elif self._is_news(source):
             evidence = Evidence.CLOSED if isinstance(event, FileClosedEvent) else Evidence.NONE
             self._note(Hint(source.removeprefix(self._prefix), evidence))
+
+    def _is_news(self, path: str) -> bool:
+        """Whether this is the folder itself, or lies below it and outside the agent's own."""
+        if path == self._root:
+            return True
+        return path.startswith(self._prefix) and not is_own(path.removeprefix(self._prefix))
 
 
 def _text(path: bytes | str | None) -> str:

@@ -2,9 +2,12 @@
 
 Layout below the watched folder, all on its filesystem so that every step is one rename:
     .work/OWNER/[SUB/]INODE-SIZE-MTIME~NAME   claimed; the prefix keeps the identity even where inodes change
+    .work/OWNER/[SUB/].INODE-SIZE-MTIME~/NAME claimed; a name that leaves no place for the prefix
     done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged
     failed/...  failed/NAME.error.json        could not be judged, and why
-Nothing is ever overwritten, and of two agents that claim one file only one succeeds.
+Nothing is ever overwritten, and of two agents that claim one file only one succeeds. A folder of claims goes with the
+last of them. Whatever name a file can have, it can be claimed, put away and explained: a name that would become too
+long is cut, and told from others by a digest.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import json
 import os
 import re
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING
 
@@ -25,8 +30,7 @@ from agent.intake.readiness import Lease, Sighting
 from experts.images import Completeness, completeness
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Container, Iterator
 
 WORK = ".work"
 DONE = "done"
@@ -35,7 +39,12 @@ FAILED = "failed"
 SHELVES = frozenset({DONE, NG, FAILED})
 MARKER = ".done"
 UNFINISHED = ("*.part", "*.tmp", "*.filepart", "*.crdownload", "~$*", ".~lock*", f"*{MARKER}")
-CLAIMED = re.compile(r"([0-9a-f]+)-([0-9a-f]+)-([0-9a-f]+)~(.+)", re.DOTALL)
+IDENTITY = r"([0-9a-f]+)-([0-9a-f]+)-(-?[0-9a-f]+)~"  # files may be older than 1970
+VISIBLE = r"[^./][^/]*"  # what is hidden is never claimed
+CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<name>{VISIBLE})")
+NAME_BYTES = 255  # no filesystem that we know takes longer names; some take only shorter ones
+LONGEST_SUFFIX = 16  # arbitrary: whatever is longer tells no format
+MAKE_ATTEMPTS = 10
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
 
 
@@ -80,6 +89,14 @@ class Inbox:
         """The identity of one file's content in this folder: it survives claiming, crashes and restarts."""
         return f"{self._source}/{relpath}@{_identity(sighting)}"
 
+    def is_sound(self, *, is_claimed: bool) -> bool:
+        """Whether the folder can be listed; with the place of claimed files, which an empty mount point has not."""
+        try:
+            with os.scandir(self.work if is_claimed else self.root):
+                return True
+        except OSError:
+            return False
+
     def scan(self) -> Iterator[Found]:
         """Everything below the folder that could be an image, or that must be told why not. Follows no link."""
         yield from self._scan(self.root, "")
@@ -96,7 +113,7 @@ class Inbox:
         if S_ISDIR(status.st_mode):
             return None
         names = (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER)
-        is_marked = any((self.root / name).exists() for name in names)
+        is_marked = any(os.path.exists(self.root / name) for name in names)  # also where such a name is too long
         return Found(relpath, _sighting(status), is_marked, _objection(relpath, status))
 
     def probe(self, relpath: str) -> Probe:
@@ -108,9 +125,15 @@ class Inbox:
     def claim(self, relpath: str, sighting: Sighting) -> Claimed:
         """Take the file. Raises FileNotFoundError where another agent, or its owner, was faster."""
         folder, _, name = relpath.rpartition("/")
-        target = self.work / folder / f"{_identity(sighting)}~{name}"
+        prefix = f"{_identity(sighting)}~"
+        fits = len(os.fsencode(prefix + name)) <= self._name_limit
+        target = self.work / folder / (prefix + name if fits else f".{prefix}/{name}")
         self._make(target.parent)
-        (self.root / relpath).rename(target)
+        try:
+            (self.root / relpath).rename(target)
+        except OSError:
+            self._tidy(target.parent)
+            raise
         return Claimed(relpath, sighting, target)
 
     def unclaimed(self, relpath: str, sighting: Sighting) -> Claimed:
@@ -125,36 +148,51 @@ class Inbox:
         """Put the file back, because its writer was not done; a newer file of its name wins, under another name."""
         target = self.root / claimed.relpath
         self._make(target.parent)
-        place_without_overwriting(claimed.path, target, _identity(claimed.sighting))
+        self._place(claimed.path, target, _identity(claimed.sighting))
 
     def drop_marker(self, relpath: str) -> None:
         """Remove the marker that lay beside a claimed file, if there was one."""
         for name in (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER):
-            (self.root / name).unlink(missing_ok=True)
+            try:
+                (self.root / name).unlink(missing_ok=True)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:  # then there is none
+                    raise
 
-    def recover(self) -> Iterator[Claimed]:
-        """What an earlier run of the same owner claimed and did not put away, oldest first."""
+    def recover(self, held: Container[str] = ()) -> Iterator[Claimed]:
+        """What this owner has claimed, now or in an earlier run, and whose path is not among ``held``; oldest first."""
         found = []
-        for folder, _, names in os.walk(self.work):
-            below = os.path.relpath(folder, self.work)
-            for name in names:
-                parts = CLAIMED.fullmatch(name)
+        for folder, folders, names in os.walk(self.work):
+            if not folders and not names:
+                self._tidy(Path(folder))
+            for path in (f"{folder}/{name}" for name in names):
+                parts = None if path in held else CLAIMED.fullmatch(os.path.relpath(path, self.work))
                 if parts:
-                    sighting = Sighting(*(int(part, 16) for part in parts.group(1, 2, 3)))
-                    relpath = parts[4] if below == "." else f"{below}/{parts[4]}"
-                    found.append(Claimed(relpath, sighting, self.work / os.path.relpath(f"{folder}/{name}", self.work)))
+                    sighting = Sighting(*(int(part, 16) for part in parts.group(2, 3, 4, 5, 6, 7) if part is not None))
+                    found.append(Claimed(parts["sub"] + parts["name"], sighting, Path(path)))
         yield from sorted(found, key=lambda claimed: (claimed.sighting.mtime_ns, claimed.relpath))
 
     def put_away(self, path: Path, relpath: str, shelf: str, identity: str) -> Path:
         """Move a file to a shelf (`done/2026-05-01`), under another name where that is taken. Returns where it lies."""
         target = self.root / shelf / relpath
         self._make(target.parent)
-        return place_without_overwriting(path, target, identity)
+        return self._place(path, target, identity)
+
+    def delete(self, claimed: Claimed) -> None:
+        """Remove the file for good; nothing happens if it is gone."""
+        claimed.path.unlink(missing_ok=True)
+        self._tidy(claimed.path.parent)
+
+    def leave(self) -> None:
+        """Remove the folder of this owner's claims, and that of all owners, where nothing is claimed."""
+        with suppress(OSError):  # not empty, or none of ours to remove: it stays
+            self.work.rmdir()
+            self.work.parent.rmdir()
 
     def explain(self, failed: Path, explanation: dict[str, object]) -> None:
         """Write `NAME.error.json` beside a failed file, whole or not at all."""
-        target = failed.with_name(failed.name + ".error.json")
-        draft = target.with_name(f".{target.name}.tmp")
+        target = failed.with_name(fitted(failed.name, ".error.json", self._name_limit))
+        draft = target.with_name(fitted(f".{target.name}", ".tmp", self._name_limit))
         draft.write_text(json.dumps(explanation, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.replace(target)
 
@@ -162,7 +200,37 @@ class Inbox:
         """Make a folder below the watched one, but never that one: where a share is gone, nothing takes its place."""
         if not self.root.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.root))
-        folder.mkdir(parents=True, exist_ok=True)
+        for attempt in range(MAKE_ATTEMPTS):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError:  # another agent removed `.work`, which was empty, in between
+                if attempt + 1 == MAKE_ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _place(self, source: Path, target: Path, identity: str) -> Path:
+        place = place_without_overwriting(source, target, identity, self._name_limit)
+        self._tidy(source.parent)
+        return place
+
+    def _tidy(self, folder: Path) -> None:
+        """Remove a folder of claims that has become empty, and those above it, but not this owner's own.
+
+        That one stays until `leave`: else a line with time between two images would make and remove it for each.
+        """
+        with suppress(OSError):  # not empty, or gone, or not ours to remove
+            while self.work in folder.parents:
+                folder.rmdir()
+                folder = folder.parent
+
+    @property
+    def _name_limit(self) -> int:
+        """How long a name may be here, in bytes."""
+        try:
+            return min(os.pathconf(self.root, "PC_NAME_MAX"), NAME_BYTES)
+        except OSError:
+            return NAME_BYTES
 
     def _scan(self, folder: Path, prefix: str) -> Iterator[Found]:
         with os.scandir(folder) as entries:
@@ -178,19 +246,29 @@ class Inbox:
                     continue
                 status = entry.stat(follow_symlinks=False)
             except OSError as error:
-                if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.EACCES}:
-                    continue  # gone meanwhile, or a subfolder that is not ours to read
+                if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG}:
+                    continue  # gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
                 raise
             stem = os.path.splitext(entry.name)[0]
             is_marked = entry.name + MARKER in names or stem + MARKER in names
             yield Found(relpath, _sighting(status), is_marked, _objection(relpath, status))
 
 
+def is_claim(relpath: str) -> bool:
+    """Whether a path below the folder is that of an agent's claims, or of one of them."""
+    return relpath.partition("/")[0] == WORK
+
+
+def is_own(relpath: str) -> bool:
+    """Whether a path below the folder is an agent's: a shelf, the claims, or below one of these."""
+    return relpath.partition("/")[0] in SHELVES or is_claim(relpath)
+
+
 def is_ignored(relpath: str) -> bool:
     """Whether a path below the folder is hidden, unfinished by its name, a marker, or the agent's own."""
-    parts = relpath.split("/")
-    if parts[0] in SHELVES:
+    if is_own(relpath):
         return True
+    parts = relpath.split("/")
     return any(part.startswith(".") or any(fnmatchcase(part.lower(), name) for name in UNFINISHED) for part in parts)
 
 
@@ -210,9 +288,20 @@ def lease_of(descriptor: int) -> Lease:
     return Lease.FREE
 
 
-def place_without_overwriting(source: Path, target: Path, identity: str) -> Path:
+def fitted(name: str, ending: str, limit_bytes: int) -> str:
+    """``name`` with ``ending``; where that is too long the name is cut, and its digest tells it from others."""
+    if len(os.fsencode(name + ending)) <= limit_bytes:
+        return name + ending
+    ending = f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}{ending}"
+    while name and len(os.fsencode(name + ending)) > limit_bytes:
+        name = name[:-1]  # a whole character
+    return name + ending
+
+
+def place_without_overwriting(source: Path, target: Path, identity: str, limit_bytes: int = NAME_BYTES) -> Path:
     """Rename ``source``; where the name is taken, to `NAME~IDENTITY.SUFFIX`. Safe to repeat after a crash."""
-    for name in (target.name, f"{target.stem}~{identity}{target.suffix}"):
+    suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
+    for name in (target.name, fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)):
         place = target.with_name(name)
         try:
             os.link(source, place, follow_symlinks=False)

@@ -111,12 +111,16 @@ class Rule:
         or let it lie for ``stale_after_s``."""
         if lease is Lease.HELD or completeness is not Completeness.CUT or not self.is_due(candidate, now):
             return False
-        return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= self.stale_after_s
+        return self._is_vouched_for(candidate) or self.is_abandoned(candidate, now)
+
+    def is_abandoned(self, candidate: Candidate, now: float) -> bool:
+        """Whether it has been unchanged for so long that nobody will change it any more."""
+        return now - candidate.unchanged_since >= self.stale_after_s
 
     def _is_vouched_for(self, candidate: Candidate) -> bool:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
-    def is_stale(self, candidate: Candidate, now: float) -> bool:
-        """Whether it has been unchanged for long and is still not complete, as far as anybody looked."""
+    def stale_at(self, candidate: Candidate) -> float | None:
+        """When it will have been unchanged for long and still not be complete; None while nobody has looked into it."""
         was_looked_into = candidate.not_before > float("-inf") or self.due_at(candidate) is None
-        return was_looked_into and now - candidate.unchanged_since >= self.stale_after_s
+        return candidate.unchanged_since + self.stale_after_s if was_looked_into else None

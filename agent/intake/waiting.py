@@ -1,9 +1,14 @@
-"""The files of a folder that wait to be taken, and those that stay there and were dealt with. Pure bookkeeping."""
+"""The files of a folder that wait to be taken, and those that stay there and were dealt with. Pure bookkeeping.
+
+However many wait, a call costs what it changes: O(log n) a file, amortised. Only `see_all` looks at every file.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from agent.intake.ranking import Ranking
 from agent.intake.readiness import Candidate, Evidence, Rule, Sighting
 
 if TYPE_CHECKING:
@@ -19,7 +24,11 @@ class Waiting:
         self._rule = rule
         self._candidates: dict[str, Candidate] = {}
         self._passed: dict[str, Sighting] = {}
-        self._stale: set[str] = set()
+        self._settling = Ranking()  # by when they will have settled
+        self._settled = Ranking()  # by when they were written
+        self._aging = Ranking()  # by when they will be stale
+        self._stale: list[str] = []  # sorted
+        self._stale_seen: tuple[str, ...] | None = ()
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -30,7 +39,9 @@ class Waiting:
     @property
     def stale(self) -> tuple[str, ...]:
         """Files that stay incomplete, sorted."""
-        return tuple(sorted(self._stale))
+        if self._stale_seen is None:
+            self._stale_seen = tuple(self._stale)
+        return self._stale_seen
 
     def see(self, found: Found, now: float, evidence: Evidence = Evidence.NONE) -> None:
         """One file as it was just looked at, with what an event said of it."""
@@ -40,8 +51,8 @@ class Waiting:
         known = self._candidates.get(found.relpath)
         candidate = known.seen(found.sighting, now) if known else Candidate(found.relpath, found.sighting, now)
         if candidate is not known:
-            self._stale.discard(found.relpath)
-        self._candidates[found.relpath] = candidate.shown(Evidence.MARKED if found.is_marked else evidence)
+            self._drop_stale(found.relpath)
+        self._put(candidate.shown(Evidence.MARKED if found.is_marked else evidence))
 
     def see_all(self, found: Iterable[Found], now: float) -> None:
         """All files of the folder, as just listed: the others are gone."""
@@ -57,35 +68,82 @@ class Waiting:
         self.forget(relpath)
         self._passed[relpath] = sighting
 
+    def reconsider(self, relpath: str) -> None:
+        """What was dealt with under this name was not what lies there: it is a candidate when it is seen again."""
+        self._passed.pop(relpath, None)
+
     def forget(self, relpath: str) -> None:
         """This file is gone."""
         self._candidates.pop(relpath, None)
-        self._stale.discard(relpath)
+        for ranking in (self._settling, self._settled, self._aging):
+            ranking.drop(relpath)
+        self._drop_stale(relpath)
 
     def clear(self) -> None:
         """The folder is gone; what was passed over still is when it comes back."""
         self._candidates.clear()
+        for ranking in (self._settling, self._settled, self._aging):
+            ranking.clear()
         self._stale.clear()
+        self._stale_seen = ()
 
-    def due(self, now: float) -> list[Candidate]:
-        """The files that have settled, in the order in which they were written."""
-        due = [candidate for candidate in self._candidates.values() if self._rule.is_due(candidate, now)]
-        return sorted(due, key=lambda candidate: (candidate.sighting.mtime_ns, candidate.relpath))
+    def first_due(self, now: float) -> Candidate | None:
+        """Of the files that have settled, the one that was written first: it is due until it is dealt with."""
+        while (relpath := self._settling.first(now)) is not None:
+            self._settling.drop(relpath)
+            self._settled.put(relpath, self._candidates[relpath].sighting.mtime_ns)
+        first = self._settled.first()
+        return None if first is None else self._candidates[first]
 
     @property
     def next_due(self) -> float | None:
-        """When the next file will have settled; None if none will without a further sign."""
-        times = (self._rule.due_at(candidate) for candidate in self._candidates.values())
-        return min((at for at in times if at is not None), default=None)
+        """When the next file will have settled, -inf if one has; None if none will without a further sign."""
+        return float("-inf") if self._settled else self._settling.first_rank
 
     def postpone(self, relpath: str, until: float) -> None:
         """Do not look into this file before then; nothing happens if it is gone."""
         if relpath in self._candidates:
-            self._candidates[relpath] = self._candidates[relpath].postponed(until)
+            self._put(self._candidates[relpath].postponed(until))
+
+    def end_turn(self, candidate: Candidate, until: float) -> None:
+        """Postpone a file that was due and that nothing was decided of, so that it holds up no other."""
+        if self._candidates.get(candidate.relpath) is candidate:
+            self.postpone(candidate.relpath, until)
 
     def find_stale(self, now: float) -> tuple[str, ...]:
-        """The files that have become stale since the last call."""
-        stale = {candidate.relpath for candidate in self._candidates.values() if self._rule.is_stale(candidate, now)}
-        news = stale - self._stale
-        self._stale |= news
+        """The files that have become stale since the last call, sorted."""
+        news = []
+        while (relpath := self._aging.first(now)) is not None:
+            self._aging.drop(relpath)
+            news.append(relpath)
+        if news:
+            self._stale = sorted([*self._stale, *news])
+            self._stale_seen = None
         return tuple(sorted(news))
+
+    def _put(self, candidate: Candidate) -> None:
+        """Know a file by this; the rule is asked only of what is new."""
+        relpath = candidate.relpath
+        if self._candidates.get(relpath) is candidate:
+            return
+        self._candidates[relpath] = candidate
+        self._settled.drop(relpath)
+        _rank(self._settling, relpath, self._rule.due_at(candidate))
+        if not self._is_stale(relpath):
+            _rank(self._aging, relpath, self._rule.stale_at(candidate))
+
+    def _is_stale(self, relpath: str) -> bool:
+        place = bisect_left(self._stale, relpath)
+        return place < len(self._stale) and self._stale[place] == relpath
+
+    def _drop_stale(self, relpath: str) -> None:
+        if self._is_stale(relpath):
+            del self._stale[bisect_left(self._stale, relpath)]
+            self._stale_seen = None
+
+
+def _rank(ranking: Ranking, relpath: str, rank: float | None) -> None:
+    if rank is None:
+        ranking.drop(relpath)
+    else:
+        ranking.put(relpath, rank)

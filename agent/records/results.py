@@ -2,16 +2,18 @@
 
 Guarantees: a row is on the disk before its callback runs, and pending until it has run; rows have gap-free sequence
 numbers in the order of commit; a key is stored once, whoever sends it again; a disk that is full or a file that is
-locked loses nothing: the rows wait, and are tried again until they are in.
+locked loses nothing: the rows wait, and are tried again until they are in; so they are whatever else fails, and the
+alarm says what. Where the file is moved or deleted while it is written, a new one is begun, and told: no row goes
+where nobody will look for it.
 Why one writer thread: commits are synced to the disk, so that many rows share one (group commit).
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import queue
-import sqlite3
 import threading
 import time
 from contextlib import closing
@@ -19,11 +21,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from agent.boards import BoardVerdict, Inspection
+from agent.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import BUSY_TIMEOUT_S, open_for_reading, open_for_writing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
+    import sqlite3
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
@@ -37,6 +40,7 @@ FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 5.0
 READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
 IDLE_CHECKPOINT_S = 5.0
+LARGEST_SEQ = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,24 +171,16 @@ class ResultReader:
                 return
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
 
-    def inspections(self, since: datetime) -> Iterator[Inspection]:
-        """What boards saw, finished at ``since`` or later, in the order in which it was stored."""
-        last = self._before(since)
+    def newest_first(self) -> Iterator[StoredResult]:
+        """Every result as a restart reads it, the latest stored first, read as far as it is asked for."""
+        before = LARGEST_SEQ
         while rows := self._rows(
             "SELECT seq, board, board_type, component, ref, verdict, finished_at FROM results"
-            " WHERE seq > ? AND finished_at >= ? AND board_type IS NOT NULL AND board IS NOT NULL AND ref IS NOT NULL"
-            " ORDER BY seq LIMIT ?",
-            (last, _text(since), READ_ROWS),
+            " WHERE seq < ? ORDER BY seq DESC LIMIT ?",
+            (before, READ_ROWS),
         ):
-            for _, serial, board_type, component, ref, verdict, finished_at in rows:
-                at = datetime.fromisoformat(finished_at)
-                yield Inspection(serial, board_type, component, ref, Verdict(verdict), at)
-            last = rows[-1]["seq"]
-
-    def latest_at(self) -> datetime | None:
-        """When the latest result was finished; None while there is none."""
-        text = self._rows("SELECT max(finished_at) FROM results", ())[0][0]
-        return None if text is None else datetime.fromisoformat(text)
+            yield from (_stored_result(row) for row in rows)
+            before = rows[-1]["seq"]
 
     def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
         """Board verdicts closed at ``since`` or later; of these the newest ``limit``, oldest first."""
@@ -214,7 +210,9 @@ class ResultStore(ResultReader):
 
     def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         super().__init__(path)
+        self._busy_timeout_s = busy_timeout_s
         self._database = open_for_writing(path, busy_timeout_s)
+        self._file = _file_at(path)
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -274,7 +272,7 @@ class ResultStore(ResultReader):
 
     def _run(self) -> None:
         has_log = is_closing = False
-        with closing(self._database):
+        try:
             while not (is_closing and self._queue.empty()) and not self._abandoned.is_set():
                 group, is_last = self._next_group()
                 is_closing = is_closing or is_last
@@ -284,6 +282,8 @@ class ResultStore(ResultReader):
                 elif has_log and not is_closing:
                     self._checkpoint()
                     has_log = False
+        finally:
+            self._database.close()
 
     def _next_group(self) -> tuple[list[_Pending], bool]:
         """Up to GROUP_ROWS records, waiting GROUP_WAIT_S after the first; and whether the store is closing."""
@@ -306,15 +306,36 @@ class ResultStore(ResultReader):
         wait_s = FIRST_RETRY_S
         while not self._abandoned.is_set():
             try:
+                if self._file is None or _file_at(self.path) != self._file:
+                    self._begin_anew()
                 with self._database.atomic():
                     recorded = [pending.write(self._database) for pending in group]
-            except sqlite3.DatabaseError as error:
+            except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread: told as an alarm
                 self._raise_alarm(error, len(group))
                 self._abandoned.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_RETRY_S)
                 continue
             self._settle(group, recorded)
             return
+
+    def _begin_anew(self) -> None:
+        """The file was moved or deleted, or another took its place.
+
+        Its last rows may be in its log, which lies under the name of the new one's: they are written to it first.
+        """
+        if self._file is not None:
+            self._checkpoint()
+        self._file = None
+        self._database.close()
+        if not self.path.parent.is_dir():  # a disk that is gone: nothing takes its place
+            raise FileNotFoundError(errno.ENOENT, "the folder of the results is gone", str(self.path.parent))
+        self._database = open_for_writing(self.path, self._busy_timeout_s)
+        self._file = _file_at(self.path)
+        log.error(
+            "results_file_gone file=%s: it was moved, deleted or replaced while the agent writes it; the agent goes on "
+            "with the file that is there, or a new one; earlier results are where it was moved to",
+            self.path,
+        )
 
     def _settle(self, group: list[_Pending], recorded: list[Recorded]) -> None:
         with self._lock:
@@ -329,19 +350,29 @@ class ResultStore(ResultReader):
             with self._lock:
                 self._pending -= 1
 
-    def _raise_alarm(self, error: sqlite3.DatabaseError, rows: int) -> None:
+    def _raise_alarm(self, error: Exception, rows: int) -> None:
+        reason = str(error) or type(error).__name__
         with self._lock:
-            is_news = self._alarm != str(error)
-            self._alarm = str(error)
+            is_news = self._alarm != reason
+            self._alarm = reason
             self._failed_commits += 1
         if is_news:
-            log.error("results_not_committed rows=%d file=%s reason=%s: kept and retried", rows, self.path, error)
+            log.error("results_not_committed rows=%d file=%s reason=%s: kept and retried", rows, self.path, reason)
 
     def _checkpoint(self) -> None:
         try:
             self._database.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        except sqlite3.DatabaseError as error:
+        except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread
             log.warning("results_checkpoint_failed file=%s reason=%s", self.path, error)
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Which file lies there: its device and inode; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _call(on_committed: OnRecorded, recorded: Recorded) -> None:
@@ -393,6 +424,14 @@ def _result_row(row: sqlite3.Row) -> ResultRow:
     values["arrived_at"] = datetime.fromisoformat(values["arrived_at"])
     values["finished_at"] = datetime.fromisoformat(values["finished_at"])
     return ResultRow(row["seq"], Result(**values))
+
+
+def _stored_result(row: sqlite3.Row) -> StoredResult:
+    at = datetime.fromisoformat(row["finished_at"])
+    serial, board_type, ref = row["board"], row["board_type"], row["ref"]
+    if serial is None or board_type is None or ref is None:
+        return StoredResult(at, None)
+    return StoredResult(at, Inspection(serial, board_type, row["component"], ref, Verdict(row["verdict"]), at))
 
 
 def _board_row(row: sqlite3.Row) -> BoardRow:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +36,7 @@ from experts.errors import CoServeError, ImageError, MemoryExceeded, OutputInval
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
 
 
@@ -60,8 +61,17 @@ class ImageFile:
     max_pixels: int
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image file's bytes, with the name that a rejection calls it by and a limit of pixels of its own."""
+
+    content: bytes
+    name: str
+    max_pixels: int
+
+
 # pixels (height, width, 3) uint8 RGB, an encoded file's bytes, or a file: with the agent's limit of pixels or its own
-ImageSource = np.ndarray | bytes | Path | ImageFile
+ImageSource = np.ndarray | bytes | Path | EncodedImage | ImageFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +96,41 @@ class _Work:
     prepared: tuple[Future[Prepared | Rejected], ...]
 
 
+class ByteGate:
+    """Lets in what fits together into so many bytes, in the order of its asking; what is larger goes in alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._inside_bytes = 0
+        self._changed = Condition()
+        self._asking = Lock()
+
+    @contextmanager
+    def room_for(self, size_bytes: int) -> Iterator[None]:
+        """Wait for room, and keep it while the context is open."""
+        taken_bytes = min(size_bytes, self._limit_bytes)
+        with self._asking, self._changed:
+            self._changed.wait_for(lambda: self._inside_bytes + taken_bytes <= self._limit_bytes)
+            self._inside_bytes += taken_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside_bytes -= taken_bytes
+                self._changed.notify_all()
+
+
 class Preparation:
-    """Decodes and prepares images on a few threads that all executors share."""
+    """Decodes and prepares images on a few threads that all executors share.
+
+    Images in decoding take DECODING_BYTES together at most. What the box has no memory for is not the image's fault:
+    such a MemoryError is the future's, all else is a Prepared or Rejected.
+    """
 
     def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self._threads = DaemonThreads(threads, "prepare", lambda: use_threads(1))
         self._max_pixels = max_pixels
+        self._gate = ByteGate(DECODING_BYTES)
 
     def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
         """Begin to prepare an image for an expert. ``name`` is what a rejection calls it."""
@@ -106,6 +145,8 @@ class Preparation:
             return backend_for(expert.architecture).prepare(expert, self._pixels(image, name))
         except ImageError as error:
             return Rejected(str(error))
+        except MemoryError:
+            raise
         except Exception as error:
             logger.exception("preparation_broke expert=%s image=%s", expert.id, name)
             return Rejected(f"{name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}")
@@ -113,9 +154,11 @@ class Preparation:
     def _pixels(self, image: ImageSource, name: str) -> np.ndarray:
         if isinstance(image, np.ndarray):
             return image
+        if isinstance(image, EncodedImage):
+            return read_image(image.content, name, image.max_pixels, self._gate.room_for)
         if isinstance(image, ImageFile):
-            return read_image(image.path, name, image.max_pixels)
-        return read_image(image, name, self._max_pixels)
+            return read_image(image.path, name, image.max_pixels, self._gate.room_for)
+        return read_image(image, name, self._max_pixels, self._gate.room_for)
 
 
 class BatchExecutor:
@@ -231,6 +274,8 @@ def own_stream(device: str) -> AbstractContextManager[object]:
 
 def image_name(image: ImageSource, request: int) -> str:
     """What messages call an image: its file's name, or its request."""
+    if isinstance(image, EncodedImage):
+        return image.name
     if isinstance(image, ImageFile):
         return image.path.name
     return image.name if isinstance(image, Path) else f"image of request {request}"

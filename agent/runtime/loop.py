@@ -121,6 +121,14 @@ class LoopStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchWatch:
+    """Who is told, on the loop's thread, which requests a batch is about to run, and that it has its answer."""
+
+    begun: Callable[[Sequence[int]], None]
+    ended: Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Workshop:
     """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``."""
 
@@ -176,6 +184,8 @@ class AgentLoop:
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
         self._records: deque[DecisionRecord] = deque(maxlen=options.decision_records)
+        self._batches: dict[int, tuple[int, ...]] = {}  # requests of the open ones
+        self._watch: BatchWatch | None = None
         self._crash: AgentCrashed | None = None
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
         self._changed = Condition()  # also guards the two above
@@ -186,6 +196,7 @@ class AgentLoop:
             effects.StartBatch: self._start_batch,
             effects.Evict: self._evict,
             effects.Assigned: self._record,
+            effects.StandingChanged: self._log_standing,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
         }
@@ -198,6 +209,10 @@ class AgentLoop:
             executor.start()
         self._thread.start()
         self._heap_keeper.start()
+
+    def watch_batches(self, watch: BatchWatch) -> None:
+        """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
+        self._watch = watch
 
     def submit(self, image: ImageSource, *, component: str | None = None, expert: str | None = None) -> int:
         """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given."""
@@ -353,6 +368,8 @@ class AgentLoop:
             return events.Tick()
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, events.Finished | events.BatchFailed):
+            self._batch_answered(event.batch)
         started = time.perf_counter()
         decided = self._engine.handle(event, self._clock())
         self._decision_s.append(time.perf_counter() - started)
@@ -371,9 +388,17 @@ class AgentLoop:
     def _start_batch(self, effect: effects.StartBatch) -> None:
         self._open.open_batch(effect, self._clock())
         batch = effect.batch
+        self._batches[batch.id] = batch.requests
+        if self._watch is not None:
+            self._watch.begun(batch.requests)
         expert = self._workshop.copies[batch.copy].expert
         images = [self._images[request] for request in batch.requests]
         self._workshop.executors[batch.executor].start_batch(batch, expert, images)
+
+    def _batch_answered(self, batch: int) -> None:
+        requests = self._batches.pop(batch, ())
+        if self._watch is not None:
+            self._watch.ended(requests)
 
     def _evict(self, effect: effects.Evict) -> None:
         self._workshop.transfers.evict(effect)
@@ -385,6 +410,16 @@ class AgentLoop:
 
     def _record(self, decision: effects.Assigned | effects.Evict) -> None:
         self._records.append(DecisionRecord(self._clock(), decision))
+
+    def _log_standing(self, effect: effects.StandingChanged) -> None:
+        if effect.standing is effects.Standing.QUARANTINE:
+            logger.error("expert_quarantined expert=%s reason=%s", effect.expert, effect.reason)
+        elif effect.standing is effects.Standing.PROBATION:
+            logger.warning(
+                "expert_on_probation expert=%s retry_s=%.1f reason=%s", effect.expert, effect.retry_s, effect.reason
+            )
+        else:
+            logger.info("expert_serves_again expert=%s reason=%s", effect.expert, effect.reason)
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
         self._on_outcome(effect.request, effect.outcome)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Packable:
     """An expert's weights ready to be laid down: execution dtype, memory format in the strides.
 
-    ``program`` is what a skeleton needs beside the tensors (ONNX: the graph without its weights); experts with equal
-    programs and equal tensor tables share skeletons.
+    ``program`` is what a skeleton needs beside the tensors (ONNX: the graph without its weights), or is built for where
+    the tensors do not show it; experts with equal programs and equal tensor tables share skeletons.
     """
 
     tensors: Mapping[str, Tensor]
@@ -55,7 +55,8 @@ class Skeleton(Protocol):
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         """One prediction per prepared image, in order. An empty batch is the caller's error: ValueError.
 
-        Raises OutputInvalid where the expert answers with something that is not a number.
+        Raises OutputInvalid where the expert answers, for any of the images, with something that is not a number or
+        with more than can be judged.
         """
 
 
@@ -74,13 +75,23 @@ class Backend(Protocol):
         Raises WeightsMissing, WeightsCorrupt, WeightsRefused, or WeightsMismatch with the names that do not fit.
         """
 
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        """Whatever the skeletons of an expert's form are copies of, made now; to be held, and for nothing else.
+
+        While it is held, ``skeleton`` copies and never constructs, for this form on this device and number of torch's
+        threads. Raises like ``skeleton``.
+        """
+
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
-        """A new unbound skeleton; called rarely, then kept. ``device`` is a torch device string."""
+        """A new unbound skeleton; called rarely, then kept. ``device`` is a torch device string.
+
+        Batches may run on other threads meanwhile, of any expert. Raises WeightsMismatch, BackendUnavailable.
+        """
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         """Scale and normalise one image: uint8 RGB (height, width, 3), of any size. Thread-safe."""
 
-    def recipe(self, precision: Precision) -> str:
+    def recipe(self, expert: Expert, precision: Precision) -> str:
         """What decides on packed bytes beside the expert and its file, such as a runtime's version; mostly nothing."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:

@@ -1,25 +1,32 @@
-"""BatchNorm folded into the convolution before it, where the module's own graph proves that it may be.
+"""BatchNorm folded into the convolution before it, where a run of the module proves that it may be.
 
-Proof: traced in inference mode, the convolution's output goes to the BatchNorm and nowhere else, and either of the two
-is called exactly once. Then BatchNorm is an affine map of the convolution's channels, and the convolution absorbs it.
-Others (BatchNorm first, as in DenseNet; modules without BatchNorm, as in transformers) stay as they are.
+Proof: run once in inference mode on the meta device, the convolution's output goes to the BatchNorm and to no other
+operator, and either of the two is called exactly once. Then BatchNorm is an affine map of the convolution's channels,
+and the convolution absorbs it. Others (BatchNorm first, as in DenseNet; modules without BatchNorm, as in transformers)
+stay as they are.
+
+Guarantees: nothing is changed that another thread could run into while the proof is made: the hooks are the module's
+own, and the operators watched are the calling thread's. (torch.fx would tell the same pairs, but replaces
+``Module.__call__`` for the whole process while it traces: batches on other threads fail.)
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import BatchNorm2d, Conv2d, Identity
 from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
-    from torch.fx import Graph, Node
     from torch.nn import Module
 
 
@@ -32,14 +39,88 @@ class FoldablePair:
     epsilon: float
 
 
-def foldable_pairs(module: Module) -> tuple[FoldablePair, ...]:
-    """All pairs of a module in inference mode; empty where there is no BatchNorm."""
-    modules = dict(module.named_modules())
-    if not any(isinstance(part, BatchNorm2d) for part in modules.values()):
+def foldable_pairs(module: Module, size: tuple[int, int]) -> tuple[FoldablePair, ...]:
+    """All pairs of a module in inference mode on the meta device, in the order they run; empty without a BatchNorm.
+
+    ``size``: height and width of images that it takes. The module is the caller's alone meanwhile.
+    """
+    if not any(isinstance(part, BatchNorm2d) for part in module.modules()):
         return ()
-    graph = torch.fx.symbolic_trace(module).graph
-    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    return tuple(_pairs(graph, modules, calls))
+    with ExitStack() as watching, torch.no_grad():
+        reads = _Reads()
+        for name, part in module.named_modules():
+            if type(part) is Conv2d:
+                watching.enter_context(part.register_forward_hook(reads.convolved(name)))
+            elif type(part) is BatchNorm2d and part.affine and part.track_running_stats:
+                watching.enter_context(part.register_forward_pre_hook(reads.norm_begins(name, part.eps)))
+                watching.enter_context(part.register_forward_hook(reads.norm_ends))
+        watching.enter_context(reads)
+        answer = module(torch.empty((1, 3, *size), device="meta"))
+    reads.count(answer)
+    return reads.pairs()
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed by mypy here
+    """Counts, of every convolution's output, the BatchNorms and the other operators that take it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outputs: dict[int, Tensor] = {}  # by id; kept, so that no later tensor has an id of theirs
+        self._sources: dict[int, str] = {}  # the same tensors' convolutions
+        self._calls: Counter[str] = Counter()
+        self._reads: Counter[str] = Counter()  # by convolution, those of BatchNorms included
+        self._pairs: list[FoldablePair] = []
+        self._is_in_norm = False
+
+    def convolved(self, name: str) -> Callable[..., None]:
+        """The hook of a convolution that ends."""
+
+        def ends(module: Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            self._calls[name] += 1
+            self._outputs[id(output)] = output
+            self._sources[id(output)] = name
+
+        return ends
+
+    def norm_begins(self, name: str, epsilon: float) -> Callable[..., None]:
+        """The hook of a BatchNorm that begins: however many operators it is made of, it reads its input once."""
+
+        def begins(module: Module, inputs: tuple[Any, ...]) -> None:
+            self._calls[name] += 1
+            self.count(inputs)
+            self._is_in_norm = True
+            source = self._sources.get(id(inputs[0])) if inputs else None
+            if source is not None:
+                self._pairs.append(FoldablePair(source, name, epsilon))
+
+        return begins
+
+    def norm_ends(self, module: Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """The hook of a BatchNorm that ends."""
+        self._is_in_norm = False
+
+    def count(self, values: object) -> None:
+        """Something takes these, or is answered with them."""
+        self._reads.update(self._sources[id(value)] for value in tree_leaves(values) if id(value) in self._sources)
+
+    def pairs(self) -> tuple[FoldablePair, ...]:
+        """Those where each was called once and nothing else took what the convolution made."""
+        return tuple(
+            pair
+            for pair in self._pairs
+            if self._calls[pair.convolution] == self._calls[pair.batchnorm] == self._reads[pair.convolution] == 1
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  torch's own signature
+        if not self._is_in_norm:
+            self.count((args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 def fold_structure(module: Module, pairs: Sequence[FoldablePair]) -> None:
@@ -75,28 +156,3 @@ def fold_weights(tensors: Mapping[str, Tensor], pairs: Sequence[FoldablePair]) -
 
 
 _NORM_KEYS = ("weight", "bias", "running_mean", "running_var")
-
-
-def _pairs(graph: Graph, modules: Mapping[str, Module], calls: Mapping[object, int]) -> list[FoldablePair]:
-    pairs: list[FoldablePair] = []
-    for node in graph.nodes:
-        source = node.args[0] if node.op == "call_module" and node.args else None
-        if not isinstance(source, torch.fx.Node) or not _is_foldable(source, node, modules, calls):
-            continue
-        norm = modules[str(node.target)]
-        assert isinstance(norm, BatchNorm2d)
-        pairs.append(FoldablePair(str(source.target), str(node.target), norm.eps))
-    return pairs
-
-
-def _is_foldable(source: Node, node: Node, modules: Mapping[str, Module], calls: Mapping[object, int]) -> bool:
-    norm = modules[str(node.target)]
-    return (
-        source.op == "call_module"
-        and type(modules[str(source.target)]) is Conv2d
-        and type(norm) is BatchNorm2d
-        and norm.affine
-        and norm.track_running_stats
-        and len(source.users) == 1
-        and calls[source.target] == calls[node.target] == 1
-    )

@@ -22,11 +22,13 @@ from experts.backends.base import Packable
 from experts.backends.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
 from experts.backends.binding import Binding
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
+from experts.backends.made_once import MadeOnce
+from experts.backends.outputs import require_numbers
 from experts.backends.pixels import stretched
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict, saving
 from experts.backends.weightless import Weightless
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import WeightsMismatch
 from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.
 RESNETS = ("resnet", "resnext", "wide_resnet")  # the families that take another stem
 FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
+TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+ANY_SIZE = (224, 224)  # that every family without a size of its own takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class _Form:
     size: tuple[int, int] | None  # height and width where the weights depend on them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Template:
     """A module without memory: as its weights come, and as they are run."""
 
@@ -86,7 +90,7 @@ class ClassifierSkeleton:
         with torch.inference_mode():
             images = torch.stack([prepared.tensor for prepared in batch])
             images = images.to(self._device, self._dtype, memory_format=self._memory_format)
-            return predictions(expert, self._module(images).float().softmax(dim=1))
+            return _answered(expert, (self._module(images),), batch)
 
 
 class ClassifierBackend:
@@ -109,7 +113,12 @@ class ClassifierBackend:
             from experts.backends.onnxruntime_form import packable
 
             return packable(expert, _runtime_form(form, (expert.input.height, expert.input.width)), ready)
-        return Packable(ready)
+        return Packable(ready, _unseen_structure(expert))
+
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        if precision is Precision.ONNXRUNTIME:
+            return self.skeleton(expert, precision, program, device)
+        return _template(_form(expert))
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
         if precision is Precision.ONNXRUNTIME:
@@ -123,8 +132,8 @@ class ClassifierBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
-    def recipe(self, precision: Precision) -> str:
-        return runtime_recipe(precision)
+    def recipe(self, expert: Expert, precision: Precision) -> str:
+        return runtime_recipe(precision) or _unseen_structure(expert).decode()
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         size = (expert.input.height, expert.input.width)
@@ -153,9 +162,8 @@ def write_random_weights(path: Path, architecture: str, class_count: int, seed: 
 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:
     """One prediction per row of (n, labels). Raises OutputInvalid where a row holds something that is not a number."""
+    require_numbers(expert, probabilities)
     scores, winners = (values.tolist() for values in probabilities.max(dim=1))
-    if not bool(torch.isfinite(probabilities).all()):
-        raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
     return tuple(Prediction(expert.labels[winner], score) for winner, score in zip(winners, scores, strict=True))
 
 
@@ -170,6 +178,13 @@ def _form(expert: Expert) -> _Form:
         return _form_of(expert.architecture, len(expert.labels), expert.stem, size)
     except ValueError as error:
         raise WeightsMismatch(expert.id, str(error)) from error
+
+
+def _unseen_structure(expert: Expert) -> bytes:
+    """What a module is built for and its weights do not show: a MaxViT's input size, by which it cuts its windows."""
+    if not expert.architecture.startswith("maxvit_"):
+        return b""
+    return f"for images of {expert.input.height}x{expert.input.width}".encode()
 
 
 def _form_of(architecture: str, label_count: int, stem: str | None, size: tuple[int, int]) -> _Form:
@@ -197,18 +212,19 @@ def _build(form: _Form, *, init_weights: bool) -> Module:
     return module
 
 
-@lru_cache(maxsize=64)
-def _template(form: _Form) -> _Template:
+def _make_template(form: _Form) -> _Template:
     with Weightless():
         original = _build(form, init_weights=False).to("meta").eval().requires_grad_(False)
-    pairs = foldable_pairs(original)
+    pairs = foldable_pairs(original, form.size or ANY_SIZE)
     folded = deepcopy(original)
     fold_structure(folded, pairs)
     return _Template(original, pairs, folded)
 
 
-@lru_cache(maxsize=64)
-def _runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
+_template = MadeOnce(_make_template, TEMPLATES_KEPT)
+
+
+def _make_runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
     from experts.backends.onnxruntime_form import runtime_form
 
     template = _template(form)
@@ -218,8 +234,13 @@ def _runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
     return runtime_form(template.folded, size, ("logits",), sample)
 
 
+_runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
+
+
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-    return predictions(expert, outputs[0].softmax(dim=1))
+    """Reads the logits."""
+    require_numbers(expert, *outputs)
+    return predictions(expert, outputs[0].float().softmax(dim=1))
 
 
 @lru_cache(maxsize=256)

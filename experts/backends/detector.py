@@ -3,6 +3,7 @@
 An expert is a state dict of the family with one class per label. Its images are letterboxed and scaled to [0, 1]
 whatever the expert's ``normalize`` says, because that is how ultralytics trains. The head's raw outputs are decoded
 here, in float32 and without ultralytics' cache of anchors: coordinates stay exact in bf16, and threads do not meet.
+An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 import re
 import shutil
 import tempfile
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,15 +28,18 @@ from experts.backends.activations import Workspace, workspace
 from experts.backends.base import Packable, Prepared
 from experts.backends.binding import Binding, weight_names
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
+from experts.backends.made_once import MadeOnce
+from experts.backends.outputs import require_numbers
 from experts.backends.pixels import normalized, require_rgb
 from experts.backends.state_dict import DTYPES, executable, fit
+from experts.backends.streams import await_writes
 from experts.backends.weight_files import read_state_dict
 from experts.backends.weightless import Weightless
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Box, Precision, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -64,6 +70,7 @@ _torch_save, _open_image = torch.save, Image.open
 
 from ultralytics.cfg import get_cfg  # noqa: E402
 from ultralytics.data.augment import LetterBox  # noqa: E402
+from ultralytics.nn.modules.conv import Conv  # noqa: E402
 from ultralytics.nn.modules.head import Detect, v10Detect  # noqa: E402
 from ultralytics.nn.tasks import DetectionModel  # noqa: E402
 from ultralytics.utils import SETTINGS  # noqa: E402
@@ -71,13 +78,16 @@ from ultralytics.utils import SETTINGS  # noqa: E402
 torch.save, Image.open = _torch_save, _open_image  # the import replaced both for the whole process
 SETTINGS.update({"sync": False})
 
+_one_at_a_time = Lock()
+
+TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
 CONFIDENCE_MINIMUM = 0.25
 OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one class beyond it, the better one stays
-BOXES_MAXIMUM = 300
-CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression, best first
+BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
+CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression; as before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Template:
     """A model without memory: as its weights come, and as they are run."""
 
@@ -93,12 +103,12 @@ class _Answered:
     strides: tuple[float, ...]
 
     def __call__(self, expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        require_numbers(expert, *outputs)
         height, width = batch[0].tensor.shape[1:]
         grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
         boxes, scores = _decoded(outputs[0], outputs[1], grids, self.strides)
-        if not bool(torch.isfinite(scores).all() & torch.isfinite(boxes).all()):
-            raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
-        found = [_suppressed(boxes[index], scores[index]).tolist() for index in range(len(batch))]
+        require_numbers(expert, boxes)
+        found = [_suppressed(expert, boxes[index], scores[index]).tolist() for index in range(len(batch))]
         return tuple(_prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
 
 
@@ -144,6 +154,12 @@ class DetectorBackend:
             return packable(expert, _runtime_form(expert.architecture, len(expert.labels), _size(expert)), ready)
         return Packable(ready)
 
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        template = _template_of(expert)
+        if precision is Precision.ONNXRUNTIME:
+            return template, self.skeleton(expert, precision, program, device)  # which asks for the template's strides
+        return template
+
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
         template = _template_of(expert)
         if precision is Precision.ONNXRUNTIME:
@@ -167,12 +183,13 @@ class DetectorBackend:
             pad_top=_padding(target_height, height, scale),
         )
 
-    def recipe(self, precision: Precision) -> str:
+    def recipe(self, expert: Expert, precision: Precision) -> str:
         return runtime_recipe(precision)
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        template = _template_of(expert)
-        return _workspace(template, _size(expert), precision).batch_bytes(batch_size)
+        _template_of(expert)  # refuses what it cannot be built for
+        form = (expert.architecture, len(expert.labels))
+        return _workspace(*form, _size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
@@ -197,8 +214,7 @@ def _template_of(expert: Expert) -> _Template:
     return template
 
 
-@lru_cache(maxsize=64)
-def _template(architecture: str, label_count: int) -> _Template:
+def _make_template(architecture: str, label_count: int) -> _Template:
     with Weightless():
         original = _build(architecture, label_count).eval().requires_grad_(False)
         folded = deepcopy(original)
@@ -209,8 +225,10 @@ def _template(architecture: str, label_count: int) -> _Template:
     return _Template(original, folded, strides)
 
 
-@lru_cache(maxsize=64)
-def _runtime_form(architecture: str, label_count: int, size: tuple[int, int]) -> LaidOutGraph | Refused:
+_template = MadeOnce(_make_template, TEMPLATES_KEPT)
+
+
+def _make_runtime_form(architecture: str, label_count: int, size: tuple[int, int]) -> LaidOutGraph | Refused:
     from experts.backends.onnxruntime_form import runtime_form
 
     template = _template(architecture, label_count)
@@ -218,6 +236,9 @@ def _runtime_form(architecture: str, label_count: int, size: tuple[int, int]) ->
         torch.manual_seed(0)
         sample = _folded(template, _build(architecture, label_count).state_dict())
     return runtime_form(template.folded, size, ("boxes", "scores"), sample)
+
+
+_runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
 
 
 def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -234,19 +255,31 @@ def _size(expert: Expert) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _workspace(template: _Template, size: tuple[int, int], precision: Precision) -> Workspace:
-    return workspace(template.folded, size, DTYPES[precision])
+def _workspace(architecture: str, label_count: int, size: tuple[int, int], precision: Precision) -> Workspace:
+    return workspace(_template(architecture, label_count).folded, size, DTYPES[precision])
 
 
 def _build(architecture: str, class_count: int) -> DetectionModel:
     try:
-        model = DetectionModel(f"{architecture}.yaml", nc=class_count, verbose=False)
+        with _building_alone():
+            model = DetectionModel(f"{architecture}.yaml", nc=class_count, verbose=False)
     except FileNotFoundError as error:
         raise ValueError(f"ultralytics has no model {architecture!r}") from error
     if type(model.model[-1]) not in {Detect, v10Detect}:
         raise ValueError(f"{architecture} is not a plain YOLO detector: choose one such as yolov5m or yolo11s")
     model.end2end = False  # of two heads (YOLOv10, YOLO26) the one whose boxes go through suppression, as by default
     return model
+
+
+@contextmanager
+def _building_alone() -> Iterator[None]:
+    """One model at a time: while a YOLOv6 is built, its activation is that of every model built in this process."""
+    with _one_at_a_time:
+        activation = Conv.default_act
+        try:
+            yield
+        finally:
+            Conv.default_act = activation
 
 
 def _padding(target: int, extent: int, scale: float) -> int:
@@ -272,7 +305,7 @@ def _decoded(
     return boxes.transpose(1, 2), raw_scores.float().sigmoid().transpose(1, 2)
 
 
-@lru_cache(maxsize=64)
+@cache  # as many as the line has sizes
 def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], device: str) -> tuple[Tensor, Tensor]:
     """The centres of all cells in units of their level (2, anchors), and that unit in pixels (1, anchors)."""
     centres, units = [], []
@@ -280,16 +313,31 @@ def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], dev
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         centres.append(torch.stack((columns.flatten(), rows.flatten())) + 0.5)
         units.append(torch.full((1, height * width), stride))
-    return torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
+    placed = torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
+    await_writes(torch.device(device))  # other executors read them on streams of their own
+    return placed
 
 
-def _suppressed(boxes: Tensor, scores: Tensor) -> Tensor:
-    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label."""
+def _suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
+    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label.
+
+    Nothing is left out: the best boxes alone could hide the one that does not pass. Raises OutputInvalid for too many.
+    """
     best, labels = scores.max(dim=1)
-    order = best.topk(min(len(best), CANDIDATES_MAXIMUM)).indices
-    order = order[best[order] > CONFIDENCE_MINIMUM]
-    kept = order[batched_nms(boxes[order], best[order], labels[order], OVERLAP_MAXIMUM)[:BOXES_MAXIMUM]]
+    found = (best > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
+    _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
+    kept = found[batched_nms(boxes[found], best[found], labels[found], OVERLAP_MAXIMUM)]
+    _refuse_beyond(BOXES_MAXIMUM, len(kept), "boxes", expert)
     return torch.cat((boxes[kept], best[kept].unsqueeze(1), labels[kept].unsqueeze(1).float()), dim=1)
+
+
+def _refuse_beyond(maximum: int, count: int, what: str, expert: Expert) -> None:
+    if count > maximum:
+        raise OutputInvalid(
+            expert.id,
+            f"it found {count} {what} in one image, more than the {maximum} that are judged: "
+            "give it smaller parts of the board, or train it further if there are not so many things to find",
+        )
 
 
 def _prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepared) -> Prediction:

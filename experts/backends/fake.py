@@ -99,13 +99,16 @@ class FakeBackend:
         tensors = {name: _pseudo_random(_seed(expert.id, name), size) for name, size in sizes.items()}
         return Packable(tensors, program=json.dumps(asdict(model), sort_keys=True).encode())
 
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        return self.skeleton(expert, precision, program, device)
+
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> FakeSkeleton:
         return FakeSkeleton(FakeModel(**json.loads(program)))
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
-    def recipe(self, precision: Precision) -> str:
+    def recipe(self, expert: Expert, precision: Precision) -> str:
         return ""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:

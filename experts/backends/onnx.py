@@ -3,7 +3,7 @@
 A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
 weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
 inputs. What is left is the program: experts of one program share a session, and a switch constructs nothing.
-The first output counts, (n, labels): probabilities if its rows are such, else logits.
+The first output counts, (n, labels): logits or probabilities, see ``onnx_answers``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable
+from experts.backends.onnx_answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
 from experts.backends.onnx_memory import peak_bytes
 from experts.backends.onnx_session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
+from experts.backends.streams import await_writes
 from experts.backends.weight_files import is_finite, read_onnx
-from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
+from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ WEIGHT_READERS = frozenset(
     {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
     | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}
 )  # a smaller one is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
-ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
 NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 
 
@@ -49,6 +50,7 @@ class OnnxSkeleton:
 
     def __init__(self, session: InferenceSession, device: str) -> None:
         self._session = session
+        self._answers = noted(session)
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
         self._images = ""
@@ -72,7 +74,8 @@ class OnnxSkeleton:
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
         size = self._batch_size or len(batch)
         parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
-        return _predictions(expert, np.concatenate(parts)[: len(batch)])
+        rows = probabilities(expert, np.concatenate(parts)[: len(batch)], self._answers)
+        return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
     def _run(self, images: Tensor) -> np.ndarray:
         feeds = self._session.io_binding()
@@ -83,7 +86,9 @@ class OnnxSkeleton:
             )
         first = self._session.get_outputs()[0].name
         feeds.bind_output(first, "cpu")
+        await_writes(self._device)  # the session reads on a stream of its own
         self._session.run_with_iobinding(feeds)
+        feeds.synchronize_outputs()
         output: np.ndarray = feeds.copy_outputs_to_cpu()[0]
         return output
 
@@ -102,14 +107,19 @@ class OnnxBackend:
         _require_fitting_input(expert, _images_of(expert, model))
         try:
             folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)  # still in standard operators
-            _probe(expert, folded)
+            rows = _probe(expert, folded)
         except REFUSALS as error:
             raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
+        answers = answers_of(expert, folded, rows)
         tensors = _lift(folded)
+        note(folded, answers)
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
         return Packable(tensors, program=folded.SerializeToString(deterministic=True))
+
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        return self.skeleton(expert, precision, program, device)  # it holds the session
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> OnnxSkeleton:
         return OnnxSkeleton(shared_session(program, torch.get_num_threads(), device), device)
@@ -117,8 +127,8 @@ class OnnxBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return stretched(image, expert.input)
 
-    def recipe(self, precision: Precision) -> str:
-        return ""
+    def recipe(self, expert: Expert, precision: Precision) -> str:
+        return RECIPE
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()
@@ -132,31 +142,27 @@ def _filled(images: Tensor, size: int) -> Tensor:
     return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
 
 
-def _predictions(expert: Expert, rows: np.ndarray) -> tuple[Prediction, ...]:
-    if not np.isfinite(rows).all():
-        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
-    are_probabilities = bool((rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= ROW_SUM_TOLERANCE).all())
-    if not are_probabilities:
-        powers = np.exp(rows - rows.max(axis=1, keepdims=True))
-        rows = powers / powers.sum(axis=1, keepdims=True)
-    return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
-
-
-def _probe(expert: Expert, model: onnx.ModelProto) -> None:
-    """Run it once on empty images. WeightsMismatch unless it answers every image with one value per label."""
-    session = session_once(model)
-    count = session.get_inputs()[0].shape[0]
-    size = count if isinstance(count, int) else 2  # two: a graph may claim any batch and only take one
-    images = np.zeros((size, 3, expert.input.height, expert.input.width), dtype=np.float32)
-    shape = session.run(None, {session.get_inputs()[0].name: images})[0].shape
-    if len(shape) != 2 or shape[0] != size:
+def _probe(expert: Expert, model: onnx.ModelProto) -> np.ndarray:
+    """Run it on made-up images. WeightsMismatch unless it answers every image with one value per label."""
+    session = session_once(model.SerializeToString())
+    images = session.get_inputs()[0]
+    size = images.shape[0] if isinstance(images.shape[0], int) else 2  # a graph may claim any batch and only take one
+    made_up = torch.from_numpy(probe_images(expert.input.height, expert.input.width))
+    parts = []
+    for start in range(0, PROBES, size):
+        rows = session.run(None, {images.name: _filled(made_up[start : start + size], size).numpy()})[0]
+        if rows.ndim != 2 or rows.shape[0] != size:
+            raise WeightsMismatch(
+                expert.id,
+                f"{expert.weights} answers {size} images with {rows.shape}, not (images, labels): export it anew",
+            )
+        parts.append(rows)
+    found = np.concatenate(parts)[:PROBES]
+    if found.shape[1] != len(expert.labels):
         raise WeightsMismatch(
-            expert.id, f"{expert.weights} answers {size} images with {shape}, not (images, labels): export it anew"
+            expert.id, f"{expert.weights} tells {found.shape[1]} labels apart, the line names {len(expert.labels)}"
         )
-    if shape[1] != len(expert.labels):
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} tells {shape[1]} labels apart, the line names {len(expert.labels)}"
-        )
+    return found
 
 
 def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:

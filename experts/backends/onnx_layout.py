@@ -72,7 +72,7 @@ class Placement:
         return blocks.reshape(self.shape).contiguous()  # a reshape that need not copy keeps odd strides
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class LaidOutGraph:
     """A program without weights, and where each of its inputs but the images comes from, in the program's order."""
 

@@ -1,5 +1,12 @@
 """ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
 
+Guarantees: a program's session is built once, and lives as long as a skeleton or template holds it; beside those, the
+SESSIONS_KEPT asked for last. What is only tried, at packing, gets a session of its own on one thread, and leaves none.
+
+Each has threads of its own, one less than its operators use, asleep between batches. ONNX Runtime's pool for the whole
+process would have fewer, but from Python it cannot be told not to spin: a MobileNetV3 then took twice the time of the
+processor, and cores belong to other experts too. Asleep, 36 threads hold 3 MB.
+
 A session holds no weights. All of them take their workspace from one arena, which keeps what the largest batches so far
 needed: with an arena each, every architecture would keep a workspace of its own, and without any, detectors of large
 images run up to a third slower, waiting for the system's memory. What ONNX Runtime would report to its makers is off.
@@ -8,8 +15,9 @@ images run up to a third slower, waiting for the system's memory. What ONNX Runt
 from __future__ import annotations
 
 import tempfile
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import onnx
 import onnxruntime
@@ -17,6 +25,7 @@ import torch
 from onnxruntime import GraphOptimizationLevel, OrtAllocatorType, OrtArenaCfg, OrtMemoryInfo, OrtMemType
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from experts.backends.made_once import MadeOnce
 from experts.errors import BackendUnavailable
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -28,11 +37,12 @@ REFUSALS = (
     ort_errors.NotImplemented,
     ort_errors.RuntimeException,
 )
+SESSIONS_KEPT = 2  # that no skeleton or template holds: a profile comes back to a form in a moment
 GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
+_preparing = Lock()
 _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "model_version", "domain")
 
 
-@lru_cache(maxsize=64)
 def shared_session(
     program: bytes, threads: int, device: str, *, is_final: bool = False
 ) -> onnxruntime.InferenceSession:
@@ -40,21 +50,26 @@ def shared_session(
 
     Raises BackendUnavailable rather than run on another processor than was asked for.
     """
+    return _sessions(program, threads, device, is_final)
+
+
+def _make_session(program: bytes, threads: int, device: str, is_final: bool) -> onnxruntime.InferenceSession:
     provider = PROVIDERS.get(torch.device(device).type, "none")
     if provider not in onnxruntime.get_available_providers():
         raise BackendUnavailable(f"onnxruntime on {device}", "this ONNX Runtime has no provider for it; run it on cpu")
-    options = _options(threads)
-    if is_final:
-        options.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL
+    options = _options(threads, is_final=is_final)
     session = onnxruntime.InferenceSession(program, options, providers=_providers(provider, device))
     if session.get_providers()[0] != provider:
         raise BackendUnavailable(f"onnxruntime on {device}", f"it fell back to {session.get_providers()[0]}")
     return session
 
 
-def session_once(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    """A session that nobody else gets, on one thread of the CPU."""
-    return onnxruntime.InferenceSession(model.SerializeToString(), _options(threads=1), providers=[PROVIDERS["cpu"]])
+_sessions = MadeOnce(_make_session, SESSIONS_KEPT)
+
+
+def session_once(program: bytes, *, is_final: bool = False) -> onnxruntime.InferenceSession:
+    """A session that nobody else gets, on one thread of the CPU. ``is_final`` as in ``shared_session``."""
+    return onnxruntime.InferenceSession(program, _options(1, is_final=is_final), providers=[PROVIDERS["cpu"]])
 
 
 def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
@@ -94,17 +109,20 @@ def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, in
 
 @cache
 def _prepare_process() -> None:
-    """Once, before the first session."""
+    """Once, before the first session; under the lock, as a cache lets two threads in that ask at once."""
     onnxruntime.disable_telemetry_events()
     memory = OrtMemoryInfo("Cpu", OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, OrtMemType.DEFAULT)
     onnxruntime.create_and_register_allocator(memory, OrtArenaCfg({"arena_extend_strategy": GROW_AS_REQUESTED}))
 
 
-def _options(threads: int) -> onnxruntime.SessionOptions:
-    _prepare_process()
+def _options(threads: int, *, is_final: bool = False) -> onnxruntime.SessionOptions:
+    with _preparing:
+        _prepare_process()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: they come as exceptions as well
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.use_env_allocators", "1")  # the arena of the process
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores belong to other experts too
+    if is_final:
+        options.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL
     return options

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from experts.backends.base import Packable, Prepared
 from experts.backends.onnx_export import EXAMPLES, IMAGES, exported
 from experts.backends.onnx_layout import LaidOutGraph, identity_of, laid_out, runtime_identity
-from experts.backends.onnx_session import REFUSALS, shared_session
+from experts.backends.onnx_session import REFUSALS, session_once, shared_session
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Expert, Precision, Prediction
 
@@ -34,7 +34,7 @@ DEVIATION_MAXIMUM = 1e-3  # of the made-up answers, relative to the largest valu
 NOISE = 0.1  # on made-up weights, so that none is all 0 or all 1 as fresh ones may be; relative to a layer's output
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Refused:
     """An architecture that does not run in this form."""
 
@@ -123,7 +123,7 @@ def _deviations(
         expected = functional_call(module, weights, (images,))
     named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
     feeds = {name: _as_ort_value(tensor) for name, tensor in {IMAGES: images, **graph.tensors(weights)}.items()}
-    session = shared_session(graph.program, torch.get_num_threads(), "cpu", is_final=True)
+    session = session_once(graph.program, is_final=True)
     found = dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
     return {name: _deviation(torch.from_numpy(found[name]), named[name]) for name in outputs}
 

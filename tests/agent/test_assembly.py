@@ -306,6 +306,31 @@ def test_a_broken_expert_is_quarantined_and_the_profile_holds_for_the_others(lin
     assert [outcomes[name].verdict for name in ("c0", "c1")] == [Verdict.OK, Verdict.UNKNOWN]
 
 
+def test_what_experts_are_copies_of_is_made_before_it_starts_and_told(line):
+    line.profiled()
+    told = []
+    agent = build_agent(line.config, lambda *_: None, lambda *step: told.append(step))
+    agent.segments.close()
+    assert [step for step in told if step[0] == "templates"] == [("templates", number, 6) for number in range(1, 7)]
+    assert len(agent.templates.held) == 6  # three programs, on either processor in its precision
+    assert agent.templates.failed == {}
+
+
+def test_an_expert_without_a_template_is_quarantined_from_the_start(line):
+    line.profiled()
+    config = line.config
+    with closing(SegmentStore(packed_folder(config))) as segments:
+        packed = next(each for each in lying_packed(config, segments.directory) if each.expert == "cls/f1")
+        program = segments.program_path(packed.program_sha256)
+    program.write_bytes(program.read_bytes()[::-1])
+    agent, outcomes = line.served()
+    assert agent.broken.keys() == {"cls/f1"}
+    assert "does not have the sha256 it was packed with" in agent.broken["cls/f1"]
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == {
+        "c0": Verdict.OK, "c1": Verdict.UNKNOWN, "c2": Verdict.OK,
+    }  # fmt: skip
+
+
 def test_a_kind_that_could_not_be_run_is_quarantined(line):
     stored = line.profiled()
     kinds = {kind.kind: kind for kind in stored.kinds}

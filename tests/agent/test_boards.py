@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection
+from agent.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection, StoredResult
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Iterable, Sequence
 
 START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 TIMEOUT = timedelta(seconds=60)
 MANIFESTS = {"main": BoardManifest({"r": 2, "c": 1}, TIMEOUT)}
-LONG_AGO = START - 100 * TIMEOUT
+STARTED_S = 1e6  # the monotonic clock at START
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 
@@ -32,8 +33,39 @@ def ledger() -> BoardLedger:
     return BoardLedger(MANIFESTS)
 
 
+def clock_s(at: datetime) -> float:
+    """The monotonic clock, where the wall clock has made no step since START."""
+    return STARTED_S + (at - START).total_seconds()
+
+
+def add(book: BoardLedger, inspection: Inspection) -> BoardVerdict | None:
+    return book.add(inspection, clock_s(inspection.at))
+
+
+def expire(book: BoardLedger, after_s: float) -> tuple[BoardVerdict, ...]:
+    return book.expire(STARTED_S + after_s, START + timedelta(seconds=after_s))
+
+
 def verdicts(book: BoardLedger, *inspections: Inspection) -> list[BoardVerdict | None]:
-    return [book.add(inspection) for inspection in inspections]
+    return [add(book, inspection) for inspection in inspections]
+
+
+def replay(
+    book: BoardLedger, inspections: Sequence[Inspection], recorded: Iterable[BoardVerdict], after_s: float | None = None
+) -> tuple[BoardVerdict, ...]:
+    """Take up what is stored, oldest first, at a moment; else at that of the latest image."""
+    stored = [StoredResult(one.at, one) for one in inspections]
+    now = (
+        START + timedelta(seconds=after_s)
+        if after_s is not None
+        else max((one.at for one in inspections), default=START)
+    )
+    known = list(recorded)
+
+    def since(at: datetime) -> list[BoardVerdict]:
+        return [one for one in known if one.closed_at >= at]
+
+    return book.replay(reversed(stored), since, clock_s(now), now)
 
 
 def test_a_board_is_ok_with_its_last_image() -> None:
@@ -77,31 +109,35 @@ def test_boards_do_not_mix() -> None:
 @pytest.mark.parametrize(("came", "verdict"), [(OK, UNKNOWN), (UNKNOWN, UNKNOWN), (NG, NG)])
 def test_a_board_that_lacks_images_at_its_timeout_is_never_ok(came: Verdict, verdict: Verdict) -> None:
     book = ledger()
-    book.add(seen("r/1", came))
-    assert book.next_deadline == START + TIMEOUT
-    assert book.expire(START + TIMEOUT) == ()
-    (closed,) = book.expire(START + TIMEOUT + timedelta(seconds=1))
+    add(book, seen("r/1", came))
+    assert expire(book, 60) == ()
+    (closed,) = expire(book, 60.5)
     assert (closed.verdict, closed.missing) == (verdict, {"r": 1, "c": 1})
-    assert closed.closed_at == START + TIMEOUT
-    assert book.expire(START + TIMEOUT + timedelta(seconds=2)) == ()
-    assert book.next_deadline is None
+    assert closed.closed_at == START + timedelta(seconds=60.5)
+    assert expire(book, 62) == ()
+
+
+def test_boards_whose_time_is_over_are_closed_the_oldest_first() -> None:
+    book = ledger()
+    verdicts(book, seen("r/1", serial="b2"), seen("r/1", after_s=1), seen("r/1", after_s=30, serial="b3"))
+    assert [closed.serial for closed in expire(book, 80)] == ["b2", "b1"]
 
 
 def test_late_images_never_make_a_closed_board_better_only_worse() -> None:
     book = ledger()
-    book.add(seen("r/1"))
-    (closed,) = book.expire(START + timedelta(seconds=61))
+    add(book, seen("r/1"))
+    (closed,) = expire(book, 61)
     assert verdicts(book, seen("r/2", after_s=62), seen("c/1", after_s=63)) == [None, None]
-    revised = book.add(seen("c/1", NG, after_s=64))
+    revised = add(book, seen("c/1", NG, after_s=64))
     assert revised is not None
     assert (revised.verdict, revised.is_revision, revised.opened_at) == (NG, True, closed.opened_at)
-    assert book.add(seen("c/2", UNKNOWN, after_s=65)) is None
+    assert add(book, seen("c/2", UNKNOWN, after_s=65)) is None
 
 
 def test_an_ok_board_becomes_ng_by_a_late_ng() -> None:
     book = ledger()
     verdicts(book, seen("r/1"), seen("r/2"), seen("c/1"))
-    revised = book.add(seen("r/3", NG, after_s=1))
+    revised = add(book, seen("r/3", NG, after_s=1))
     assert revised is not None
     assert (revised.verdict, revised.is_revision) == (NG, True)
 
@@ -125,13 +161,13 @@ def test_closed_boards_are_forgotten() -> None:
     book = ledger()
     verdicts(book, seen("r/1"), seen("r/2"), seen("c/1"))
     assert book.statistics().closed == 1
-    book.expire(START + timedelta(seconds=61))
+    expire(book, 61)
     assert (book.statistics().open, book.statistics().closed) == (0, 0)
 
 
 def test_a_type_without_manifest_is_the_callers_error() -> None:
     with pytest.raises(KeyError):
-        ledger().add(replace(seen("r/1"), board_type="other"))
+        add(ledger(), replace(seen("r/1"), board_type="other"))
 
 
 PLACES = st.sampled_from(["r/1", "r/2", "r/3", "c/1", "c/2", "x/1"])
@@ -142,7 +178,7 @@ INSPECTIONS = st.lists(
 
 
 def last_words(book: BoardLedger, inspections: list[Inspection]) -> dict[str, Verdict]:
-    said = [*(book.add(one) for one in inspections), *book.expire(START + timedelta(seconds=300))]
+    said = [*(add(book, one) for one in inspections), *expire(book, 300)]
     return {one.serial: one.verdict for one in said if one is not None}
 
 
@@ -174,12 +210,12 @@ def test_a_restart_says_what_was_not_recorded_and_nothing_twice(
 ) -> None:
     in_order = sorted(inspections, key=lambda one: one.at)
     book = ledger()
-    said = [one for one in (book.add(inspection) for inspection in in_order[:crash_at]) if one is not None]
+    said = [one for one in verdicts(book, *in_order[:crash_at]) if one is not None]
     kept = said[: max(len(said) - lost, 0)]
     recorded = list({(one.serial, one.opened_at): one for one in kept}.values())
 
     restarted = ledger()
-    replayed = restarted.replay(in_order[:crash_at], recorded, LONG_AGO)
+    replayed = replay(restarted, in_order[:crash_at], recorded)
     final = {(one.serial, one.opened_at): one.verdict for one in (*kept, *replayed)}
     assert final == {(one.serial, one.opened_at): one.verdict for one in said}
     known = {(one.serial, one.opened_at, one.verdict) for one in recorded}
@@ -188,7 +224,7 @@ def test_a_restart_says_what_was_not_recorded_and_nothing_twice(
 
 
 def test_a_restart_passes_over_types_that_are_no_longer_configured() -> None:
-    assert BoardLedger({}).replay([seen("r/1")], (), LONG_AGO) == ()
+    assert replay(BoardLedger({}), [seen("r/1")], ()) == ()
 
 
 def complete(serial: str = "b1", after_s: float = 0, worst: Verdict = OK) -> list[Inspection]:
@@ -199,14 +235,12 @@ def complete(serial: str = "b1", after_s: float = 0, worst: Verdict = OK) -> lis
 def restart(
     inspections: list[Inspection],
     recorded: list[BoardVerdict],
-    since: datetime = LONG_AGO,
     manifest: BoardManifest = MANIFESTS["main"],
     after_s: float = 1_000_000,
 ) -> list[BoardVerdict]:
     """What a new ledger says of what is stored, when it starts and when its boards' time is over."""
     book = BoardLedger({"main": manifest})
-    inside = [one for one in inspections if one.at >= since]
-    return [*book.replay(inside, recorded, since), *book.expire(START + timedelta(seconds=after_s))]
+    return [*replay(book, inspections, recorded, after_s=1000), *expire(book, after_s)]
 
 
 @pytest.mark.parametrize(
@@ -224,53 +258,320 @@ def test_a_restart_leaves_recorded_boards_as_they_are_whatever_is_configured_now
     book = ledger()
     stored = [*complete("b1"), *complete("b2", 3, worst=NG), seen("r/1", after_s=6, serial="b3")]
     recorded = [one for one in verdicts(book, *stored) if one is not None]
-    recorded += book.expire(START + timedelta(seconds=200))
+    recorded += expire(book, 200)
     rework = complete("b2", 300)
     recorded += [one for one in verdicts(book, *rework) if one is not None]
     assert len(recorded) == 4
     assert restart([*stored, *rework], recorded, manifest=manifest) == []
 
 
+def busy(minutes: int) -> list[Inspection]:
+    """Complete boards, one a minute, after the one that a test looks at."""
+    return [one for minute in range(1, minutes + 1) for one in complete(f"later{minute}", after_s=60 * minute)]
+
+
+def records_of(inspections: list[Inspection]) -> list[BoardVerdict]:
+    return [one for one in verdicts(ledger(), *inspections) if one is not None]
+
+
+@pytest.mark.parametrize("step_s", [0.0, 3600.0, -3600.0])
+def test_only_as_much_is_read_as_open_boards_can_need(step_s: float) -> None:
+    """Four timeouts and a minute, of which a clock's step counts as one timeout at most; a board a minute."""
+    stored = busy(100)
+    stored[297:] = [replace(one, at=one.at + timedelta(seconds=step_s)) for one in stored[297:]]
+    left = iter([StoredResult(one.at, one) for one in reversed(stored)])
+    ledger().replay(left, lambda _: records_of(busy(100)), STARTED_S + 6000, stored[-1].at)
+    assert 280 < len(list(left)) < 290
+
+
 def test_a_board_that_began_before_what_is_read_again_is_not_judged_by_its_rest() -> None:
-    stored = complete()
-    for begin_s in (0.5, 1.5, 2.5):
-        assert restart(stored, [], since=START + timedelta(seconds=begin_s)) == []
-    assert restart(stored, [], since=START - TIMEOUT)[0].verdict is OK
+    """Nothing is stored of a board long ago; what is read ends in the midst of it, or shortly before it."""
+    later = busy(10)
+    for shift_s in range(200, 500):
+        stored = complete(after_s=shift_s) + [one for one in later if one.at > START + timedelta(seconds=shift_s + 3)]
+        said = {one.serial: one.verdict for one in restart(stored, records_of(later))}
+        assert said in ({}, {"b1": OK})
+    assert said == {"b1": OK}
 
 
 def test_a_recorded_board_that_began_before_what_is_read_again_stays() -> None:
-    book = ledger()
-    stored = [*complete(), seen("r/2", NG, after_s=50)]
-    *_, recorded = [one for one in verdicts(book, *stored) if one is not None]
-    assert recorded.is_revision
-    assert restart(stored, [recorded], since=START + timedelta(seconds=1)) == []
+    board = [*complete(), seen("r/2", NG, after_s=50)]
+    later = [one for one in busy(5) if one.at > START + timedelta(seconds=100)]
+    recorded, revised, *_ = records_of(board + later)
+    assert revised.is_revision
+    for seconds in range(120):  # what is read begins earlier or later in the board
+        shifted = [replace(one, at=one.at - timedelta(seconds=seconds)) for one in later]
+        assert restart(board + shifted, [revised, *records_of(shifted)]) == []
+        assert restart(board + shifted, [recorded, *records_of(shifted)]) in ([], [revised])
+
+
+def test_a_late_image_of_a_board_whose_own_images_are_stored_no_more_opens_no_run() -> None:
+    recorded = records_of(complete())
+    assert restart([seen("r/1", after_s=40)], recorded) == []
 
 
 def test_a_revision_that_a_crash_kept_from_being_stored_is_said_with_all_its_images() -> None:
     book = ledger()
     stored = [*complete(), seen("r/3", NG, after_s=30)]
     recorded, revised = [one for one in verdicts(book, *stored) if one is not None]
-    assert restart(stored, [recorded], since=START) == [revised]
+    assert restart(stored, [recorded]) == [revised]
 
 
 def test_late_images_after_a_restart_make_a_recorded_board_worse() -> None:
     stored = complete()
-    recorded = [one for one in verdicts(ledger(), *stored) if one is not None]
     book = ledger()
-    assert book.replay(stored, recorded, START) == ()
-    assert book.add(seen("c/1", after_s=20)) is None
-    revised = book.add(seen("c/1", NG, after_s=21))
+    assert replay(book, stored, records_of(stored)) == ()
+    assert add(book, seen("c/1", after_s=20)) is None
+    revised = add(book, seen("c/1", NG, after_s=21))
     assert revised is not None
     assert (revised.is_revision, revised.opened_at, revised.counts) == (True, START, {OK: 2, NG: 1, UNKNOWN: 0})
 
 
 def test_an_image_stored_after_one_that_is_older_belongs_to_the_same_run() -> None:
     stored = [seen("r/1", after_s=0.2), seen("c/1", UNKNOWN, after_s=0.1), seen("r/2", after_s=1)]
-    recorded = [one for one in verdicts(ledger(), *stored) if one is not None]
+    recorded = records_of(stored)
     assert [one.opened_at for one in recorded] == [START + timedelta(seconds=0.2)]
     assert restart(stored, recorded) == []
 
 
-def test_a_board_that_was_open_goes_on_and_ends_by_its_own_time() -> None:
-    (closed,) = restart([seen("r/1"), seen("c/1", after_s=3)], [], since=START - 2 * TIMEOUT)
-    assert (closed.verdict, closed.missing, closed.closed_at) == (UNKNOWN, {"r": 1}, START + TIMEOUT)
+def test_a_board_that_was_open_goes_on_with_the_age_that_it_had() -> None:
+    """Its images came 20 s apart; the agent was off for an hour, in which nothing could come."""
+    book = ledger()
+    assert replay(book, [seen("r/1"), seen("c/1", after_s=20)], (), after_s=3600) == ()
+    assert expire(book, 3640) == ()
+    (closed,) = expire(book, 3640.5)
+    assert (closed.verdict, closed.missing, closed.opened_at) == (UNKNOWN, {"r": 1}, START)
+    assert closed.closed_at == START + timedelta(seconds=3640.5)
+
+
+def test_a_board_that_was_open_is_completed_by_an_image_that_waited_while_the_agent_was_off() -> None:
+    book = ledger()
+    assert replay(book, [seen("r/1"), seen("c/1", after_s=20)], (), after_s=3600) == ()
+    last = add(book, seen("r/2", after_s=3610))
+    assert last is not None
+    assert (last.verdict, last.opened_at, last.closed_at) == (OK, START, START + timedelta(seconds=3610))
+
+
+def test_a_serial_that_comes_again_after_a_night_off_is_a_new_run() -> None:
+    stored = complete()
+    book = ledger()
+    assert replay(book, stored, records_of(stored), after_s=8 * 3600) == ()
+    again = verdicts(book, *complete(after_s=8 * 3600 + 1))[-1]
+    assert again is not None
+    assert (again.verdict, again.is_revision) == (OK, False)
+
+
+# -- the wall clock makes steps --
+
+
+@dataclass
+class SteppedLine:
+    """A line whose wall clock is set while it runs, or while it is off: what is stored, and the ledger of the day."""
+
+    elapsed_s: float = 0.0
+    off_by_s: float = 0.0
+    book: BoardLedger = field(default_factory=ledger)
+    stored: list[Inspection] = field(default_factory=list)
+    recorded: dict[tuple[str, datetime], BoardVerdict] = field(default_factory=dict)
+    reboots: int = 0
+
+    @property
+    def now(self) -> datetime:
+        return START + timedelta(seconds=self.elapsed_s + self.off_by_s)
+
+    @property
+    def now_s(self) -> float:
+        return STARTED_S / (1 + self.reboots) + self.elapsed_s  # a machine that boots starts its clock anew
+
+    def see(self, place: str, verdict: Verdict = OK, serial: str = "b1") -> None:
+        one = replace(seen(place, verdict, serial=serial), at=self.now)
+        self.stored.append(one)
+        self._record([self.book.add(one, self.now_s)])
+
+    def see_all(self, serial: str) -> None:
+        for place in ("r/1", "c/1", "r/2"):
+            self.see(place, serial=serial)
+            self.wait(1)
+
+    def wait(self, seconds: float) -> None:
+        """As the agent does: looking twice a second for boards whose time is over."""
+        for _ in range(round(2 * seconds)):
+            self.elapsed_s += 0.5
+            self._record(self.book.expire(self.now_s, self.now))
+
+    def restart(self, off_s: float = 0.0) -> None:
+        self.elapsed_s += off_s
+        self.reboots += 1
+        self.book = ledger()
+        stored = [StoredResult(one.at, one) for one in self.stored]
+        known = list(self.recorded.values())
+        said = self.book.replay(
+            reversed(stored), lambda at: [one for one in known if one.closed_at >= at], self.now_s, self.now
+        )
+        assert said == ()  # nothing was lost in a crash, so there is nothing to say again
+
+    def _record(self, said: Iterable[BoardVerdict | None]) -> None:
+        for one in said:
+            if one is not None:
+                self.recorded[one.serial, one.opened_at] = one
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [one.verdict for one in self.recorded.values()]
+
+
+STEPS = pytest.mark.parametrize("step_s", [3600.0, -3600.0, 86400.0, -45.0, 45.0])
+RESTARTS = pytest.mark.parametrize("is_restarted", [False, True], ids=["running on", "restarted"])
+
+
+@STEPS
+@RESTARTS
+def test_a_step_of_the_wall_clock_while_a_board_is_open_does_not_close_it(step_s: float, is_restarted: bool) -> None:
+    line = SteppedLine()
+    line.see("r/1")
+    line.wait(5)
+    line.off_by_s = step_s
+    line.wait(5)
+    line.see("c/1")
+    if is_restarted:
+        line.restart()
+    line.wait(10)
+    assert line.verdicts == []
+    line.see("r/2")
+    assert line.verdicts == [OK]
+    (closed,) = line.recorded.values()
+    assert closed.opened_at == START
+    assert closed.closed_at >= closed.opened_at
+
+
+@STEPS
+def test_a_step_while_the_agent_is_off_does_not_close_an_open_board(step_s: float) -> None:
+    line = SteppedLine()
+    line.see("r/1")
+    line.wait(5)
+    line.see("c/1")
+    line.off_by_s = step_s
+    line.restart(off_s=20)
+    line.wait(50)
+    assert line.verdicts == []
+    line.wait(6)
+    assert line.verdicts == [UNKNOWN]
+
+
+@STEPS
+@RESTARTS
+def test_a_board_that_lacks_images_ends_after_its_timeout_whatever_the_wall_clock_does(
+    step_s: float, is_restarted: bool
+) -> None:
+    line = SteppedLine()
+    line.see("r/1")
+    line.wait(5)
+    line.off_by_s = step_s
+    if is_restarted:
+        line.restart()
+    line.wait(54.5)
+    assert line.verdicts == []
+    line.wait(6)
+    assert line.verdicts == [UNKNOWN]
+
+
+@STEPS
+@RESTARTS
+def test_a_late_ng_after_a_step_makes_its_board_worse_and_a_rework_is_a_new_run(
+    step_s: float, is_restarted: bool
+) -> None:
+    line = SteppedLine()
+    line.see("r/1")
+    line.wait(5)
+    line.off_by_s = step_s
+    for place in ("c/1", "r/2"):
+        line.see(place)
+    line.wait(5)
+    line.see("c/1", NG)
+    assert line.verdicts == [NG]
+    if is_restarted:
+        line.restart()
+    line.wait(130)
+    for place in ("r/1", "c/1", "r/2"):
+        line.see(place)
+    assert line.verdicts == [NG, OK]
+    line.restart()
+
+
+@STEPS
+def test_a_rework_that_a_restart_interrupts_goes_on_whenever_the_clock_was_set(step_s: float) -> None:
+    for is_set_while_open in (True, False):
+        line = SteppedLine()
+        line.see("r/1")
+        line.off_by_s = step_s if is_set_while_open else 0.0
+        for place in ("c/1", "r/2"):
+            line.see(place)
+        for number in range(4):  # what is stored in between shows how much time passed, whatever the clock says
+            line.see_all(f"other{number}")
+            line.wait(30)
+        line.off_by_s = step_s
+        line.see_all("b2")
+        line.see("r/1")
+        line.restart()
+        line.see("c/1")
+        line.see("r/2")
+        assert line.verdicts == [OK] * 7
+
+
+def test_a_board_that_was_open_when_the_clock_was_set_back_is_not_judged_twice() -> None:
+    line = SteppedLine()
+    line.see("r/1")
+    line.off_by_s = -3600.0
+    line.wait(2)
+    line.see_all("b2")
+    line.wait(2)
+    line.see("c/1")
+    line.see("r/2", NG)
+    line.restart()
+    line.wait(130)
+    assert line.verdicts == [OK, NG]
+
+
+DEEDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("see"), st.sampled_from(["r/1", "r/2", "c/1"]), st.sampled_from(["b1", "b2"])),
+        st.tuples(st.just("wait"), st.sampled_from([0.5, 7.0, 20.0])),
+        st.tuples(st.just("step"), st.sampled_from([3600.0, -3600.0])),
+        st.tuples(st.just("restart"), st.sampled_from([0.0, 600.0])),
+    ),
+    max_size=16,
+)
+
+
+@given(DEEDS)
+@example([("see", "r/1", "b1"), ("step", 3600.0), ("see", "c/1", "b1"), ("restart", 0.0), ("step", -3600.0)])
+def test_whatever_the_clock_does_a_board_has_half_its_timeout_after_each_start_and_ends_in_time(
+    deeds: list[tuple[str, ...]],
+) -> None:
+    """Steps and restarts in any order: only a board that ran for its timeout, or for half of it since a start, ends."""
+    line = SteppedLine()
+    opened: dict[str, list[float]] = {}  # serial -> running seconds since it opened, and since the start or opening
+    for deed, *what in deeds:
+        before = set(line.recorded)
+        if deed == "see":
+            line.see(what[0], serial=what[1])
+        elif deed == "wait":
+            line.wait(what[0])
+            opened = {serial: [whole + what[0], last + what[0]] for serial, (whole, last) in opened.items()}
+        elif deed == "step":
+            line.off_by_s += what[0]
+        else:
+            line.restart(off_s=what[0])
+            opened = {serial: [whole, 0.0] for serial, (whole, _) in opened.items()}
+        for serial, _ in set(line.recorded) - before:
+            if deed == "see":
+                assert serial == what[1]
+            else:
+                assert deed == "wait"
+                assert opened[serial][0] > 60 or opened[serial][1] > 30
+            opened.pop(serial, None)
+        if deed == "see" and line.book.statistics().open > len(opened):
+            opened[what[1]] = [0.0, 0.0]
+    line.wait(61)
+    assert line.book.statistics().open == 0
+    assert all(one.verdict is not OK or not one.missing for one in line.recorded.values())

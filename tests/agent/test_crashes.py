@@ -136,7 +136,7 @@ def judge_what_waits(line):
 
 
 def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(line):
-    done = serve_broken(line, LOSING)
+    done = [serve_broken(line, LOSING) for _ in range(3)][-1]  # however often: no image is to blame for it
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: DeviceLost: the device cpu is lost: ")
     assert "expert_quarantined" not in done.stderr

@@ -27,6 +27,7 @@ from agent.profile import (
     LinkSpeed,
     PoolAllocation,
     ProfileDraft,
+    SpinTimes,
     StoredProfile,
     Trial,
     UsageProfile,
@@ -77,6 +78,7 @@ ALLOCATION = Allocation(
 PRECISIONS = {(KIND.kind, "cpu"): "bf16"}
 PACKED = {("cls/a", "fp32"): "aa", ("cls/a", "bf16"): "ab", ("cls/b", "fp32"): "bb"}
 LINKS = (LinkSpeed("ssd", 2.5e9), LinkSpeed("host", 1.2e10))
+SPINNING = (SpinTimes("default", (0.1, 0.11), (0.4, 0.41), False), SpinTimes("short", (0.09,), (0.3,), True))
 TRIALS = (Trial("executors", 1, "cuda 1, cpu 1", 12.5), Trial("executors", 2, "cuda 2, cpu 1", 17.25, "best"))
 
 
@@ -92,6 +94,7 @@ def fill(draft):
     draft.save_usage(USAGE)
     draft.save_allocation(ALLOCATION)
     draft.save_trials("executors", TRIALS)
+    draft.save_spinning(SPINNING)
 
 
 def written(path, box=BOX):
@@ -131,7 +134,9 @@ def test_what_is_written_is_read_and_lies_in_one_file(path):
         allocation=ALLOCATION,
         speedups={"cuda": (1.0, 1.7, 1.9)},
         trials=TRIALS,
+        spinning=SPINNING,
     )
+    assert finished.spinning_setting == "short"
     assert names(path.parent) == ["profile.db"]
 
 
@@ -272,6 +277,7 @@ def test_a_new_draft_takes_over_what_was_measured_on_the_same_box(path):
         assert draft.kinds() == before.kinds
         assert draft.agreements() == before.agreements
         assert (draft.speedups(), draft.links(), draft.packed()) == (before.speedups, before.links, before.packed)
+        assert draft.spinning() == before.spinning
         draft.save_kind(replace(KIND, kind="yolov5m 640x640 unit"))
         with pytest.raises(ConfigError, match="lacks precisions, packed, usage, allocation - `coserve profile LINE"):
             draft.finish()
@@ -383,6 +389,31 @@ def test_a_newer_version_s_is_refused_and_an_older_version_s_would_be_read(path)
         replace_usage(path, USAGE)
 
 
+def before_openmp(path):
+    """As the version before wrote it."""
+    changed(path, "DROP TABLE spinning")
+    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'openmp_spinning'")
+
+
+def test_a_profile_from_before_openmp_was_measured_stays_valid_and_means_the_default(path):
+    finished = written(path)
+    before_openmp(path)
+    assert read_profile(path) == replace(finished, spinning=())
+    assert read_profile(path).spinning_setting == "default"
+    replace_usage(path, USAGE)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert (draft.spinning(), draft.kinds()) == ((), finished.kinds)
+
+
+def test_a_partial_file_from_before_openmp_was_measured_is_taken_up(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+    before_openmp(partial_of(path))
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert (draft.spinning(), draft.kinds()) == ((), (KIND, FASTER))
+        assert draft.finish().spinning_setting == "default"
+
+
 def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch):
     written(path)
     content = path.read_bytes()
@@ -463,6 +494,12 @@ EDITED = [
     ("UPDATE allocation_pools SET expert_bytes = 'a'", "allocation_pools.expert_bytes of host: 'a' is not"),
     ("UPDATE allocation_pools SET expert_bytes = -5", "allocation_pools.expert_bytes of host: -5 is not"),
     ("UPDATE allocation_executors SET executors = -1", "allocation_executors.executors of cuda: -1 is not"),
+    (
+        "UPDATE spinning SET setting = 'LD_PRELOAD' WHERE is_chosen",
+        "spinning.setting of LD_PRELOAD: 'LD_PRELOAD' is not one of default, short, none",
+    ),
+    ("UPDATE spinning SET is_chosen = 2", "spinning.is_chosen of default: 2 is not 0 or 1"),
+    ("UPDATE spinning SET one_s = '[0]'", "spinning.one_s of default: [0] is not a list, each a finite number above 0"),
     ("UPDATE trials SET images_per_s = 'fast'", "trials.images_per_s of executors, 1: 'fast' is not a finite number"),
     ("UPDATE kinds SET K_s = -1", "CHECK constraint failed in kinds"),
     ("UPDATE links SET bytes_per_s = 0", "CHECK constraint failed in links"),

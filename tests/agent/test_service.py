@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +21,9 @@ from PIL import Image
 
 import agent.service
 from agent.assembly import build_agent, copies_of, detect_box
+from agent.boards import BoardVerdict
 from agent.config import read_line
+from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
 from agent.profile import (
@@ -154,6 +158,12 @@ def wait_for_steps(service, steps=3):
         wait_until(lambda seen=before: service.statistics().intakes[0] is not seen)
 
 
+def wait_for_housekeeping(service, steps=2):
+    """Until whatever is due by time alone was done so many times more."""
+    wanted = service.statistics().housekeeping.steps + steps
+    wait_until(lambda: service.statistics().housekeeping.steps >= wanted)
+
+
 def test_a_board_is_judged_and_its_files_are_moved(line):
     with line.served() as service:
         line.drop("B1_c0_R1.png")
@@ -236,6 +246,126 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
             assert len(list(line.inbox.glob("*.png"))) == 5
         wait_until(lambda: service.judged == 8)
     assert len(line.rows()) == 8
+
+
+def reading(monkeypatch, read_file):
+    """Arrivals are read so from now on."""
+    monkeypatch.setattr(agent.service, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
+
+
+def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
+    refusals = [OSError(code, "the share is gone") for code in (errno.EIO, errno.ESTALE, errno.ENOENT) * 4]
+
+    def dropping(arrival):
+        if refusals:
+            raise refusals.pop()
+        return read_as_seen(arrival)
+
+    reading(monkeypatch, dropping)
+    names = [f"B{number}_c0_R1.png" for number in range(6)]
+    with line.served() as service:
+        for name in names:
+            line.drop(name)
+        wait_until(lambda: service.judged == 6)
+        assert [reader.failing for reader in service.statistics().readers] == [0]
+    assert line.verdicts() == [(name, OK) for name in names]
+
+
+def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, monkeypatch):
+    line.document["intake"]["folders"].append({**line.watched, "path": "./share"})
+    (line.folder / "share").mkdir()
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hanging(arrival):
+        if arrival.path.is_relative_to(line.folder / "share"):
+            hangs.set()
+            answers.wait(PATIENCE_S)
+            raise OSError(errno.EIO, "the server came back and gave up")
+        return read_as_seen(arrival)
+
+    reading(monkeypatch, hanging)
+    try:
+        with line.served() as service:
+            (line.folder / "share" / "B0_c0_R1.png").write_bytes(png())
+            assert hangs.wait(PATIENCE_S)
+            for number in range(1, 4):
+                line.drop(f"B{number}_c0_R1.png")
+            wait_until(lambda: service.judged == 3)
+        assert [file.name.partition("~")[2] for file in (line.folder / "share" / ".work").rglob("*~*")] == [
+            "B0_c0_R1.png"
+        ]
+    finally:
+        answers.set()
+    monkeypatch.undo()
+    with line.served() as service:
+        wait_until(lambda: service.judged == 1)
+    assert [verdict for _, verdict in line.verdicts()] == [OK] * 4
+
+
+@pytest.mark.parametrize("after", ["keep", "move"])
+def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_under_its_key(line, monkeypatch, after):
+    line.watched["after"] = after
+    seen = []
+
+    def rewritten(arrival):
+        seen.append(arrival)
+        if len(seen) == 1:
+            arrival.path.write_bytes(png(side=9))
+        return read_as_seen(arrival)
+
+    reading(monkeypatch, rewritten)
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+    old, new = seen
+    assert [row.key for row in line.rows()] == [new.key]
+    assert new.key != old.key
+    assert new.sighting.size_bytes == len(png(side=9))
+
+
+DEADLY = """
+import os, signal, sys
+from pathlib import Path
+import agent.runtime.executor as executor
+from agent.config import read_line
+from agent.service import serve_line
+decode = executor.read_image
+
+def deadly(source, name, *rest):
+    if "poison" in name:  # as a native decoder that crashes on hostile bytes
+        os.kill(os.getpid(), signal.SIGKILL)
+    return decode(source, name, *rest)
+
+executor.read_image = deadly
+serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
+"""
+
+
+def test_an_image_that_ends_the_agent_does_so_twice_and_no_image_beside_it_is_lost(line):
+    names = [f"B{number}_c0_{'poison' if number == 2 else 'R1'}.png" for number in range(5)]
+    for name in names:
+        line.drop(name)
+    assert line.config.line == "test"  # the line file is written
+    for _ in range(2):
+        ended = subprocess.run(
+            [sys.executable, "-c", DEADLY, str(line.folder / "line.yaml")],
+            timeout=2 * PATIENCE_S, capture_output=True, text=True,
+        )  # fmt: skip
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    with line.served() as service:
+        wait_until(lambda: len(line.rows()) == 5)
+        assert service.statistics().requests_in_flight == 0
+    assert line.verdicts() == [(name, UNKNOWN if "poison" in name else OK) for name in names]
+    reason = next(row.reason for row in line.rows() if row.verdict is UNKNOWN)
+    assert reason == (
+        "B2_c0_poison.png: ended the agent: it was being judged each of the 2 times that the agent was ended"
+    )
+    explained = json.loads((line.inbox / "failed" / "B2_c0_poison.png.error.json").read_text())
+    assert explained["reason"] == reason
+    line.drop("B2_c0_poison.png", png(side=9))
+    with line.served() as service:  # another file of that name is another image
+        wait_until(lambda: service.judged == 1)
+    assert line.rows()[-1].verdict is OK
 
 
 @pytest.fixture
@@ -354,6 +484,62 @@ def test_a_results_file_that_cannot_be_read_when_a_file_comes_holds_nothing_up(l
     assert line.rows() == first
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
+def test_a_results_file_that_goes_while_the_line_is_served_loses_no_image(line, caplog, is_kept):
+    results, moved = line.folder / "state" / "results.db", line.folder / "moved.db"
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+        results.rename(moved)
+        if not is_kept:
+            moved.unlink()
+        for name in ("B2_c0_R1.png", "misnamed.png"):
+            line.drop(name)
+        wait_until(lambda: service.judged == 3)
+        wait_until(lambda: service.statistics().intakes[0].in_flight == 0)
+    assert line.verdicts() == [("B2_c0_R1.png", OK), ("misnamed.png", UNKNOWN)]
+    assert len(list((line.inbox / "done").rglob("*.png"))) == 2
+    assert not (line.inbox / ".work").exists()
+    told = [record.getMessage() for record in caplog.records if "results_file_gone" in record.getMessage()]
+    assert len(told) == 1
+    assert str(results) in told[0]
+    if is_kept:
+        assert [row.result.image for row in ResultReader(moved).query()] == ["B1_c0_R1.png"]
+
+
+def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
+    (line.folder / "beside").mkdir()
+    line.document["intake"]["folders"].append({**line.watched, "path": "./beside"})
+    for number in range(20):
+        line.drop(f"B{number}_c0_R1.png")
+    with line.served(in_flight_limit=8) as service, line.full_disk():
+
+        def in_flight():
+            return [intake.in_flight for intake in service.statistics().intakes]
+
+        wait_until(lambda: in_flight() == [6, 0])
+        for number in range(3):
+            (line.folder / "image.png").write_bytes(png())
+            (line.folder / "image.png").rename(line.folder / "beside" / f"B{number}_c1_R1.png")
+        wait_until(lambda: in_flight() == [6, 2])
+        wait_for_steps(service)
+        assert in_flight() == [6, 2]
+        assert service.statistics().intakes[0].waiting == 14
+
+
+def test_files_that_cannot_be_put_away_use_up_the_room(line):
+    (line.inbox / "done").write_text("a file where the shelf should be")
+    with line.served(in_flight_limit=3) as service:
+        for number in range(8):
+            line.drop(f"B{number}_c0_R1.png")
+        wait_until(lambda: service.statistics().intakes[0].unfiled == 3)
+        wait_for_steps(service)
+        assert service.judged == 3
+        assert len(list(line.inbox.glob("*.png"))) == 5
+        (line.inbox / "done").unlink()
+        wait_until(lambda: service.judged == 8)
+
+
 CHANGED_BOARDS = [
     {"components": {"c0": 1, "c1": 1}, "takt_s": 3600},
     {"components": {"c0": 2, "c1": 1}, "takt_s": 3600},
@@ -388,18 +574,27 @@ def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):
     assert [(row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [(OK, {}, 0)]
 
 
-def test_a_board_whose_time_ended_while_the_agent_was_down_is_unknown_and_older_ones_are_left_alone(line):
+def test_a_board_that_was_open_has_the_rest_of_its_time_while_the_agent_runs_and_older_ones_are_left_alone(line):
+    """It waits for 60 s, of which 20 had passed when the agent ended, long ago by the wall clock."""
     line.document["boards"]["main"]["takt_s"] = 30
     now = datetime.now(UTC)
     with closing(ResultStore(line.folder / "state" / "results.db")) as store:
-        for serial, component, ago_s in (("B0", "c0", 4000), ("B0", "c1", 3990), ("B1", "c0", 1000)):
+        for serial, component, ago_s in (("B0", "c0", 4000), ("B0", "c1", 3990), ("B1", "c0", 1000), ("B2", "c1", 980)):
             store.record(stored_result(serial, component, now - timedelta(seconds=ago_s)))
-    for _ in range(2):
-        with line.served() as service:
-            wait_until(lambda s=service: s.statistics().boards.open == 0)
-        assert [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [
-            ("B1", UNKNOWN, {"c1": 1}, 0)
-        ]
+        store.record_board(BoardVerdict("B0", "main", OK, now - timedelta(seconds=4000), now, {}, {OK: 2}))
+    running_s = [0.0]
+    with line.served(clock=lambda: running_s[0]) as service:
+        wait_for_housekeeping(service)
+        assert (service.statistics().boards.open, len(line.boards())) == (2, 1)
+        running_s[0] = 40.5
+        wait_until(lambda: service.statistics().boards.open == 1)
+    with line.served(clock=lambda: running_s[0]) as service:
+        wait_for_housekeeping(service)
+        assert service.statistics().boards.open == 1
+    assert [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in line.boards()] == [
+        ("B0", OK, {}, 0),
+        ("B1", UNKNOWN, {"c1": 1}, 0),
+    ]
 
 
 def stored_result(serial, component, at):
@@ -448,3 +643,63 @@ def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line
     }
     assert "distance=0.50" in caplog.text
     assert "experts=cls/f0,cls/f1" in caplog.text
+
+
+def test_images_are_judged_while_drift_is_computed(line, monkeypatch):
+    """The statistics take as long as the test wants; judging an image does not wait for them."""
+    is_computing, may_end = threading.Event(), threading.Event()
+
+    def compute_for_long(*_):
+        if threading.current_thread().name == "housekeeper":
+            is_computing.set()
+            may_end.wait(PATIENCE_S)
+        return 0.0
+
+    monkeypatch.setattr("agent.drift.chance_distance", compute_for_long)
+    with line.served() as service:
+        assert is_computing.wait(PATIENCE_S)
+        try:
+            for number in range(5):
+                line.drop(f"B{number}_c0_R1.png")
+            wait_until(lambda: service.judged == 5)
+            assert service.statistics().drift.steps == 5
+        finally:
+            may_end.set()
+
+
+def test_a_board_ends_in_time_after_the_store_refused_it_once(line, monkeypatch, caplog):
+    record_board, refused = ResultStore.record_board, []
+
+    def refuse_once(store, board, on_committed=None):
+        if not refused:
+            refused.append(board)
+            raise OSError("no memory for it")
+        record_board(store, board, on_committed)
+
+    monkeypatch.setattr(ResultStore, "record_board", refuse_once)
+    line.document["boards"]["main"]["takt_s"] = 30
+    running_s = [0.0]
+    with line.served(clock=lambda: running_s[0]) as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1 and service.statistics().boards.open == 1)
+        running_s[0] = 61.0
+        wait_until(lambda: line.boards() != ())
+        wait_until(lambda: not service.statistics().housekeeping.failing)
+        assert service.statistics().housekeeping.failures == 1
+    assert [(row.board.serial, row.board.verdict) for row in line.boards()] == [("B1", UNKNOWN)]
+    assert "housekeeping_failed duty=boards times=1" in caplog.text
+    assert "housekeeping_works_again duty=boards failures=1" in caplog.text
+
+
+def test_what_fails_for_good_is_told_and_holds_no_other_duty_up(line, monkeypatch, caplog):
+    def fail(ledger, now_s, now):
+        raise ValueError("this ledger is broken")
+
+    monkeypatch.setattr("agent.boards.BoardLedger.expire", fail)
+    monkeypatch.setattr("agent.drift.LEAST_STEPS", 20)
+    with line.served() as service:
+        wait_for_housekeeping(service)
+        for number in range(20):
+            line.drop(f"B{number}_c0_R1.png")
+        wait_until(lambda: "usage_drift" in caplog.text)
+        assert service.statistics().housekeeping.failing == {"boards": "ValueError: this ledger is broken"}

@@ -1,10 +1,14 @@
 """What every backend promises, asked of each: pack, lie on disk, load into memory, switch by bytes, answer."""
 
+import functools
+import itertools
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -22,6 +26,9 @@ FAMILIES = {
     "onnx": lambda files, name, seed: files.onnx(name, seed),
     "fake": lambda files, name, seed: files.fake(name),
 }
+MOMENTS = 16  # of one making, at which a batch runs
+PATIENCE_S = 60.0
+label_counts = itertools.count(10)  # of layouts that nothing else here has
 FORMS = [
     *((family, Precision.FP32) for family in FAMILIES),
     *((family, Precision.ONNXRUNTIME) for family in ("resnet18-3x3", "mobilenet_v3_small", "yolov5n", "fake")),
@@ -161,3 +168,73 @@ def test_a_pickle_is_never_read(packed, broken, precision):
     torch.save({"weight": torch.zeros(2)}, pickled)
     with pytest.raises(WeightsRefused):
         backend_for(broken.architecture).pack(replace(broken, weights=pickled), precision)
+
+
+@pytest.fixture(scope="module")
+def new_template(tmp_path_factory, make_files):
+    """By the kind of backend: something that makes a template of a layout which this process has not seen yet."""
+    files = make_files(tmp_path_factory.mktemp("new"))
+    exported = files.classifier("cls/exported", "squeezenet1_1")
+    program = backend_for("squeezenet1_1").pack(exported, Precision.ONNXRUNTIME).program
+
+    def made(expert, precision=Precision.FP32, program=b""):
+        return lambda: backend_for(expert.architecture).template(expert, precision, program, "cpu")
+
+    def of(kind):
+        number = next(label_counts)
+        labels = [str(label) for label in range(number)]
+        if kind == "classifier":
+            return made(files.classifier("cls/new", "resnet18", labels=labels, size=32))
+        if kind == "detector":
+            return made(files.detector("det/new", "yolov5n", labels=labels))
+        if kind == "onnxruntime":
+            model = onnx.load_from_string(program)
+            model.metadata_props.add(key="number", value=str(number))
+            return made(exported, Precision.ONNXRUNTIME, model.SerializeToString())
+        expert = files.onnx("cls/new", labels=labels) if kind == "onnx" else files.fake("cls/new", labels=labels)
+        return made(expert, program=backend_for(kind).pack(expert, Precision.FP32).program)
+
+    return of
+
+
+def counting_calls(make, at_call):
+    """Make it while ``at_call`` is told the number of each function call on the way."""
+    count = 0
+
+    def called(frame, event, argument):
+        nonlocal count
+        if event == "call":
+            count += 1
+            at_call(count)
+
+    sys.setprofile(called)
+    try:
+        make()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.fixture(scope="module")
+def call_counts(new_template):
+    """How many functions are called while a template of a kind is made, asked once."""
+    return functools.cache(lambda kind: counting_calls(new_template(kind), lambda number: None))
+
+
+@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "fake"])
+def test_batches_run_while_what_other_experts_need_is_made(packed, slot, image, new_template, call_counts, kind):
+    """The making stops at many of its calls until a batch has run on another thread: what it patches would show."""
+    expert, answers = packed.experts[0], []
+    expected = slot.infer(expert, image)
+    calls = call_counts(kind)
+    interval = max(calls // MOMENTS, 1)
+    with ThreadPoolExecutor(1) as making, ThreadPoolExecutor(1) as running:
+
+        def at_call(number):
+            if number % interval == 0:
+                answers.append(running.submit(slot.infer, expert, image).result(PATIENCE_S))
+
+        made = making.submit(counting_calls, new_template(kind), at_call)
+        assert made.result(PATIENCE_S) >= calls // 2
+    assert len(answers) >= min(calls, MOMENTS) // 2
+    assert answers == [expected] * len(answers)

@@ -8,6 +8,7 @@ import torch
 from experts.backends.classifier import ClassifierBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
+from experts.packing import pack_line
 
 BACKEND = ClassifierBackend()
 FAMILIES = ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_x_400mf"]
@@ -66,6 +67,17 @@ def test_the_small_stem_keeps_the_size_of_small_crops(files, image):
     packable = BACKEND.pack(expert, Precision.FP32)
     assert packable.tensors["conv1.weight"].shape == (64, 3, 3, 3)
     check_against_torchvision(expert, image)
+
+
+def test_sizes_that_a_skeleton_is_built_for_are_layouts_of_their_own(files, store, make_slot, image):
+    """A MaxViT's weights are the same for every size, its windows are not."""
+    module = files.build("maxvit_t", 3)
+    experts = [files.torch_module(f"cls/{size}", module.eval(), "maxvit_t", size=size) for size in (224, 448)]
+    packed = pack_line(experts, lambda _: {Precision.FP32}, store).packed
+    forms = [packed[expert.id][Precision.FP32] for expert in experts]
+    assert forms[0].layout != forms[1].layout
+    for expert, form in zip(experts, forms, strict=True):
+        assert make_slot(expert, form, store).infer(expert, image)[0].label in expert.labels
 
 
 def test_batchnorm_is_gone_where_a_convolution_takes_it(files):
@@ -132,6 +144,21 @@ def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
     expert = files.torch_module("cls/x", module, "squeezenet1_1")
     with pytest.raises(OutputInvalid):
         scores_of(expert, BACKEND.pack(expert, Precision.FP32), Precision.FP32, [BACKEND.prepare(expert, image)])
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
+def test_an_infinite_logit_is_no_prediction(files, image, precision):
+    """Minus infinity would become a probability of 0, whatever the label means."""
+    module = build_trainable("resnet18", 3)
+    with torch.no_grad():
+        module.fc.weight[2].fill_(-3e38)
+        module.fc.bias[2] = -3e38
+    expert = files.torch_module("cls/x", module, "resnet18", size=32)
+    packed = BACKEND.pack(expert, precision)
+    skeleton = BACKEND.skeleton(expert, precision, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    with pytest.raises(OutputInvalid):
+        skeleton.infer(expert, [BACKEND.prepare(expert, image)])
 
 
 def test_the_estimated_workspace_is_near_what_the_largest_layers_need(files):

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from experts.backends import detector
 from experts.backends.base import Prepared
 from experts.backends.detector import DetectorBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision
+from experts.graph import deciding_label
 
 BACKEND = DetectorBackend()
 
@@ -22,6 +26,13 @@ def skeleton_of(expert, precision=Precision.FP32):
     skeleton = BACKEND.skeleton(expert, precision, b"", "cpu")
     skeleton.bind(BACKEND.pack(expert, precision).tensors)
     return skeleton
+
+
+def answered(expert, image, precision=Precision.FP32):
+    packed = BACKEND.pack(expert, precision)
+    skeleton = BACKEND.skeleton(expert, precision, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    return skeleton.infer(expert, [BACKEND.prepare(expert, image)])[0]
 
 
 def ultralytics_boxes(expert, image):
@@ -79,6 +90,67 @@ def test_boxes_are_cut_at_the_edges_of_the_image(files, image):
     height, width = image.shape[:2]
     boxes = skeleton_of(expert).infer(expert, [BACKEND.prepare(expert, image)])[0].boxes
     assert all(0 <= box.left <= box.right <= width and 0 <= box.top <= box.bottom <= height for box in boxes)
+
+
+def with_fixed_answers(files, size, scores, precision=Precision.FP32):
+    """A detector whose boxes are points, with the same scores everywhere; ``scores`` of all labels by level.
+
+    An image of 160 pixels has 400 places on the finest level, 100 on the next and 25 on the coarsest.
+    """
+    model = build_trainable("yolov5n", 3)
+    head = model.model[-1]
+    with torch.no_grad():
+        for boxes, labels, wanted in zip(head.cv2, head.cv3, scores, strict=True):
+            boxes[-1].weight.zero_()
+            boxes[-1].bias.fill_(-50.0)[:: boxes[-1].bias.numel() // 4] = 50.0  # the distance of 0, on all four sides
+            labels[-1].weight.zero_()
+            labels[-1].bias.copy_(torch.tensor(wanted).logit())
+    return files.torch_module("det/x", model, "yolov5n", labels=("ok", "missing", "shifted"), size=size)
+
+
+NOWHERE = (0.01, 0.01, 0.01)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
+def test_no_number_of_passing_boxes_hides_one_that_does_not(files, image, precision):
+    expert = with_fixed_answers(files, 160, [(0.9, 0.01, 0.01), NOWHERE, (0.01, 0.3, 0.01)])
+    prediction = answered(expert, image, precision)
+    assert Counter(box.label for box in prediction.boxes) == {"ok": 400, "missing": 25}
+    assert prediction.label == "ok"
+    assert deciding_label(prediction, frozenset({"ok"})) == ("missing", pytest.approx(0.3, abs=1e-4))
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
+def test_more_boxes_than_are_judged_are_no_prediction(files, image, precision):
+    expert = with_fixed_answers(files, 256, [(0.9, 0.01, 0.01), NOWHERE, (0.01, 0.3, 0.01)])
+    with pytest.raises(OutputInvalid, match="det/x: it found 1088 boxes in one image, more than the 1000 that are"):
+        answered(expert, image, precision)
+
+
+def test_boxes_beyond_those_that_are_suppressed_are_no_prediction(files, image, monkeypatch):
+    expert = with_fixed_answers(files, 160, [(0.9, 0.01, 0.01), NOWHERE, NOWHERE])
+    monkeypatch.setattr(detector, "CANDIDATES_MAXIMUM", 399)
+    with pytest.raises(OutputInvalid, match="it found 400 boxes before suppression in one image, more than the 399"):
+        answered(expert, image)
+    monkeypatch.setattr(detector, "CANDIDATES_MAXIMUM", 400)
+    assert len(answered(expert, image).boxes) == 400
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
+@pytest.mark.parametrize("part", ["cv2", "cv3"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_output_is_no_score_and_no_place(files, image, precision, part, sign):
+    """As a raw score it would become 1 or 0; as a weight of one distance, that distance or none."""
+    model = build_trainable("yolov5n", 3)
+    with torch.no_grad():
+        last = getattr(model.model[-1], part)[0][-1]
+        last.bias.zero_()[0] = sign * 3e38
+        last.weight.zero_()[0] = sign * 3e38
+        for before in getattr(model.model[-1], part)[0][:-1]:
+            before.bn.bias.fill_(10.0)  # so that what the last convolution takes is above zero
+    expert = files.torch_module("det/x", model, "yolov5n")
+    with pytest.raises(OutputInvalid, match="not a number"):
+        answered(expert, image, precision)
 
 
 def test_no_box_is_nothing_found(files, image):
@@ -144,6 +216,27 @@ def test_a_trainable_model_has_a_loss_that_reaches_its_weights():
     }
     model.loss(batch)[0].sum().backward()
     assert model.model[0].conv.weight.grad.abs().sum() > 0
+
+
+def test_a_model_built_beside_another_keeps_its_own_activation():
+    """ultralytics sets a YOLOv6's activation for the whole process while it builds one."""
+    from ultralytics.nn.modules.conv import Conv
+
+    with ThreadPoolExecutor(1) as builders:
+        beside = []
+
+        def once_it_is_set(frame, event, argument):
+            if not beside and isinstance(Conv.default_act, torch.nn.ReLU):
+                beside.append(builders.submit(build_trainable, "yolov5n", 7))
+                wait(beside, timeout=1)  # it has to wait for this one; where it need not, a second is plenty
+
+        sys.setprofile(once_it_is_set)
+        try:
+            build_trainable("yolov6n", 7)
+        finally:
+            sys.setprofile(None)
+        assert isinstance(beside[0].result().model[0].act, torch.nn.SiLU)
+    assert isinstance(Conv.default_act, torch.nn.SiLU)
 
 
 def test_importing_it_changes_nothing_outside(tmp_path):

@@ -1,5 +1,9 @@
 """ONNX graphs: weights lifted out, one session per program, the same answers as the graph as it came."""
 
+import gc
+import hashlib
+import json
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +13,15 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from experts.backends.onnx import OnnxBackend
+from experts.backends import onnx as onnx_backend
+from experts.backends.base import Prepared
+from experts.backends.onnx import OnnxBackend, OnnxSkeleton
+from experts.backends.onnx_session import SESSIONS_KEPT
+from experts.backends.streams import await_writes
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
+from experts.manifests import ManifestFolder
+from experts.packing import pack_line
 
 BACKEND = OnnxBackend()
 
@@ -63,6 +73,42 @@ def test_skeletons_of_one_program_share_a_session(files):
     assert bound(expert, packables[0])._session is bound(expert, packables[1])._session
 
 
+def test_a_session_lives_as_long_as_somebody_needs_it(files):
+    """However many programs a line has, none is built twice; and of what nobody holds, only the last few stay."""
+    packed = []
+    for count in range(20, 32):
+        expert = files.onnx("cls/x", labels=[str(label) for label in range(count)])
+        packed.append((expert, BACKEND.pack(expert, Precision.FP32).program))
+
+    def sessions():
+        return [BACKEND.skeleton(expert, Precision.FP32, program, "cpu")._session for expert, program in packed]
+
+    held = sessions()
+    assert sessions() == held
+    alive = [weakref.ref(session) for session in held]
+    del held
+    gc.collect()
+    assert sum(session() is not None for session in alive) == SESSIONS_KEPT
+
+
+def test_packing_leaves_no_session_behind(files, monkeypatch):
+    built = []
+    session = onnxruntime.InferenceSession
+
+    def told(*arguments, **options):
+        built.append(session(*arguments, **options))
+        return built[-1]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", told)
+    BACKEND.pack(files.onnx("cls/x", 77), Precision.FP32)
+    alive = [weakref.ref(each) for each in built]
+    threads = [each.get_session_options().intra_op_num_threads for each in built]
+    built.clear()
+    gc.collect()
+    assert threads == [1] * len(alive) != []
+    assert [each() for each in alive] == [None] * len(alive)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_fixed_batch_is_filled_up(files, image, batch):
     free, fixed = files.onnx("cls/free", 5), files.onnx("cls/fixed", 5, batch=batch)
@@ -77,11 +123,130 @@ def test_probabilities_are_taken_as_they_are(files, image):
     expert = files.onnx("cls/x")
     expected = answers(expert, image)
 
-    def add_softmax(graph):
-        graph.node[-1].output[0] = "raw"
-        graph.node.append(helper.make_node("Softmax", ["raw"], ["logits"], axis=1))
+    edited(expert, lambda graph: softmax_ending(graph, axis=1))
+    assert answers(expert, image)[0].score == pytest.approx(expected[0].score, abs=1e-5)
 
-    assert answers(edited(expert, add_softmax), image)[0].score == pytest.approx(expected[0].score, abs=1e-5)
+
+def softmax_ending(graph, op_type="Softmax", **attributes):
+    graph.node[-1].output[0] = "raw"
+    graph.node.append(helper.make_node(op_type, ["raw"], ["logits"], **attributes))
+
+
+def spelled_out(graph):
+    """A softmax as some exporters write it; nothing in its last operator says so."""
+    graph.node[-1].output[0] = "raw"
+    graph.node.extend(
+        [
+            helper.make_node("Exp", ["raw"], ["powers"]),
+            helper.make_node("ReduceSum", ["powers", "axes"], ["sums"], keepdims=1),
+            helper.make_node("Div", ["powers", "sums"], ["logits"]),
+        ]
+    )
+    graph.initializer.append(numpy_helper.from_array(np.array([1], dtype=np.int64), "axes"))
+
+
+def answering_means(graph):
+    """The values are the means of the three channels."""
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["image"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("Gemm", ["f", "identity"], ["logits"]),
+    ]
+    graph.ClearField("node")
+    graph.node.extend(nodes)
+    graph.ClearField("initializer")
+    graph.initializer.append(numpy_helper.from_array(np.eye(3, dtype=np.float32), "identity"))
+
+
+def coloured(*means):
+    return Prepared(torch.tensor(means).view(3, 1, 1).expand(3, 32, 32), 32, 32)
+
+
+def test_a_score_does_not_depend_on_the_images_beside_it(files):
+    """Logits of one image that happen to look like probabilities are logits all the same."""
+    expert = edited(files.onnx("cls/x"), answering_means)
+    skeleton = bound(expert, BACKEND.pack(expert, Precision.FP32))
+    by_chance, other = coloured(0.2, 0.3, 0.5), coloured(-1.0, 2.0, 0.0)
+    alone = skeleton.infer(expert, [by_chance])[0]
+    assert skeleton.infer(expert, [by_chance, other])[0] == alone
+    assert skeleton.infer(expert, [other, by_chance])[1] == alone
+    assert alone.score == pytest.approx(float(torch.tensor([0.2, 0.3, 0.5]).softmax(dim=0).max()), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ending", "meaning"),
+    [
+        (lambda graph: None, {}),
+        (lambda graph: softmax_ending(graph, axis=1), {"coserve.answers": "probabilities"}),
+        (lambda graph: softmax_ending(graph, "LogSoftmax", axis=1), {}),
+        (spelled_out, {"coserve.answers": "probabilities"}),
+    ],
+    ids=["logits", "softmax", "log-softmax", "spelled-out"],
+)
+def test_what_the_values_mean_is_noted_in_the_program_unless_they_are_logits(files, image, ending, meaning):
+    expected = answers(files.onnx("cls/logits"), image)[0]
+    expert = edited(files.onnx("cls/x"), ending)
+    program = onnx.load_from_string(BACKEND.pack(expert, Precision.FP32).program)
+    assert {entry.key: entry.value for entry in program.metadata_props} == meaning
+    found = answers(expert, image)[0]
+    assert (found.label, found.score) == (expected.label, pytest.approx(expected.score, abs=1e-5))
+
+
+def test_a_softmax_before_a_change_of_shape_counts(files):
+    def through_shapes(graph):
+        softmax_ending(graph, axis=1)
+        graph.node[-1].output[0] = "probabilities"
+        graph.node.append(helper.make_node("Reshape", ["probabilities", "shape"], ["logits"]))
+        graph.initializer.append(numpy_helper.from_array(np.array([-1, 3], dtype=np.int64), "shape"))
+
+    program = BACKEND.pack(edited(files.onnx("cls/x"), through_shapes), Precision.FP32).program
+    assert onnx.load_from_string(program).metadata_props[0].value == "probabilities"
+
+
+def test_labels_that_do_not_exclude_one_another_are_refused(files):
+    expert = edited(files.onnx("cls/x"), lambda graph: softmax_ending(graph, "Sigmoid"))
+    with pytest.raises(WeightsMismatch, match=r"ends in Sigmoid: its labels do not exclude .* export it without that"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+@pytest.mark.parametrize("batch", ["n", 1])
+def test_a_softmax_over_the_images_is_refused(files, batch):
+    expert = edited(files.onnx("cls/x", batch=batch), lambda graph: softmax_ending(graph, axis=0))
+    with pytest.raises(WeightsMismatch, match="Softmax that is not over the labels: export it with axis=1"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def test_probabilities_that_are_none_any_more_are_no_prediction(files, image):
+    def mixed(graph):
+        softmax_ending(graph, axis=1)
+        graph.node[-1].output[0] = "probabilities"
+        graph.node.append(helper.make_node("Gemm", ["probabilities", "mixture"], ["logits"]))
+        graph.initializer.append(numpy_helper.from_array(np.eye(3, dtype=np.float32), "mixture"))
+
+    expert = edited(files.onnx("cls/x"), mixed)
+    packed = BACKEND.pack(expert, Precision.FP32)
+    skeleton = bound(expert, packed)
+    prepared = [BACKEND.prepare(expert, image)]
+    assert skeleton.infer(expert, prepared)[0].score <= 1
+    skeleton.bind(packed.tensors | {"mixture": 2 * torch.eye(3)})
+    with pytest.raises(OutputInvalid, match="does not add up to 1"):
+        skeleton.infer(expert, prepared)
+
+
+def test_what_was_packed_before_values_were_noted_is_packed_anew(files, store):
+    expert = edited(files.onnx("cls/x"), lambda graph: softmax_ending(graph, axis=1))
+    packed = pack_line([expert], {expert.id: {Precision.FP32}}, store).packed[expert.id][Precision.FP32]
+    manifests = ManifestFolder(store.directory / "manifests")
+    found = manifests.read(expert.id, "fp32")
+    unnoted = onnx.load_from_string(store.program(packed))
+    unnoted.ClearField("metadata_props")
+    content = unnoted.SerializeToString(deterministic=True)
+    older = replace(packed, program_sha256=hashlib.sha256(content).hexdigest())
+    store.program_path(older.program_sha256).write_bytes(content)
+    recipe = json.dumps([1, "onnx", None, 3, [32, 32]])
+    manifests.write(replace(found, packed=older, source=replace(found.source, recipe=recipe)))
+    assert pack_line([expert], {expert.id: {Precision.FP32}}, store).packed[expert.id][Precision.FP32] == packed
+    assert not store.program_path(older.program_sha256).exists()
 
 
 def test_other_precisions_are_refused_not_ignored(files):
@@ -157,6 +322,51 @@ def test_a_processor_that_is_not_there_is_said_so(files):
     absent = "mps" if "CUDAExecutionProvider" in onnxruntime.get_available_providers() else "cuda"
     with pytest.raises(BackendUnavailable, match=f"onnxruntime on {absent}"):
         BACKEND.skeleton(expert, Precision.FP32, program, absent)
+
+
+class Recorded:
+    """A session that tells when it runs."""
+
+    def __init__(self, session, events):
+        self._session = session
+        self._events = events
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def run_with_iobinding(self, feeds):
+        self._events.append("run")
+        self._session.run_with_iobinding(feeds)
+
+
+def test_a_session_runs_only_after_torch_has_written_its_input(files, image, monkeypatch):
+    """On CUDA the two have streams of their own; here, that each run waits, and for the stream that writes."""
+    events = []
+    expert = files.onnx("cls/x", batch=1)
+    packed = BACKEND.pack(expert, Precision.FP32)
+    session = BACKEND.skeleton(expert, Precision.FP32, packed.program, "cpu")._session
+    skeleton = OnnxSkeleton(Recorded(session, events), "cpu")
+    skeleton.bind(packed.tensors)
+    monkeypatch.setattr(onnx_backend, "await_writes", lambda device: events.append(f"wait for {device}"))
+    skeleton.infer(expert, [BACKEND.prepare(expert, image)] * 2)
+    assert events == ["wait for cpu", "run"] * 2
+
+
+def test_on_cuda_the_threads_own_stream_is_waited_for(monkeypatch):
+    events = []
+
+    class Stream:
+        def __init__(self, device):
+            self._device = device
+
+        def synchronize(self):
+            events.append(f"the stream of {self._device}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    await_writes(torch.device("cpu"))
+    assert events == []
+    await_writes(torch.device("cuda", 0))
+    assert events == ["the stream of cuda:0"]
 
 
 def test_the_estimated_workspace_follows_the_largest_layers(files):

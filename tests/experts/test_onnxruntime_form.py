@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from experts.backends import backend_for
+from experts.backends import backend_for, onnx_session
 from experts.backends.forms import executable_forms, runtime_recipe
 from experts.backends.onnx_layout import IDENTITY_KEY, runtime_identity
 from experts.backends.onnxruntime_form import Refused, packable, runtime_form
@@ -67,7 +67,9 @@ def test_a_detector_finds_the_boxes_of_fp32(files, image):
 def test_experts_of_one_architecture_share_program_and_session(files):
     backend = backend_for("squeezenet1_1")
     experts = [files.classifier(f"cls/{seed}", "squeezenet1_1", seed) for seed in (1, 2)]
+    made = onnx_session._sessions.count
     packed = [backend.pack(expert, FORM) for expert in experts]
+    assert onnx_session._sessions.count == made  # that it was tried on leaves no session behind
     assert packed[0].program == packed[1].program
     assert list(packed[0].tensors) == list(packed[1].tensors)
     assert not any(torch.equal(packed[0].tensors[name], packed[1].tensors[name]) for name in packed[0].tensors)

@@ -18,6 +18,8 @@ from experts.errors import LoadFailed
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment
 from profiler.batches import (
+    EXTRA_FRACTION,
+    EXTRA_RUNS,
     LEAST_ROUNDS,
     PEAK_RUNS,
     STOP_AFTER,
@@ -88,7 +90,8 @@ def test_all_sizes_are_run_while_the_average_falls(runs_of):
     rig = ScriptedRig(lambda size: 0.010 + 0.001 * size)
     batches = runs_of(rig, repeats=5).measure()
     assert sizes_of(batches) == list(BatchOptions().sizes)
-    assert all(batch.seconds == (0.010 + 0.001 * batch.batch_size,) * 5 for batch in batches)
+    assert all(set(batch.seconds) == {0.010 + 0.001 * batch.batch_size} for batch in batches)
+    assert [len(batch.seconds) for batch in batches] == [5 * (1 + EXTRA_RUNS)] + [5] * (len(batches) - 1)
 
 
 @pytest.mark.parametrize(("K_ms", "B_ms", "expected"), [(0.87, 13.87, 128), (10.0, 10.0, 32), (1.0, 20.0, 128)])
@@ -151,6 +154,35 @@ def test_rounds_go_up_and_down_in_turn(runs_of):
     runs_of(rig, sizes=(1, 2, 4), repeats=3).measure()
     growing = [size for size in (1, 2, 4) for _ in range(PEAK_RUNS + TRIAL_RUNS)]
     assert rig.sizes == [*growing, 1, 2, 4, 4, 2, 1, 1, 2, 4]
+
+
+def test_the_smallest_size_is_run_again_between_the_others_of_a_round(runs_of):
+    """By hand, n + 0.25 s: rounds of 64.5 s, of which 8 % are 5.2 s; four runs of 1.25 s, at even places."""
+    assert (EXTRA_RUNS, EXTRA_FRACTION) == (4, 0.08)
+    rig = ScriptedRig(lambda size: size + 0.25)
+    batches = runs_of(rig, sizes=(1, 2, 4, 8, 16, 32), repeats=2, limit_s=1e6).measure()
+    growing = sum(PEAK_RUNS + TRIAL_RUNS for _ in batches)
+    assert rig.sizes[growing:] == [1, 1, 2, 1, 4, 1, 8, 1, 16, 32, 32, 1, 16, 1, 8, 1, 4, 1, 2, 1]
+    assert [len(batch.seconds) for batch in batches] == [10, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("image_s", [0.0005, 0.01])
+def test_what_the_smallest_size_is_run_again_costs_less_than_a_tenth(runs_of, monkeypatch, fixed_s, image_s):
+    def spent_s(extra):
+        monkeypatch.setattr("profiler.batches.EXTRA_RUNS", extra)
+        rig = ScriptedRig(lambda size: fixed_s + image_s * size)
+        runs_of(rig, limit_s=1e6).measure()
+        return sum(rig.latency_s(size) for size in rig.sizes)
+
+    assert spent_s(EXTRA_RUNS) <= 1.1 * spent_s(0)
+
+
+def test_where_the_time_is_short_rounds_come_first(runs_of):
+    """By hand, n + 0.25 s: 258 s of growing, 193.5 s of three rounds; what is left is enough for three runs more."""
+    rig = ScriptedRig(lambda size: size + 0.25)
+    batches = runs_of(rig, sizes=(1, 2, 4, 8, 16, 32), limit_s=258.0 + 193.5 + 3.9).measure()
+    assert [len(batch.seconds) for batch in batches] == [6, 3, 3, 3, 3, 3]
 
 
 def test_the_smallest_size_is_run_however_short_the_time(runs_of):

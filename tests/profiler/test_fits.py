@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from statistics import median
 
 import pytest
 from hypothesis import assume, given, settings
@@ -17,6 +18,7 @@ from profiler.fits import (
     fit_latency,
     fit_workspace,
     plateau,
+    typical_s,
     uncertainty,
 )
 
@@ -47,6 +49,33 @@ def near_end(slope_s, intercept_s, tolerance=0.03, sizes=SIZES):
     return next(size for size in sizes if slope_s + intercept_s / size <= lowest * (1 + tolerance))
 
 
+class TestTypicalTimes:
+    def test_without_outliers_it_is_the_mean(self):
+        assert typical_s([0.010, 0.011, 0.013]) == pytest.approx(0.034 / 3)
+        assert typical_s([0.010]) == 0.010
+
+    def test_an_outlier_is_drawn_in_and_cannot_ruin_it(self):
+        """By hand: median 12, MAD 1, so 4.4478 may be the distance: 900 counts as 16.4478."""
+        assert typical_s([10, 11, 12, 13, 900]) == pytest.approx((10 + 11 + 12 + 13 + 12 + 3 * 1.4826) / 5)
+        assert typical_s([0.014, 0.014, 9.0]) == 0.014
+
+    @settings(deadline=None)
+    @given(st.lists(st.floats(0.5, 1.5), min_size=4, max_size=9), st.lists(st.floats(1e-3, 1e6), max_size=3), st.data())
+    def test_less_than_half_of_the_repeats_have_little_to_say(self, good, bad, data):
+        seconds = data.draw(st.permutations(good + bad[: (len(good) - 1) // 2]))
+        assert 0 <= typical_s(seconds) <= 1.5 + 3 * 1.4826 * 1.0
+
+    def test_of_times_with_a_long_tail_it_is_near_the_mean_where_the_median_is_not(self):
+        """Batches of one that take half as long again each fifth time: 10 % above the fastest, where medians say 0."""
+        draw = random.Random(3)
+        pauses = [1.0 + draw.expovariate(1 / 0.1) for _ in range(2000)]
+        runs = [pauses[start : start + 21] for start in range(0, len(pauses) - 20, 21)]
+        found = sum(typical_s(run) for run in runs) / len(runs)
+        medians = sum(median(run) for run in runs) / len(runs)
+        assert medians < 1.075
+        assert found == pytest.approx(1.1, abs=0.012)
+
+
 class TestLatency:
     def test_a_line_is_found_as_it_is(self):
         fit = fit_latency(batches_of(lambda n: 0.010 * n + 0.004))
@@ -54,7 +83,7 @@ class TestLatency:
         assert fit.error == pytest.approx(0.0, abs=1e-9)
         assert fit.latency_s(3) == pytest.approx(0.034)
 
-    def test_medians_count_and_not_the_outliers(self):
+    def test_outliers_do_not_count(self):
         batches = [BatchTimes(n, (0.01 * n + 0.004, 0.01 * n + 0.004, 9.0), 0) for n in (1, 2, 4)]
         assert fit_latency(batches).K_s == pytest.approx(0.010)
 
@@ -65,6 +94,13 @@ class TestLatency:
         assert pytest.approx(along_the_floor, rel=1e-3) == fit.K_s
         assert fit.B_s == LEAST_S
         assert fit.error == pytest.approx((3.0 - 2 * along_the_floor) / 3.0, abs=1e-3)
+
+    def test_a_size_that_was_run_more_often_counts_more(self):
+        """By hand: 10, 22 and 30 ms at 1, 2 and 3 are on no line; were 1 run without end, its distance would be 0."""
+        often = [BatchTimes(1, (0.010,) * 900, 0), BatchTimes(2, (0.022,), 0), BatchTimes(3, (0.030,), 0)]
+        once = [BatchTimes(batch.batch_size, batch.seconds[:1], 0) for batch in often]
+        assert fit_latency(often).latency_s(1) == pytest.approx(0.010, rel=2e-3)
+        assert abs(fit_latency(once).latency_s(1) - 0.010) > 0.0001
 
     def test_a_latency_that_falls_with_the_size_costs_nothing_more_per_image(self):
         fit = fit_latency(batches_of({1: 0.020, 2: 0.018, 4: 0.016}.__getitem__, sizes=(1, 2, 4)))

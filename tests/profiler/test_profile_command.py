@@ -33,7 +33,7 @@ from agent.records.results import Result, ResultStore
 from agent.runtime.device import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
-from experts.errors import AlreadyRunning, ConfigError
+from experts.errors import AlreadyRunning, ConfigError, CoServeError
 from experts.expert import Verdict
 from profiler import profiling
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
@@ -43,6 +43,7 @@ from profiler.cli import disk_explained
 from profiler.profiling import ProfilingOptions, learn_usage, profile_line
 from profiler.samples import SYNTHETIC
 from profiler.search_runs import RUNS
+from profiler.spinning import ROUNDS, SpinTrial, try_setting
 from profiler.usage import COMPUTED, COUNTED, SERVED
 
 ROOT = Path(__file__).parents[2]
@@ -354,6 +355,79 @@ class TestAnExpertThatFailsWhenItIsRun:
         assert [note for note in done.notes if note.startswith(gain)]
         write_random_weights(line.weights(0), "squeezenet1_1", 2, seed=0)
         assert len(line.profiled().profile.speedups["cpu"]) == min(line.identity.cores, 4)
+
+
+class ScriptedTrials:
+    """In the place of processes: what each setting of OpenMP's waiting takes, and what was asked for."""
+
+    def __init__(self, monkeypatch, **one_s):
+        self.one_s = one_s
+        self.asked = []
+        monkeypatch.setattr(profiling, "try_setting", self.run)
+
+    def run(self, file, copy, kind, setting):
+        self.asked.append((file, copy.expert.id, kind.kind, setting))
+        return SpinTrial(self.one_s[setting], 8 * self.one_s[setting])
+
+
+class TestWaitingBetweenOperators:
+    def test_is_compared_on_the_most_used_kind_that_torch_runs_and_kept_until_all_is_measured_anew(
+        self, line, monkeypatch
+    ):
+        line.classify(1, 2)
+        line.document["experts"]["cls/f2"]["input"] = {"size": [72, 72]}
+        trials = ScriptedTrials(monkeypatch, default=1.0, short=0.8, none=0.9)
+        done = line.profiled(spinning="default")
+        file, expert, kind, _ = trials.asked[0]
+        assert (file, expert, kind) == (line.file, "cls/f1", "squeezenet1_1 64x64 imagenet"), "c1 comes twice as often"
+        assert len(trials.asked) == 3 + 3 * (ROUNDS - 1)
+        assert done.profile.spinning_setting == "short"
+        assert [(each.setting, len(each.one_s)) for each in done.profile.spinning] == [
+            (setting, ROUNDS) for setting in ("default", "short", "none")
+        ]
+        told = [note for note in done.notes if "OpenMP" in note]
+        assert told == [
+            "batches were timed with OpenMP's waiting 'default', and will run with 'short', which is faster: "
+            f"`coserve profile {line.file} --fresh` times them with it"
+        ]
+        again = line.profiled(spinning="short")
+        assert len(trials.asked) == 3 + 3 * (ROUNDS - 1)
+        assert again.profile.spinning == done.profile.spinning
+        assert not [note for note in again.notes if "OpenMP" in note]
+        assert line.profiled(spinning="short", fresh=True).profile.spinning_setting == "short"
+        assert len(trials.asked) == 2 * (3 + 3 * (ROUNDS - 1))
+
+    def test_is_not_compared_where_nobody_waits_or_the_environment_says_how(self, line, monkeypatch):
+        trials = ScriptedTrials(monkeypatch)
+        assert line.profiled(spinning="default").profile.spinning == ()
+        line.classify(0)
+        assert line.profiled(spinning=None).profile.spinning == ()
+        assert trials.asked == []
+
+    def test_that_cannot_be_compared_stays_and_is_told(self, line, monkeypatch):
+        def fail(*_):
+            raise CoServeError("a trial of cls/f0 failed: killed")
+
+        monkeypatch.setattr(profiling, "try_setting", fail)
+        line.classify(0)
+        done = line.profiled(spinning="default")
+        assert done.profile.spinning_setting == "default"
+        assert (
+            "how long OpenMP's threads wait stays as the library has it: a trial of cls/f0 failed: killed" in done.notes
+        )
+
+    def test_is_really_tried_in_a_process_of_its_own(self, line, monkeypatch):
+        found = []
+
+        def once(*asked):
+            found.append(try_setting(*asked) if not found else found[0])
+            return found[0]
+
+        monkeypatch.setattr(profiling, "try_setting", once)
+        line.classify(0)
+        (default, *_) = line.profiled(spinning="default").profile.spinning
+        assert 0 < default.one_s[0] <= default.largest_s[0] * 10
+        assert (default.one_s[0], default.largest_s[0]) == (found[0].one_s, found[0].largest_s)
 
 
 class TestABusyBox:

@@ -16,6 +16,7 @@ from agent.profile import (
     KindProfile,
     LinkSpeed,
     PoolAllocation,
+    SpinTimes,
     StoredProfile,
     Trial,
     UsageProfile,
@@ -101,6 +102,24 @@ def test_scripts_read_the_documented_keys(profile):
         "experts": 60,
     }
     assert found["executors"] == {"cuda": 3, "cpu": 1}
+
+
+def test_how_long_threads_wait_is_told_where_it_was_measured(profile):
+    assert profile_json(profile)["device"]["spinning"] == {"setting": "default", "tried": {}}
+    assert "OpenMP" not in profile_table(profile)
+    tried = (SpinTimes("default", (0.010, 0.012), (0.04, 0.04), False), SpinTimes("short", (0.009,), (0.03,), True))
+    measured = replace(profile, spinning=tried)
+    assert profile_json(measured)["device"]["spinning"] == {
+        "setting": "short",
+        "tried": {
+            "default": {"one_s": [0.010, 0.012], "largest_s": [0.04, 0.04]},
+            "short": {"one_s": [0.009], "largest_s": [0.03]},
+        },
+    }
+    told = (
+        "waiting      OpenMP short; ms of a batch of one and of the largest: default 11.0 and 40.0, short 9.0 and 30.0"
+    )
+    assert told in profile_table(measured).splitlines()
 
 
 def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_is_not_told(profile):

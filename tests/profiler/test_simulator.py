@@ -107,6 +107,103 @@ def test_every_wait_is_under_its_ceiling(experts, capacity, drawn):
         assert started[request] - since <= BOUND_S + (ahead + 2) * (LOAD_S * 2 + 2 * batch_s)
 
 
+LINE_BOUND_S = 0.3
+FULL_S = K_S + B_S / MAX_BATCH  # between two requests that keep one executor busy in full batches
+LINES = ({"cpu": "host"}, {"cpu": "host", "gpu": "host"}, {"cpu": "host", "gpu": "device"})
+
+
+@st.composite
+def lines(draw):
+    """A few experts on several executors, memories that hold one to three of them, slow or quick links, and streams
+    of requests that may keep an expert at work for as long as the trace lasts."""
+    memories = draw(st.sampled_from(LINES))
+    experts = [f"e{number}" for number in range(draw(st.integers(2, 6)))]
+    ssd_s, host_s = draw(st.sampled_from([0.05, 0.2])), draw(st.sampled_from([0.02, 0.15]))
+    columns: dict[str, dict[str, ExpertProfile]] = {processor: {} for processor in memories}
+    for expert in experts:
+        for processor in draw(st.sampled_from([tuple(memories), *((each,) for each in memories)])):
+            load_s = {SSD: ssd_s, "host": host_s} if processor == "gpu" else {SSD: ssd_s}
+            columns[processor][expert] = ExpertProfile(
+                expert, Performance(K_S, B_S, MAX_BATCH, workspace_bytes=0), Footprint(1), load_s
+            )
+    more = draw(st.lists(st.sampled_from(sorted(memories)), min_size=1, max_size=2))
+    executors = [ExecutorSpec(n, processor, memories[processor]) for n, processor in enumerate([*memories, *more])]
+    pools = tuple(
+        PoolSpec(name, draw(st.integers(1, 3)), 0, cache="host" if name == "device" else None)
+        for name in dict.fromkeys(memories.values())
+    )
+    limits = Limits(pools, LINE_BOUND_S, loads_in_flight=draw(st.integers(1, 2)))
+    profile = DeviceProfile(columns, {expert: draw(st.sampled_from([0.1, 0.5, 0.9])) for expert in experts})
+    graph = ExpertGraph(experts, {expert: (RouteStep(expert, frozenset({"ok"})),) for expert in experts})
+    engine = Engine(graph, profile, executors, PRESETS["coserve"], limits)
+    step_s = 2 * (ssd_s + host_s) + 2 * (K_S * MAX_BATCH + B_S)  # two loads share a link; two batches in their way
+    return Simulator(engine, profile, executors), draw(streams(experts)), step_s
+
+
+@st.composite
+def streams(draw, experts):
+    arrivals = []
+    for _ in range(draw(st.integers(2, 5))):
+        expert, start_s = draw(st.sampled_from(experts)), draw(st.sampled_from([0.0, 0.01, 0.5, 1.5]))
+        count, period_s = draw(st.sampled_from([1, 60, 600])), draw(st.sampled_from([FULL_S / 2, FULL_S, 0.02, 0.05]))
+        burst = draw(st.sampled_from([0, 2 * MAX_BATCH]))  # on top of what executors can just keep up with: it stays
+        arrivals += [Arrival(start_s + max(number - burst, 0) * period_s, expert) for number in range(count)]
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+def assert_waits_under_their_ceiling(simulation, step_s):
+    """Whoever is queued at t waits at most the bound, plus ``step_s`` for its own batch, for one that was about to
+    start, and for each batch that holds a request queued before t + bound."""
+    queued = {effect.request: now for now, effect in simulation.effects if isinstance(effect, Assigned)}
+    batches = [(now, effect.batch) for now, effect in simulation.effects if isinstance(effect, StartBatch)]
+    oldest_s = {batch.id: min(queued[request] for request in batch.requests) for _, batch in batches}
+    for started_s, batch in batches:
+        since = oldest_s[batch.id]
+        if started_s - since > LINE_BOUND_S:
+            between = (each for now, each in batches if since <= now <= started_s)
+            ahead = sum(1 for each in between if oldest_s[each.id] < since + LINE_BOUND_S)
+            assert started_s - since <= LINE_BOUND_S + (ahead + 2) * step_s, batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines())
+def test_every_wait_is_under_its_ceiling_on_several_executors_too(line):
+    simulator, trace, step_s = line
+    assert_waits_under_their_ceiling(simulator.run(trace, warm_s=0.0), step_s)
+
+
+def several(columns, executors, capacity=1):
+    """A memory for ``capacity`` experts under executors that can run what ``columns`` names."""
+    performance = Performance(K_S, B_S, MAX_BATCH, workspace_bytes=0)
+    rows = {
+        processor: {name: ExpertProfile(name, performance, Footprint(1), {SSD: 0.05}) for name in names}
+        for processor, names in columns.items()
+    }
+    names = sorted(set().union(*columns.values()))
+    profile = DeviceProfile(rows, dict.fromkeys(names, 0.5))
+    specs = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(executors)]
+    graph = ExpertGraph(names, {name: (RouteStep(name, frozenset({"ok"})),) for name in names})
+    limits = Limits((PoolSpec("host", capacity, 0),), LINE_BOUND_S)
+    return Simulator(Engine(graph, profile, specs, PRESETS["coserve"], limits), profile, specs)
+
+
+@pytest.mark.parametrize(
+    ("executors", "streamed"),
+    [
+        pytest.param(("a", "b"), 1, id="a group that is never empty"),
+        pytest.param(("a", "a", "b"), 2, id="two executors that take turns on one copy"),
+    ],
+)
+def test_a_hot_expert_does_not_keep_another_executors_expert_out_of_a_small_memory(executors, streamed):
+    """The hot one's executors have always work, so that its copy would never be free but for the bound."""
+    burst = 2 * MAX_BATCH * streamed
+    hot = [Arrival(FULL_S / streamed * max(number - burst, 0), "hot") for number in range(600 * streamed)]
+    trace = sorted([*hot, Arrival(1.0, "rare")], key=lambda arrival: arrival.at_s)
+    simulation = several({"a": ["hot"], "b": ["rare"]}, executors).run(trace, warm_s=0.0)
+    assert simulation.waits_s(trace)[trace.index(Arrival(1.0, "rare"))] <= LINE_BOUND_S + 0.5
+    assert_waits_under_their_ceiling(simulation, 2 * 0.05 + 2 * (K_S * MAX_BATCH + B_S))
+
+
 def test_the_same_trace_gives_the_same_effects():
     trace, usage = heavy_tailed(experts=20, requests=200)
     first, second = (build("coserve", 20, 6, executors=3, usage=usage).run(trace) for _ in range(2))

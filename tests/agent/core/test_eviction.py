@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.eviction import STRATEGIES, Candidate, victims
@@ -74,6 +74,31 @@ def test_a_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_i
     assert victims(ranked, 12, lambda part: 2, frozenset({"trunk"})) is None
 
 
+def test_a_part_with_one_holder_is_freed_with_it():
+    (alone,) = two_stage([candidate("a", 1, shared=(SharedPart("trunk", 10),))])
+    assert names(victims([alone], 11, lambda part: {"trunk": 1}[part], NONE_KEPT)) == ["a"]
+    assert victims([alone], 12, lambda part: 1, NONE_KEPT) is None
+
+
+def test_a_part_stays_with_whoever_is_spared_and_frees_nothing_more():
+    trunk = (SharedPart("trunk", 10),)
+    ranked = [candidate("x", 2, shared=trunk), candidate("y", 1, shared=trunk), candidate("z", 30)]
+    assert names(victims(ranked, 31, lambda part: 2, NONE_KEPT)) == ["x", "z"]  # y and the trunk stay: 32 bytes go
+    assert names(victims(ranked, 30, lambda part: 2, NONE_KEPT)) == ["z"]
+
+
+@pytest.mark.parametrize(
+    ("evicting", "stages"),
+    [(Evicting.TWO_STAGE, [1, 2, 1, 2]), (Evicting.LOOKAHEAD, [1, 2, 3, 3]), (Evicting.LRU, [0] * 4),
+     (Evicting.FIFO, [0] * 4)],
+)  # fmt: skip
+def test_a_victim_is_told_with_the_rule_by_which_it_goes(evicting, stages):
+    facts = [(None, True), (None, False), (4.0, True), (4.0, False)]
+    told = [STRATEGIES[evicting].stage(candidate("a", next_use_s=at_s, lacks=lacks)) for at_s, lacks in facts]
+    assert told == stages
+
+
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(STRATEGIES)),
     st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1), st.none() | st.floats(0, 9), st.booleans()), max_size=12),

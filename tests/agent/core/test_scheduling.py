@@ -19,7 +19,7 @@ from agent.core.performance import (
 )
 from agent.core.policy import PRESETS
 from agent.core.scheduler import shortest_makespan
-from agent.core.splitter import BatchSplitter
+from agent.core.splitter import FIRST_PATIENCE, BatchSplitter
 from experts.errors import MemoryExceeded
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
@@ -62,6 +62,7 @@ def settle_loads(engine, effects, now):
     everything = list(effects)
     loads = of(StartLoad, effects)
     while loads:
+        assert len(everything) < 1000, "loads go on for ever"
         more = engine.handle(events.Loaded(loads.pop(0).load), now)
         everything += more
         loads += of(StartLoad, more)
@@ -161,6 +162,82 @@ def test_a_head_that_waited_too_long_gets_the_room_of_whoever_stops():
     assert not of(StartBatch, effects)
 
 
+def build_engine_of(columns, capacity=1, **limits):
+    """One memory, an executor for each processor, batches of one: ``columns`` names what each processor can run."""
+    experts = sorted(set().union(*columns.values()))
+    performance = Performance(1.0, 2.0, 1, workspace_bytes=1)
+    profiles = {
+        processor: {name: ExpertProfile(name, performance, Footprint(1), {SSD: 10.0}) for name in names}
+        for processor, names in columns.items()
+    }
+    executors = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(columns)]
+    graph = ExpertGraph(experts, {name.upper(): (RouteStep(name, OK),) for name in experts})
+    every_limit = Limits((PoolSpec("host", capacity, len(executors)),), **limits)
+    return Engine(graph, DeviceProfile(profiles), executors, PRESETS["coserve"], every_limit)
+
+
+def arrive(engine, number, component, at_s):
+    """A request comes, and every load that it causes is done at once; the batches that start."""
+    effects = engine.handle(events.Arrived(number, component), at_s)
+    return [started.batch for started in of(StartBatch, settle_loads(engine, effects, at_s))]
+
+
+def test_a_group_that_never_empties_is_no_older_than_its_oldest_request():
+    """x's executor always has work, and the memory holds one expert: y's turn comes when x's older requests ran."""
+    engine = build_engine_of({"one": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "X", 0.0)
+    arrive(engine, 2, "Y", 0.5)
+    arrive(engine, 3, "X", 2.0)
+    (second,) = of(StartBatch, engine.handle(answer(first), 3.0))  # y is not overdue yet
+    assert second.batch.requests == (1,)
+    effects = engine.handle(answer(second.batch), 6.0)
+    assert [effect.expert for effect in of(Evict, effects)] == ["x"]
+    assert [effect.expert for effect in of(StartLoad, effects)] == ["y"]
+
+
+def test_an_overdue_head_leaves_what_an_older_head_waits_to_run_on():
+    engine = build_engine_of({"one": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "X", 0.4)
+    arrive(engine, 2, "Y", 0.5)
+    effects = engine.handle(answer(first), 6.0)
+    assert of(Evict, effects) == []
+    assert [started.batch.requests for started in of(StartBatch, effects)] == [(1,)]
+
+
+def test_executors_that_take_turns_on_one_copy_do_not_keep_it_from_an_overdue_head():
+    engine = build_engine_of({"one": "x", "two": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    (second,) = arrive(engine, 1, "X", 0.0)
+    assert (first.executor, second.executor) == (0, 1)
+    arrive(engine, 2, "Y", 0.5)
+    for number in range(3, 7):
+        arrive(engine, number, "X", 1.0)
+    assert of(StartBatch, engine.handle(answer(first), 6.0)) == []  # held for y, as the second still runs on x
+    effects = engine.handle(answer(second), 7.0)
+    assert [effect.expert for effect in of(Evict, effects)] == ["x"]
+    assert [effect.expert for effect in of(StartLoad, effects)] == ["y"]
+
+
+def test_who_waits_longer_than_an_overdue_head_runs_on_a_copy_that_others_use():
+    engine = build_engine_of({"one": "x", "two": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "X", 0.0)
+    arrive(engine, 2, "X", 0.4)  # behind the first
+    arrive(engine, 3, "Y", 0.5)
+    (started,) = of(StartBatch, engine.handle(answer(first), 6.0))
+    assert started.batch.requests == (2,)
+
+
+def test_requests_that_were_given_back_are_as_old_as_they_were():
+    engine = build_engine_of({"one": "x", "other": "y"}, max_overtake_s=5.0)
+    (first,) = arrive(engine, 0, "X", 0.0)
+    arrive(engine, 1, "Y", 0.5)
+    effects = engine.handle(events.BatchFailed(first.id, "no memory", out_of_memory=True), 6.0)
+    assert [started.batch.requests for started in of(StartBatch, effects)] == [(0,)]
+
+
 def test_the_next_groups_are_loaded_while_the_first_runs():
     engine = build_engine(capacity=3, placed=False)
     effects = []
@@ -246,7 +323,7 @@ def test_a_failed_batch_is_run_again_one_by_one():
     assert [started.batch.requests for started in of(StartBatch, effects)] == [(1,)]
 
 
-def test_a_batch_too_large_for_the_memory_is_halved_for_good():
+def test_a_batch_too_large_for_the_memory_is_halved():
     engine = build_engine(placed=False)
     (load,) = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
     for number in range(1, 4):
@@ -262,6 +339,85 @@ def test_a_batch_too_large_for_the_memory_is_halved_for_good():
         sizes.append(len(batches[0].batch.requests))
         effects = engine.handle(answer(batches[0].batch), 0.0)
     assert sizes == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_batches_grow_again_once_halved_ones_have_been_good_for_long():
+    engine = build_engine(placed=False, capacity=1)
+    (load,) = of(StartLoad, engine.handle(events.Arrived(0, "A"), 0.0))
+    for number in range(1, 4 + 2 * FIRST_PATIENCE + 4):
+        engine.handle(events.Arrived(number, "A"), 0.0)
+    (started,) = of(StartBatch, engine.handle(events.Loaded(load.load), 0.0))
+    effects = engine.handle(events.BatchFailed(started.batch.id, "oom", out_of_memory=True), 0.0)
+    sizes = []
+    while batches := of(StartBatch, effects):
+        sizes.append(len(batches[0].batch.requests))
+        effects = engine.handle(answer(batches[0].batch), 0.0)
+    assert sizes == [1] * 4 + [2] * FIRST_PATIENCE + [4]
+
+
+MAX_8 = Performance(1, 1, 8, 0)
+
+
+def size_after(splitter, good_batches, of_size, max_batch=8):
+    """The size of the next batch, were many requests waiting, after so many good ones."""
+    for _ in range(good_batches):
+        splitter.ran("a", 0, of_size, max_batch)
+    return splitter.batch_size("a", 0, MAX_8, waiting=99, free_bytes=0)
+
+
+def test_only_batches_as_large_as_the_limit_count_and_it_doubles_up_to_the_profiled_maximum():
+    splitter = BatchSplitter()
+    splitter.ran_out_of_memory("a", 0, 5)
+    assert size_after(splitter, 10 * FIRST_PATIENCE, of_size=1) == 2
+    assert size_after(splitter, FIRST_PATIENCE - 1, of_size=2) == 2
+    assert size_after(splitter, 1, of_size=2) == 4
+    assert size_after(splitter, FIRST_PATIENCE - 1, of_size=4) == 4
+    assert size_after(splitter, 1, of_size=4) == 8
+    assert size_after(splitter, 10 * FIRST_PATIENCE, of_size=8) == 8
+
+
+def test_a_limit_that_doubles_stops_at_a_maximum_that_is_no_multiple_of_it():
+    splitter = BatchSplitter()
+    splitter.ran_out_of_memory("a", 0, 6)
+    for _ in range(FIRST_PATIENCE):
+        splitter.ran("a", 0, 3, 5)
+    assert splitter.batch_size("a", 0, MAX_8, waiting=99, free_bytes=0) == 5
+
+
+def test_memory_that_is_too_small_again_and_again_is_tried_less_and_less_often():
+    splitter, patience = BatchSplitter(), []
+    for _ in range(9):
+        splitter.ran_out_of_memory("a", 0, 8)
+        good = 0
+        while size_after(splitter, 1, of_size=4) == 4:
+            good += 1
+        patience.append(good + 1)
+    assert patience == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
+
+
+def test_an_out_of_memory_is_forgotten_once_the_largest_batches_have_been_good_for_long():
+    splitter = BatchSplitter()
+    splitter.ran_out_of_memory("a", 0, 8)
+    splitter.ran_out_of_memory("a", 0, 8)
+    assert size_after(splitter, 2 * FIRST_PATIENCE, of_size=4) == 8
+    size_after(splitter, 2 * FIRST_PATIENCE, of_size=8)
+    splitter.ran_out_of_memory("a", 0, 8)
+    assert size_after(splitter, FIRST_PATIENCE - 1, of_size=4) == 4
+    assert size_after(splitter, 1, of_size=4) == 8
+
+
+def test_good_batches_are_in_a_row_and_of_one_expert_on_one_executor():
+    splitter = BatchSplitter()
+    splitter.ran_out_of_memory("a", 0, 8)
+    assert size_after(splitter, FIRST_PATIENCE - 1, of_size=4) == 4
+    for expert, executor in (("b", 0), ("a", 1)):
+        assert splitter.batch_size(expert, executor, MAX_8, waiting=99, free_bytes=0) == 8
+        splitter.ran(expert, executor, 4, 8)
+    assert size_after(splitter, 0, of_size=4) == 4
+    splitter.ran_out_of_memory("a", 0, 4)
+    assert size_after(splitter, 0, of_size=2) == 2
+    splitter.ran_out_of_memory("a", 0, 1)
+    assert size_after(splitter, 0, of_size=1) == 1
 
 
 def test_a_batch_takes_no_more_workspace_than_is_free():
@@ -309,9 +465,9 @@ def test_a_retry_is_not_forgotten_when_other_events_pass_its_moment():
         assert of(StartLoad, engine.handle(event, 1.5)), event
 
 
-def build_split_engine(policy="coserve", host=6, device=1, **limits):
+def build_split_engine(policy="coserve", host=6, device=1, on_device="abcdef", **limits):
     """Experts a to f on a device of its own memory, and x0 to x9 on the CPU; one executor each."""
-    on_device, on_cpu = list("abcdef"), [f"x{number}" for number in range(10)]
+    on_device, on_cpu = list(on_device), [f"x{number}" for number in range(10)]
     routes = {name.upper(): (RouteStep(name, OK),) for name in on_device + on_cpu}
     performance = Performance(0.01, 0.02, 4, workspace_bytes=1)
     columns = {
@@ -332,6 +488,47 @@ def test_what_is_queued_is_staged_in_the_host_while_the_device_is_full():
     effects = settle_loads(engine, effects, 0.0)
     host = next(pool for pool in engine.statistics().pools if pool.name == "host")
     assert set(host.resident) == set("abcdef")
+
+
+def pool_named(engine, name):
+    return next(pool for pool in engine.statistics().pools if pool.name == name)
+
+
+def run_one(engine, number, component):
+    """A request comes, and everything is answered until nothing is under way."""
+    run_to_the_end(engine, engine.handle(events.Arrived(number, component), 0.0))
+
+
+def test_a_busy_link_does_not_keep_a_later_group_from_one_that_is_idle():
+    engine = build_split_engine(host=6, device=3, loads_in_flight=1)
+    for number, component in enumerate("ABCD"):  # a leaves the device for d, and stays in the host
+        run_one(engine, number, component)
+    assert set(pool_named(engine, "device").resident) == set("bcd")
+    effects = engine.handle(events.Arrived(10, "B"), 0.0)
+    for number, component in enumerate("EFA", start=11):  # e is on its way from the SSD, and f waits for that
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    assert [(load.expert, load.source, load.pool) for load in of(StartLoad, effects)] == [
+        ("e", SSD, "host"),
+        ("a", "host", "device"),
+    ]
+    assert [evict.expert for evict in of(Evict, effects)] == ["c"]
+
+
+def test_who_passes_one_that_waits_for_a_busy_link_takes_no_room_from_what_is_queued_later():
+    engine = build_split_engine(host=7, device=3, on_device="abcdefg", loads_in_flight=1)
+    for number, component in enumerate("ABCD"):
+        run_one(engine, number, component)
+    effects = []
+    for number, component in enumerate("BEFG", start=10):
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    (to_host,) = of(StartLoad, effects)
+    effects = engine.handle(events.Loaded(to_host.load), 0.0)
+    to_device, next_to_host = of(StartLoad, effects)
+    assert [(load.expert, load.pool) for load in (to_device, next_to_host)] == [("e", "device"), ("f", "host")]
+    for number, component in enumerate("AD", start=14):
+        assert of(StartLoad, engine.handle(events.Arrived(number, component), 0.0)) == []
+    # g waits for the SSD, the host's link is idle now, and only d, which is queued behind a, could leave for a
+    assert engine.handle(events.Loaded(to_device.load), 0.0) == []
 
 
 def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():

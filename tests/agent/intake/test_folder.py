@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -11,22 +12,33 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from agent.config import FolderSection
+from agent.intake.filing import Filing, Shelves
 from agent.intake.folder import Arrival, FolderIntake, Refusal, SourceState
-from agent.intake.inbox import Inbox, is_ignored, lease_of
+from agent.intake.hints import Hint, Hints
+from agent.intake.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.intake.naming import ImageName, Naming
+from agent.intake.ranking import Ranking
 from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
+from agent.intake.waiting import Waiting
 from experts.expert import Verdict
 from experts.images import Completeness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
 NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
@@ -387,6 +399,26 @@ def test_a_kept_file_that_changes_is_a_new_inspection(tmp_path: Path) -> None:
     assert len({arrival.key for arrival in line.arrivals}) == 2
 
 
+@pytest.mark.parametrize("after", ["keep", "move"])
+def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: Path, after: str) -> None:
+    line = Line(tmp_path / "inbox", after=after)
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(5)
+    (first,) = line.arrivals
+    first.path.write_bytes(PNG + PNG)
+    line.intake.withdraw(first)
+    line.run(5)
+    second = line.arrivals[-1]
+    assert (len(line.arrivals), second.relpath, second.sighting.size_bytes) == (2, first.relpath, 2 * len(PNG))
+    assert line.intake.statistics().in_flight == 1
+    line.intake.withdraw(second)  # nothing was wrong with it after all
+    line.run(5)
+    assert (len(line.arrivals), line.arrivals[-1].key) == (3, second.key)
+    line.intake.settle(line.arrivals[-1], Verdict.OK)
+    line.run(5)
+    assert (len(line.arrivals), line.intake.statistics().in_flight) == (3, 0)
+
+
 def test_settling_twice_moves_once(line: Line) -> None:
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
@@ -407,6 +439,228 @@ def test_without_room_files_wait_where_they_are(line: Line) -> None:
     line.room = 10_000
     line.run(1)
     assert len(line.arrivals) == 5
+
+
+# --- many files ------------------------------------------------------------------------------------------------------
+
+MANY = 30_000
+
+
+class CountingRule(Rule):
+    """Counts how often it is asked when a file will be due or stale, by which every decision begins."""
+
+    asked = 0
+
+    def due_at(self, candidate: Candidate) -> float | None:
+        CountingRule.asked += 1
+        return super().due_at(candidate)
+
+
+@pytest.fixture
+def rule() -> CountingRule:
+    CountingRule.asked = 0
+    return CountingRule()
+
+
+def many(count: int = MANY) -> list[Found]:
+    """Files of a folder, written in an order that is not that of their names."""
+    return [Found(f"{number}.png", Sighting(number, 100, number * 7919 % count)) for number in range(count)]
+
+
+def test_a_step_of_a_full_agent_asks_nothing_of_the_files_that_wait(line: Line, rule: CountingRule) -> None:
+    line.run(0)
+    line.intake._next_scan = float("inf")  # these files are not there to be found
+    line.intake._waiting = Waiting(rule)
+    line.intake._waiting.see_all(many(), line.now)
+    rooms: list[float] = []
+    line.intake._has_room = lambda: rooms.append(line.now) or False
+    line.now = 5.0
+    line.intake.step(line.now)
+    CountingRule.asked = 0
+    rooms.clear()
+    for _ in range(100):
+        line.now += 0.25
+        assert line.intake.step(line.now) > 0
+    assert CountingRule.asked == 0
+    assert len(rooms) == 100
+    assert line.intake.statistics().waiting == MANY
+
+
+def test_each_file_is_asked_about_a_few_times_however_many_wait(rule: CountingRule) -> None:
+    waiting = Waiting(rule)
+    waiting.see_all(many(), 0.0)
+    waiting.see_all(many(), 1.0)
+    assert CountingRule.asked <= 2 * MANY
+    assert waiting.next_due == 2.0
+    CountingRule.asked = 0
+    taken = []
+    while (candidate := waiting.first_due(2.0)) is not None:
+        taken.append(candidate.sighting.mtime_ns)
+        waiting.forget(candidate.relpath)
+    assert taken == list(range(MANY))
+    assert CountingRule.asked == 0
+    assert (len(waiting), waiting.next_due) == (0, None)
+
+
+def test_one_change_among_many_files_is_a_question_or_two(rule: CountingRule) -> None:
+    waiting = Waiting(rule)
+    waiting.see_all(many(), 0.0)
+    assert waiting.first_due(2.0) is not None
+    CountingRule.asked = 0
+    waiting.see(Found("17.png", Sighting(17, 200, 0)), 3.0)
+    waiting.postpone("18.png", 4.0)
+    waiting.forget("19.png")
+    assert waiting.first_due(3.0) == waiting.first_due(3.0) == waiting["0.png"]
+    assert waiting.find_stale(3.0) == waiting.stale == ()
+    assert CountingRule.asked <= 4
+
+
+def test_a_file_of_which_nothing_was_decided_holds_up_no_other() -> None:
+    waiting = Waiting(Rule())
+    waiting.see_all(many(2), 0.0)
+    first = waiting.first_due(2.0)
+    assert first is not None
+    waiting.end_turn(first, 2.5)
+    second = waiting.first_due(2.0)
+    assert second is not None
+    assert second.relpath != first.relpath
+    waiting.forget(second.relpath)
+    waiting.end_turn(second, 2.5)
+    assert waiting.first_due(2.4) is None
+    assert waiting.first_due(2.5) == first.postponed(2.5)
+
+
+class CountingFiling(Filing):
+    """Counts how often somebody asks when it is to be tried again."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        CountingFiling.asked += name == "retry_at"
+        return super().__getattribute__(name)
+
+
+def test_files_that_cannot_be_put_away_are_not_gone_through_until_they_are_due(tmp_path: Path) -> None:
+    shelves = Shelves(Inbox(tmp_path, "demo"), deletes=False, wall=lambda: NOON)
+    for number in range(3000):
+        file = Claimed(f"{number}.png", Sighting(number, 1, 1), tmp_path / ".work" / "demo" / f"{number}.png")
+        shelves.add(CountingFiling(file, f"{number}@1-1-1", Verdict.OK, None, retry_at=100.0 + number))
+    CountingFiling.asked = 0
+    for now in range(100):
+        shelves.work(float(now))
+        assert (shelves.next_retry, shelves.pending) == (100.0, 3000)
+    assert CountingFiling.asked == 0
+    shelves.work(102.0)
+    assert (shelves.next_retry, shelves.pending) == (103.0, 2997)  # there are no such files: so much for them
+    shelves.work(float("inf"))
+    assert (shelves.next_retry, shelves.pending) == (None, 0)
+
+
+def test_a_rank_that_changes_again_and_again_leaves_nothing_behind() -> None:
+    ranking = Ranking()
+    for number in range(MANY):
+        ranking.put("a", float(number))
+        ranking.put("b", float(MANY - number))
+        assert ranking.first() == ("a" if number <= MANY - number else "b")
+    assert len(ranking._entries) < 100
+    ranking.drop("b")
+    assert (ranking.first(), ranking.first(MANY - 2.0), ranking.first_rank) == ("a", None, MANY - 1.0)
+    ranking.drop("a")
+    assert (ranking.first(), ranking.first_rank, len(ranking)) == (None, None, 0)
+
+
+class Exhaustive:
+    """What `Waiting` answers, found by asking the rule about every file at every step."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.candidates: dict[str, Candidate] = {}
+        self.stale: set[str] = set()
+
+    def put(self, candidate: Candidate, is_new: bool) -> None:
+        self.candidates[candidate.relpath] = candidate
+        self.stale -= {candidate.relpath} if is_new else set()
+
+    def first_due(self, now: float) -> Candidate | None:
+        due = [one for one in self.candidates.values() if self.rule.is_due(one, now)]
+        return min(due, key=lambda one: (one.sighting.mtime_ns, one.relpath), default=None)
+
+    def find_stale(self, now: float) -> tuple[str, ...]:
+        at = {name: self.rule.stale_at(one) for name, one in self.candidates.items()}
+        news = {name for name, stale_at in at.items() if stale_at is not None and stale_at <= now} - self.stale
+        self.stale |= news
+        return tuple(sorted(news))
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["see", "mark", "forget", "postpone", "wait"]), st.integers(0, 4), st.integers(0, 3)),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(STEPS, st.sampled_from(["auto", "marker", "stable"]))
+def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[str, int, int]], mode: str) -> None:
+    rule = Rule(mode, stale_after_s=6.0)
+    waiting, exhaustive, now = Waiting(rule), Exhaustive(rule), 0.0
+    for what, number, amount in steps:
+        name = f"{number}.png"
+        known = exhaustive.candidates.get(name)
+        if what in {"see", "mark"}:
+            found = Found(name, Sighting(number, amount, -amount), is_marked=what == "mark")
+            waiting.see(found, now)
+            seen = known.seen(found.sighting, now) if known else Candidate(name, found.sighting, now)
+            exhaustive.put(seen.shown(Evidence.MARKED if found.is_marked else Evidence.NONE), seen is not known)
+        elif what == "forget":
+            waiting.forget(name)
+            exhaustive.candidates.pop(name, None)
+            exhaustive.stale.discard(name)
+        elif what == "postpone":
+            waiting.postpone(name, now + amount)
+            if known:
+                exhaustive.put(known.postponed(now + amount), is_new=False)
+        else:
+            now += amount
+        assert waiting.first_due(now) == exhaustive.first_due(now)
+        assert len(waiting) == len(exhaustive.candidates)
+        if amount % 2:
+            assert waiting.find_stale(now) == exhaustive.find_stale(now)
+            assert waiting.stale == tuple(sorted(exhaustive.stale))
+
+
+def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line) -> None:
+    """A clock that goes on by a second whenever it is read: each scan lasts one."""
+    scans, scan = [], line.intake._inbox.scan
+    line.intake._inbox.scan = lambda: scans.append(line.now) or scan()
+
+    def clock() -> float:
+        line.now += 1.0
+        return line.now
+
+    line.intake._clock = clock
+    line.intake.step(line.now)
+    scans.clear()
+    while line.now < 1000.0:
+        line.intake._note(Hint(None))
+        line.intake._note(Hint("b1_r_R1.done"))
+        line.intake.step(line.now)
+        line.now += 0.5
+    assert 90 <= len(scans) <= 100
+
+
+def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="marker", poll_s=3600)
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(1)
+    (line.root / "b1_r_R1.png.done").touch()
+    line.intake._note(Hint("b1_r_R1.png.done", Evidence.CLOSED))
+    line.run(1)
+    assert line.offered == ["b1_r_R1.png"]
+    (line.root / "b1_r_R2.done").touch()  # whose file this is only a rescan tells
+    line.intake._note(Hint("b1_r_R2.done", Evidence.CLOSED))
+    line.run(1)
+    assert line.offered == ["b1_r_R1.png", "b1_r_R2.png"]
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -507,11 +761,31 @@ def test_an_arrival_brings_its_folders_limit_of_pixels(tmp_path: Path) -> None:
     assert [arrival.max_pixels for arrival in line.arrivals] == [100]
 
 
-def test_a_name_that_is_too_long_to_claim_is_refused(line: Line) -> None:
-    name = f"b1_r_{'R' * 240}.png"
+@pytest.mark.parametrize("verdict", [Verdict.OK, Verdict.UNKNOWN])
+@pytest.mark.parametrize("length", [200, 240, 251, 255])
+def test_a_name_of_any_length_is_claimed_found_again_and_put_away(line: Line, length: int, verdict: Verdict) -> None:
+    name = f"b1_r_{'R' * (length - 9)}.png"
     (line.root / name).write_bytes(PNG)
     line.run(5)
-    assert line.refused == {name: "the name is too long"}
+    again = Line(line.root)
+    again.run(1)
+    assert [(one.relpath, one.key) for one in again.arrivals] == [(name, line.arrivals[0].key)]
+    again.intake.settle(again.arrivals[0], verdict)
+    again.run(5)
+    assert (again.refusals, again.intake.statistics().alarm) == ([], None)
+    placed, *explained = sorted(again.files(), key=lambda file: "error" in file)
+    assert placed == (f"done/2026-05-01/{name}" if verdict is Verdict.OK else f"failed/{name}")
+    assert [file.endswith(".error.json") for file in explained] == [True] * (verdict is Verdict.UNKNOWN)
+
+
+@pytest.mark.parametrize("mtime_ns", [-1, -86_400_000_000_000])
+def test_a_file_older_than_1970_is_found_again_after_a_crash(line: Line, mtime_ns: int) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    os.utime(line.root / "b1_r_R1.png", ns=(mtime_ns, mtime_ns))
+    line.run(5)
+    again = Line(line.root)
+    again.run(1)
+    assert [one.key for one in again.arrivals] == [line.arrivals[0].key]
 
 
 UNREADABLE = """
@@ -526,14 +800,21 @@ if os.geteuid() == 0:
     os.seteuid(65534)
 line = lines.Line(Path({folder!r}))
 (line.root / "b1_r_R1.png").write_bytes(lines.PNG)
-os.chmod(line.root / "b1_r_R1.png", 0)
 (line.root / "b1_r_R2.png").write_bytes(lines.PNG)
-line.run(5)
+(line.root / "b1_r_R3.png").write_bytes(lines.PNG)
+for number in (1, 2):
+    os.chmod(line.root / f"b1_r_R{{number}}.png", 0)
+line.run(10)
+print(line.offered, line.refused)
+os.chmod(line.root / "b1_r_R2.png", 0o600)
+line.run(40)
+print(line.offered, line.refused)
+line.run(20)
 print(line.offered, line.refused, sorted(os.listdir(line.root / "failed")))
 """
 
 
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tmp_path: Path) -> None:
     folder = tmp_path / "inbox"
     folder.mkdir()
     for above in (tmp_path, *tmp_path.parents):
@@ -542,7 +823,12 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
     script = UNREADABLE.format(root=str(Path(__file__).parents[3]), module=__file__, folder=str(folder))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("['b1_r_R2.png'] {'b1_r_R1.png': 'not permitted to read it'}")
+    assert ended.stdout.splitlines() == [
+        "['b1_r_R3.png'] {}",
+        "['b1_r_R3.png', 'b1_r_R2.png'] {}",
+        "['b1_r_R3.png', 'b1_r_R2.png'] {'b1_r_R1.png': 'not permitted to read it'} "
+        "['b1_r_R1.png', 'b1_r_R1.png.error.json']",
+    ]
 
 
 # --- crashes, other agents, and a filesystem that says no -----------------------------------------------------------
@@ -666,6 +952,107 @@ def test_what_cannot_be_claimed_is_left_and_retried(line: Line) -> None:
     assert line.intake.statistics().alarm is None
 
 
+def test_what_an_error_leaves_claimed_is_offered_with_the_next_rescan(line: Line) -> None:
+    """A marker that cannot be removed: its file is claimed by then."""
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    (line.root / "b1_r_R1.png.done").mkdir()
+    line.run(0.3)
+    assert line.arrivals == []
+    assert list((line.root / ".work").rglob("*.png"))
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png"]
+    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.run(5)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("of the program's own")])
+def test_any_error_between_a_claim_and_its_offer_delays_the_file(
+    line: Line, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    sighting, failures = Inbox.sighting, [error]
+
+    def fail_once(inbox: Inbox, claimed: Claimed) -> Sighting:
+        if failures:
+            raise failures.pop()
+        return sighting(inbox, claimed)
+
+    monkeypatch.setattr(Inbox, "sighting", fail_once)
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    with suppress(ValueError):  # the boundary of the thread
+        line.run(3)
+    line.run(3)
+    assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png"]
+
+
+def test_what_lies_claimed_when_a_folder_comes_back_is_offered_and_nothing_twice(line: Line) -> None:
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    moved = line.root.with_name("unmounted")
+    line.root.rename(moved)
+    line.run(3)
+    orphan = Inbox(moved, "demo")
+    (moved / "b1_r_R3.png").write_bytes(PNG)
+    found = orphan.look("b1_r_R3.png")
+    assert found is not None
+    orphan.claim("b1_r_R3.png", found.sighting)
+    moved.rename(line.root)
+    line.run(20)
+    assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png", "b1_r_R3.png"]
+
+
+def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
+    """In flight, waiting for room after a restart, or settled and not to be put away."""
+    (line.root / "done").write_text("a file where the shelf should be")
+    for number in range(6):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    for arrival in line.arrivals[:3]:
+        line.intake.settle(arrival, Verdict.OK)
+    line.run(40)
+    assert len(line.arrivals) == 6
+    again = Line(line.root)
+    again.room = 2
+    again.run(40)
+    assert (len(again.arrivals), again.intake.statistics().waiting) == (2, 4)
+    again.room = 10
+    again.run(40)
+    assert len(again.arrivals) == len({arrival.key for arrival in again.arrivals}) == 6
+
+
+def test_what_was_claimed_before_files_were_kept_is_settled_once(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    again = Line(line.root, after="keep")
+    again.run(5)
+    again.intake.settle(again.arrivals[0], Verdict.OK)
+    again.run(20)
+    assert len(again.arrivals) == 1
+    assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_files_that_cannot_be_put_away_are_held_and_told_when_they_use_up_the_room(
+    line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    (line.root / "done").write_text("a file where the shelf should be")
+    line.intake._has_room = lambda: line.intake.held < 4
+    for number in range(9):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    for _ in range(3):
+        for arrival in line.arrivals:
+            if arrival.key in line.intake._in_flight:
+                line.intake.settle(arrival, Verdict.OK)
+        line.run(5)
+    assert (len(line.arrivals), line.intake.held, line.intake.statistics().unfiled) == (4, 4, 4)
+    assert caplog.text.count("intake_held_up") == 1
+    (line.root / "done").unlink()
+    line.run(40)
+    assert (len(line.arrivals), line.intake.statistics().unfiled) == (8, 0)
+
+
 def test_a_file_that_changes_while_it_is_claimed_goes_back(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path, "demo")
     (tmp_path / "b1_r_R1.png").write_bytes(PNG)
@@ -701,6 +1088,13 @@ class Service:
 
     def next(self) -> Arrival:
         return self.arrivals.get(timeout=WAIT_S)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
@@ -743,6 +1137,60 @@ def test_events_make_it_quick_without_a_rescan(tmp_path: Path) -> None:
         assert service.next().ref == "R1"
         (tmp_path / "inbox" / "b1_r_R2.png").write_bytes(PNG)
         assert service.next().ref == "R2"
+
+
+def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
+    """All that an agent does to a file, under a real watch; then what others do, which is told."""
+    inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
+    (tmp_path / "sub").mkdir()
+    watch = Hints(tmp_path, hints.put)
+    if not watch.start():
+        pytest.skip("this system tells no changes")
+
+    def next_hint() -> Hint:
+        return hints.get(timeout=WAIT_S)
+
+    try:
+        for number, shelf in enumerate(("done/2026-05-01", "ng/2026-05-01", "failed")):
+            (tmp_path / "sub" / f"{number}.png").touch()
+            assert next_hint() == Hint(f"sub/{number}.png", Evidence.NONE)
+            assert next_hint() == Hint(f"sub/{number}.png", Evidence.CLOSED)
+            found = inbox.look(f"sub/{number}.png")
+            assert found is not None
+            claimed = inbox.claim(found.relpath, found.sighting)
+            inbox.explain(inbox.put_away(claimed.path, found.relpath, shelf, "1-2-3"), {})
+            inbox.leave()
+        (tmp_path / "done" / "2026-05-01").rename(tmp_path / "done" / "archive")
+        (tmp_path / "ng" / "2026-05-01").rename(tmp_path / "back")
+        assert next_hint() == Hint(None)  # what was judged comes back, to be judged again
+        (tmp_path / "failed" / "sub" / "2.png").rename(tmp_path / "2.png")
+        while (hint := next_hint()).relpath is None or hint.relpath.startswith("back/"):  # told of what lies in it
+            continue
+        assert hint == Hint("2.png", Evidence.RENAMED)
+        (tmp_path / "new").mkdir()
+        assert next_hint() == Hint(None)
+    finally:
+        watch.stop(timeout_s=5.0)
+
+
+def test_judging_files_asks_for_no_rescan(tmp_path: Path) -> None:
+    """Real events, and a folder that is otherwise looked at once an hour."""
+    scans: list[None] = []
+    with Service(tmp_path / "inbox", settle_ms=20, poll_s=3600) as service:
+        inbox = service.intake._inbox
+        scan = inbox.scan
+        inbox.scan = lambda: scans.append(None) or scan()
+        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        if service.intake.statistics().is_polled:
+            pytest.skip("this filesystem tells no changes")
+        before = len(scans)
+        for number in range(20):
+            (tmp_path / "x.png").write_bytes(PNG)
+            (tmp_path / "x.png").rename(tmp_path / "inbox" / f"b1_r_R{number}.png")
+            service.intake.settle(service.next(), (Verdict.OK, Verdict.NG, Verdict.UNKNOWN)[number % 3])
+        wait_until(lambda: service.intake.statistics().filed == 20)
+        assert len(scans) == before
+    assert not (tmp_path / "inbox" / ".work").exists()
 
 
 def test_a_burst_of_files_arrives_whole_and_each_once(tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ import threading
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlite_utils import Database
 
-from agent.boards import BoardVerdict, Inspection
+from agent.boards import BoardVerdict, Inspection, StoredResult
 from agent.filesystem import filesystem_type, is_shared, tells_changes
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
 from agent.records.results import Recorded, Result, ResultReader, ResultStore
@@ -117,6 +119,30 @@ def test_numbers_have_no_gaps_whatever_is_sent_again(keys: list[int], tmp_path_f
     assert numbers == list(range(1, len(set(keys)) + 1))
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), sqlite3.InterfaceError("bad parameter"), OSError("input/output error")]
+)
+def test_whatever_fails_while_rows_are_committed_they_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Not only what SQLite is known to raise: without its thread the store would take rows and never commit one."""
+    atomic, failed = Database.atomic, threading.Event()
+
+    def fail_once(database: Database) -> object:
+        if not failed.is_set():
+            failed.set()
+            raise error
+        return atomic(database)
+
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        monkeypatch.setattr(Database, "atomic", fail_once)
+        assert stored(store, result(1)) == [Recorded(1, is_new=True)]
+        assert store.statistics().failed_commits == 1
+        assert store.statistics().alarm is None
+    assert f"reason={error}" in caplog.text or "reason=MemoryError" in caplog.text
+    assert "results_committed_again" in caplog.text
+
+
 def test_many_threads_record_and_nothing_is_lost(tmp_path: Path) -> None:
     store = ResultStore(tmp_path / "r.sqlite")
 
@@ -193,19 +219,32 @@ def is_refusing(store: ResultStore) -> bool:
 
 def test_a_query_by_time_starts_at_the_first_row_of_that_time(tmp_path: Path) -> None:
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        assert store.latest_at() is None
         stored(store, result(1), result(2, board=None), result(5), result(3))
-        assert store.latest_at() == NOON + timedelta(seconds=5)
-        seen = list(store.inspections(NOON + timedelta(seconds=2)))
         assert [row.result.key for row in store.query(since=NOON + timedelta(seconds=6))] == []
-    assert seen == [
-        Inspection("b1", "main", "resistor-0402", f"R{n}", Verdict.OK, NOON + timedelta(seconds=n)) for n in (5, 3)
-    ]
     with closing(sqlite3.connect(tmp_path / "r.sqlite")) as database:
         plan = database.execute(
             "EXPLAIN QUERY PLAN SELECT min(seq) FROM results INDEXED BY results_finished_at WHERE finished_at >= ''"
         ).fetchall()
     assert "SEARCH results USING COVERING INDEX results_finished_at" in plan[0][-1]
+
+
+def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_asks(tmp_path: Path) -> None:
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        assert list(store.newest_first()) == []
+        stored(store, *(result(n) for n in range(1200)), result(5000), result(2000, board=None))
+        newest = store.newest_first()
+        assert list(islice(newest, 3)) == [
+            StoredResult(NOON + timedelta(seconds=2000), None),
+            *(
+                StoredResult(at, Inspection("b1", "main", "resistor-0402", f"R{n}", Verdict.OK, at))
+                for n in (5000, 1199)
+                for at in [NOON + timedelta(seconds=n)]
+            ),
+        ]
+        assert [one.at for one in newest] == [NOON + timedelta(seconds=n) for n in range(1198, -1, -1)]
+    with closing(sqlite3.connect(tmp_path / "r.sqlite")) as database:
+        plan = database.execute("EXPLAIN QUERY PLAN SELECT * FROM results WHERE seq < 9 ORDER BY seq DESC LIMIT 3")
+        assert [row[-1] for row in plan] == ["SEARCH results USING INTEGER PRIMARY KEY (rowid<?)"]
 
 
 def test_query_by_time_verdict_and_limit(tmp_path: Path) -> None:
@@ -265,6 +304,49 @@ def test_a_locked_file_delays_rows_and_loses_none(tmp_path: Path, caplog: pytest
         assert store.statistics().alarm is None
         assert store.statistics().failed_commits >= 1
     assert "database is locked" in caplog.text
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
+def test_a_file_that_goes_while_it_is_written_is_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_kept: bool
+) -> None:
+    file, moved = tmp_path / "r.sqlite", tmp_path / "moved.sqlite"
+    with closing(ResultStore(file)) as store:
+        stored(store, result(1), result(2))
+        file.rename(moved)
+        if not is_kept:
+            moved.unlink()
+        with pytest.raises(FileNotFoundError):
+            store.find("key-1")
+        assert stored(store, result(3), result(2)) == [Recorded(1, is_new=True), Recorded(2, is_new=True)]
+        assert store.find("key-1") is None
+        assert (store.statistics().alarm, store.statistics().failed_commits) == (None, 0)
+    assert [row.result.key for row in ResultReader(file).query()] == ["key-3", "key-2"]
+    assert "results_file_gone" in caplog.text
+    if is_kept:
+        assert [row.result.key for row in ResultReader(moved).query()] == ["key-1", "key-2"]
+
+
+@pytest.mark.parametrize("comes_back", [True, False], ids=["the old folder", "a new folder"])
+def test_a_folder_that_goes_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, comes_back: bool) -> None:
+    folder, moved = tmp_path / "state", tmp_path / "moved"
+    inbox = Inbox()
+    with closing(ResultStore(folder / "r.sqlite")) as store:
+        stored(store, result(1))
+        folder.rename(moved)
+        store.record(result(2), inbox.reports.put)
+        while store.statistics().failed_commits < 2:
+            threading.Event().wait(0.01)
+        assert store.statistics().alarm == f"[Errno 2] the folder of the results is gone: '{folder}'"
+        assert not folder.exists()
+        if comes_back:
+            moved.rename(folder)
+        else:
+            folder.mkdir()
+        assert inbox.next().is_new
+    expected = ["key-1", "key-2"] if comes_back else ["key-2"]
+    assert [row.result.key for row in ResultReader(folder / "r.sqlite").query()] == expected
+    assert caplog.text.count("results_not_committed") == 1
 
 
 def test_closing_gives_up_when_the_file_stays_locked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -16,7 +17,15 @@ from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device import HostMemory, detect
 from agent.runtime.device_loss import Breakdown, DeviceWatch
-from agent.runtime.executor import BatchExecutor, Preparation, checked, is_out_of_memory, judge, threads_per_executor
+from agent.runtime.executor import (
+    BatchExecutor,
+    ByteGate,
+    Preparation,
+    checked,
+    is_out_of_memory,
+    judge,
+    threads_per_executor,
+)
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
 from experts.expert import Box, Prediction
@@ -140,6 +149,48 @@ def test_no_expert_can_be_evicted_under_a_batch_and_any_can_after_it(desk, line)
     desk.load("own-0")
     desk.run("own-0", line.pixels(0))
     desk.store.evict("cls/own-0@fp32")
+
+
+def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_not_said_of_the_image(
+    desk, line, monkeypatch
+):
+    desk.load("own-0")
+
+    def too_little(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("agent.runtime.executor.read_image", too_little)
+        failed = desk.run("own-0", encoded(line.pixels(0)))
+    assert isinstance(failed, BatchFailed)
+    assert failed.out_of_memory
+    assert isinstance(desk.run("own-0", encoded(line.pixels(0))).results[0], Prediction)
+
+
+def test_images_in_decoding_take_so_many_bytes_together_and_a_larger_one_goes_alone():
+    gate, inside, most = ByteGate(100), [0], [0]
+    together, leave = threading.Semaphore(0), threading.Semaphore(0)
+
+    def decode(size):
+        with gate.room_for(size):
+            inside[0] += size
+            most[0] = max(most[0], inside[0])
+            together.release()
+            assert leave.acquire(timeout=PATIENCE_S)
+            inside[0] -= size
+
+    threads = [threading.Thread(target=decode, args=(size,)) for size in (60, 40, 50, 1000, 30)]
+    for thread in threads:
+        thread.start()
+        if thread in threads[:2]:
+            assert together.acquire(timeout=PATIENCE_S)
+    assert inside[0] == 100
+    for _ in threads:
+        leave.release()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert (most[0], inside[0]) == (1000, 0)
 
 
 class PickySkeleton:

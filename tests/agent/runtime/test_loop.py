@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import queue
 import threading
 import time
@@ -19,8 +22,8 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Limits, Performance, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.device import detect
-from agent.runtime.executor import ImageFile
-from agent.runtime.loop import AgentLoop, LoopOptions, assemble, decision_times
+from agent.runtime.executor import EncodedImage, ImageFile
+from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
 from agent.runtime.probe import footprint_of
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierBackend, ClassifierSkeleton
@@ -167,6 +170,54 @@ def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(b
     assert all("pack the line again" in agent.outcomes[request].reason for request in bad)
     assert {agent.outcomes[request].verdict for request in good} == {Verdict.OK}
     assert list(statistics.engine.quarantined) == ["cls/own-1"]
+
+
+class FailingReads:
+    """Packed weights on a disk that gives an error for one expert for as long as ``is_failing``."""
+
+    def __init__(self, segments, expert):
+        self._segments, self._expert = segments, expert
+        self.is_failing = True
+
+    def read(self, segment, buffer, expert):
+        if self.is_failing and expert == self._expert:
+            raise OSError(errno.EIO, "Input/output error")
+        return self._segments.read(segment, buffer, expert)
+
+    def __getattr__(self, name):
+        return getattr(self._segments, name)
+
+
+def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_tells_both(line, caplog):
+    segments = FailingReads(line.segments, "cls/own-1")
+    with caplog.at_level(logging.INFO), Agent(replace(line, segments=segments)) as agent:
+        refused = agent.loop.submit(line.pixels(1), component="own-1")
+        agent.settle()
+        assert "cls/own-1" in agent.loop.statistics().engine.on_probation
+        segments.is_failing = False
+        deadline = time.monotonic() + PATIENCE_S
+        while agent.loop.statistics().engine.on_probation:
+            assert time.monotonic() < deadline
+            agent.settle()
+        judged = agent.loop.submit(line.pixels(1), component="own-1")
+        agent.settle()
+    assert agent.outcomes[refused].verdict is Verdict.UNKNOWN
+    assert "3 loads in a row failed, last: [Errno 5] Input/output error" in agent.outcomes[refused].reason
+    assert agent.outcomes[judged].verdict is Verdict.OK
+    told = [(each.levelname, each.message) for each in caplog.records if each.message.startswith("expert_")]
+    level, message = told[0]
+    assert level == "WARNING"
+    assert message.startswith("expert_on_probation expert=cls/own-1 retry_s=0.0 reason=3 loads in a row failed")
+    assert told[-1] == ("INFO", "expert_serves_again expert=cls/own-1 reason=a load went well")
+
+
+def test_quarantine_is_told_in_the_log(line, caplog):
+    with Agent(line) as agent:
+        agent.loop.quarantine("cls/own-0", "the operator said so")
+        agent.settle()
+        agent.loop.statistics()  # behind it in the loop's inbox
+    told = [(each.levelname, each.message) for each in caplog.records if each.message.startswith("expert_")]
+    assert told == [("ERROR", "expert_quarantined expert=cls/own-0 reason=the operator said so")]
 
 
 def test_a_broken_image_is_unknown_and_its_batch_is_judged(line):
@@ -368,8 +419,9 @@ def hanging(request, line, monkeypatch):
     started.loop.start()
     started.loop.submit(line.pixels(0), component="own-0")
     assert hang.entered.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
     while request.param == "batch" and started.loop.statistics().oldest_load_s is not None:
-        hang.released.wait(0.01)  # loads do not hang: they come to their end while the clock stands still
+        assert time.monotonic() < deadline  # experts are still placed: those loads would be as old as the batch
     yield started, clock, request.param
     hang.released.set()
 
@@ -445,6 +497,36 @@ def test_an_image_file_has_a_limit_of_pixels_of_its_own(line, tmp_path):
     assert agent.outcomes[good].verdict is Verdict.OK
     assert agent.outcomes[large].verdict is Verdict.UNKNOWN
     assert "image.png: 80 x 70 pixels are more than max_pixels 5599" in agent.outcomes[large].reason
+
+
+def test_the_bytes_of_an_image_have_a_name_and_a_limit_of_their_own(line):
+    file = io.BytesIO()
+    Image.fromarray(line.pixels(0)).save(file, "PNG")
+    with Agent(line) as agent:
+        good = agent.loop.submit(EncodedImage(file.getvalue(), "sub/b1.png", 5600), component="own-0")
+        large = agent.loop.submit(EncodedImage(file.getvalue(), "sub/b1.png", 5599), component="own-0")
+        agent.settle()
+    assert agent.outcomes[good].verdict is Verdict.OK
+    assert agent.outcomes[large].reason == "sub/b1.png: 80 x 70 pixels are more than max_pixels 5599"
+
+
+def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answer(breakable_line):
+    breakable_line.file_of("own-1").unlink()
+    told = []
+    agent = Agent(breakable_line)
+    agent.loop.watch_batches(
+        BatchWatch(
+            lambda requests: told.extend(("begun", each) for each in requests),
+            lambda requests: told.extend(("ended", each) for each in requests),
+        )
+    )
+    with agent:
+        asked = [agent.loop.submit(breakable_line.pixels(n), component="own-0") for n in range(5)]
+        unjudged = agent.loop.submit(breakable_line.pixels(0), component="own-1")
+        agent.settle()
+    assert agent.outcomes[unjudged].verdict is Verdict.UNKNOWN
+    assert sorted(told) == sorted((what, each) for each in asked for what in ("begun", "ended"))
+    assert all(told.index(("begun", each)) < told.index(("ended", each)) for each in asked)
 
 
 def test_a_stopped_agent_takes_nothing_and_can_still_be_read(line):

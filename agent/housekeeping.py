@@ -1,0 +1,79 @@
+"""The thread of what is due by time alone, several duties a step.
+
+Guarantees: whatever a duty raises, it is told, the other duties have their turn, and the duty has its own again in the
+next step; while one fails, ``statistics`` says which and why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 0.5
+TOLD_AGAIN_STEPS = 120  # a minute: a duty that fails for good must be seen also by who reads the log's end
+
+
+@dataclass(frozen=True, slots=True)
+class HousekeepingStatistics:
+    """A snapshot. ``failing``: duty -> why it failed in its last turn; empty while all is well."""
+
+    steps: int
+    failures: int
+    failing: Mapping[str, str]
+
+
+class Housekeeper:
+    """Does every duty once a step: from ``start`` to ``stop`` on a thread of its own, every HOUSEKEEPING_S."""
+
+    def __init__(self, duties: Mapping[str, Callable[[], None]]) -> None:
+        self._duties = dict(duties)
+        self._in_a_row = dict.fromkeys(self._duties, 0)  # failures since the duty last succeeded
+        self._statistics = HousekeepingStatistics(0, 0, {})
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="housekeeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the step under way; for one that was never started, nothing."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def statistics(self) -> HousekeepingStatistics:
+        """A frozen snapshot."""
+        return self._statistics
+
+    def step(self) -> None:
+        """Every duty once."""
+        failing = {duty: reason for duty in self._duties if (reason := self._do(duty)) is not None}
+        before = self._statistics
+        self._statistics = HousekeepingStatistics(before.steps + 1, before.failures + len(failing), failing)
+
+    def _do(self, duty: str) -> str | None:
+        """Why it failed, if it did."""
+        try:
+            self._duties[duty]()
+        except Exception as error:  # the boundary of the housekeeper's thread: it must outlive each of its duties
+            failed = self._in_a_row[duty]
+            self._in_a_row[duty] += 1
+            if not failed % TOLD_AGAIN_STEPS:
+                log.exception("housekeeping_failed duty=%s times=%d: it is tried again", duty, failed + 1)
+            return f"{type(error).__name__}: {error}"
+        if self._in_a_row[duty]:
+            log.warning("housekeeping_works_again duty=%s failures=%d", duty, self._in_a_row[duty])
+            self._in_a_row[duty] = 0
+        return None
+
+    def _run(self) -> None:
+        while not self._stopping.wait(HOUSEKEEPING_S):
+            self.step()

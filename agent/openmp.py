@@ -1,0 +1,28 @@
+"""How long OpenMP's threads wait for the next operator before they sleep: the settings that a box can be measured in.
+
+Between two operators of a model lie microseconds; a thread that sleeps has to be woken, one that spins takes a core
+from decoding and loading meanwhile. Which is better depends on the processor, so it is measured (`coserve profile`) and
+set where an agent starts. The variables are read when the library loads, with torch: later they change nothing.
+None of the settings waits longer than the libraries do by themselves, a millisecond and more: no gap between two
+operators is as long, and what longer spinning takes from others would not show where one expert is measured alone.
+GNU's library (libgomp) reads the first, LLVM's and Intel's the second.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEFAULT = "default"
+SPINNING: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        DEFAULT: MappingProxyType({}),
+        "short": MappingProxyType({"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}),  # some 30 us; 1 ms is its least
+        "none": MappingProxyType({"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}),
+    }
+)
+WAIT_POLICY = "OMP_WAIT_POLICY"  # what the standard has instead: spin, or do not
+VARIABLES = frozenset({WAIT_POLICY, *(name for setting in SPINNING.values() for name in setting)})

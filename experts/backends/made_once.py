@@ -1,0 +1,48 @@
+"""What is dear to make and shared by many: templates of modules, sessions, graphs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING, Generic, TypeVar, TypeVarTuple
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Made = TypeVar("Made")
+Key = TypeVarTuple("Key")
+
+
+class MadeOnce(Generic[*Key, Made]):
+    """Makes one thing for each key, one at a time, also when several threads ask at once.
+
+    Guarantees: what somebody holds is never made a second time, and is the same for all who ask; of what nobody holds,
+    the ``kept`` that were asked for last stay, and nothing else. An error of ``make`` is the asker's, and is not kept.
+    """
+
+    def __init__(self, make: Callable[[*Key], Made], kept: int) -> None:
+        self._make = make
+        self._kept = kept
+        self._alive: WeakValueDictionary[tuple[*Key], Made] = WeakValueDictionary()
+        self._recent: OrderedDict[tuple[*Key], Made] = OrderedDict()  # the one asked for last stands last
+        self._lock = Lock()
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """How many were made since the start."""
+        return self._count
+
+    def __call__(self, *key: *Key) -> Made:
+        with self._lock:
+            made = self._alive.get(key)
+            if made is None:
+                made = self._make(*key)
+                self._alive[key] = made
+                self._count += 1
+            self._recent[key] = made
+            self._recent.move_to_end(key)
+            while len(self._recent) > self._kept:
+                self._recent.popitem(last=False)
+            return made

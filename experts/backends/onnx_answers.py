@@ -1,0 +1,110 @@
+"""What the values mean that an ONNX graph answers with: decided once, when it is packed, and noted in its program.
+
+Labels exclude one another, so an answer is one probability per label. Logits (or logarithms of probabilities) become
+that by a softmax; what is that already is taken as it is. Told by the operator that the graph ends in, where that says
+it: Softmax, or Sigmoid, which is refused, because its labels do not exclude one another and no one of them is the
+answer. Otherwise by its answers to made-up images: probabilities are what adds up to 1 for every one of them.
+Guarantees: an image's score does not depend on the images beside it. A graph of logits carries no note, so its program
+is byte for byte what device profiles know it by.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from experts.errors import OutputInvalid, WeightsMismatch
+
+if TYPE_CHECKING:
+    import onnx
+    from onnxruntime import InferenceSession
+
+    from experts.expert import Expert
+
+RECIPE = "what its answers mean is noted"  # in manifests: what was packed before is packed anew
+PROBES = 6  # made-up images
+ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
+_NOTE = "coserve.answers"
+_KEEPING_VALUES = frozenset({"Cast", "Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_INDEPENDENT = frozenset({"HardSigmoid", "Sigmoid"})
+
+
+class Answers(StrEnum):
+    """What a graph answers with, one value per label."""
+
+    LOGITS = "logits"
+    PROBABILITIES = "probabilities"
+
+
+def probe_images(height: int, width: int) -> np.ndarray:
+    """Made-up images as experts get them, (PROBES, 3, height, width): grey, bright, noise of several kinds."""
+    random = np.random.default_rng(0)
+    shape = (3, height, width)
+    coarse = random.normal(size=(3, -(-height // 8), -(-width // 8)))
+    blocks = np.kron(coarse, np.ones((1, 8, 8)))[:, :height, :width]
+    noise = random.normal(size=shape)
+    images = (np.zeros(shape), np.ones(shape), random.random(shape), noise, blocks, noise / 10)
+    return np.stack(images).astype(np.float32)
+
+
+def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answers:
+    """What a graph answers with; ``rows`` are its answers to the made-up images. Raises WeightsMismatch, see above."""
+    operator = _last_operator(model)
+    known = rows[np.isfinite(rows).all(axis=1)]
+    if operator in _INDEPENDENT:
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} ends in {operator}: its labels do not exclude one another, so none of them is the "
+            f"answer; if only one can hold, export it without that {operator}",
+        )
+    if operator == "Softmax" and not _are_probabilities(known).all():
+        raise WeightsMismatch(
+            expert.id, f"{expert.weights} ends in a Softmax that is not over the labels: export it with axis=1"
+        )
+    if operator == "Softmax" or (len(known) and _are_probabilities(known).all()):
+        return Answers.PROBABILITIES
+    return Answers.LOGITS
+
+
+def note(model: onnx.ModelProto, answers: Answers) -> None:
+    """Write it into a program. In place."""
+    if answers is not Answers.LOGITS:
+        model.metadata_props.add(key=_NOTE, value=answers)
+
+
+def noted(session: InferenceSession) -> Answers:
+    """What a program's session answers with."""
+    return Answers(session.get_modelmeta().custom_metadata_map.get(_NOTE, Answers.LOGITS))
+
+
+def probabilities(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndarray:
+    """The answers as probabilities (n, labels). Raises OutputInvalid for what is no number, or is none of them."""
+    if not np.isfinite(rows).all():
+        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
+    rows = rows.astype(np.float32, copy=False)
+    if answers is Answers.LOGITS:
+        powers = np.exp(rows - rows.max(axis=1, keepdims=True))
+        softmax: np.ndarray = powers / powers.sum(axis=1, keepdims=True)
+        return softmax
+    if not _are_probabilities(rows).all():
+        raise OutputInvalid(
+            expert.id, "its output does not add up to 1, as it did for all images when it was packed: check its weights"
+        )
+    return rows
+
+
+def _are_probabilities(rows: np.ndarray) -> np.ndarray:
+    """Whether each row is not negative and adds up to 1."""
+    found: np.ndarray = (rows >= 0).all(axis=1) & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= ROW_SUM_TOLERANCE)
+    return found
+
+
+def _last_operator(model: onnx.ModelProto) -> str | None:
+    """The operator that made the values of the first output; None where they come from outside."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    node = makers.get(model.graph.output[0].name)
+    while node is not None and node.op_type in _KEEPING_VALUES:
+        node = makers.get(node.input[0])
+    return None if node is None else str(node.op_type)

@@ -1,0 +1,146 @@
+"""Where the pixels of a TIFF file end, by its first directory, at a cost that the file cannot choose.
+
+Not with Pillow, which reads whatever each tag claims to hold: here no more is read than a directory of
+``LARGEST_DIRECTORY`` entries, and the tables of ``LARGEST_TABLE`` strips and as many tiles.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+TIFF_STARTS = (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+")
+LARGEST_DIRECTORY = 4096  # entries; arbitrary: images have some thirty
+LARGEST_TABLE = 1 << 20  # strips or tiles: more than any image has that Pillow opens
+TABLES = ((273, 279), (324, 325))  # tags: strip offsets and byte counts, tile offsets and byte counts
+COMPRESSION = 259
+LAST_STANDARD = 532  # tags beyond are additions and makers' own: these may be wrong in a file that decodes
+ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
+UNSIGNED = frozenset({3, 4, 13, 16, 18})  # types of numbers that are offsets and counts
+
+
+@dataclass(frozen=True, slots=True)
+class TiffPixels:
+    """Whether all pixels lie within the file, and whether they are stored as they are."""
+
+    are_within: bool
+    are_raw: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a directory is written, in letters of ``struct``."""
+
+    first: str  # the file's start, with the offset of the directory
+    length: str
+    entry: str  # its last bytes are the value, or a pointer to it
+    pointer: str
+    inline_bytes: int
+
+
+CLASSIC = _Layout("4xI", "H", "HHI4x", "I", 4)
+BIG = _Layout("8xQ", "Q", "HHQ8x", "Q", 8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    """A value of the directory: its type, how many there are, where they lie."""
+
+    type: int
+    count: int
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.count * ITEM_BYTES.get(self.type, 0)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size_bytes
+
+
+class _TiffFile:
+    """Reads within the file's size; anything beyond raises EOFError."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.size = size
+        self._file = file
+        start = self.read(0, 4)
+        self._order = "<" if start.startswith(b"II") else ">"
+        self._layout = BIG if b"+" in start else CLASSIC
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset + length > self.size:
+            raise EOFError
+        self._file.seek(offset)
+        content = self._file.read(length)
+        if len(content) < length:  # it was cut meanwhile
+            raise EOFError
+        return content
+
+    def tags(self) -> dict[int, _Tag]:
+        """The first directory; of a tag that is there twice the last, as decoders do."""
+        offset = self._number(self._layout.first, 0)
+        length = self._number(self._layout.length, offset)
+        if length > LARGEST_DIRECTORY:  # garbage where a directory should be
+            raise EOFError
+        return dict(self._entries(offset + struct.calcsize(self._order + self._layout.length), length))
+
+    def numbers(self, tag: _Tag) -> NDArray[np.uint64]:
+        """The tag's values."""
+        kind = f"{self._order}u{ITEM_BYTES[tag.type]}"
+        return np.frombuffer(self.read(tag.offset, tag.size_bytes), kind).astype(np.uint64)
+
+    def _pointed(self, tag: _Tag) -> _Tag:
+        return _Tag(tag.type, tag.count, self._number(self._layout.pointer, tag.offset))
+
+    def _number(self, letters: str, offset: int) -> int:
+        form = struct.Struct(self._order + letters)
+        return int(form.unpack(self.read(offset, form.size))[0])
+
+    def _entries(self, offset: int, length: int) -> Iterator[tuple[int, _Tag]]:
+        form = struct.Struct(self._order + self._layout.entry)
+        for number, (name, kind, count) in enumerate(form.iter_unpack(self.read(offset, length * form.size))):
+            place = offset + (number + 1) * form.size - self._layout.inline_bytes
+            tag = _Tag(kind, count, place)
+            yield name, tag if tag.size_bytes <= self._layout.inline_bytes else self._pointed(tag)
+
+
+def tiff_pixels(file: BinaryIO, size: int) -> TiffPixels | None:
+    """What the first directory says of the pixels; None where there are more strips or tiles than are looked at.
+
+    Raises EOFError where the directory, or what it points to, is not there, and OSError when reading fails.
+    """
+    tiff = _TiffFile(file, size)
+    tags = tiff.tags()
+    if any(tag.end > size for name, tag in tags.items() if name <= LAST_STANDARD):
+        raise EOFError
+    if sum(tag.size_bytes for tag in tags.values() if tag.end <= size) > size:
+        raise EOFError  # they claim the same bytes again and again: a decoder would read them as often
+    tables = [(tags[offsets], tags[counts]) for offsets, counts in TABLES if {offsets, counts} <= tags.keys()]
+    tables = [table for table in tables if all(tag.type in UNSIGNED and tag.count for tag in table)]
+    if not tables:
+        raise EOFError  # no pixels yet
+    if any(tag.count > LARGEST_TABLE for table in tables for tag in table):
+        return None
+    is_raw = COMPRESSION not in tags or tags[COMPRESSION].type not in UNSIGNED or _is_one(tiff, tags[COMPRESSION])
+    return TiffPixels(all(_are_within(tiff, *table) for table in tables), is_raw)
+
+
+def _are_within(tiff: _TiffFile, offsets: _Tag, counts: _Tag) -> bool:
+    length = min(offsets.count, counts.count)
+    starts, sizes = tiff.numbers(offsets)[:length], tiff.numbers(counts)[:length]
+    end = np.uint64(tiff.size)
+    return bool((starts <= end).all() and (sizes <= end - starts).all())  # in this order nothing can overflow
+
+
+def _is_one(tiff: _TiffFile, tag: _Tag) -> bool:
+    return tag.count == 1 and int(tiff.numbers(tag)[0]) == 1

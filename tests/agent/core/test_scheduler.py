@@ -1,0 +1,131 @@
+"""Scheduler on known cases: who gets a request, where it stands then, and what the decision says of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.effects import Assigned, AssignmentCandidate
+from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance
+from agent.core.policy import PRESETS
+from agent.core.scheduler import Scheduler, shortest_makespan
+
+LOAD_S = {"host": 10.0, "device": 1.0}
+
+
+def row(expert, K_s, B_s):
+    return ExpertProfile(f"{expert}@fp32", Performance(K_s, B_s, 8, workspace_bytes=0), Footprint(1), {})
+
+
+CPU = {"a": row("a", 4.0, 2.0), "b": row("b", 4.0, 2.0), "c": row("c", 4.0, 2.0)}
+GPU = {"a": row("a", 0.5, 0.25), "b": row("b", 0.5, 0.25)}  # c runs on the CPU alone
+
+
+def build(policy="coserve", processors=("cpu", "gpu"), max_overtake_s=5.0):
+    """A CPU executor (K 4 s, B 2 s, a load 10 s) and one of a GPU (K 0.5 s, B 0.25 s, a load 1 s)."""
+    executors = [
+        ExecutorSpec(number, processor, "device" if processor == "gpu" else "host")
+        for number, processor in enumerate(processors)
+    ]
+    profile = DeviceProfile({"cpu": CPU, "gpu": GPU})
+    return Scheduler(executors, profile, PRESETS[policy], max_overtake_s, lambda spec, row: LOAD_S[spec.pool])
+
+
+def test_a_request_is_placed_and_every_executor_that_was_weighed_is_told():
+    scheduler = build()
+    group, assigned = scheduler.place(7, "a", 0.0)
+    weighed = (AssignmentCandidate(0, 0.0, 16.0), AssignmentCandidate(1, 0.0, 1.75))
+    assert assigned == Assigned(7, "a", executor=1, joined=False, candidates=weighed)
+    assert group is scheduler.queues[1].head
+    assert (tuple(group.requests), group.profile, group.fixed_s) == ((7,), GPU["a"], 1.25)
+    group, assigned = scheduler.place(8, "a", 0.0)
+    weighed = (AssignmentCandidate(0, 0.0, 16.0), AssignmentCandidate(1, 1.75, 0.5))
+    assert assigned == Assigned(8, "a", executor=1, joined=True, candidates=weighed)
+    assert tuple(group.requests) == (7, 8)
+    assert scheduler.queues[1].length_s(0.0) == 2.25
+    scheduler.place(9, "a", 0.5)
+    assert group.requests == {7: 0.0, 8: 0.0, 9: 0.5}
+
+
+def test_only_executors_that_can_run_the_expert_are_weighed():
+    scheduler = build()
+    _, assigned = scheduler.place(0, "c", 0.0)
+    assert assigned.candidates == (AssignmentCandidate(0, 0.0, 16.0),)
+    assert build(processors=("gpu",)).place(0, "c", 0.0) is None
+
+
+def test_a_request_whose_expert_is_awaited_already_opens_its_group_without_a_switch():
+    scheduler = build(policy="none", processors=("cpu",))  # first come, first served
+    for number, expert in enumerate("ab"):
+        scheduler.place(number, expert, 0.0)
+    group, assigned = scheduler.place(2, "a", 0.0)
+    assert assigned == Assigned(2, "a", 0, joined=False, candidates=(AssignmentCandidate(0, 32.0, 6.0),))
+    assert group.fixed_s == 2.0
+    assert [each.expert for each in scheduler.queues[0].groups()] == ["a", "b", "a"]
+
+
+def test_round_robin_takes_one_executor_after_the_other_however_long_their_queues_are():
+    scheduler = build(policy="none", processors=("cpu", "gpu", "gpu"))
+    taken = [scheduler.place(number, "a", 0.0)[1].executor for number in range(5)]
+    assert taken == [0, 1, 2, 0, 1]
+
+
+def test_a_policy_of_one_executor_has_one_queue():
+    scheduler = build(policy="samba", processors=("gpu", "cpu"))
+    assert [queue.spec.id for queue in scheduler.queues] == [0]
+    assert [scheduler.place(number, "a", 0.0)[1].executor for number in range(3)] == [0, 0, 0]
+
+
+def test_nobody_joins_what_was_given_back_to_run_alone():
+    scheduler = build(processors=("cpu",))
+    scheduler.queues[0].give_back("a", CPU["a"], {1: 0.0, 2: 0.0}, now=0.0)
+    group, assigned = scheduler.place(3, "a", 0.0)
+    assert not assigned.joined
+    assert [tuple(each.requests) for each in scheduler.queues[0].groups()] == [(1, 2), (3,)]
+    assert group.fixed_s == 2.0
+
+
+@pytest.mark.parametrize(("policy", "joins"), [("none", False), ("em-ra", True), ("paper", True), ("coserve", True)])
+def test_only_an_arranging_policy_lets_a_request_join_ahead_of_others(policy, joins):
+    scheduler = build(policy, processors=("cpu",))
+    for number, expert in enumerate("ab"):
+        scheduler.place(number, expert, 0.0)
+    assert scheduler.place(2, "a", 4.9)[1].joined is joins
+
+
+def test_the_bound_on_overtaking_counts_from_when_the_next_group_was_opened():
+    scheduler = build(processors=("cpu",), max_overtake_s=5.0)
+    for number, (expert, at_s) in enumerate([("a", 0.0), ("b", 3.0), ("c", 3.5)]):
+        scheduler.place(number, expert, at_s)
+    assert scheduler.place(3, "a", 7.75)[1].joined
+    assert not scheduler.place(4, "a", 8.0)[1].joined
+
+
+def test_the_tail_may_always_grow():
+    scheduler = build(processors=("cpu",), max_overtake_s=5.0)
+    scheduler.place(0, "a", 0.0)
+    assert scheduler.place(1, "a", 1000.0)[1].joined
+
+
+@pytest.mark.parametrize(
+    ("queues", "chosen"),
+    [
+        ([(5.0, 1.0), (4.0, 1.0), (0.0, 3.0)], 1),  # two leave the longest as it is: the smallest addition wins
+        ([(3.0, 2.0), (1.0, 3.0), (2.0, 1.5)], 2),  # none does: the shortest end wins
+        ([(0.25, 0.5), (0.5, 0.125)], 1),  # nor here: 0.75 s against 0.625 s
+        ([(2.0, 1.0), (2.0, 1.0)], 0),
+        ([(4.0, 9.0)], 0),
+    ],
+)
+def test_the_longest_queue_is_kept_shortest_then_the_addition_decides(queues, chosen):
+    candidates = [AssignmentCandidate(number, *queue) for number, queue in enumerate(queues)]
+    assert shortest_makespan(candidates) == chosen
+
+
+def test_a_full_tie_goes_to_the_lowest_executor_wherever_it_is_listed():
+    assert shortest_makespan([AssignmentCandidate(4, 1.0, 1.0), AssignmentCandidate(2, 1.0, 1.0)]) == 1
+
+
+def test_a_batch_takes_k_for_each_image_and_b_once_and_workspace_likewise():
+    row = Performance(K_s=3.0, B_s=0.5, max_batch=8, workspace_bytes=10, workspace_base_bytes=6)
+    assert [row.latency_s(size) for size in (1, 4)] == [3.5, 12.5]
+    assert [row.workspace_for(size) for size in (1, 4)] == [16, 46]

@@ -1,0 +1,109 @@
+"""The count of attempts that ended the agent: real files, and runs that end without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.records.attempts import AttemptLog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "attempts.log"
+
+
+def test_what_was_begun_and_not_ended_counts_at_the_next_opening(path: Path) -> None:
+    first = AttemptLog(path)
+    first.begun(["a", "b"])
+    first.begun(["c"])
+    first.ended(["a", "b"])
+    second = AttemptLog(path)  # nobody closed the first: it was killed
+    assert [second.attempts(key) for key in "abc"] == [0, 0, 1]
+
+
+def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: Path) -> None:
+    for run in range(1, 4):
+        log = AttemptLog(path)
+        assert log.attempts("a") == run - 1
+        log.begun(["a"])
+        log.ended(["a"])
+        log.begun(["a"])
+    assert AttemptLog(path).attempts("a") == 3
+
+
+def test_a_count_outlives_a_run_that_ended_well_until_the_key_is_settled(path: Path) -> None:
+    AttemptLog(path).begun(["a"])
+    survived = AttemptLog(path)
+    survived.begun(["a"])
+    survived.ended(["a"])
+    survived.close()
+    again = AttemptLog(path)
+    assert again.attempts("a") == 1
+    again.settled("a")
+    assert again.attempts("a") == 0
+    assert AttemptLog(path).attempts("a") == 0
+
+
+def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path: Path) -> None:
+    AttemptLog(path).begun(["a"])
+    log = AttemptLog(path)
+    log.begun(["a", "b"])
+    log.forgive()
+    log.begun(["c"])
+    again = AttemptLog(path)
+    assert [again.attempts(key) for key in "abc"] == [1, 0, 1]
+
+
+def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path) -> None:
+    log = AttemptLog(path)
+    log.begun(["a\n~é"])
+    log.close()
+    with path.open("ab") as file:
+        file.write(b'[]\n{"begun": 5}\n{"counts": {"x": "y"}}\n\xff\n{"begun": ["b"')
+    again = AttemptLog(path)
+    assert (again.attempts("a\n~é"), again.attempts("b"), again.attempts("x")) == (1, 0, 0)
+
+
+def test_it_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 1000)
+    AttemptLog(path).begun(["suspect"])
+    log = AttemptLog(path)
+    log.begun(["open"])
+    for number in range(500):
+        log.begun([f"key {number}"])
+        log.ended([f"key {number}"])
+        assert path.stat().st_size < 1200
+    again = AttemptLog(path)
+    assert (again.attempts("suspect"), again.attempts("open"), again.attempts("key 499")) == (1, 1, 0)
+    assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
+
+
+def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.write_text("a file where the state folder should be")
+    log = AttemptLog(path)
+    for number in range(3):
+        log.begun([str(number)])
+        log.ended([str(number)])
+    assert caplog.text.count("attempts_not_written") == 1
+
+
+def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = AttemptLog(path)
+    log.begun(["a"])
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:5]))
+    log.begun(["b"])
+    monkeypatch.undo()
+    log.ended(["a"])
+    assert caplog.text.count("attempts_not_written") == 1
+    again = AttemptLog(path)
+    assert (again.attempts("a"), again.attempts("b")) == (1, 0)

@@ -1,0 +1,78 @@
+"""Made once: whoever asks at whatever moment gets the one thing, and nothing is kept that nobody needs."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
+
+import pytest
+
+from experts.backends.made_once import MadeOnce
+
+WAIT_S = 60.0
+
+
+class Thing:
+    """Something that can be held, and told apart."""
+
+
+def test_two_threads_that_ask_at_once_get_one_thing():
+    asked, may_end = Event(), Event()
+
+    def make(name):
+        asked.set()
+        assert may_end.wait(WAIT_S)
+        return Thing()
+
+    things = MadeOnce(make, kept=1)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(things, "a")
+        assert asked.wait(WAIT_S)
+        second = threads.submit(things, "a")  # asks while the first is being made
+        may_end.set()
+        assert first.result(WAIT_S) is second.result(WAIT_S)
+    assert things.count == 1
+
+
+def test_nothing_is_made_at_the_same_time():
+    meeting = Barrier(2)
+
+    def make(name):
+        meeting.wait(0.05)
+
+    things = MadeOnce(make, kept=1)
+    with ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(things, name) for name in "ab"]
+    assert all(answer.exception() is not None for answer in answers)  # neither found the other there
+
+
+def test_what_is_held_is_never_made_again_however_much_is_asked_for_between():
+    things = MadeOnce(lambda number: Thing(), kept=2)
+    held = [things(number) for number in range(100)]
+    assert [things(number) for number in range(100)] == held
+    assert things.count == 100
+
+
+def test_of_what_nobody_holds_the_last_few_stay():
+    things = MadeOnce(lambda number: Thing(), kept=2)
+    for number in (1, 2, 1, 3):
+        things(number)
+    gc.collect()
+    for number in (1, 3):
+        things(number)
+    assert things.count == 3
+    things(2)
+    assert things.count == 4
+
+
+def test_an_error_is_the_askers_and_the_next_one_tries_again():
+    failures = [ValueError("not this time")]
+
+    def make(name):
+        if failures:
+            raise failures.pop()
+        return Thing()
+
+    things = MadeOnce(make, kept=1)
+    with pytest.raises(ValueError, match="not this time"):
+        things("a")
+    assert things("a") is things("a")

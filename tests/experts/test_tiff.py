@@ -1,0 +1,185 @@
+"""TIFF files as their writers leave them, and as somebody made them up: the end is found at a bounded cost."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from experts.errors import ImageError
+from experts.images import Completeness, completeness, read_image
+from experts.tiff import LARGEST_DIRECTORY, LARGEST_TABLE
+
+PIXELS = np.random.default_rng(7).integers(1, 255, (64, 64, 3), dtype=np.uint8)
+LONG, SHORT, BYTE = 4, 3, 1
+READ_BYTES = 20 * LARGEST_DIRECTORY + 4 * 8 * LARGEST_TABLE + 64 * 1024  # what the module says, and small reads
+STRIPS, SIZES = 273, 279
+
+
+class CountingFile(io.BytesIO):
+    """Counts what is read, and may claim to be longer than it is: zeros follow."""
+
+    def __init__(self, content: bytes, size: int | None = None) -> None:
+        super().__init__(content)
+        self.size = len(content) if size is None else size
+        self.bytes_read = 0
+        self.place = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = self.size + offset if whence == io.SEEK_END else offset
+        return self.place
+
+    def read(self, length: int | None = -1) -> bytes:
+        length = self.size - self.place if length is None or length < 0 else min(length, max(self.size - self.place, 0))
+        self.bytes_read += length
+        content = self.getvalue()[self.place : self.place + length].ljust(length, b"\0")
+        self.place += length
+        return content
+
+
+def encoded(**options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).save(buffer, "TIFF", **options)
+    return buffer.getvalue()
+
+
+def directory(*entries: tuple[int, int, int, int], order: str = "<", is_big: bool = False) -> bytes:
+    """A TIFF file of nothing but a directory: (tag, type, count, value or offset)."""
+    start = b"II" if order == "<" else b"MM"
+    if is_big:
+        head = start + struct.pack(order + "HHHQ", 43, 8, 0, 16) + struct.pack(order + "Q", len(entries))
+        return head + b"".join(struct.pack(order + "HHQQ", *entry) for entry in entries) + bytes(8)
+    head = start + struct.pack(order + "HI", 42, 8) + struct.pack(order + "H", len(entries))
+    return head + b"".join(struct.pack(order + "HHII", *entry) for entry in entries) + bytes(4)
+
+
+def judged(content: bytes, size: int | None = None) -> Completeness:
+    file = CountingFile(content, size)
+    found = completeness(file)
+    assert file.bytes_read <= READ_BYTES
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "tiff_lzw"}, {"big_tiff": True}, {"tiffinfo": {270: "x" * 999}}]
+)
+def test_what_is_written_is_whole_and_every_part_of_it_is_cut(options: dict[str, object]) -> None:
+    content = encoded(**options)
+    assert judged(content) is Completeness.WHOLE
+    assert all(judged(content[:kept]) is Completeness.CUT for kept in range(4, len(content) - 1, 97))
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("is_big", [False, True])
+@pytest.mark.parametrize(("end", "expected"), [(50, Completeness.WHOLE), (51, Completeness.CUT)])
+def test_pixels_end_where_the_directory_says(order: str, is_big: bool, end: int, expected: Completeness) -> None:
+    content = directory((STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 0), order=order, is_big=is_big)
+    count = end + len(content) - 50
+    letters = "HHQQ" if is_big else "HHII"
+    value = count << 32 if is_big and order == ">" else count  # it lies at the start of its place
+    changed = content.replace(
+        struct.pack(order + letters, SIZES, LONG, 1, 0), struct.pack(order + letters, SIZES, LONG, 1, value)
+    )
+    assert judged(changed[:-4] + b"last") is expected
+
+
+@pytest.mark.parametrize("is_big", [False, True])
+def test_a_table_of_four_gibibytes_is_not_read(is_big: bool) -> None:
+    """The file has that size, too: sparse, it costs its sender nothing."""
+    table = (1 << 30) - 1
+    content = directory((STRIPS, LONG, table, 512), (SIZES, LONG, table, 512), is_big=is_big)
+    tracemalloc.start()
+    try:
+        assert judged(content, size=9 << 30) is Completeness.UNKNOWN
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert judged(content) is Completeness.CUT
+
+
+def test_the_largest_table_that_is_looked_at_is_looked_at_to_its_end() -> None:
+    place = 512
+    strips = np.zeros(LARGEST_TABLE, "<u4")
+    content = directory((STRIPS, LONG, strips.size, place), (SIZES, LONG, strips.size, place + strips.nbytes))
+    sizes = strips.copy()
+    body = content.ljust(place, b"\0") + strips.tobytes()
+    size = len(body) + sizes.nbytes
+    sizes[-1] = size
+    assert judged(body + sizes.tobytes()) is Completeness.WHOLE
+    sizes[-1] = size + 1
+    assert judged(body + sizes.tobytes()) is Completeness.CUT
+
+
+def test_no_more_is_read_than_four_tables() -> None:
+    entries = [(tag, 16, LARGEST_TABLE, 4096) for tag in (STRIPS, SIZES, 324, 325)]
+    assert judged(directory(*entries, is_big=True), size=1 << 40) is Completeness.ZERO_TAILED
+
+
+def test_offsets_and_counts_that_overflow_together_reach_beyond_the_end() -> None:
+    content = directory((STRIPS, 16, 1, 2**64 - 8), (SIZES, 16, 1, 16), is_big=True)
+    assert judged(content) is Completeness.CUT
+
+
+@pytest.mark.parametrize("length", [LARGEST_DIRECTORY + 1, 0xFFFF])
+def test_a_directory_that_no_image_has_is_cut(length: int) -> None:
+    strip = [(STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 8)]
+    assert judged(directory(*strip * 2)) is not Completeness.CUT
+    assert judged(directory(*strip * (length // 2), strip[0])) is Completeness.CUT
+
+
+def test_tags_that_claim_the_whole_file_again_and_again_never_reach_a_decoder() -> None:
+    """Each would be read: so many times the file."""
+    claims = [(1000 + number, BYTE, 40_000, 8) for number in range(3000)]
+    content = directory((STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 8), *claims).ljust(50_000, b"x")
+    assert judged(content) is Completeness.CUT
+    with pytest.raises(ImageError):
+        read_image(content, "hostile")
+
+
+def test_a_makers_own_tag_that_points_nowhere_harms_no_image() -> None:
+    maker = struct.pack("<HHII", 65000, BYTE, 100, 1 << 30)
+    content = encoded()
+    place = struct.unpack_from("<I", content, 4)[0]
+    length = struct.unpack_from("<H", content, place)[0]
+    entries = content[place + 2 : place + 2 + 12 * length]
+    moved = content[:4] + struct.pack("<I", len(content)) + content[8:]
+    changed = moved + struct.pack("<H", length + 1) + entries + maker + b"\0\0\0\0" + b"end."
+    assert judged(changed) is Completeness.WHOLE
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([STRIPS, SIZES, 324, 325, 259, 256, 1000]),
+            st.integers(0, 20),
+            st.integers(0, 2**32 - 1) | st.integers(0, 8),
+            st.integers(0, 2**32 - 1) | st.integers(0, 400),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from("<>"),
+    st.booleans(),
+    st.binary(max_size=64),
+    st.sampled_from([None, 1 << 20, 1 << 34]),
+)
+def test_whatever_a_directory_claims_is_answered_at_a_bounded_cost(
+    entries: list[tuple[int, int, int, int]], order: str, is_big: bool, tail: bytes, size: int | None
+) -> None:
+    content = directory(*entries, order=order, is_big=is_big) + tail
+    assert judged(content, None if size is None else size + len(content)) in set(Completeness)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([encoded(), encoded(compression="tiff_lzw"), encoded(big_tiff=True)]), st.data())
+def test_changed_bytes_are_answered_at_a_bounded_cost(content: bytes, data: st.DataObject) -> None:
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, 15) | st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    assert judged(bytes(changed)) in set(Completeness)
