@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent.cli import app
+from agent.runtime.heap import bound_heaps
 from profiler.cli import offline_app
 
 app.add_typer(offline_app)
@@ -10,6 +11,7 @@ app.add_typer(offline_app)
 
 def main() -> None:
     """Entry point of the console script."""
+    bound_heaps()
     app()
 
 

@@ -30,6 +30,7 @@ from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from agent.runtime.device import HostMemory, memory_for, torch_device
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
+from agent.runtime.heap import HeapKeeper
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
 from experts.errors import AgentCrashed
@@ -188,6 +189,7 @@ class AgentLoop:
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
         self._changed = Condition()  # also guards the two above
         self._thread = Thread(target=self._run, name="agent-loop", daemon=True)
+        self._heap_keeper = HeapKeeper()
         self._carry_out: dict[type, Callable[..., None]] = {
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
@@ -205,6 +207,7 @@ class AgentLoop:
         for executor in self._workshop.executors.values():
             executor.start()
         self._thread.start()
+        self._heap_keeper.start()
 
     def watch_batches(self, watch: BatchWatch) -> None:
         """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
@@ -286,6 +289,7 @@ class AgentLoop:
             self._thread.join()
         with ExitStack() as ending:  # in the order from below; what a lost device refuses does not hide that it is lost
             ending.callback(self._raise_crash)
+            ending.callback(self._heap_keeper.stop)
             ending.callback(self._images.clear)
             if self._end_threads():
                 for store in self._workshop.stores:

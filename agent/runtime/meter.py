@@ -11,7 +11,6 @@ cores had not handed in: a quarter of a MiB on 2 cores, MiBs on many. A meter is
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 from contextlib import suppress
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from agent.runtime.device import torch_device
+from agent.runtime.heap import give_back_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,12 +46,12 @@ class ResidentMeter:
 
     def __init__(self) -> None:
         gc.collect()  # what is nobody's goes now, and not during a run
-        _give_back_unused()
+        give_back_unused()
         self._held_bytes = _status_bytes("RssAnon")
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """See WorkspaceMeter."""
-        _give_back_unused()
+        give_back_unused()
         (PROCESS / "clear_refs").write_text(RESET_PEAK)
         run()
         of_files_bytes = _status_bytes("RssFile") + _status_bytes("RssShmem")
@@ -102,11 +102,6 @@ def trial_peaks() -> tuple[int, int]:
 
 def _take_and_give_back() -> None:
     np.ones(TRIAL_BYTES, dtype=np.uint8)
-
-
-def _give_back_unused() -> None:
-    """Return the C library's free memory to the system, so that taking it again is seen."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(key: str) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from agent.core.events import BatchFailed
 from agent.core.performance import SSD
 from agent.core.request import Rejected
 from agent.runtime.device import DEVICE, HOST, detect
 from agent.runtime.rig import LEAST_S, MeasuringRig, noise
-from experts.errors import LoadFailed
+from agent.runtime.slots import SlotStore
+from experts.backends.classifier import ClassifierSkeleton
+from experts.errors import DeviceLost, LoadFailed
 
 
 @pytest.fixture
@@ -47,6 +50,21 @@ def test_a_device_is_loaded_from_the_host_or_straight_from_the_ssd(line, rig_of)
         assert rig.load(copy, HOST) >= LEAST_S
         assert rig.load(copy, DEVICE, HOST) >= LEAST_S
         assert rig.run(copy, [line.pixels(2)]).results == (line.predict("own-0", line.pixels(2)),)
+
+
+def test_a_device_that_is_lost_is_told_and_blamed_on_no_expert(line, rig_of, monkeypatch):
+    def lose(*_):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    with rig_of("own-0").opened() as rig:
+        rig.bring(line.copy("own-0"))
+        monkeypatch.setattr(ClassifierSkeleton, "infer", lose)
+        with pytest.raises(DeviceLost, match="unspecified launch failure"):
+            rig.run(line.copy("own-0"), [line.pixels(1)])
+        rig.evict(line.copy("own-0"), HOST)
+        monkeypatch.setattr(SlotStore, "materialise", lose)
+        with pytest.raises(DeviceLost, match="unspecified launch failure"):
+            rig.load(line.copy("own-0"), HOST, SSD)
 
 
 def test_executors_share_out_all_batches_each_with_an_expert_of_its_own(line, rig_of):

@@ -1,0 +1,68 @@
+"""The C library's heaps: how many there are, and what they keep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from agent.runtime.heap import HeapKeeper
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 30.0
+IN_MANY_THREADS = """
+import ctypes, sys, tempfile, threading
+sys.path.insert(0, {root!r})
+from agent.runtime.heap import bound_heaps
+if {is_bound}:
+    bound_heaps()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+together = threading.Barrier(9)
+
+def allocate():
+    libc.malloc(1000)
+    together.wait()
+
+for _ in range(8):
+    threading.Thread(target=allocate).start()
+together.wait()
+with tempfile.NamedTemporaryFile("r") as file:
+    libc.fopen.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    print(file.read().count("<heap nr="))
+"""
+
+
+def heaps(*, is_bound):
+    """How many heaps a process has whose eight threads each took some memory."""
+    script = IN_MANY_THREADS.format(root=str(ROOT), is_bound=is_bound)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc only")
+def test_threads_share_few_heaps():
+    assert heaps(is_bound=False) > 2
+    assert heaps(is_bound=True) == 2
+
+
+def test_what_is_free_is_given_back_now_and_then_and_in_the_end():
+    given_back, thrice = [], threading.Event()
+
+    def give_back():
+        given_back.append(threading.current_thread().name)
+        if len(given_back) == 3:
+            thrice.set()
+
+    keeper = HeapKeeper(give_back, every_s=0.001)
+    keeper.start()
+    assert thrice.wait(PATIENCE_S)
+    keeper.stop()
+    assert given_back[:3] == ["heap-keeper"] * 3
+    assert given_back[-1] == threading.current_thread().name
