@@ -173,7 +173,8 @@ class BoardSection(Section):
     takt_s: Seconds = Field(60.0, description="time from one board to the next, in seconds, up to 86400; default 60")
     timeout_s: Seconds | None = Field(
         None,
-        description="seconds from a board's first result until what is missing makes it UNKNOWN; default 2 x takt_s",
+        description="seconds from a board's first result until what is missing makes it UNKNOWN, of those in which the "
+        "agent runs; default 2 x takt_s",
     )
 
     @property

@@ -76,11 +76,11 @@ def set_spinning(config: LineConfig) -> str | None:
     setting = DEFAULT
     with suppress(ConfigError):
         setting = read_profile(path).spinning_setting if path.exists() else DEFAULT
-    if not set_unless_given(SPINNING[setting], VARIABLES):
-        log.info("openmp_spinning setting=given profile=%s: a variable of the environment counts", setting)
-        return None
-    log.info("openmp_spinning setting=%s", setting)
-    return setting
+    is_ours = set_unless_given(SPINNING[setting], VARIABLES)
+    if setting != DEFAULT:
+        told = setting if is_ours else f"given profile={setting}: a variable of the environment comes first"
+        log.info("openmp_spinning setting=%s", told)
+    return setting if is_ours else None
 
 
 def refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:

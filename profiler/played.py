@@ -272,7 +272,10 @@ def player(
 
 
 class CoresInUse:
-    """Who has the cores from now on: this process, or others. What others take makes figures worse than they are."""
+    """Who has the cores from now on: this process and those it started and waited for, or others.
+
+    What others take makes figures worse than they are.
+    """
 
     def __init__(self) -> None:
         self._all, self._busy, self._own = self._times()
@@ -284,11 +287,11 @@ class CoresInUse:
         return min(max((busy - self._busy - (own - self._own)) / passed_s, 0.0), 1.0) if passed_s > 0 else 0.0
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds of all cores, of those that were busy, and of this process."""
+        """Seconds of all cores, of those that were busy, and of this process with its ended children."""
         times, own = psutil.cpu_times(), psutil.Process().cpu_times()
         everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # also in user
         idle = times.idle + getattr(times, "iowait", 0.0)
-        return everything, everything - idle, own.user + own.system
+        return everything, everything - idle, own.user + own.system + own.children_user + own.children_system
 
 
 def experts_of(trace: Iterable[Arrival], catalog: Catalog) -> set[str]:

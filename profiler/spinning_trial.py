@@ -22,9 +22,9 @@ from profiler.batches import ImageCycle
 from profiler.fits import typical_s
 from profiler.samples import LineSamples
 
-WARM_RUNS = 3
+WARM_RUNS = 2
 LEAST_RUNS = 5
-LIMIT_S = 1.5  # for each of the two sizes, as long as LEAST_RUNS take less
+LIMIT_S = 0.8  # for each of the two sizes, as long as LEAST_RUNS take less
 MOST_RUNS = 60
 
 

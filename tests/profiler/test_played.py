@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 from agent.config import read_line
 from profiler.generated import LineRecipe, generate_line
-from profiler.played import AgentSetup, experts_of, images_of, player
+from profiler.played import AgentSetup, CoresInUse, experts_of, images_of, player
 from profiler.traces import read_trace
 
 RECIPE = LineRecipe(
@@ -33,3 +35,34 @@ def test_an_hour_cut_out_of_a_day_is_played_at_once(tmp_path, config):
     assert trace[-1].at_s <= played.seconds < EIGHT_O_CLOCK_S
     assert all(0.0 <= wait_s <= played.seconds for wait_s in played.waits_s)
     assert played.unjudged(trace) == ()
+
+
+class Cores(NamedTuple):
+    """As psutil tells of all of them together."""
+
+    user: float
+    system: float
+    idle: float
+
+
+class Own(NamedTuple):
+    """As psutil tells of a process and of its children that have ended."""
+
+    user: float
+    system: float
+    children_user: float
+    children_system: float
+
+
+def test_what_a_process_has_its_children_do_no_others_took(monkeypatch):
+    """By hand, of 100 s of all cores: 10 s idle, 20 s this process, 30 s its children, 40 s others."""
+    moments = iter([(Cores(50.0, 10.0, 40.0), Own(1.0, 1.0, 2.0, 2.0)), (Cores(130.0, 20.0, 50.0), Own(19, 3, 28, 6))])
+    now = {}
+
+    def cpu_times():
+        now["all"], now["own"] = next(moments)
+        return now["all"]
+
+    monkeypatch.setattr("profiler.played.psutil.cpu_times", cpu_times)
+    monkeypatch.setattr("profiler.played.psutil.Process", lambda: SimpleNamespace(cpu_times=lambda: now["own"]))
+    assert CoresInUse().others_fraction() == pytest.approx(0.4)
