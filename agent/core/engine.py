@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from experts.graph import ExpertGraph
 
 SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
+PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has no time any more; arbitrary, too
 
 
 @dataclass(slots=True)
@@ -408,13 +409,18 @@ class Engine:
 
     def _runnable_group(self, queue: ExecutorQueue) -> Group | None:
         """The head if its expert may run; else, with an overlapping policy, the first group whose expert may."""
-        pool, may_use = self._pools[queue.spec.pool], self._placement.may_use
-        if queue.head is not None and may_use(pool, queue.head.profile.copy):
+        pool = self._pools[queue.spec.pool]
+        if queue.head is not None and self._placement.may_use(pool, queue.head.profile.copy):
             return queue.head
-        if not self._policy.overlapping:
-            return None
+        return self._next_runnable(queue) if self._policy.overlapping else None
+
+    def _next_runnable(self, queue: ExecutorQueue) -> Group | None:
+        """The first group whose expert may run now."""
+        pool = self._pools[queue.spec.pool]
         groups = (queue.first_group(entry.expert) for entry in pool.entries() if entry.is_resident)
-        runnable = (group for group in groups if group is not None and may_use(pool, group.profile.copy))
+        runnable = (
+            group for group in groups if group is not None and self._placement.may_use(pool, group.profile.copy)
+        )
         return min(runnable, key=lambda group: group.order, default=None)
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
@@ -488,16 +494,38 @@ class Engine:
         self._start_batches(effects)
         for wish in demands(self._scheduler.queues):
             if self._policy.overlapping or wish.spec.id not in self._running:
-                self._claim(wish, Claim.DEMAND, full, effects)
+                self._claim(wish, self._demand(wish), full, effects)
         if self._policy.overlapping:
             self._prefetch(full, effects)
         self._use_spare_room(full, effects)
+
+    def _demand(self, wish: Wish) -> Claim:
+        """How much a head asks for: one that has time takes free room only while its executor has other work to do.
+
+        What leaves for it is chosen later then, knowing more of what is queued, and more requests share its load.
+        """
+        if not self._policy.overlapping or wish.spec.id not in self._running or not self._has_time(wish):
+            return Claim.DEMAND
+        return Claim.PATIENT if self._next_runnable(self._queues[wish.spec.id]) is None else Claim.EARLY
+
+    def _has_time(self, wish: Wish) -> bool:
+        """Has it not waited for long, and would its queue be done within the bound? A longer one is run in order.
+
+        Not on a device with a memory in front of it: what it loads ahead of time comes from there, not from the SSD.
+        """
+        if self._pools[wish.spec.pool].spec.cache is not None:
+            return False
+        bound_s = self._limits.max_overtake_s
+        length_s = self._queues[wish.spec.id].length_s(self._now)
+        return self._now - wish.since_s < PATIENCE * bound_s and length_s <= bound_s
 
     def _prefetch(self, full: set[str], effects: list[Effect]) -> None:
         """Load for the groups behind the heads, until no link that could serve one of them is free."""
         passed: set[str] = set()  # memories where an earlier group waits for a busy link
         for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
             claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
+            if self._has_time(wish):
+                claim = Claim.EARLY
             if self._claim(wish, claim, full, effects) is Answer.BUSY:
                 if not self._placement.may_prefetch(full):
                     return
@@ -517,7 +545,7 @@ class Engine:
             stages = claim in (Claim.PREFETCH, Claim.BYPASS)
             return self._placement.stage(wish, self._now, effects) if stages else Answer.NO_ROOM
         answer = self._placement.bring(wish, claim, self._now, effects)
-        if answer is Answer.NO_ROOM:
+        if answer is Answer.NO_ROOM and claim is not Claim.EARLY:
             full.add(wish.spec.pool)
         return answer
 

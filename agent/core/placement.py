@@ -11,10 +11,13 @@ How strong a claim to room is, from strong to weak:
               nobody younger loads from there before it; what it takes once it is not in use any more is held for
               it, so that executors that take turns do not keep it in use for ever
     DEMAND    head of a queue: evicts by rank, but not what stands at the head of another queue
-    PREFETCH  a later group: evicts only what is not queued, or is queued for later than itself
+    PATIENT   head of a short queue whose executor works: as DEMAND, but where something that is in use and not queued
+              would go first, were it free, it waits for that
+    PREFETCH  a later group of a long queue: evicts only what is not queued, or is queued for later than itself
     BYPASS    a later group, past one that waits for a busy link: evicts only what is not queued
     STAGE     a later group's copy, for the host while the device is full: evicts only what is not queued
     CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
+    EARLY     any group of a short queue that has other work first: free room only
     SPARE     initial placement, speculation, and experts on probation: free room only
 """
 
@@ -48,10 +51,12 @@ class Claim(Enum):
 
     OVERDUE = auto()
     DEMAND = auto()
+    PATIENT = auto()
     PREFETCH = auto()
     BYPASS = auto()
     STAGE = auto()
     CACHE = auto()
+    EARLY = auto()
     SPARE = auto()
 
 
@@ -253,7 +258,7 @@ class Placement:
         short = pool.needed_bytes(footprint) - pool.free_bytes
         if short <= 0:
             return True
-        if claim is Claim.SPARE or (claim is Claim.STAGE and pool.name in self._all_queued):
+        if claim in (Claim.EARLY, Claim.SPARE) or (claim is Claim.STAGE and pool.name in self._all_queued):
             return False
         strategy = STRATEGIES[self._policy.evicting]
         ranked = strategy.ranked(self._candidates(pool, wish, claim))
@@ -261,6 +266,8 @@ class Placement:
             self._all_queued.add(pool.name)  # until the next look loads only begin, which makes nothing less queued
         kept = frozenset(part.id for part in footprint.shared)
         chosen = victims(ranked, short, pool.holders, kept)
+        if claim is Claim.PATIENT and chosen is not None and not all(pool.is_evictable(each.copy) for each in chosen):
+            return False
         leaving = chosen if chosen is not None else tuple(ranked) if claim is Claim.OVERDUE else ()
         decision = EvictionDecision(wish.profile.copy, short, tuple(ranked))
         for victim in leaving:
@@ -275,9 +282,10 @@ class Placement:
         heads = self._spared_heads(pool, wish, claim)
         spared_until_s, usage_below = self._bounds(wish, claim)
         spared = self._awaited(pool) if spared_until_s == math.inf else frozenset()
+        soon_free = self._not_awaited_in_use(pool) if claim is Claim.PATIENT else frozenset()
         for entry in pool.entries():
             if (
-                entry.is_evictable
+                (entry.is_evictable or entry.copy in soon_free)
                 and entry.expert not in heads
                 and self._usage.get(entry.expert, 0.0) < usage_below
                 and entry.expert not in spared
@@ -285,6 +293,12 @@ class Placement:
                 next_use_s = self._next_use_s(pool, entry, spared_until_s)
                 if next_use_s is None or next_use_s > spared_until_s:
                     yield self._candidate(entry, next_use_s)
+
+    def _not_awaited_in_use(self, pool: ModelPool) -> frozenset[str]:
+        """Copies that will be evictable once what uses them now is over, if nobody comes for them."""
+        awaited = self._awaited(pool)
+        in_use = (entry for entry in pool.entries() if entry.uses and not entry.pinned)
+        return frozenset(entry.copy for entry in in_use if entry.expert not in awaited)
 
     def _awaited(self, pool: ModelPool) -> Collection[str]:
         """Experts with a group in any queue of this memory."""

@@ -100,6 +100,11 @@ class ModelPool:
         entry = self._entries.get(copy)
         return entry is not None and entry.is_resident
 
+    def is_evictable(self, copy: str) -> bool:
+        """May it leave right now?"""
+        entry = self._entries.get(copy)
+        return entry is not None and entry.is_evictable
+
     def holders(self, part: str) -> int:
         """How many copies hold a shared part; 0 when it is absent."""
         held = self._parts.get(part)

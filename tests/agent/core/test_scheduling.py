@@ -531,6 +531,79 @@ def test_who_passes_one_that_waits_for_a_busy_link_takes_no_room_from_what_is_qu
     assert engine.handle(events.Loaded(to_device.load), 0.0) == []
 
 
+def build_unhurried_engine(usage, **limits):
+    """a, b and d lie in a memory for three; a runs, b is queued, and c, which is not there, behind it."""
+    engine = build_engine(capacity=3, usage=dict.fromkeys("ef", 0.0) | usage, placed=False, **limits)
+    for number, component in enumerate("ABD"):
+        run_one(engine, number, component)
+    effects = []
+    for number, component in enumerate("ABC", start=10):
+        effects += engine.handle(events.Arrived(number, component), 1.0)
+    return engine, effects
+
+
+B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}
+D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
+
+
+def test_a_short_queue_takes_free_room_only_while_it_has_other_work():
+    engine, effects = build_unhurried_engine(D_FIRST, max_overtake_s=100.0)
+    (running,) = of(StartBatch, effects)
+    assert of(StartLoad, effects) == []
+    effects = engine.handle(answer(running.batch), 2.0)  # b runs now, and nothing else could
+    assert [evict.expert for evict in of(Evict, effects)] == ["d"]
+    assert [load.expert for load in of(StartLoad, effects)] == ["c"]
+
+
+def test_a_short_queue_waits_for_what_runs_where_that_would_go_first():
+    engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0)
+    (running,) = of(StartBatch, effects)
+    effects = engine.handle(answer(running.batch), 2.0)
+    (running,) = of(StartBatch, effects)
+    assert running.batch.expert == "b"
+    assert of(StartLoad, effects) == []
+    effects = engine.handle(answer(running.batch), 3.0)
+    assert [evict.expert for evict in of(Evict, effects)] == ["b"]
+    assert [load.expert for load in of(StartLoad, effects)] == ["c"]
+
+
+def test_what_runs_is_not_waited_for_where_it_is_queued_again():
+    engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0)
+    (running,) = of(StartBatch, effects)
+    (running,) = of(StartBatch, engine.handle(answer(running.batch), 2.0))
+    assert running.batch.expert == "b"
+    effects = engine.handle(events.Arrived(20, "B"), 2.5)  # b has work behind c, so that c takes free room only ...
+    assert of(StartLoad, effects) == []
+    effects = engine.handle(answer(running.batch), 3.0)  # ... until b runs again
+    (running,) = of(StartBatch, effects)
+    effects += engine.handle(answer(running.batch), 4.0)
+    assert [load.expert for load in of(StartLoad, effects)] == ["c"]
+
+
+def test_a_short_queue_takes_what_room_is_free_at_once():
+    engine = build_engine(capacity=3, placed=False, max_overtake_s=100.0)
+    for number, component in enumerate("AB"):
+        run_one(engine, number, component)
+    effects = []
+    for number, component in enumerate("ABC", start=10):
+        effects += engine.handle(events.Arrived(number, component), 1.0)
+    assert [load.expert for load in of(StartLoad, effects)] == ["c"]
+
+
+def test_a_queue_longer_than_the_bound_loads_ahead():
+    _, effects = build_unhurried_engine(D_FIRST, max_overtake_s=15.0)
+    assert [evict.expert for evict in of(Evict, effects)] == ["d"]
+    assert [load.expert for load in of(StartLoad, effects)] == ["c"]
+
+
+def test_a_head_that_has_waited_for_half_the_bound_has_no_time_left():
+    for at_s, loaded in ((50.9, []), (51.0, ["c"])):
+        engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0)
+        (running,) = of(StartBatch, effects)
+        effects = engine.handle(answer(running.batch), at_s)
+        assert [load.expert for load in of(StartLoad, effects)] == loaded
+
+
 def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():
     performance = Performance(0.01, 0.02, 4, workspace_bytes=1)
     row = ExpertProfile("a", performance, Footprint(1), {SSD: 0.1})
