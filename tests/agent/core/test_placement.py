@@ -720,7 +720,8 @@ def test_a_busy_ssd_does_not_keep_what_lies_in_the_host_from_the_device():
     line.handle(events.Quarantined("g", "bad"))
     line.ask("x")  # from the SSD
     line.ask("b")
-    assert line.ask("c") == ["load c host>device"]
+    line.ask("d")
+    assert line.ask("c") == ["load c host>device"]  # though b and d, before it, wait for the SSD
 
 
 def test_a_busy_link_to_the_device_does_not_keep_the_next_groups_from_the_host():

@@ -146,7 +146,8 @@ def test_a_lock_is_given_back_once_and_may_be_taken_again(tmp_path: Path) -> Non
     for _ in range(2):
         with lock, pytest.raises(AlreadyRunning), StateLock(tmp_path):
             pass
-    lock.__exit__(None, None, None)  # what is not held is not given back
+    for unheld in (lock, StateLock(tmp_path)):
+        unheld.__exit__(None, None, None)
 
 
 @needs_proc
