@@ -10,6 +10,7 @@ OpenMP's threads wait; usage; and last the split of the memories and the number 
 
 from __future__ import annotations
 
+import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -74,6 +75,7 @@ MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than a
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once, at least, where there are as many cores
 CPU = "cpu"
+SPINNING_LIMIT_S = 60.0  # after which no further round over the settings of OpenMP's waiting begins
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
 KEPT = {SERVED: "learned from {requests} served requests", COUNTED: "counted on {requests} sample requests"}
 
@@ -368,10 +370,24 @@ class _Profiling:
         found = None if self._draft.spinning() else most_used(copies, chosen, usage.probabilities)
         if found is not None:
             self._progress("OpenMP's waiting", 0, 1)
+            cores, started = CoresInUse(), time.monotonic()
+
+            def is_quiet() -> bool:
+                return cores.others_fraction() <= QUIET_FRACTION
+
+            def may_go_on() -> bool:
+                return is_quiet() and time.monotonic() - started < SPINNING_LIMIT_S
+
             try:
-                with self._noticing_others("OpenMP's waiting"):
-                    times = measure_spinning(partial(try_setting, self._config.document.file, *found))
-                self._draft.save_spinning(times)
+                run = partial(try_setting, self._config.document.file, *found)
+                times = measure_spinning(run, may_go_on=may_go_on)
+                if is_quiet():
+                    self._draft.save_spinning(times)
+                else:  # where others have the cores, whoever waits less does better, and only there
+                    self._notes.append(
+                        "how long OpenMP's threads wait stays as the library has it, as other processes had "
+                        f"{cores.others_fraction():.0%} of the cores while that was measured - {AGAIN_IN_QUIET}"
+                    )
             except CoServeError as error:
                 self._notes.append(f"how long OpenMP's threads wait stays as the library has it: {error}")
             self._progress("OpenMP's waiting", 1, 1)

@@ -54,13 +54,21 @@ class SpinTrial:
 
 
 def measure_spinning(
-    run: Callable[[str], SpinTrial], settings: Sequence[str] = tuple(SPINNING), rounds: int = ROUNDS
+    run: Callable[[str], SpinTrial],
+    settings: Sequence[str] = tuple(SPINNING),
+    rounds: int = ROUNDS,
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> tuple[SpinTimes, ...]:
-    """All settings that were tried, one of them chosen. ``run``: one process with a setting."""
+    """All settings that were tried, one of them chosen. ``run``: one process with a setting.
+
+    ``may_go_on`` is asked before every further round; where it may not, DEFAULT is chosen, as too little is known.
+    """
     trials = {setting: [run(setting)] for setting in settings}
     (default,) = trials[DEFAULT]
     promising = [each for each in settings if each != DEFAULT and trials[each][0].against(default) <= 1 - LEAST_GAIN]
     for number in range(1, rounds if promising else 1):
+        if not may_go_on():
+            break
         again = [DEFAULT, *promising]
         for setting in reversed(again) if number % 2 else again:
             trials[setting].append(run(setting))

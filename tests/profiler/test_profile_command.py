@@ -416,6 +416,17 @@ class TestWaitingBetweenOperators:
             "how long OpenMP's threads wait stays as the library has it: a trial of cls/f0 failed: killed" in done.notes
         )
 
+    def test_on_a_busy_box_stays_as_it_is_and_is_compared_the_next_time(self, line, monkeypatch):
+        """Spinning takes cores from whoever else wants them: a busy box would choose for its neighbours."""
+        line.classify(0)
+        trials = ScriptedTrials(monkeypatch, default=1.0, short=0.2, none=0.1)
+        with monkeypatch.context() as busy:
+            busy.setattr(profiling, "QUIET_FRACTION", -1.0)
+            done = line.profiled(spinning="default")
+        assert (done.profile.spinning, len(trials.asked)) == ((), 3)
+        assert [note for note in done.notes if note.startswith("how long OpenMP's threads wait stays")]
+        assert line.profiled(spinning="default").profile.spinning_setting == "none"
+
     def test_is_really_tried_in_a_process_of_its_own(self, line, monkeypatch):
         found = []
 

@@ -48,6 +48,13 @@ def test_a_clear_winner_is_tried_in_every_round_in_turn_with_the_default():
     assert box.asked == ["default", "short", "none", *["short", "default", "default", "short"], "short", "default"]
 
 
+def test_where_it_may_not_go_on_the_default_stays_whatever_the_first_round_showed():
+    box = ScriptedBox({"default": (0.010, 0.080), "short": (0.001, 0.008), "none": (0.012, 0.081)})
+    found = measure_spinning(box.run, may_go_on=lambda: False)
+    assert [times.setting for times in found if times.is_chosen] == ["default"]
+    assert box.asked == ["default", "short", "none"]
+
+
 def test_the_faster_of_two_winners_is_chosen():
     assert ScriptedBox({"default": (0.010, 0.080), "short": (0.008, 0.070), "none": (0.007, 0.066)}).chosen == "none"
 
