@@ -332,6 +332,14 @@ def test_a_batch_that_goes_well_releases_its_expert_and_says_so():
     assert finish(engine, started.batch, 1.0) == [released, Complete(1, outcome)]
 
 
+def test_a_load_that_goes_well_releases_its_expert_and_says_so():
+    engine = build(load_attempts=1, load_backoff_s=1.0)
+    engine.handle(events.Arrived(0, "A"), 0.0)
+    engine.handle(events.LoadFailed(1, "I/O error", permanent=False), 0.0)
+    assert engine.handle(events.Tick(), 1.0) == [StartLoad(2, "a", "a@fp32", SSD, "host", 1)]
+    assert engine.handle(events.Loaded(2), 1.0) == [StandingChanged("a", Standing.SERVING, "a load went well")]
+
+
 # -- cancelling, draining, unexpected events --
 
 
