@@ -314,6 +314,32 @@ def test_an_expert_whose_load_fails_so_often_in_a_row_is_put_on_probation():
     assert (engine.statistics().on_probation, engine.statistics().quarantined) == ({"a": reason}, {})
 
 
+def test_bad_weights_let_the_next_one_move():
+    engine = build(policy="paper")
+    engine.handle(events.Arrived(0, "A"), 0.0)
+    engine.handle(events.Arrived(1, "B"), 0.0)
+    effects = engine.handle(events.LoadFailed(1, "wrong sha256", permanent=True), 0.0)
+    assert of(StartLoad, effects) == [StartLoad(2, "b", "b@fp32", SSD, "host", 1)]
+
+
+def test_a_batch_that_goes_well_releases_its_expert_and_says_so():
+    engine = build(expert_failures=1, probation_s=1.0)
+    fail_alone(engine, running(engine, "A"))
+    (load,) = of(StartLoad, engine.handle(events.Arrived(1, "A"), 1.0))  # the trial
+    (started,) = of(StartBatch, engine.handle(events.Loaded(load.load), 1.0))
+    outcome = Outcome(Verdict.OK, "ok", 0.75, (StepResult("a", PASS),))
+    released = StandingChanged("a", Standing.SERVING, "a batch went well")
+    assert finish(engine, started.batch, 1.0) == [released, Complete(1, outcome)]
+
+
+def test_a_load_that_goes_well_releases_its_expert_and_says_so():
+    engine = build(load_attempts=1, load_backoff_s=1.0)
+    engine.handle(events.Arrived(0, "A"), 0.0)
+    engine.handle(events.LoadFailed(1, "I/O error", permanent=False), 0.0)
+    assert engine.handle(events.Tick(), 1.0) == [StartLoad(2, "a", "a@fp32", SSD, "host", 1)]
+    assert engine.handle(events.Loaded(2), 1.0) == [StandingChanged("a", Standing.SERVING, "a load went well")]
+
+
 # -- cancelling, draining, unexpected events --
 
 

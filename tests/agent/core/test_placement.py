@@ -485,6 +485,14 @@ def test_weights_that_fail_on_their_way_to_the_device_leave_the_host_too():
     assert line.handle(broken) == ["evict a host stage 0"]
 
 
+def test_a_quarantined_copy_that_a_failed_load_was_copying_leaves_then():
+    line = split()
+    line.ask("a")
+    line.loaded("a")  # on to the device
+    assert line.handle(events.Quarantined("a", "bad")) == []
+    assert line.load_failed("a") == ["evict a host stage 0"]
+
+
 # -- what is pinned, and what is placed before the first request --
 
 
