@@ -40,6 +40,7 @@ FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 5.0
 READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
 IDLE_CHECKPOINT_S = 5.0
+GIVE_UP_S = 1.5
 LARGEST_SEQ = 2**63 - 1
 
 
@@ -248,7 +249,7 @@ class ResultStore(ResultReader):
     def close(self, timeout_s: float = 10.0) -> bool:
         """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up.
 
-        A commit that is under way then is waited for as long again; on a disk that hangs it is left behind.
+        A commit that is under way then is waited for GIVE_UP_S more; on a disk that hangs it is left behind.
         What callbacks record meanwhile is committed too; from anybody else it is a RuntimeError.
         """
         with self._lock:
@@ -258,7 +259,7 @@ class ResultStore(ResultReader):
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._abandoned.set()
-            self._thread.join(timeout_s)
+            self._thread.join(GIVE_UP_S)
         return self.statistics().pending == 0
 
     def _put(self, pending: _Pending) -> None:
