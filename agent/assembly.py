@@ -125,14 +125,15 @@ def build_agent(
     profile: StoredProfile | Literal["auto"] | None = "auto",
     executors: Sequence[ExecutorSpec] | None = None,
     pools: Sequence[PoolSpec] | None = None,
+    usage: Mapping[str, float] | None = None,
     decider: Callable[[Engine], Decider] = lambda engine: engine,
 ) -> Agent:
     """An agent for a line, over its own packed weights or those in ``packed``.
 
     ``profile``: "auto" takes the line's own, which has to hold for the box and the experts as they are; one that is
-    given is taken as it is; None probes. ``executors`` and ``pools`` stand in the place of what line file and profile
-    say. ``decider`` may put something between the loop and its Engine, such as a clock. Raises ConfigError for what
-    must not start, and MemoryExceeded for ``pools`` that are too small.
+    given is taken as it is; None probes. ``executors``, ``pools`` and ``usage`` (of every expert) stand in the place of
+    what line file and profile say. ``decider`` may put something between the loop and its Engine, such as a clock.
+    Raises ConfigError for what must not start, and MemoryExceeded for ``pools`` that are too small.
     """
     _import_runtimes(config)
     rss_before_bytes = psutil.Process().memory_info().rss
@@ -144,7 +145,7 @@ def build_agent(
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         if ground.stored is not None and profile == "auto":
             refuse_mismatches(config, ground.stored, ground.box, [copy.packed for copy in by_name.values()])
-        probed, specs = _memories(config, ground, copies, segments, progress, pools)
+        probed, specs = _memories(config, ground, copies, segments, progress, pools, usage)
         templates = make_templates(
             copies, segments, threads_per_executor(ground.box, ground.executors),
             lambda done, total: progress("templates", done, total),
@@ -241,9 +242,10 @@ def _memories(
     segments: SegmentStore,
     progress: Progress,
     pools: Sequence[PoolSpec] | None,
+    given_usage: Mapping[str, float] | None,
 ) -> tuple[Probed, tuple[PoolSpec, ...]]:
     """The experts' times, from the profile or a probe, and how the memories are shared out."""
-    box, executors, usage = ground.box, ground.executors, usage_of(config, ground.stored)
+    box, executors, usage = ground.box, ground.executors, given_usage or usage_of(config, ground.stored)
     if ground.stored is not None:
         probed = _profiled(config, ground.stored, box, copies, usage, executors)
         return probed, tuple(pools or pool_specs(config, box, executors, probed.profile, ground.stored.allocation))

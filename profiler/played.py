@@ -221,6 +221,7 @@ class AgentSetup:
     profile: StoredProfile | Literal["auto"] | None = "auto"
     executors: Sequence[ExecutorSpec] | None = None
     pools: Sequence[PoolSpec] | None = None
+    usage: Mapping[str, float] | None = None
     decider: Callable[[Decider], Decider] = lambda engine: engine
     is_strict: bool = True
 
@@ -252,6 +253,7 @@ def player(
         profile=setup.profile,
         executors=setup.executors,
         pools=setup.pools,
+        usage=setup.usage,
         decider=timed,
     )
     agent.loop.when_crashed(ended.put)

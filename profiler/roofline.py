@@ -115,6 +115,7 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
         profile=agent.stored,
         executors=agent.executors,
         pools=[replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.pools],
+        usage={expert: float(expert in held) for expert in agent.config.catalog.experts},  # no other takes their room
     )
     with player(replace(agent.config, policy=POLICY), held, setup, progress) as stage:
         stage.play([arrival for arrival, _ in first_uses.values()], [image for _, image in first_uses.values()])
