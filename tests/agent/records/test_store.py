@@ -168,6 +168,7 @@ def test_the_newest_boards_are_told_the_oldest_of_them_first(store: ResultStore)
 
 def test_who_records_after_the_end_is_told(store: ResultStore) -> None:
     store.record(BARE)
+    settled(store)
     assert store.close()
     assert store.close()
     with pytest.raises(RuntimeError, match=r"^the result store is closed$"):
