@@ -482,7 +482,8 @@ def test_a_share_that_was_gone_for_a_while_brings_back_what_was_passed_over(tmp_
     assert line.intake.statistics().state is SourceState.ONLINE
 
 
-def test_folders_nested_deeper_than_calls_can_be_keep_nothing_from_being_taken(line: Line) -> None:
+def test_folders_nested_deeper_than_calls_can_be_keep_nothing_from_being_taken(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", poll_s=60)
     descriptor = os.open(line.root, os.O_RDONLY)
     for _ in range(1200):
         os.mkdir("d", dir_fd=descriptor)
@@ -491,7 +492,7 @@ def test_folders_nested_deeper_than_calls_can_be_keep_nothing_from_being_taken(l
         descriptor = deeper
     os.close(descriptor)
     (line.root / "b1_r_R7.png").write_bytes(PNG)
-    line.run(20)
+    line.run(3)
     subprocess.run(["rm", "-rf", line.root / "d"], check=True)  # deeper than Python's own removal can go
     assert line.offered == ["b1_r_R7.png"]
 
