@@ -53,7 +53,7 @@ def explained() -> Iterator[None]:
     except (BackendUnavailable, CoServeError) as error:
         sys.stderr.write(f"{error}\n")
         if isinstance(error, AgentCrashed) and error.leaves_threads:
-            _leave_at_once()
+            _leave_at_once(FAILED)
         raise typer.Exit(FAILED) from error
 
 
@@ -78,6 +78,8 @@ def serve(
             closing = serve_line(config, progress)
     if as_json:
         print(json.dumps(closing))
+    if closing["threads_left_behind"]:
+        _leave_at_once(0)
 
 
 @app.command()
@@ -237,12 +239,13 @@ def demo(
             show_report(report)
 
 
-def _leave_at_once() -> None:
-    """End the process as it is: its runtimes would wait, while they take themselves down, for a driver that hangs."""
+def _leave_at_once(code: int) -> None:
+    """End the process as it is: its runtimes, while they take themselves down, would wait for a driver that hangs, or
+    abort under a thread that is still at work."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(FAILED)
+    os._exit(code)
 
 
 def _problem(error: ConfigError) -> dict[str, Any]:

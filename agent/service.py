@@ -226,6 +226,7 @@ class LineService:
             "loads": engine.loads,
             "evictions": engine.evictions,
             "bytes_read": engine.bytes_read,
+            "threads_left_behind": self._agent.loop.leaves_threads,
         }
 
     def _forgive(self) -> None:

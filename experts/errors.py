@@ -239,15 +239,14 @@ class WorkOverdue(CoServeError):
 
 
 class AgentCrashed(CoServeError):
-    """The thread that decides has ended by ``error``; what it had taken has no outcome."""
+    """The thread that decides has ended by ``error``; what it had taken has no outcome.
+
+    ``leaves_threads``: a thread of the agent is still at work, or hangs, so that this process may not end by itself.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(
             f"the agent crashed: {type(error).__name__}: {error} - start it again: what was not judged waits in .work"
         )
         self.error = error
-
-    @property
-    def leaves_threads(self) -> bool:
-        """Does a thread of the agent hang, so that this process may not end by itself?"""
-        return isinstance(self.error, WorkOverdue)
+        self.leaves_threads = isinstance(error, WorkOverdue)

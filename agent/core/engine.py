@@ -298,6 +298,7 @@ class Engine:
         self._give_back(batch, retried, effects)
         if probation is not None:
             self._put_on_probation(batch.expert, probation, effects)
+        if self._standings.fails_in_batches(batch.expert):
             self._placement.discard(batch.expert, effects)  # a trial reads its bytes anew
         self._discard_if_quarantined(batch.expert, effects)
         return True
@@ -532,6 +533,8 @@ class Engine:
                 passed.add(wish.spec.pool)
 
     def _claim_overdue(self, wish: Wish, full: set[str], effects: list[Effect]) -> None:
+        if self._placement.is_under_way(wish):
+            return
         is_first = wish.spec.pool not in full
         answer = self._claim(wish, Claim.OVERDUE, full, effects)
         if answer in (Answer.NO_ROOM, Answer.BUSY):
@@ -545,7 +548,7 @@ class Engine:
             stages = claim in (Claim.PREFETCH, Claim.BYPASS)
             return self._placement.stage(wish, self._now, effects) if stages else Answer.NO_ROOM
         answer = self._placement.bring(wish, claim, self._now, effects)
-        if answer is Answer.NO_ROOM and claim is not Claim.EARLY:
+        if answer is Answer.NO_ROOM and claim not in (Claim.EARLY, Claim.PATIENT):
             full.add(wish.spec.pool)
         return answer
 

@@ -110,7 +110,8 @@ class Placement:
         self._usage = profile.usage
         self._policy = policy
         self._limits = limits
-        self._homes = homes
+        copies = {name: profile.experts[spec.processor][name].copy for name, spec in homes.items()}
+        self._pinned = frozenset((spec.pool, copies[name]) for name, spec in homes.items())
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()
         self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
@@ -163,11 +164,15 @@ class Placement:
             for pool in self.pools.values()
         )
 
+    def is_under_way(self, wish: Wish) -> bool:
+        """Is its copy in the wish's pool, or on its way there?"""
+        return self.pools[wish.spec.pool].entry(wish.profile.copy) is not None
+
     def hold(self, wish: Wish) -> None:
         """Nobody begins to use what this overdue wish takes as soon as it is free, until ``release``."""
         pool = self.pools[wish.spec.pool]
         heads = self._spared_heads(pool, wish, Claim.OVERDUE)
-        copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.expert not in heads)
+        copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.copy not in heads)
         self._held[pool.name] = frozenset(copies)
 
     def may_use(self, pool: ModelPool, copy: str) -> bool:
@@ -240,8 +245,7 @@ class Placement:
             return Answer.NO_ROOM
         if source != SSD:
             self.pools[source].start_use(copy)
-        home = self._homes.get(wish.expert)
-        pinned = home is not None and home.pool == pool.name
+        pinned = (pool.name, copy) in self._pinned
         size_bytes = pool.start_load(copy, wish.expert, wish.profile.footprint, pinned=pinned)
         self._presence[wish.expert] += 1
         self._in_flight[source] += 1
@@ -286,7 +290,7 @@ class Placement:
         for entry in pool.entries():
             if (
                 (entry.is_evictable or entry.copy in soon_free)
-                and entry.expert not in heads
+                and entry.copy not in heads
                 and self._usage.get(entry.expert, 0.0) < usage_below
                 and entry.expert not in spared
             ):
@@ -295,8 +299,14 @@ class Placement:
                     yield self._candidate(entry, next_use_s)
 
     def _not_awaited_in_use(self, pool: ModelPool) -> frozenset[str]:
-        """Copies that will be evictable once what uses them now is over, if nobody comes for them."""
+        """Copies that will be evictable once what uses them now is over, if nobody comes for them.
+
+        None while something lies there that nobody has asked for since it came: usage was wrong about that one, so
+        what has just been used is no worse.
+        """
         awaited = self._awaited(pool)
+        if any(entry.is_untouched and entry.expert not in awaited for entry in pool.entries()):
+            return frozenset()
         in_use = (entry for entry in pool.entries() if entry.uses and not entry.pinned)
         return frozenset(entry.copy for entry in in_use if entry.expert not in awaited)
 
@@ -306,12 +316,12 @@ class Placement:
         return awaited[0] if len(awaited) == 1 else frozenset().union(*awaited)
 
     def _spared_heads(self, pool: ModelPool, wish: Wish, claim: Claim) -> frozenset[str]:
-        """Experts at the head of another queue of this memory that the claim must leave there."""
+        """Copies that the heads of this memory's other queues run on, and that the claim must leave there."""
         if claim in (Claim.CACHE, Claim.STAGE):
             return frozenset()
         heads = [(queue.spec.id, queue.head) for queue in self._users[pool.name] if queue.head is not None]
         return frozenset(
-            head.expert
+            head.profile.copy
             for executor, head in heads
             if executor != wish.spec.id and (claim is not Claim.OVERDUE or head.oldest_s <= wish.since_s)
         )

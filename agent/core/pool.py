@@ -38,6 +38,11 @@ class Entry:
         return self.state is Residency.RESIDENT and not self.pinned
 
     @property
+    def is_untouched(self) -> bool:
+        """Evictable, and not used since it came."""
+        return self.is_evictable and self.used_order == self.loaded_order
+
+    @property
     def is_resident(self) -> bool:
         return self.state in (Residency.RESIDENT, Residency.IN_USE)
 

@@ -109,9 +109,10 @@ class Standings:
         """A load came to nothing, ``attempts`` in a row now; the probation that this means, if any."""
         if expert in self.quarantined or attempts < self._limits.load_attempts:
             return None
-        return self._put_on_probation(
-            expert, Probation(f"{_in_a_row(attempts, 'load')}, last: {reason}", retry_s, copy=copy)
-        )
+        told = f"{_in_a_row(attempts, 'load')}, last: {reason}"
+        if self.fails_in_batches(expert):  # a load that goes well would say nothing of that
+            return self._put_on_probation(expert, Probation(told, max(self._probations[expert].retry_s, retry_s)))
+        return self._put_on_probation(expert, Probation(told, retry_s, copy=copy))
 
     def loaded(self, expert: str, copy: str) -> bool:
         """A load went well; True if that releases the expert: of one whose batches failed it says nothing."""
@@ -125,6 +126,11 @@ class Standings:
         self._release(expert)
         self.quarantined[expert] = reason
         return True
+
+    def fails_in_batches(self, expert: str) -> bool:
+        """Is it on probation for its batches, so that only a batch can release it?"""
+        probation = self._probations.get(expert)
+        return probation is not None and probation.copy is None
 
     def due_loads(self, after_s: float, until_s: float) -> Iterator[tuple[str, str]]:
         """(expert, copy) of those whose failed loads may be tried again since this span."""

@@ -180,6 +180,7 @@ class AgentLoop:
         self._open = OpenWork(options.ages, forecast)
         self._has_started = False
         self._is_stopped = False
+        self.leaves_threads = False  # once it was stopped: one is still at work, and must not be taken down under it
         self._ticked_s = float("-inf")
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
@@ -291,7 +292,10 @@ class AgentLoop:
             ending.callback(self._raise_crash)
             ending.callback(self._heap_keeper.stop)
             ending.callback(self._images.clear)
-            if self._end_threads():
+            self.leaves_threads = not self._end_threads()
+            if self._crash is not None:
+                self._crash.leaves_threads |= self.leaves_threads
+            if not self.leaves_threads:
                 for store in self._workshop.stores:
                     ending.callback(store.close)
 

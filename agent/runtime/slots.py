@@ -26,7 +26,7 @@ import torch
 
 from agent.runtime.device import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
-from experts.errors import IllegalMove, LoadFailed, MemoryExceeded
+from experts.errors import IllegalMove, LoadFailed, MemoryExceeded, WorkOverdue
 from experts.expert import Precision
 from experts.weights import tensor_views
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from experts.weights import PackedExpert, Segment, SegmentStore
 
 
+MOVE_S = 60.0  # a copy within one memory takes milliseconds
+MOVE_ADVICE = "look for errors of the device and of its driver in dmesg"
 SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121); to make one anew takes 10 to 80 ms
 
 
@@ -274,9 +276,11 @@ class SlotStore:
             self._calm.notify_all()
 
     def evict(self, copy: str) -> None:
-        """Let go of a copy, at once. Raises IllegalMove for one that is absent, loading or in use."""
+        """Let go of a copy, at once. Raises IllegalMove for one that is absent, loading or in use; WorkOverdue for one
+        that is being moved for longer than any copy within a memory takes."""
         with self._calm:
-            self._calm.wait_for(lambda: not (self._is_moving and self._is_stilled(copy)))
+            if not self._calm.wait_for(lambda: not (self._is_moving and self._is_stilled(copy)), MOVE_S):
+                raise WorkOverdue(f"moving {copy} in {self.pool}", MOVE_S, MOVE_ADVICE, is_batch=False)
             slot = self._slots.get(copy)
             if slot is None or slot.state is not SlotState.READY or slot.uses:
                 state = "absent" if slot is None else "in use" if slot.uses else slot.state
@@ -447,6 +451,7 @@ class SlotStore:
             spare = [housing for housing in self._spares if housing.region is region]
             for housing in [*(each for each in own if each is not None and each.region is region), *spare]:
                 housing.region = moved
+            self._stilled = moved  # until its skeletons show it, too
             standing = [slot for slot in self._slots.values() if slot is not loading and slot.stands_on(moved)]
             self._regions_moved += 1
         for housing in spare:

@@ -7,6 +7,7 @@ whole process meanwhile: beside running batches nothing is to be constructed. Wh
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from experts.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
+
+OWN_PROGRAM_BYTES = 1024 * 1024  # of a program that one copy alone runs; graphs without weights are a tenth of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,17 @@ def make_templates(
 
     ``progress`` is told how many are done of how many. What is wrong with one expert is told, and stops no other. A
     packed file that cannot be read is left to the load, which knows whether to try again, to drop it or to give up.
+    So is what no other copy would share, as of a quantised graph, whose weights are a part of its program: hundreds of
+    these would be held beside all budgets.
     """
-    wanted = {_Form.of(copy, processor): copy for processor, listed in copies.items() for copy in listed}
+    forms = [_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed]
+    shared = {form for form, count in Counter(forms).items() if count > 1}
+    wanted = {
+        form: copy
+        for processor, listed in copies.items()
+        for copy in listed
+        if (form := _Form.of(copy, processor)) in shared or not _is_large(copy, segments)
+    }
     held: list[object] = []
     reasons: dict[_Form, str] = {}
     with ThreadPoolExecutor(1, "templates", use_threads, (threads,)) as thread:
@@ -56,7 +68,7 @@ def make_templates(
             except (WeightsMismatch, BackendUnavailable) as error:
                 reasons[form] = error.message if isinstance(error, ExpertError) else str(error)
                 logger.warning("template_failed copy=%s device=%s reason=%s", copy.name, form.device, reasons[form])
-            except ExpertError as error:
+            except (ExpertError, OSError) as error:
                 logger.warning("template_left_to_load copy=%s device=%s reason=%s", copy.name, form.device, error)
             progress(number, len(wanted))
     return Templates(tuple(held), _failed(copies, reasons))
@@ -73,6 +85,14 @@ class _Form:
     @classmethod
     def of(cls, copy: ExpertCopy, processor: str) -> _Form:
         return cls(copy.packed.layout, copy.expert.input, torch_device(processor))
+
+
+def _is_large(copy: ExpertCopy, segments: SegmentStore) -> bool:
+    sha256 = copy.packed.program_sha256
+    try:
+        return sha256 is not None and segments.program_path(sha256).stat().st_size > OWN_PROGRAM_BYTES
+    except OSError:  # whatever it is, the load will say
+        return False
 
 
 def _template(copy: ExpertCopy, segments: SegmentStore, device: str) -> object:

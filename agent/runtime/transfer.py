@@ -233,9 +233,9 @@ class Transfers:
             return error
         if gone is None:
             logger.warning(
-                "corrupt_file_kept expert=%s reason=the line is being packed: %s", error.expert, error.message
+                "corrupt_file_kept expert=%s reason=it is being packed or looked at: %s", error.expert, error.message
             )
-            return error
+            return errors.LoadFailed(error.expert, f"{error.message}; somebody works on its files: trying again")
         if not gone:
             return errors.LoadFailed(error.expert, f"{error.message}; looked at again it is sound: trying again")
         for file in gone:

@@ -27,7 +27,10 @@ RECIPE = "what its answers mean is noted"  # in manifests: what was packed befor
 PROBES = 6  # made-up images
 ROW_SUM_TOLERANCE = 1e-3  # rows of probabilities add up to 1 within float32
 _NOTE = "coserve.answers"
-_KEEPING_VALUES = frozenset({"Cast", "Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+ROUNDED_SUM_TOLERANCE = 0.05  # once they are known to be probabilities: quantised graphs round each of them
+_KEEPING_VALUES = frozenset(
+    {"Cast", "DequantizeLinear", "Dropout", "Flatten", "Identity", "QuantizeLinear", "Reshape", "Squeeze", "Unsqueeze"}
+)
 _INDEPENDENT = frozenset({"HardSigmoid", "Sigmoid"})
 
 
@@ -59,7 +62,7 @@ def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answ
             f"{expert.weights} ends in {operator}: its labels do not exclude one another, so none of them is the "
             f"answer; if only one can hold, export it without that {operator}",
         )
-    if operator == "Softmax" and not _are_probabilities(known).all():
+    if operator == "Softmax" and not _are_probabilities(known, ROUNDED_SUM_TOLERANCE).all():
         raise WeightsMismatch(
             expert.id, f"{expert.weights} ends in a Softmax that is not over the labels: export it with axis=1"
         )
@@ -88,16 +91,17 @@ def probabilities(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndar
         powers = np.exp(rows - rows.max(axis=1, keepdims=True))
         softmax: np.ndarray = powers / powers.sum(axis=1, keepdims=True)
         return softmax
-    if not _are_probabilities(rows).all():
+    rows = np.where(np.abs(rows) <= ROW_SUM_TOLERANCE, np.abs(rows), rows)  # -1e-8 is a rounded 0
+    if not _are_probabilities(rows, ROUNDED_SUM_TOLERANCE).all():
         raise OutputInvalid(
             expert.id, "its output does not add up to 1, as it did for all images when it was packed: check its weights"
         )
     return rows
 
 
-def _are_probabilities(rows: np.ndarray) -> np.ndarray:
+def _are_probabilities(rows: np.ndarray, tolerance: float = ROW_SUM_TOLERANCE) -> np.ndarray:
     """Whether each row is not negative and adds up to 1."""
-    found: np.ndarray = (rows >= 0).all(axis=1) & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= ROW_SUM_TOLERANCE)
+    found: np.ndarray = (rows >= 0).all(axis=1) & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= tolerance)
     return found
 
 

@@ -48,7 +48,8 @@ def shared_session(
 ) -> onnxruntime.InferenceSession:
     """The session of a program. ``is_final``: the graph is run as it is, because it was optimised when it was packed.
 
-    Raises BackendUnavailable rather than run on another processor than was asked for.
+    Raises BackendUnavailable rather than run on another processor than was asked for, and for a program that this ONNX
+    Runtime does not take.
     """
     return _sessions(program, threads, device, is_final)
 
@@ -58,7 +59,10 @@ def _make_session(program: bytes, threads: int, device: str, is_final: bool) -> 
     if provider not in onnxruntime.get_available_providers():
         raise BackendUnavailable(f"onnxruntime on {device}", "this ONNX Runtime has no provider for it; run it on cpu")
     options = _options(threads, is_final=is_final)
-    session = onnxruntime.InferenceSession(program, options, providers=_providers(provider, device))
+    try:
+        session = onnxruntime.InferenceSession(program, options, providers=_providers(provider, device))
+    except REFUSALS as error:
+        raise BackendUnavailable(f"onnxruntime on {device}", f"it refuses a packed program: {error}") from error
     if session.get_providers()[0] != provider:
         raise BackendUnavailable(f"onnxruntime on {device}", f"it fell back to {session.get_providers()[0]}")
     return session

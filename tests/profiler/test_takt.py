@@ -99,7 +99,9 @@ def test_boards_at_takt_pace_take_no_more_loads_than_the_papers_policy_and_wait_
 def test_an_image_a_second_takes_no_more_loads_than_the_papers_policy(seed, k_s):
     line = Line(seed, 1, k_s)
     ours, paper = (line.run(policy, boards=4, image_interval_s=1.0) for policy in ("coserve", "paper"))
-    assert ours.loads <= paper.loads + 1  # a detector that was guessed, into free room, before an image was NG
+    # a detector that was guessed, into free room, before an image was NG; and room that was taken, once in 120 loads,
+    # from what usage is wrong about so far, rather than waited for
+    assert ours.loads <= paper.loads + 2
     assert ours.mean_wait_s <= paper.mean_wait_s
 
 
@@ -111,3 +113,16 @@ def test_a_full_queue_is_run_in_order_with_its_loads_hidden(seed, image_interval
     ours, paper = (line.run(policy, 8, image_interval_s, takt_s) for policy in ("coserve", "paper"))
     assert ours.seconds < paper.seconds
     assert ours.switches <= 6 < paper.switches
+
+
+def test_usage_that_is_wrong_costs_no_load_an_image():
+    """Two experts alternate that hardly anybody was expected to ask for; the expected one lies there, never asked."""
+    usage = {"expected": 0.8, "one": 0.1, "other": 0.1}
+    column = {name: ExpertProfile(name, Performance(0.1, 0.0, 8, 0), Footprint(10), {SSD: 0.3}) for name in usage}
+    graph = ExpertGraph(list(usage), {name: (RouteStep(name, frozenset({"ok"})),) for name in usage})
+    profile, specs = DeviceProfile({"cpu": column}, usage), [ExecutorSpec(0, "cpu", "host")]
+    engine = Engine(graph, profile, specs, PRESETS["coserve"], Limits((PoolSpec("host", 20, 0),)))
+    Simulator(engine, profile, specs).run(
+        [Arrival(0.2 * number, ("one", "other")[number % 2]) for number in range(200)]
+    )
+    assert sum(engine.statistics().loads.values()) <= 6

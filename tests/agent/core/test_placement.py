@@ -750,3 +750,71 @@ def test_an_overdue_head_that_waits_for_the_link_keeps_the_room_that_is_free():
     line.ask("x", at=0.0)  # from the SSD
     line.ask("b", at=0.0)
     assert line.ask("c", at=6.0) == []
+
+
+def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head_of_a_queue():
+    """Two processors of different precisions in one memory: a head spares its copy, not its expert's other one."""
+    sizes = {"@fp32": 8, "@fp16": 4}
+    columns = {
+        processor: {
+            name: ExpertProfile(name + form, Performance(1.0, 2.0, 4, 0), Footprint(size), {SSD: 10.0})
+            for name in names
+        }
+        for processor, names, (form, size) in zip(("cpu", "gpu"), ("ab", "a"), sizes.items(), strict=True)
+    }
+    specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "host")]
+    graph = ExpertGraph("ab", {})
+    limits = Limits((PoolSpec("host", 9, 0),))
+    engine = Engine(graph, DeviceProfile(columns, {"a": 1.0}), specs, PRESETS["coserve"], limits)
+    placed = [each for each in engine.handle(events.Started(), 0.0) if isinstance(each, StartLoad)]
+    assert [load.copy for load in placed] == ["a@fp32"]
+    engine.handle(events.Arrived(1, expert="b"), 0.0)  # only the cpu runs it
+    engine.handle(events.Arrived(2, expert="a"), 0.0)  # shorter on the gpu
+    moved = engine.handle(events.Loaded(placed[0].load), 1.0)
+    assert [type(each) for each in moved] == [Evict, StartLoad]
+
+
+def test_a_head_that_waits_on_purpose_keeps_no_other_executor_from_loading():
+    line = unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0)
+    line.bring("u", "v")
+    line.run("a")  # executor 0 works; u and v lie there, used, and nobody asks for them
+    assert line.ask("b") == []  # waits for a, which would go first
+    assert line.ask("w") == ["evict u host stage 2", "load w ssd>host"]
+
+
+def test_an_overdue_head_whose_copy_is_there_keeps_no_place_on_the_link():
+    pools = (PoolSpec("host", 2, 16), PoolSpec("other", 2, 16))
+    processors = {"left": ("abc", "host"), "middle": ("uv", "host"), "right": ("z", "other")}
+    line = Line(pools, processors, "coserve", {}, "", {}, {}, {"loads_in_flight": 2, "max_overtake_s": 5.0})
+    line.run("a")
+    line.run("u")
+    line.ask("b", at=1.0)
+    line.ask("u", at=1.0)
+    assert "load z ssd>other" in line.ask("z", at=9.0)
+
+
+def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
+    columns = {
+        "gpu": {
+            name: ExpertProfile(f"{name}@fp16", Performance(1, 2, 4, 0), Footprint(2), {SSD: 9, "host": 1})
+            for name in "ab"
+        },
+        "cpu": {"a": ExpertProfile("a@fp32", Performance(1, 2, 4, 0), Footprint(2), {SSD: 9})},
+    }
+    specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "device")]
+    pools = (PoolSpec("host", 5, 0), PoolSpec("device", 2, 0, cache="host"))
+    graph, limits = ExpertGraph("ab", {}), Limits(pools, pinned=frozenset("a"))
+    engine = Engine(graph, DeviceProfile(columns, {}), specs, PRESETS["coserve"], limits)
+    pinned = {"a@fp32"}
+    for number, expert in enumerate("abab" * 3):
+        waiting = engine.handle(events.Arrived(number, expert=expert), float(number))
+        while waiting:
+            effect = waiting.pop(0)
+            if isinstance(effect, StartLoad):
+                waiting += engine.handle(events.Loaded(effect.load), number + 0.5)
+            elif isinstance(effect, StartBatch):
+                results = (Prediction("ok", 1.0),) * len(effect.batch.requests)
+                waiting += engine.handle(events.Finished(effect.batch.id, results), number + 0.6)
+    held = {entry.copy for pool in engine._pools.values() for entry in pool.entries() if entry.pinned}
+    assert held <= pinned
+    assert engine.statistics().in_flight == 0

@@ -459,3 +459,34 @@ def test_an_expert_that_flaps_never_loops_hot(kind, most):
     line.load_faults, line.batch_faults = {}, {}
     line.pass_time(LONGEST_S)
     assert line.judge("A") == (Verdict.OK, None)
+
+
+def test_a_trial_reads_its_bytes_anew_also_where_another_executor_still_ran_on_them():
+    line = Line(executors=2)
+    line.batch_faults["a"] = batches_fail()
+    line.held = []
+    for _ in range(4):
+        line.ask("A")
+    while line.held and "a" not in line.on_probation:
+        line.answer(line.held.pop(0))
+    assert "a" in line.on_probation
+    while line.held:  # the other executor's batch ends after the probation began
+        line.answer(line.held.pop(0))
+    assert "a" not in line.engine.statistics().pools[0].resident
+
+
+def test_loads_that_fail_leave_a_probation_for_batches_to_batches():
+    line = line_on_probation_by_batches()
+    line.load_faults["a"] = loads_fail()
+    line.pass_time(PROBATION_S)
+    line.ask("A")  # the trial; its loads fail
+    line.pass_time(LOAD_BACKOFF_S * 3)
+    assert line.on_probation == {"a": "3 loads in a row failed, last: I/O error"}
+    line.load_faults.clear()
+    line.pass_time(LONGEST_S)
+    assert "a" in line.on_probation  # a good load says nothing of the batches
+    assert line.judge("A")[0] is Verdict.UNKNOWN
+    line.batch_faults.clear()
+    line.pass_time(2 * LONGEST_S)
+    assert line.judge("A") == (Verdict.OK, None)
+    assert line.on_probation == {}

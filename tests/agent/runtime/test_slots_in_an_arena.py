@@ -218,3 +218,31 @@ def test_what_is_evicted_meanwhile_is_moved_as_a_spare_and_taken_up_again(crowde
     crowded.load("c")
     crowded.check()
     assert sorted(crowded.store.ready()) == ["a", "b", "c", "f"]
+
+
+def test_no_batch_runs_on_a_copy_whose_bytes_were_moved_before_its_skeleton_shows_them(fakes, monkeypatch):
+    bench = Bench(fakes)
+    for name in ("b", "d"):
+        bench.load(name)
+    bench.store.evict("b")  # a gap below d: f's room is there, but in two pieces
+    expert = fakes.copies["d"].expert
+    image = backend_for("fake").prepare(expert, np.zeros((8, 8, 3), np.uint8))
+    began, ended, fit, answers = threading.Event(), threading.Event(), SlotStore._fit, []
+
+    def judge():
+        began.set()
+        with bench.store.using("d") as slot:
+            answers.append(slot.skeleton("cpu").infer(expert, [image])[0].label)
+        ended.set()
+
+    def fit_while_a_batch_wants_it(store, slot, *rest):
+        if slot.copy.name == "d" and not began.is_set():
+            threading.Thread(target=judge).start()
+            assert began.wait(PATIENCE_S)
+            assert not ended.wait(0.2)  # it waits; were it let in, it would find another copy's bytes
+        return fit(store, slot, *rest)
+
+    monkeypatch.setattr(SlotStore, "_fit", fit_while_a_batch_wants_it)
+    bench.load("f")
+    assert ended.wait(PATIENCE_S)
+    assert answers == ["ok"]

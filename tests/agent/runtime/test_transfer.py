@@ -274,13 +274,13 @@ def test_a_file_that_is_sound_when_it_is_looked_at_again_stays_and_its_load_is_t
     segments.close()
 
 
-def test_while_somebody_packs_a_corrupt_file_stays_and_its_owner_is_told_to_delete_it(breakable_line):
+def test_while_somebody_packs_a_corrupt_file_stays_and_is_tried_again(breakable_line):
     yard = Yard(breakable_line)
     damage_by_flipping(breakable_line.file_of("own-1"))
     with SegmentStore(breakable_line.segments.directory).locked():
         yard.start("own-1")
         answer = yard.answer()
-    assert answer.permanent
+    assert not answer.permanent
     assert "delete it and start again" in answer.reason
     assert breakable_line.file_of("own-1").exists()
     yard.close()
