@@ -510,15 +510,15 @@ class Engine:
         return Claim.PATIENT if self._next_runnable(self._queues[wish.spec.id]) is None else Claim.EARLY
 
     def _has_time(self, wish: Wish) -> bool:
-        """Has it not waited for long, and would its queue be done within the bound? A longer one is run in order.
+        """Has it not waited for long, and would its queue be done soon, within the bound? A longer one is run in order.
 
         Not on a device with a memory in front of it: what it loads ahead of time comes from there, not from the SSD.
         """
         if self._pools[wish.spec.pool].spec.cache is not None:
             return False
-        bound_s = self._limits.max_overtake_s
-        length_s = self._queues[wish.spec.id].length_s(self._now)
-        return self._now - wish.since_s < PATIENCE * bound_s and length_s <= bound_s
+        bound_s, length_s = self._limits.max_overtake_s, self._queues[wish.spec.id].length_s(self._now)
+        is_long = length_s > min(bound_s, self._limits.long_queue_s)
+        return self._now - wish.since_s < PATIENCE * bound_s and not is_long
 
     def _prefetch(self, full: set[str], effects: list[Effect]) -> None:
         """Load for the groups behind the heads, until no link that could serve one of them is free."""

@@ -100,6 +100,7 @@ class Limits:
 
     pools: tuple[PoolSpec, ...]
     max_overtake_s: float = 5.0
+    long_queue_s: float = 5.0  # a queue that takes longer is run in order, however late its requests may be
     loads_in_flight: int = 2
     prefetch_groups: int = 16
     load_attempts: int = 3  # that fail in a row: probation

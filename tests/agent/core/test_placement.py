@@ -775,7 +775,7 @@ def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head
 
 
 def test_a_head_that_waits_on_purpose_keeps_no_other_executor_from_loading():
-    line = unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0)
+    line = unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0)
     line.bring("u", "v")
     line.run("a")  # executor 0 works; u and v lie there, used, and nobody asks for them
     assert line.ask("b") == []  # waits for a, which would go first

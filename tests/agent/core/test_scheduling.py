@@ -547,7 +547,7 @@ D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
 
 
 def test_a_short_queue_takes_free_room_only_while_it_has_other_work():
-    engine, effects = build_unhurried_engine(D_FIRST, max_overtake_s=100.0)
+    engine, effects = build_unhurried_engine(D_FIRST, max_overtake_s=100.0, long_queue_s=100.0)
     (running,) = of(StartBatch, effects)
     assert of(StartLoad, effects) == []
     effects = engine.handle(answer(running.batch), 2.0)  # b runs now, and nothing else could
@@ -556,7 +556,7 @@ def test_a_short_queue_takes_free_room_only_while_it_has_other_work():
 
 
 def test_a_short_queue_waits_for_what_runs_where_that_would_go_first():
-    engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0)
+    engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0, long_queue_s=100.0)
     (running,) = of(StartBatch, effects)
     effects = engine.handle(answer(running.batch), 2.0)
     (running,) = of(StartBatch, effects)
@@ -568,7 +568,7 @@ def test_a_short_queue_waits_for_what_runs_where_that_would_go_first():
 
 
 def test_what_runs_is_not_waited_for_where_it_is_queued_again():
-    engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0)
+    engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0, long_queue_s=100.0)
     (running,) = of(StartBatch, effects)
     (running,) = of(StartBatch, engine.handle(answer(running.batch), 2.0))
     assert running.batch.expert == "b"
@@ -581,7 +581,7 @@ def test_what_runs_is_not_waited_for_where_it_is_queued_again():
 
 
 def test_a_short_queue_takes_what_room_is_free_at_once():
-    engine = build_engine(capacity=3, placed=False, max_overtake_s=100.0)
+    engine = build_engine(capacity=3, placed=False, max_overtake_s=100.0, long_queue_s=100.0)
     for number, component in enumerate("AB"):
         run_one(engine, number, component)
     effects = []
@@ -591,14 +591,14 @@ def test_a_short_queue_takes_what_room_is_free_at_once():
 
 
 def test_a_queue_longer_than_the_bound_loads_ahead():
-    _, effects = build_unhurried_engine(D_FIRST, max_overtake_s=15.0)
+    _, effects = build_unhurried_engine(D_FIRST, max_overtake_s=15.0, long_queue_s=100.0)
     assert [evict.expert for evict in of(Evict, effects)] == ["d"]
     assert [load.expert for load in of(StartLoad, effects)] == ["c"]
 
 
 def test_a_head_that_has_waited_for_half_the_bound_has_no_time_left():
     for at_s, loaded in ((50.9, []), (51.0, ["c"])):
-        engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0)
+        engine, effects = build_unhurried_engine(B_FIRST, max_overtake_s=100.0, long_queue_s=100.0)
         (running,) = of(StartBatch, effects)
         effects = engine.handle(answer(running.batch), at_s)
         assert [load.expert for load in of(StartLoad, effects)] == loaded
