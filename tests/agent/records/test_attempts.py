@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -13,6 +15,8 @@ from agent.records.attempts import AttemptLog
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+NOT_WRITTEN = "until the next start no image is found out that ends the agent"
 
 
 @pytest.fixture
@@ -63,12 +67,42 @@ def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path
     assert [again.attempts(key) for key in "abc"] == [1, 0, 1]
 
 
+def test_only_what_is_begun_still_is_forgiven(path: Path) -> None:
+    log = AttemptLog(path)
+    log.begun(["a", "b", "b"])
+    log.ended(["a", "b"])
+    log.forgive()
+    log.forgive()
+    log.begun(["c"])
+    assert entries_in(path)[-3:] == [{"ended": ["b"]}, {"ended": []}, {"begun": ["c"]}]
+
+
+def entries_in(path: Path) -> list[object]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_key_that_counts_nothing_is_settled_without_a_line(path: Path) -> None:
+    log = AttemptLog(path)
+    log.settled("a")
+    log.begun(["b"])
+    assert entries_in(path) == [{"counts": {}}, {"begun": []}, {"begun": ["b"]}]
+
+
+def test_its_writer_is_a_thread_of_its_own_that_keeps_no_process_alive(path: Path) -> None:
+    before = set(threading.enumerate())
+    log = AttemptLog(path)
+    (writer,) = set(threading.enumerate()) - before
+    assert (writer.name, writer.daemon) == ("attempts", True)
+    log.close()
+    writer.join()
+
+
 def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path) -> None:
     log = AttemptLog(path)
     log.begun(["a\n~é"])
     log.close()
     with path.open("ab") as file:
-        file.write(b'[]\n{"begun": 5}\n{"counts": {"x": "y"}}\n\xff\n{"begun": ["b"')
+        file.write(b'[]\n{"begun": 5}\n{"counts": {"x": "y"}}\n{"settled": "z"}\n\xff\n{"begun": ["b"')
     again = AttemptLog(path)
     assert (again.attempts("a\n~é"), again.attempts("b"), again.attempts("x")) == (1, 0, 0)
 
@@ -94,7 +128,27 @@ def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path: Path, caplog: 
     for number in range(3):
         log.begun([str(number)])
         log.ended([str(number)])
-    assert caplog.text.count("attempts_not_written") == 1
+    assert told(caplog) == [
+        f"attempts_not_read file={path} reason=Not a directory: nothing is counted of the run before",
+        f"attempts_not_written file={path} reason=File exists: {NOT_WRITTEN}",
+    ]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(record.levelno == logging.ERROR for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_line_that_the_disk_refuses_is_told_with_the_reason(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = AttemptLog(path)
+    monkeypatch.setattr(os, "write", refuse)
+    log.begun(["a"])
+    assert told(caplog) == [f"attempts_not_written file={path} reason=No space left on device: {NOT_WRITTEN}"]
 
 
 def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
@@ -111,7 +165,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
     finally:
         answers.set()
     monkeypatch.setattr(os, "write", write)
-    assert caplog.text.count("attempts_not_written") == 1
+    assert told(caplog) == [f"attempts_not_written file={path} reason=the disk does not answer: {NOT_WRITTEN}"]
     assert AttemptLog(path).attempts("a") == 1
 
 
@@ -126,6 +180,8 @@ def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
     monkeypatch.undo()
     log.ended(["a"])
     log.close()
-    assert caplog.text.count("attempts_not_written") == 1
+    assert told(caplog) == [
+        f"attempts_not_written file={path} reason=the disk took a part of a line only: {NOT_WRITTEN}"
+    ]
     again = AttemptLog(path)
     assert (again.attempts("a"), again.attempts("b")) == (1, 0)
