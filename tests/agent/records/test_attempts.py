@@ -33,6 +33,12 @@ def test_what_was_begun_and_not_ended_counts_at_the_next_opening(path: Path) -> 
     assert [second.attempts(key) for key in "abc"] == [0, 0, 1]
 
 
+def test_its_folders_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "attempts.log"
+    AttemptLog(path).begun(["a"])
+    assert AttemptLog(path).attempts("a") == 1
+
+
 def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: Path) -> None:
     for run in range(1, 4):
         log = AttemptLog(path)
@@ -102,9 +108,11 @@ def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path)
     log.begun(["a\n~é"])
     log.close()
     with path.open("ab") as file:
-        file.write(b'[]\n{"begun": 5}\n{"counts": {"x": "y"}}\n{"settled": "z"}\n\xff\n{"begun": ["b"')
+        file.write(
+            b'[]\n{"begun": 5}\n{"counts": {"x": "y"}}\n{"settled": "z"}\n\xff\n{"begun": ["c"]}\n{"begun": ["b"'
+        )
     again = AttemptLog(path)
-    assert (again.attempts("a\n~é"), again.attempts("b"), again.attempts("x")) == (1, 0, 0)
+    assert [again.attempts(key) for key in ("a\n~é", "b", "x", "c")] == [1, 0, 0, 1]
 
 
 def test_it_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,19 +162,45 @@ def test_a_line_that_the_disk_refuses_is_told_with_the_reason(
 def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, write, answers = AttemptLog(path, wait_s=0.01), os.write, threading.Event()
+    log, answers, waited_for_ever = AttemptLog(path, wait_s=0.01), threading.Event(), threading.Event()
     log.begun(["a"])
-    monkeypatch.setattr(os, "write", lambda *_: answers.wait(30.0) and 0)
+
+    def hang(*_: object) -> int:
+        if not answers.wait(10.0):
+            waited_for_ever.set()
+        return 0
+
+    monkeypatch.setattr(os, "write", hang)
     try:
-        for _ in range(1000):  # of which one waits
+        for _ in range(100):  # of which one waits
             log.begun(["b"])
             log.ended(["b"])
         log.close()
     finally:
         answers.set()
-    monkeypatch.setattr(os, "write", write)
+    monkeypatch.undo()
+    assert not waited_for_ever.is_set()
     assert told(caplog) == [f"attempts_not_written file={path} reason=the disk does not answer: {NOT_WRITTEN}"]
     assert AttemptLog(path).attempts("a") == 1
+
+
+def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 100)
+    log = AttemptLog(path)
+    draft = path.with_name("attempts.log.new")
+    draft.mkdir()
+    log.begun(["long" * 25])
+    log.begun(["b"])
+    log.close()
+    assert told(caplog) == [f"attempts_not_written file={path} reason=Is a directory: {NOT_WRITTEN}"]
+    assert raised == []
+    draft.rmdir()
+    again = AttemptLog(path)
+    assert (again.attempts("long" * 25), again.attempts("b")) == (1, 0)
 
 
 def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
