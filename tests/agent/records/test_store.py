@@ -383,7 +383,7 @@ def test_the_writer_is_a_thread_of_its_own_that_keeps_no_process_alive(store: Re
 
 
 def test_a_file_that_was_moved_is_begun_anew_once_waits_as_long_for_a_lock_and_is_told(
-    store: ResultStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened: list[tuple[Path, float]] = []
 
@@ -392,12 +392,13 @@ def test_a_file_that_was_moved_is_begun_anew_once_waits_as_long_for_a_lock_and_i
         return open_for_writing(path, busy_timeout_s)
 
     file = tmp_path / "r.sqlite"
-    file.rename(tmp_path / "moved.sqlite")
     monkeypatch.setattr("agent.records.results.open_for_writing", opening)
-    for count in range(2):
-        store.record(number(count))
-        settled(store)
-    assert opened == [(file, 0.0)]
+    with closing(ResultStore(file, busy_timeout_s=0.5)) as store:
+        file.rename(tmp_path / "moved.sqlite")
+        for count in range(2):
+            store.record(number(count))
+            settled(store)
+    assert opened == [(file, 0.5), (file, 0.5)]
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "ERROR",
