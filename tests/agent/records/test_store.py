@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.boards import BoardVerdict
+from agent.boards import BoardVerdict, Inspection
 from agent.records.database import open_for_writing
 from agent.records.results import READ_ROWS, BoardRow, Recorded, Result, ResultReader, ResultStore, StoreStatistics
 from experts.expert import Verdict
@@ -129,6 +129,16 @@ def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store: ResultS
     assert numbers(since=NOON + timedelta(seconds=rows - 2)) == [rows - 1, rows]
     assert numbers(since=NOON + timedelta(days=1)) == []
     assert numbers(verdict=Verdict.NG, limit=2) == [2, 4]
+
+
+def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_inspects_none(store: ResultStore) -> None:
+    placed = replace(BARE, board="b1", board_type="main", ref="R1")
+    for missing in ("board", "board_type", "ref"):
+        store.record(replace(placed, key=missing, **{missing: None}))
+    store.record(placed)
+    settled(store)
+    inspection = Inspection("b1", "main", "r", "R1", Verdict.UNKNOWN, NOON)
+    assert [stored.inspection for stored in store.newest_first()] == [inspection, None, None, None]
 
 
 def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(store: ResultStore) -> None:
