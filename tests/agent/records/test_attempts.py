@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -13,6 +15,8 @@ from agent.records.attempts import AttemptLog
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+NOT_WRITTEN = "until the next start no image is found out that ends the agent"
 
 
 @pytest.fixture
@@ -27,6 +31,12 @@ def test_what_was_begun_and_not_ended_counts_at_the_next_opening(path: Path) -> 
     first.begun(["c"])
     second = AttemptLog(path)  # nobody closed the first: it was killed
     assert [second.attempts(key) for key in "abc"] == [0, 0, 1]
+
+
+def test_its_folders_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "attempts.log"
+    AttemptLog(path).begun(["a"])
+    assert AttemptLog(path).attempts("a") == 1
 
 
 def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: Path) -> None:
@@ -63,14 +73,46 @@ def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path
     assert [again.attempts(key) for key in "abc"] == [1, 0, 1]
 
 
+def test_only_what_is_begun_still_is_forgiven(path: Path) -> None:
+    log = AttemptLog(path)
+    log.begun(["a", "b", "b"])
+    log.ended(["a", "b"])
+    log.forgive()
+    log.forgive()
+    log.begun(["c"])
+    assert entries_in(path)[-3:] == [{"ended": ["b"]}, {"ended": []}, {"begun": ["c"]}]
+
+
+def entries_in(path: Path) -> list[object]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_key_that_counts_nothing_is_settled_without_a_line(path: Path) -> None:
+    log = AttemptLog(path)
+    log.settled("a")
+    log.begun(["b"])
+    assert entries_in(path) == [{"counts": {}}, {"begun": []}, {"begun": ["b"]}]
+
+
+def test_its_writer_is_a_thread_of_its_own_that_keeps_no_process_alive(path: Path) -> None:
+    before = set(threading.enumerate())
+    log = AttemptLog(path)
+    (writer,) = set(threading.enumerate()) - before
+    assert (writer.name, writer.daemon) == ("attempts", True)
+    log.close()
+    writer.join()
+
+
 def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path) -> None:
     log = AttemptLog(path)
     log.begun(["a\n~é"])
     log.close()
     with path.open("ab") as file:
-        file.write(b'[]\n{"begun": 5}\n{"counts": {"x": "y"}}\n\xff\n{"begun": ["b"')
+        file.write(
+            b'[]\n{"begun": 5}\n{"counts": {"x": "y"}}\n{"settled": "z"}\n\xff\n{"begun": ["c"]}\n{"begun": ["b"'
+        )
     again = AttemptLog(path)
-    assert (again.attempts("a\n~é"), again.attempts("b"), again.attempts("x")) == (1, 0, 0)
+    assert [again.attempts(key) for key in ("a\n~é", "b", "x", "c")] == [1, 0, 0, 1]
 
 
 def test_it_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,25 +136,71 @@ def test_a_disk_that_refuses_is_told_once_and_stops_nothing(path: Path, caplog: 
     for number in range(3):
         log.begun([str(number)])
         log.ended([str(number)])
-    assert caplog.text.count("attempts_not_written") == 1
+    assert told(caplog) == [
+        f"attempts_not_read file={path} reason=Not a directory: nothing is counted of the run before",
+        f"attempts_not_written file={path} reason=File exists: {NOT_WRITTEN}",
+    ]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(record.levelno == logging.ERROR for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_line_that_the_disk_refuses_is_told_with_the_reason(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = AttemptLog(path)
+    monkeypatch.setattr(os, "write", refuse)
+    log.begun(["a"])
+    assert told(caplog) == [f"attempts_not_written file={path} reason=No space left on device: {NOT_WRITTEN}"]
 
 
 def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, write, answers = AttemptLog(path, wait_s=0.01), os.write, threading.Event()
+    log, answers, waited_for_ever = AttemptLog(path, wait_s=0.01), threading.Event(), threading.Event()
     log.begun(["a"])
-    monkeypatch.setattr(os, "write", lambda *_: answers.wait(30.0) and 0)
+
+    def hang(*_: object) -> int:
+        if not answers.wait(10.0):
+            waited_for_ever.set()
+        return 0
+
+    monkeypatch.setattr(os, "write", hang)
     try:
-        for _ in range(1000):  # of which one waits
+        for _ in range(100):  # of which one waits
             log.begun(["b"])
             log.ended(["b"])
         log.close()
     finally:
         answers.set()
-    monkeypatch.setattr(os, "write", write)
-    assert caplog.text.count("attempts_not_written") == 1
+    monkeypatch.undo()
+    assert not waited_for_ever.is_set()
+    assert told(caplog) == [f"attempts_not_written file={path} reason=the disk does not answer: {NOT_WRITTEN}"]
     assert AttemptLog(path).attempts("a") == 1
+
+
+def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 100)
+    log = AttemptLog(path)
+    draft = path.with_name("attempts.log.new")
+    draft.mkdir()
+    log.begun(["long" * 25])
+    log.begun(["b"])
+    log.close()
+    assert told(caplog) == [f"attempts_not_written file={path} reason=Is a directory: {NOT_WRITTEN}"]
+    assert raised == []
+    draft.rmdir()
+    again = AttemptLog(path)
+    assert (again.attempts("long" * 25), again.attempts("b")) == (1, 0)
 
 
 def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
@@ -126,6 +214,8 @@ def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
     monkeypatch.undo()
     log.ended(["a"])
     log.close()
-    assert caplog.text.count("attempts_not_written") == 1
+    assert told(caplog) == [
+        f"attempts_not_written file={path} reason=the disk took a part of a line only: {NOT_WRITTEN}"
+    ]
     again = AttemptLog(path)
     assert (again.attempts("a"), again.attempts("b")) == (1, 0)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.boards import BoardVerdict
+from agent.boards import BoardVerdict, Inspection
+from agent.records.database import open_for_writing
 from agent.records.results import READ_ROWS, BoardRow, Recorded, Result, ResultReader, ResultStore, StoreStatistics
 from experts.expert import Verdict
 
@@ -83,6 +87,16 @@ def test_every_field_of_a_result_comes_back(store: ResultStore) -> None:
     assert store.find("nobody") is None
 
 
+@pytest.fixture
+def tokyo(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "JST-9")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("tokyo")
 def test_times_of_any_zone_are_stored_in_utc_to_the_microsecond(store: ResultStore, tmp_path: Path) -> None:
     early = datetime.fromisoformat("2026-05-01T09:00:00+09:00")
     store.record(replace(BARE, arrived_at=early, finished_at=early + timedelta(microseconds=5)))
@@ -115,6 +129,16 @@ def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store: ResultS
     assert numbers(since=NOON + timedelta(seconds=rows - 2)) == [rows - 1, rows]
     assert numbers(since=NOON + timedelta(days=1)) == []
     assert numbers(verdict=Verdict.NG, limit=2) == [2, 4]
+
+
+def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_inspects_none(store: ResultStore) -> None:
+    placed = replace(BARE, board="b1", board_type="main", ref="R1")
+    for missing in ("board", "board_type", "ref"):
+        store.record(replace(placed, key=missing, **{missing: None}))
+    store.record(placed)
+    settled(store)
+    inspection = Inspection("b1", "main", "r", "R1", Verdict.UNKNOWN, NOON)
+    assert [stored.inspection for stored in store.newest_first()] == [inspection, None, None, None]
 
 
 def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(store: ResultStore) -> None:
@@ -304,3 +328,91 @@ def test_rows_that_wait_are_committed_together(store: ResultStore, tmp_path: Pat
     go_on.set()
     settled(store)
     assert seen == [4, 4, 4]
+
+
+class Arrivals:
+    """Stands in for the writer's queue and its clock: each record arrives so long after the one before, in no time.
+
+    They begin to arrive when the store is closed, which is the last of them.
+    """
+
+    def __init__(self, delays_s: list[float]) -> None:
+        self.events: list[object] = []  # how long the writer would have waited each time, and whatever a test adds
+        self.now_s = 1024.0
+        self._delays_s = iter(delays_s)
+        self._coming: list[list] = []
+        self._all_are_there = threading.Event()
+
+    def put(self, record: object) -> None:
+        self._coming.append([next(self._delays_s), record])
+        if record is None:
+            self._all_are_there.set()
+
+    def empty(self) -> bool:
+        return not self._coming
+
+    def get(self, timeout: float) -> object:
+        self._all_are_there.wait()
+        self.events.append(timeout)
+        delay_s, record = self._coming[0]
+        self.now_s += min(delay_s, timeout)
+        if delay_s > timeout:
+            self._coming[0][0] -= timeout
+            raise queue.Empty
+        del self._coming[0]
+        return record
+
+
+def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_when_none_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = Arrivals([12.0, 0.25, 0.125, 0.0, 1.0, 11.0])
+    monkeypatch.setattr("agent.records.results.GROUP_ROWS", 3)
+    monkeypatch.setattr("agent.records.results.GROUP_WAIT_S", 0.5)
+    monkeypatch.setattr("agent.records.results.IDLE_CHECKPOINT_S", 5.0)
+    monkeypatch.setattr("agent.records.results.time", SimpleNamespace(monotonic=lambda: arrivals.now_s))
+    monkeypatch.setattr("agent.records.results.queue", SimpleNamespace(SimpleQueue=lambda: arrivals, Empty=queue.Empty))
+    store = ResultStore(tmp_path / "r.sqlite")
+    store._database.conn.set_trace_callback(lambda sql: "checkpoint" in sql and arrivals.events.append("folded in"))
+    for count in range(5):
+        store.record(number(count), lambda recorded: arrivals.events.append(f"row {recorded.seq}"))
+    assert store.close()
+    assert arrivals.events == [
+        5.0, 5.0, 5.0, 0.5, 0.25, "row 1", "row 2", "row 3",  # as many as one commit takes
+        5.0, 0.5, "row 4",
+        5.0, 0.5, "row 5",
+        5.0, "folded in", 5.0, 5.0,
+    ]  # fmt: skip
+
+
+def test_the_writer_is_a_thread_of_its_own_that_keeps_no_process_alive(store: ResultStore) -> None:
+    writers: list[threading.Thread] = []
+    store.record(BARE, lambda _: writers.append(threading.current_thread()))
+    settled(store)
+    assert [(writer.name, writer.daemon) for writer in writers] == [("results", True)]
+
+
+def test_a_file_that_was_moved_is_begun_anew_once_waits_as_long_for_a_lock_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened: list[tuple[Path, float]] = []
+
+    def opening(path: Path, busy_timeout_s: float):
+        opened.append((path, busy_timeout_s))
+        return open_for_writing(path, busy_timeout_s)
+
+    file = tmp_path / "r.sqlite"
+    monkeypatch.setattr("agent.records.results.open_for_writing", opening)
+    with closing(ResultStore(file, busy_timeout_s=0.5)) as store:
+        file.rename(tmp_path / "moved.sqlite")
+        for count in range(2):
+            store.record(number(count))
+            settled(store)
+    assert opened == [(file, 0.5), (file, 0.5)]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "ERROR",
+            f"results_file_gone file={file}: it was moved, deleted or replaced while the agent writes it; the agent "
+            "goes on with the file that is there, or a new one; earlier results are where it was moved to",
+        )
+    ]
