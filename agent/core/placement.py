@@ -110,8 +110,14 @@ class Placement:
         self._usage = profile.usage
         self._policy = policy
         self._limits = limits
-        copies = {name: profile.experts[spec.processor][name].copy for name, spec in homes.items()}
-        self._pinned = frozenset((spec.pool, copies[name]) for name, spec in homes.items())
+        at_home = [
+            (q.spec.processor, name, home) for name, home in homes.items() for q in queues if q.spec.pool == home.pool
+        ]
+        self._pinned = frozenset(
+            (home.pool, profile.experts[processor][name].copy)
+            for processor, name, home in at_home
+            if name in profile.experts[processor]
+        )  # not what a memory merely caches for another one
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()
         self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
