@@ -202,7 +202,13 @@ class ArrivalReader:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            delay_s = self.step(self._clock())
+            try:
+                delay_s = self.step(self._clock())
+            except (
+                Exception
+            ):  # the boundary of the reader's thread: who was told broke; the next file is read all the same
+                log.exception("intake_reader_step_failed folder=%s", self._folder)
+                delay_s = FIRST_PAUSE_S
             self._wake.wait(delay_s)
             self._wake.clear()
 

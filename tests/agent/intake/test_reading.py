@@ -281,6 +281,28 @@ def test_what_is_read_and_not_released_stays_within_the_budget_but_for_the_last(
     assert [key for key, _ in desk.read] == ["0.png", "1.png", "2.png", "3.png"]
 
 
+def test_who_is_told_and_breaks_ends_no_reader(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def tell(arrival: Arrival, _: bytes) -> None:
+        told.put(arrival.key)
+        if arrival.key == file.name:
+            raise RuntimeError("the agent has stopped")
+
+    second = file.with_name("second")
+    second.write_bytes(CONTENT)
+    answers = Answers(tell, lambda _: None, lambda *_: None)
+    reader = ArrivalReader("inbox", answers, lambda _: True, budget_bytes=100)
+    reader.start()
+    try:
+        for path in (file, second):
+            reader.take(arrival_of(path))
+            assert told.get(timeout=WAIT_S) == path.name
+    finally:
+        reader.stop(WAIT_S)
+    assert "intake_reader_step_failed folder=inbox" in caplog.text
+
+
 def test_a_folder_that_hangs_is_told_once_and_keeps_nobody_but_itself(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
