@@ -124,20 +124,22 @@ class PrecisionChoice:
 
     def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
         """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form."""
-        key = (kind_of(sampled[0]), bench.processor, str(form))
+        kind = kind_of(sampled[0])
+        key = (kind, bench.processor, str(form))
         earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)
         terms = (self._tolerance, bench.samples.sha256(copy.expert.id for copy in sampled))
         if earlier is not None and earlier.images and (earlier.tolerance, earlier.samples_sha256) == terms:
             return earlier
         wanted = {copy.expert.id: {form} for copy in sampled}
-        packed = self._packing.pack(wanted, f"pack {form} for {bench.processor}")
+        packed = self._packing.pack(wanted, f"pack {form} for {bench.processor}: {kind}")
         others = [copy for copy in packed[form] if copy.expert.id in wanted]
         if not others:
             return None
-        self._progress(f"compare {form} on {bench.processor}", 0, 1)
+        stage = f"compare {form} on {bench.processor}: {kind}"
+        self._progress(stage, 0, 1)
         agreement = compare(bench, sampled, others, self._tolerance)
         self._draft.save_agreement(agreement)
-        self._progress(f"compare {form} on {bench.processor}", 1, 1)
+        self._progress(stage, 1, 1)
         return agreement
 
     def _not_proven(self, profile: KindProfile, reason: str, *, is_fp32_able: bool) -> None:
