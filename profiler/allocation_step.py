@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agent.runtime.device import Box
     from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
     from profiler.samples import LineSamples, Sample
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
 ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
 ON_ENGINE = "search on the engine"  # a stage

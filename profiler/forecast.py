@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agent.planning import Planned
     from agent.profile import StoredProfile
     from experts.graph import ExpertGraph
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
 ROUNDING = 1e-9  # 0.99 * 100 is 99 requests, not a hundredth one
 LEAST_PASSES = 6  # of a trace, to see whether a queue grows

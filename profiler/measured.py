@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from experts.expert import Precision
     from profiler.played import Played, Progress
     from profiler.roofline import Compute, Work
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
 REASONS_SHOWN = 5
 WARMING_UP = "warming up"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from experts.expert import Expert
     from experts.graph import ExpertGraph
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
 NAIVE = "naive"
 FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts have folded in; not held against it

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from profiler.advice import Advice
     from profiler.bounds import Bounds
     from profiler.forecast import Forecast, Scenario
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
 SHIFT_S = 8 * 3600.0
 WORKSPACE = "_workspace"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from agent.runtime.loop import Decider, LoopStatistics
     from experts.catalog import Catalog
     from experts.weights import PackedExpert
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
     Progress = Callable[[str, int, int], None]
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agent.runtime.loop import Decider
     from experts.expert import Prediction
     from profiler.played import Played, Progress
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
 TARGET_GAP = 0.03
 TARGET_MANAGEMENT_SHARE = 0.002

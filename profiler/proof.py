@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from profiler.prescheduled import SchedulingCost
     from profiler.rows import Measurement
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
     Progress = Callable[[str, int, int], None]
 

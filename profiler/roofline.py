@@ -24,7 +24,7 @@ from experts.direct_reads import DirectReader
 from experts.errors import ConfigError
 from experts.weights import ALIGNMENT_BYTES, AlignedBuffer
 from profiler.played import AgentSetup, packed_copies, player
-from profiler.simulator import Arrival
+from profiler.traces import Arrival
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agent.profile import ProfileDraft, StoredProfile
     from agent.runtime.device import Box
     from profiler.allocation import Throughput
-    from profiler.simulator import Arrival
+    from profiler.traces import Arrival
 
 RUNS = "runs"  # Trial.search of what is kept while a search is not finished
 DRIFT = 0.1

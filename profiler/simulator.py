@@ -26,25 +26,15 @@ from experts.expert import Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from agent.core.effects import Effect
     from agent.core.engine import Engine
     from agent.core.events import Event
     from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
     from agent.core.request import Batch, Outcome
+    from profiler.traces import Arrival
 
 PASSES = Prediction("ok", 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start."""
-
-    at_s: float
-    component: str | None = None
-    expert: str | None = None
-    image: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

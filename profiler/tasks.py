@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
-from profiler.simulator import PASSES, Arrival
+from profiler.simulator import PASSES
+from profiler.traces import Arrival
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -24,7 +24,7 @@ from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
 from profiler.forecast import forecast, scenario_of
 from profiler.played import AgentSetup, experts_of, images_of, player
-from profiler.simulator import Arrival
+from profiler.traces import Arrival
 from profiler.usage import COMPUTED
 
 if TYPE_CHECKING:

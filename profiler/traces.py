@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from experts.document import suggestion
 from experts.errors import ConfigError, Place
-from profiler.simulator import Arrival
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +36,16 @@ LATEST_S = 1e9  # some thirty years: whatever is later is no time of a trace
 LONGEST_SHOWN = 40
 MOST_DIGITS = 400  # of a whole number: no float is longer
 IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start."""
+
+    at_s: float
+    component: str | None = None
+    expert: str | None = None
+    image: Path | None = None
 
 
 def read_trace(path: Path, catalog: Catalog) -> tuple[Arrival, ...]:

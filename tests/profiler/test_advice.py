@@ -43,7 +43,7 @@ from experts.packing import pack_line
 from experts.weights import SegmentStore
 from profiler.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, size_text, speed_text
 from profiler.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
-from profiler.simulator import Arrival
+from profiler.traces import Arrival
 
 MIB = 2**20
 EXPERT_BYTES = 100 * MIB

@@ -36,7 +36,8 @@ from profiler.bounds import (
     fewest_switches,
     unread_bytes,
 )
-from profiler.simulator import Arrival, Simulator
+from profiler.simulator import Simulator
+from profiler.traces import Arrival
 
 SSD_BYTES_PER_S = 10.0
 PERFORMANCE = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)

@@ -25,7 +25,7 @@ from agent.profile import Allocation, BoxIdentity, LinkSpeed, StoredProfile, Usa
 from experts.errors import ConfigError
 from experts.graph import ExpertGraph, RouteStep
 from profiler.forecast import draw_steps, forecast, reaches, scenario_of, with_expert_bytes, with_ssd
-from profiler.simulator import Arrival
+from profiler.traces import Arrival
 
 SSD_BYTES_PER_S = 10_000.0
 EXPERT_BYTES = 1_000  # a load takes 0.1 s

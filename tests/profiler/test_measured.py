@@ -20,8 +20,7 @@ from profiler.generated import LineRecipe, generate_line
 from profiler.measured import RunOptions, configured, run_line
 from profiler.played import AgentSetup, Player, experts_of, images_of, packed_copies, player
 from profiler.roofline import io_bytes, measure_bandwidth, measure_compute, work_of
-from profiler.simulator import Arrival
-from profiler.traces import read_trace
+from profiler.traces import Arrival, read_trace
 
 RECIPE = LineRecipe(
     classifiers=3, architecture="squeezenet1_1", requests=24, every_s=0.001, memory_for=2, classifier_px=64, seed=3

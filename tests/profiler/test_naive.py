@@ -16,7 +16,7 @@ from experts.expert import NOTHING_FOUND, Precision
 from profiler.generated import LineRecipe, generate_line
 from profiler.naive import NaiveServer, build, drop_from_cache, infer, naive_files
 from profiler.played import AgentSetup, experts_of, images_of, player
-from profiler.simulator import Arrival
+from profiler.traces import Arrival
 
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
 RECIPE = LineRecipe(

@@ -29,8 +29,7 @@ from experts.packing import pack_line
 from experts.weights import SegmentStore
 from profiler.advice import Limit
 from profiler.plan import SHIFT_S, TABLE_WIDTH, as_json, plan, plan_advice, plan_table, required_images_per_s
-from profiler.simulator import Arrival
-from profiler.traces import board_trace, read_trace
+from profiler.traces import Arrival, board_trace, read_trace
 
 SLOT_BYTES = 262_144  # a multiple of the slots' alignment
 SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s

@@ -31,8 +31,8 @@ from experts.graph import ExpertGraph, RouteStep
 from profiler.generated import LineRecipe, generate_line
 from profiler.measured import RunOptions
 from profiler.prescheduled import Playback, Recorder, SchedulingCost, measure_scheduling, report, run_and_play_back
-from profiler.simulator import Arrival, Simulator, always_passes
-from profiler.traces import read_trace
+from profiler.simulator import Simulator, always_passes
+from profiler.traces import Arrival, read_trace
 
 OK = frozenset({"ok"})
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment

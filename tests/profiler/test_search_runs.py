@@ -14,7 +14,7 @@ from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.profile import ProfileDraft, StoredProfile, UsageProfile, identity_of
 from agent.runtime.device import Box, MemorySize
 from profiler.search_runs import RUNS, SearchRuns
-from profiler.simulator import Arrival
+from profiler.traces import Arrival
 
 BOX = Box("cuda", "made up", ("cuda", "cpu"), 4, MemorySize(2**34, 2**33), MemorySize(2**33, 2**32), ())
 TRACE = (Arrival(0.0, "c0"), Arrival(0.1, "c0"))

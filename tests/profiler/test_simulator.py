@@ -22,7 +22,8 @@ from agent.core.performance import (
 )
 from agent.core.policy import PRESETS
 from experts.graph import ExpertGraph, RouteStep
-from profiler.simulator import Arrival, Simulator
+from profiler.simulator import Simulator
+from profiler.traces import Arrival
 
 K_S, B_S, LOAD_S, MAX_BATCH, BOUND_S = 0.01, 0.02, 0.2, 4, 1.0
 

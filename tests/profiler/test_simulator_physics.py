@@ -23,7 +23,8 @@ from agent.core.performance import (
 )
 from agent.core.policy import PRESETS
 from experts.graph import ExpertGraph, RouteStep
-from profiler.simulator import Arrival, SharedProcessor, Simulator
+from profiler.simulator import SharedProcessor, Simulator
+from profiler.traces import Arrival
 
 OK = frozenset({"ok"})
 

@@ -22,7 +22,8 @@ from agent.core.performance import (
 from agent.core.policy import PRESETS
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
-from profiler.simulator import Arrival, Simulator
+from profiler.simulator import Simulator
+from profiler.traces import Arrival
 
 OK = frozenset({"ok"})
 CLASSIFIERS, DETECTORS, IMAGES = 31, 2, 60  # images: of one board, about

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from agent.config import read_line
 from experts.errors import ConfigError
-from profiler.simulator import Arrival
-from profiler.traces import MOST_PROBLEMS, board_trace, read_trace, write_trace
+from profiler.traces import MOST_PROBLEMS, Arrival, board_trace, read_trace, write_trace
 
 
 def line_of(folder, **more):
