@@ -57,6 +57,8 @@ SETTLE_LIMIT_S = 60.0  # for loads that are under way when the last outcome come
 VERIFIERS = 2
 PEAK_RESET = "5"  # what /proc/self/clear_refs takes to forget the peak of resident memory (proc(5))
 
+QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the report says so
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

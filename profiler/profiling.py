@@ -43,9 +43,8 @@ from profiler.batches import BatchOptions, why_no_larger
 from profiler.fits import TOLERANCE as PLATEAU_TOLERANCE
 from profiler.line_packing import LinePacking, by_kind, refuse_what_never_fits
 from profiler.microbench import Bench, measure_kind, measure_links, measure_speedups
-from profiler.played import CoresInUse
+from profiler.played import QUIET_FRACTION, CoresInUse
 from profiler.precision_choice import PrecisionChoice
-from profiler.rows import QUIET_FRACTION
 from profiler.runnable import failing_experts
 from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS

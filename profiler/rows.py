@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from agent.core import events
+from profiler.played import QUIET_FRACTION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 TARGET_ROOFLINE_FRACTION = 0.95
 TARGET_PREDICTION_ERROR = 0.10
-QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the report says so
 PATHS = ("ssd_host", "host_device", "ssd_device")
 
 
