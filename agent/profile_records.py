@@ -180,3 +180,8 @@ class StoredProfile:
     def spinning_setting(self) -> str:
         """The setting of OpenMP's waiting that an agent has to run with."""
         return next((times.setting for times in self.spinning if times.is_chosen), DEFAULT)
+
+    @property
+    def chosen_kinds(self) -> list[KindProfile]:
+        """The kinds as the agent will run them: one precision of each kind and processor."""
+        return [kind for kind in self.kinds if self.precisions.get((kind.kind, kind.processor)) == kind.precision]

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from agent.core.performance import SSD
 from experts.errors import ConfigError
 from profiler.devices import CPU, DEVICE, GPU, HOST, PaperDevice
-from profiler.profile_report import chosen_kinds
 from profiler.tasks import CLASSIFIER, DETECTORS
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class _Reading:
 
         Of several, such as of two input sizes, the one that takes longest: no figure flatters the box.
         """
-        chosen = chosen_kinds(self._profile)
+        chosen = self._profile.chosen_kinds
         found, lacking = {}, []
         for architecture in ARCHITECTURES:
             there = {

@@ -35,10 +35,10 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
     An architecture of which the line has several kinds (input sizes, stems) is named by its kind.
     """
     several = defaultdict(set)
-    for kind in chosen_kinds(profile):
+    for kind in profile.chosen_kinds:
         several[kind.architecture].add(kind.kind)
     architectures: dict[str, dict[str, Any]] = {}
-    for kind in chosen_kinds(profile):
+    for kind in profile.chosen_kinds:
         name = kind.architecture if len(several[kind.architecture]) == 1 else kind.kind
         architectures.setdefault(name, {})[kind.processor] = _kind_json(kind)
     allocation = profile.allocation
@@ -77,11 +77,6 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
         },
         "executors": dict(allocation.executors),
     }
-
-
-def chosen_kinds(profile: StoredProfile) -> list[KindProfile]:
-    """The kinds as the agent will run them: one precision of each kind and processor."""
-    return [kind for kind in profile.kinds if profile.precisions.get((kind.kind, kind.processor)) == kind.precision]
 
 
 def profile_table(profile: StoredProfile) -> str:
@@ -201,7 +196,7 @@ def _agreement(images: int, differ: int, agrees: bool) -> str:
 
 def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     yield "* = what the agent will run; a batch of n takes K n + B; fit = largest distance of a size's mean from that"
-    samples = sorted({kind.samples for kind in chosen_kinds(profile)})
+    samples = sorted({kind.samples for kind in profile.chosen_kinds})
     yield f"measured on  {'; '.join(samples)}"
     yield "links        " + ", ".join(f"{link.link} {link.bytes_per_s / 1e6:,.0f} MB/s" for link in profile.links)
     for processor, speedups in profile.speedups.items():
@@ -232,7 +227,7 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
 
 def _most_used_kinds(profile: StoredProfile) -> list[KindProfile]:
     """At most as many as one chart can hold; those with the largest weights, which cost most."""
-    return sorted(chosen_kinds(profile), key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
+    return sorted(profile.chosen_kinds, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
 
 
 def _label(kind: KindProfile) -> str:

@@ -21,7 +21,7 @@ from agent.profile import (
     Trial,
     UsageProfile,
 )
-from profiler.profile_report import MOST_CURVES, WIDTH, chosen_kinds, profile_charts, profile_json, profile_table
+from profiler.profile_report import MOST_CURVES, WIDTH, profile_charts, profile_json, profile_table
 
 LARGE = "resnet101 224x224 imagenet"
 SMALL = "resnet101 64x64 imagenet stem=3x3"
@@ -132,7 +132,7 @@ def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_
 
 
 def test_what_the_agent_will_run_is_marked(profile):
-    assert [(each.processor, each.precision) for each in chosen_kinds(profile)] == [("cuda", "bf16"), ("cpu", "fp32")]
+    assert [(each.processor, each.precision) for each in profile.chosen_kinds] == [("cuda", "bf16"), ("cpu", "fp32")]
     marked = [line.split()[1:4] for line in profile_table(profile).splitlines() if line.startswith("* ")][:2]
     assert marked == [["resnet101", "224x224", "cuda"], ["resnet101", "224x224", "cpu"]]
 
