@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from profiler.best import Best
     from profiler.evaluation import Evaluation
-    from profiler.prescheduled import SchedulingCost
     from profiler.systems import Row
 
 NAMES = {
@@ -54,6 +53,11 @@ NAMES = {
 BASELINES = (*SAMBAS, CASUAL, PAPER, COSERVE, COSERVE_PACKED)
 OURS = (COSERVE, COSERVE_5S, COSERVE_PACKED)
 SIMULATED = "simulated; constants of the paper's devices are derived from its text"
+FIGURE_19 = "Figure 19: what scheduling costs"
+FIGURE_19_SAID = (
+    "The paper: less than 3 % between scheduled and pre-scheduled inference, expert management at most 0.2 %."
+)
+NOT_SIMULATED = f"## {FIGURE_19}\n\n{FIGURE_19_SAID} Not part of the simulation: it is measured on the real engine."
 PAPER_RATIOS = {"numa": "4.5 to 10.5", "uma": "4.6 to 12"}
 PAPER_SWITCHES = {("B2", "numa"): "93.87 % (1,060 to 65)", ("B1", "uma"): "78.5 % (293 to 63)"}
 PAPER_EXECUTORS = {"A": "3 GPU + 1 CPU", "B": "4 GPU + 1 CPU"}
@@ -63,10 +67,10 @@ PAPER_MEMORY = {
 }
 
 
-def write_figures(evaluation: Evaluation, folder: Path, cost: SchedulingCost | None = None) -> str:
+def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIMULATED) -> str:
     """All figures as one Markdown text; the charts it shows are written into ``folder``.
 
-    ``cost``: what scheduling costs, measured on the real engine, for figure 19; None leaves it open.
+    ``figure_19``: what scheduling costs, which is measured on the real engine and not simulated.
     """
     sections = (
         *_short_form(evaluation),
@@ -76,7 +80,7 @@ def write_figures(evaluation: Evaluation, folder: Path, cost: SchedulingCost | N
         figure_16(evaluation, folder),
         figure_17(evaluation, folder),
         figure_18(evaluation, folder),
-        figure_19(folder, cost),
+        figure_19,
         short_of(evaluation),
     )
     return "\n\n".join(sections) + "\n"
@@ -104,7 +108,7 @@ def figure_13(evaluation: Evaluation, folder: Path) -> str:
         "The paper: CoServe Casual is up to 8.5 (NUMA) and 10.6 (UMA) times Samba-CoE; on NUMA it is 5.71 % (24.5 to "
         "23.1 images/s) to 18.75 % (27.2 to 22.1) below Best."
     )
-    return _section("Figure 13: throughput, images/s", charts, _header(runs), lines, f"{said}\n\n{_split(evaluation)}")
+    return section("Figure 13: throughput, images/s", charts, _header(runs), lines, f"{said}\n\n{_split(evaluation)}")
 
 
 def figure_14(evaluation: Evaluation, folder: Path) -> str:
@@ -123,7 +127,7 @@ def figure_14(evaluation: Evaluation, folder: Path) -> str:
         "A switch is a load, from the SSD or from host memory, that a request had to wait for. The paper: Best has "
         "1.28 to 18.18 % fewer than Casual on NUMA and 16.48 to 31.13 % fewer on UMA."
     )
-    return _section("Figure 14: expert switches", charts, _header(runs), lines, said)
+    return section("Figure 14: expert switches", charts, _header(runs), lines, said)
 
 
 def figure_15(evaluation: Evaluation, folder: Path) -> str:
@@ -132,7 +136,7 @@ def figure_15(evaluation: Evaluation, folder: Path) -> str:
     lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: f"{row.images_per_s:.1f}")
     said = "The paper: each optimisation adds to the throughput, None < EM < EM+RA < CoServe; its text has no figures."
     title = "Figure 15: throughput of the ablations, images/s"
-    return _section(title, charts, _header(_runs(evaluation)), lines, said)
+    return section(title, charts, _header(_runs(evaluation)), lines, said)
 
 
 def figure_16(evaluation: Evaluation, folder: Path) -> str:
@@ -141,7 +145,7 @@ def figure_16(evaluation: Evaluation, folder: Path) -> str:
     lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: str(row.switches))
     said = "The paper: each optimisation reduces the number of switches; its text has no figures."
     title = "Figure 16: expert switches of the ablations"
-    return _section(title, charts, _header(_runs(evaluation)), lines, said)
+    return section(title, charts, _header(_runs(evaluation)), lines, said)
 
 
 def figure_17(evaluation: Evaluation, folder: Path) -> str:
@@ -172,7 +176,7 @@ def figure_17(evaluation: Evaluation, folder: Path) -> str:
         "G and C are executors of the GPU and of the CPU. The simulation charges one more executor the memory of its "
         "process and its part of the processor, and nothing else that the paper's further executors may cost."
     )
-    return _section("Figure 17: executors", charts, header, lines, said)
+    return section("Figure 17: executors", charts, header, lines, said)
 
 
 def figure_18(evaluation: Evaluation, folder: Path) -> str:
@@ -195,26 +199,7 @@ def figure_18(evaluation: Evaluation, folder: Path) -> str:
         lines.append((best.board, best.device, slid, ours, PAPER_MEMORY.get(best.board, "-"), tried))
     header = ("board", "device", "window of the search", "best of all windows", "the paper's", "all, images/s")
     said = "Where the search stopped before the best window, the throughput of the sample did not rise in a line."
-    return _section("Figure 18: memory for experts", [chart], header, lines, said)
-
-
-def figure_19(folder: Path, cost: SchedulingCost | None) -> str:
-    """What scheduling and expert management cost, on the real engine."""
-    title = "Figure 19: what scheduling costs"
-    said = "The paper: less than 3 % between scheduled and pre-scheduled inference, expert management at most 0.2 %."
-    if cost is None:
-        return f"## {title}\n\n{said} Not part of the simulation: it is measured on the real engine."
-    chart = folder / "figure-19.png"
-    latencies = [cost.scheduling_s * 1e3, cost.inference_s * 1e3, cost.prescheduled_s * 1e3]
-    groups = ["scheduling", "inference", "pre-scheduled inference"]
-    bar_chart(chart, "Average latency of one request", "ms", groups, {cost.policy: latencies}, cost.machine)
-    times = ("scheduling, ms", "inference, ms", "pre-scheduled, ms")
-    header = ("policy", "requests", *times, "gap", "of the trace", "expert management")
-    figures = (f"{value:.3f}" for value in latencies)
-    gaps = (f"{cost.gap:.2%}", f"{cost.seconds_gap:.2%}")
-    line = (cost.policy, str(cost.requests), *figures, *gaps, f"{cost.management_share:.3%}")
-    pairs = f"means of {cost.repeats} pairs" + ("" if cost.error is None else f", standard error {cost.error:.2%}")
-    return _section(title, [chart], header, [line], f"{said} Here: {cost.machine}, {pairs}.")
+    return section("Figure 18: memory for experts", [chart], header, lines, said)
 
 
 def short_of(evaluation: Evaluation) -> str:
@@ -334,7 +319,7 @@ def _by_executors(best: Best) -> dict[tuple[int, int], float]:
     return {(row.executors.get(GPU, 0), row.executors.get(CPU, 0)): row.images_per_s for row in best.executors}
 
 
-def _section(
+def section(
     title: str, charts: Iterable[Path], header: Sequence[str], lines: Iterable[Sequence[str]], said: str
 ) -> str:
     """A heading, the charts, a table, and what there is to say about it."""

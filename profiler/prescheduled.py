@@ -28,12 +28,15 @@ from agent.records.database import StateLock
 from agent.runtime.device import detect
 from agent.runtime.loop import LoopOptions
 from experts.errors import ConfigError
+from profiler.charts import bar_chart
+from profiler.figures import FIGURE_19, FIGURE_19_SAID, section
 from profiler.measured import RunOptions, configured, machine
 from profiler.played import AgentSetup, experts_of, images_of, player
 from profiler.rows import busy_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from agent.config import LineConfig
     from agent.core.effects import Effect
@@ -484,3 +487,18 @@ def _lane(effect: StartLoad | StartBatch | Evict) -> int | str:
 
 def _label(result: Prediction | Rejected) -> str | None:
     return None if isinstance(result, Rejected) else result.label
+
+
+def figure_19(folder: Path, cost: SchedulingCost) -> str:
+    """What scheduling and expert management cost, on the real engine."""
+    chart = folder / "figure-19.png"
+    latencies = [cost.scheduling_s * 1e3, cost.inference_s * 1e3, cost.prescheduled_s * 1e3]
+    groups = ["scheduling", "inference", "pre-scheduled inference"]
+    bar_chart(chart, "Average latency of one request", "ms", groups, {cost.policy: latencies}, cost.machine)
+    times = ("scheduling, ms", "inference, ms", "pre-scheduled, ms")
+    header = ("policy", "requests", *times, "gap", "of the trace", "expert management")
+    figures = (f"{value:.3f}" for value in latencies)
+    gaps = (f"{cost.gap:.2%}", f"{cost.seconds_gap:.2%}")
+    line = (cost.policy, str(cost.requests), *figures, *gaps, f"{cost.management_share:.3%}")
+    pairs = f"means of {cost.repeats} pairs" + ("" if cost.error is None else f", standard error {cost.error:.2%}")
+    return section(FIGURE_19, [chart], header, [line], f"{FIGURE_19_SAID} Here: {cost.machine}, {pairs}.")

@@ -34,6 +34,7 @@ from profiler.figures import write_figures
 from profiler.generated import removed_afterwards
 from profiler.loading import measure_loading
 from profiler.measured_device import SUFFIX, device_of
+from profiler.prescheduled import figure_19
 from profiler.profiling import KIND_LIMIT_S
 from profiler.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, Target, measure_proof
 from profiler.starting import measure_start
@@ -128,7 +129,7 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
 
 def write_report(folder: Path, found: Findings) -> Path:
     """Write ``folder/report.md`` with its charts. Raises OSError."""
-    figures = write_figures(found.evaluation, folder, found.proof.scheduling)
+    figures = write_figures(found.evaluation, folder, figure_19(folder, found.proof.scheduling))
     parts = (
         _opening(found.proof, found.is_full, found.rounds, found.seconds),
         _targets_table(found.targets),

@@ -25,7 +25,7 @@ from profiler.evaluation import (
     systems,
 )
 from profiler.figures import write_figures
-from profiler.prescheduled import SchedulingCost
+from profiler.prescheduled import SchedulingCost, figure_19
 from profiler.systems import Loading, Row, System, simulate
 from profiler.tasks import Board, task_of
 from profiler.windows import SearchEnd, Window, WindowSearch
@@ -302,7 +302,7 @@ def test_the_figures_of_memory_and_of_what_scheduling_costs(tmp_path):
         differences=0,
         error=0.004,
     )
-    text = write_figures(made(), tmp_path, cost)
+    text = write_figures(made(), tmp_path, figure_19(tmp_path, cost))
     assert {"figure-18.png", "figure-19.png"} <= {path.name for path in tmp_path.iterdir()}
     assert "| A | numa | 28 to 39, short of the line | 39 experts, 25.0 images/s | window 28 to 39, 35 experts" in text
     assert "| coserve | 240 | 0.200 | 30.000 | 29.700 | 1.01% | 1.00% | 0.080% |" in text
