@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import psutil
 
 from agent.budget import executor_specs, limits_of, pool_specs
-from agent.copies import changed_sources, copies_of, copy_name, lying_packed
+from agent.copies import changed_sources, copies_of, lying_packed
 from agent.core.engine import Engine
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
@@ -31,7 +31,6 @@ from agent.line_profile import (
 )
 from agent.listing import packed_folder
 from agent.matrix import core_share, matrix, unmeasured
-from agent.planning import Planned, planned, profiled_box
 from agent.runtime.device import HOST, detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
@@ -50,25 +49,12 @@ if TYPE_CHECKING:
     from agent.copies import Precisions
     from agent.core.performance import DeviceProfile, ExecutorSpec, Limits, PoolSpec
     from agent.core.request import Outcome
-    from agent.profile import StoredProfile
+    from agent.profile_records import StoredProfile
     from agent.runtime.device import Box
     from agent.runtime.loop import Decider
     from agent.runtime.slots import ExpertCopy
     from experts.expert import Precision
     from experts.packing import PackingReport
-
-__all__ = [
-    "Agent",
-    "Planned",
-    "build_agent",
-    "copies_of",
-    "copy_name",
-    "detect_box",
-    "pack",
-    "pack_as_served",
-    "planned",
-    "profiled_box",
-]
 
 log = logging.getLogger(__name__)
 

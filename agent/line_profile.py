@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from agent.config import set_unless_given, usage_probabilities
 from agent.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.profile import (
-    SOURCE,
     box_mismatches,
     identity_of,
     is_of_another_box,
@@ -23,6 +22,7 @@ from agent.profile import (
     partial_of,
     read_profile,
 )
+from agent.profile_records import SOURCE, UsageOrigin
 from experts.backends import family
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.profile import StoredProfile
+    from agent.profile_records import StoredProfile
     from agent.runtime.device import Box
     from experts.weights import PackedExpert
 
 log = logging.getLogger(__name__)
 
-COMPUTED = "computed from quantities"
 ACCELERATORS = frozenset({"cuda", "mps"})
 ONE_FORM = frozenset(
     {"onnx", "fake"}
@@ -130,7 +129,7 @@ def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, flo
     if profile is None:
         return usage_probabilities(config)
     usage = profile.usage
-    if usage.origin == COMPUTED:
+    if usage.origin == UsageOrigin.COMPUTED:
         return usage_probabilities(config, usage.pass_rates)
     return {name: usage.probabilities.get(name, 0.0) for name in config.catalog.experts}
 

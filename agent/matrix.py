@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, Footprint
-    from agent.profile import KindProfile, StoredProfile
+    from agent.profile_records import KindProfile, StoredProfile
     from agent.runtime.device import Box
     from agent.runtime.slots import ExpertCopy
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig, PolicyName
     from agent.copies import Precisions
     from agent.core.performance import DeviceProfile, ExecutorSpec, Limits, PoolSpec
-    from agent.profile import StoredProfile
+    from agent.profile_records import StoredProfile
     from experts.expert import Precision
     from experts.weights import PackedExpert
 

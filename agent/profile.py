@@ -24,11 +24,9 @@ from agent.profile_records import (
     SOURCE,
     Agreement,
     Allocation,
-    BatchTimes,
     BoxIdentity,
     KindProfile,
     LinkSpeed,
-    PoolAllocation,
     SpinTimes,
     StoredProfile,
     Trial,
@@ -48,31 +46,6 @@ if TYPE_CHECKING:
     from agent.runtime.device import Box
     from experts.expert import Expert
     from experts.weights import PackedExpert
-
-__all__ = [
-    "SOURCE",
-    "Agreement",
-    "Allocation",
-    "BatchTimes",
-    "BoxIdentity",
-    "KindProfile",
-    "LinkSpeed",
-    "PoolAllocation",
-    "ProfileDraft",
-    "SpinTimes",
-    "StoredProfile",
-    "Trial",
-    "UsageProfile",
-    "box_mismatches",
-    "identity_of",
-    "is_of_another_box",
-    "kind_name",
-    "mismatches",
-    "packed_sha256",
-    "partial_of",
-    "read_profile",
-    "replace_usage",
-]
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from agent.openmp import SPINNING
-from agent.profile_records import SOURCE
+from agent.profile_records import SOURCE, UsageOrigin
 from experts.expert import Precision
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ FORM = Column(f"{PRECISION.wanted}, {SOURCE}", lambda value: value == SOURCE or 
 NUMBER = Column("a finite number from 0", lambda value: _is_finite(value) and value >= 0)
 POSITIVE = Column("a finite number above 0", lambda value: _is_finite(value) and value > 0)
 SHARE = Column("a number from 0 to 1", lambda value: _is_finite(value) and 0 <= value <= 1 + SHARE_ROUNDING)
+ORIGINS = frozenset(UsageOrigin)
+ORIGIN = Column(f"one of {', '.join(UsageOrigin)}", lambda value: isinstance(value, str) and value in ORIGINS)
 SPIN = Column(f"one of {', '.join(SPINNING)}", lambda value: isinstance(value, str) and value in SPINNING)
 FLAG = Column("0 or 1", lambda value: type(value) is int and value in (0, 1))
 COUNT, BYTES, POSITIVE_COUNT = _whole(0), _whole(0), _whole(1)
@@ -199,7 +201,7 @@ TABLES: Mapping[str, Table] = {
     "precisions": Table(KIND_KEY, ("kind", "processor")),
     "speedups": Table({"processor": TEXT, "factors": _json_list(POSITIVE)}, ("processor",)),
     "packed": Table({"expert": TEXT, "precision": FORM, "sha256": TEXT}, ("expert", "precision")),
-    "usage_origin": Table({"id": POSITIVE_COUNT, "origin": TEXT, "requests": COUNT}),
+    "usage_origin": Table({"id": POSITIVE_COUNT, "origin": ORIGIN, "requests": COUNT}),
     "usage": Table({"expert": TEXT, "probability": _optional(SHARE), "pass_rate": _optional(SHARE)}, ("expert",)),
     "allocation_origin": Table({"id": POSITIVE_COUNT, "origin": TEXT}),
     "allocation_budgets": Table({"pool": TEXT, "budget_bytes": BYTES}, ("pool",)),

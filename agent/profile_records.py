@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from agent.openmp import DEFAULT
@@ -85,6 +86,14 @@ class Agreement:
         return self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
 
 
+class UsageOrigin(StrEnum):
+    """How usage became known; a profile's file holds the text."""
+
+    COMPUTED = "computed from quantities"
+    COUNTED = "counted on samples"
+    SERVED = "served"
+
+
 @dataclass(frozen=True, slots=True)
 class UsageProfile:
     """Usage probabilities and where they are from: "computed from quantities", "counted on samples", "served".
@@ -94,7 +103,7 @@ class UsageProfile:
 
     probabilities: Mapping[str, float]
     pass_rates: Mapping[str, float]
-    origin: str
+    origin: UsageOrigin
     requests: int = 0
 
 

@@ -27,6 +27,7 @@ from agent.profile_records import (
     SpinTimes,
     StoredProfile,
     Trial,
+    UsageOrigin,
     UsageProfile,
 )
 from agent.profile_schema import AGAIN, is_refused_by_disk
@@ -284,7 +285,7 @@ def _usage(connection: Connection) -> UsageProfile:
     return UsageProfile(
         probabilities={row["expert"]: row["probability"] for row in rows if row["probability"] is not None},
         pass_rates={row["expert"]: row["pass_rate"] for row in rows if row["pass_rate"] is not None},
-        origin=origin["origin"],
+        origin=UsageOrigin(origin["origin"]),
         requests=origin["requests"],
     )
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from agent.core.performance import SharedPart
     from agent.planning import Planned
-    from agent.profile import BoxIdentity
+    from agent.profile_records import BoxIdentity
     from profiler.bounds import Bounds
     from profiler.forecast import Forecast, Scenario
 

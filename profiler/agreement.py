@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
 from agent.core.request import Rejected
-from agent.profile import Agreement, kind_name
+from agent.profile import kind_name
+from agent.profile_records import Agreement
 from agent.runtime.device import torch_device
 from agent.runtime.executor import ImageFile
 from experts.backends import backend_for
@@ -29,7 +30,7 @@ from experts.expert import Precision
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from agent.profile import KindProfile
+    from agent.profile_records import KindProfile
     from agent.runtime.rig import MeasuringRig
     from agent.runtime.slots import ExpertCopy
     from experts.expert import Prediction

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.planning import planned
-from agent.profile import PoolAllocation
+from agent.profile_records import PoolAllocation
 from experts.errors import SampleUnfit
 from profiler.allocation import EXECUTORS, MEMORY
 from profiler.memory_shares import memory_needs
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, PoolSpec
-    from agent.profile import Allocation, ProfileDraft, StoredProfile, UsageProfile
+    from agent.profile import ProfileDraft
+    from agent.profile_records import Allocation, StoredProfile, UsageProfile
     from agent.runtime.device import Box
     from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
     from profiler.samples import LineSamples, Sample

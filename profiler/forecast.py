@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Effect
     from agent.planning import Planned
-    from agent.profile import StoredProfile
+    from agent.profile_records import StoredProfile
     from experts.graph import ExpertGraph
     from profiler.traces import Arrival
 

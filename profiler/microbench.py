@@ -20,7 +20,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.performance import SSD, ExecutorSpec
-from agent.profile import KindProfile, LinkSpeed, kind_name
+from agent.profile import kind_name
+from agent.profile_records import KindProfile, LinkSpeed
 from agent.runtime.device import HOST, host_memory
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.meter import meter_for

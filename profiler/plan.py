@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig, PolicyName
     from agent.planning import Planned
-    from agent.profile import StoredProfile
+    from agent.profile_records import StoredProfile
     from agent.runtime.device import Box
     from experts.expert import Precision
     from profiler.advice import Advice

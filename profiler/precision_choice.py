@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from agent.config import LineConfig
-    from agent.profile import Agreement, KindProfile, ProfileDraft
+    from agent.profile import ProfileDraft
+    from agent.profile_records import Agreement, KindProfile
     from agent.runtime.slots import ExpertCopy
     from profiler.line_packing import LinePacking
     from profiler.microbench import Bench

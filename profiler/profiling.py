@@ -22,16 +22,8 @@ from agent.budget import casual_allocation, executor_specs, pool_budgets
 from agent.core.performance import ExecutorSpec
 from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
-from agent.profile import (
-    SOURCE,
-    ProfileDraft,
-    StoredProfile,
-    identity_of,
-    is_of_another_box,
-    packed_sha256,
-    read_profile,
-    replace_usage,
-)
+from agent.profile import ProfileDraft, identity_of, is_of_another_box, packed_sha256, read_profile, replace_usage
+from agent.profile_records import SOURCE, StoredProfile, UsageOrigin
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
 from experts.errors import ConfigError, CoServeError, ExpertError
@@ -50,8 +42,6 @@ from profiler.samples import LineSamples, is_synthetic
 from profiler.search_runs import RUNS
 from profiler.spinning import measure_spinning, most_used, try_setting
 from profiler.usage import (
-    COUNTED,
-    SERVED,
     UsageFound,
     computed_usage,
     refuse_uncountable,
@@ -64,7 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.profile import Allocation, KindProfile, UsageProfile
+    from agent.profile_records import Allocation, KindProfile, UsageProfile
     from agent.runtime.device import Box
     from agent.runtime.slots import ExpertCopy
     from profiler.line_packing import Copies
@@ -76,7 +66,10 @@ MOST_TOGETHER = 4  # executors of one processor that are measured at once, at le
 CPU = "cpu"
 SPINNING_LIMIT_S = 60.0  # after which no further round over the settings of OpenMP's waiting begins
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
-KEPT = {SERVED: "learned from {requests} served requests", COUNTED: "counted on {requests} sample requests"}
+KEPT = {
+    UsageOrigin.SERVED: "learned from {requests} served requests",
+    UsageOrigin.COUNTED: "counted on {requests} sample requests",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.budget import pool_budgets
-from agent.profile import Trial
+from agent.profile_records import Trial
 from agent.runtime.device import DEVICE, HOST
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, PoolSpec
-    from agent.profile import ProfileDraft, StoredProfile
+    from agent.profile import ProfileDraft
+    from agent.profile_records import StoredProfile
     from agent.runtime.device import Box
     from profiler.allocation import Throughput
     from profiler.traces import Arrival

@@ -20,19 +20,19 @@ from agent.budget import pool_budgets
 from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.planning import planned
+from agent.profile_records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
 from profiler.forecast import forecast, scenario_of
 from profiler.played import AgentSetup, experts_of, images_of, player
 from profiler.traces import Arrival
-from profiler.usage import COMPUTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import DeviceProfile
-    from agent.profile import StoredProfile, UsageProfile
+    from agent.profile_records import StoredProfile, UsageProfile
     from agent.runtime.device import Box
     from experts.catalog import Catalog
     from profiler.allocation import SearchedAllocation, Throughput
@@ -92,7 +92,7 @@ def drawn_shares(
     """
     routes, quantities = config.catalog.graph.routes, component_shares(config)
     able = [name for name in sorted(routes) if not any(step.expert in without for step in routes[name])]
-    if usage is None or usage.origin == COMPUTED:
+    if usage is None or usage.origin == UsageOrigin.COMPUTED:
         return {component: quantities[component] for component in able if component in quantities}
     by_first: defaultdict[str, list[str]] = defaultdict(list)
     for component in able:

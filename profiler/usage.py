@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.assembly import build_agent
 from agent.config import component_shares, usage_probabilities
-from agent.profile import UsageProfile
+from agent.profile_records import UsageOrigin, UsageProfile
 from agent.runtime.executor import ImageFile
 from experts.errors import AgentCrashed, ConfigError
 from experts.expert import Verdict
@@ -31,13 +31,10 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
-    from agent.profile import StoredProfile
+    from agent.profile_records import StoredProfile
     from experts.graph import ExpertGraph
     from profiler.samples import Sample
 
-COMPUTED = "computed from quantities"
-COUNTED = "counted on samples"
-SERVED = "served"
 FEW_REQUESTS = 200  # below it a note says so: chance alone moves a tenth of them by two hundredths
 MOST_SAMPLES = 1000  # of each expert: a folder's own mix of good and bad parts counts, not an equal share of each label
 NAMED = 3  # experts that a note names
@@ -54,7 +51,7 @@ class UsageFound:
 def computed_usage(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> UsageProfile:
     """From routes and board quantities; an expert without a pass rate lets every request pass (section 4.5)."""
     rates = dict(pass_rates or {})
-    return UsageProfile(usage_probabilities(config, rates), rates, COMPUTED)
+    return UsageProfile(usage_probabilities(config, rates), rates, UsageOrigin.COMPUTED)
 
 
 def usage_from_results(path: Path, config: LineConfig) -> UsageFound:
@@ -87,7 +84,7 @@ def usage_from_results(path: Path, config: LineConfig) -> UsageFound:
     if left_out["empty"]:
         notes.append(f"{left_out['empty']} rows have no expert: their images could not be judged")
     rates = count.pass_rates(config.catalog.experts)
-    usage = UsageProfile(count.probabilities(config.catalog.graph, rates), rates, SERVED, count.requests)
+    usage = UsageProfile(count.probabilities(config.catalog.graph, rates), rates, UsageOrigin.SERVED, count.requests)
     return UsageFound(usage, (*notes, *_few(count.requests)))
 
 
@@ -118,7 +115,7 @@ def usage_from_samples(
     for component, outcome in judged:
         count.add([step.expert for step in outcome.steps], outcome.verdict, weights[component])
     rates = count.pass_rates(config.catalog.experts)
-    usage = UsageProfile(usage_probabilities(config, rates), rates, COUNTED, count.requests)
+    usage = UsageProfile(usage_probabilities(config, rates), rates, UsageOrigin.COUNTED, count.requests)
     return UsageFound(usage, tuple(_sample_notes(config, samples, len(requests), count)))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agent.budget import available_for, casual_allocation, executor_specs, experts_that_fit, pool_budgets, pool_specs
 from agent.config import read_line
 from agent.core.performance import DeviceProfile, ExpertProfile, Footprint, Performance, SharedPart
-from agent.profile import Allocation, PoolAllocation
+from agent.profile_records import Allocation, PoolAllocation
 from agent.runtime.device import Box, MemorySize
 from experts.errors import ConfigError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, Footprint, SharedPart
 from agent.matrix import core_share, load_time_s, matrix, unmeasured
-from agent.profile import Allocation, BoxIdentity, KindProfile, LinkSpeed, StoredProfile, UsageProfile
+from agent.profile_records import Allocation, BoxIdentity, KindProfile, LinkSpeed, StoredProfile, UsageProfile
 from agent.runtime.device import Box, MemorySize
 from agent.runtime.slots import ExpertCopy
 from experts.expert import Expert, InputSpec

@@ -16,7 +16,8 @@ from agent.assembly import detect_box
 from agent.config import read_line
 from agent.line_profile import profile_file
 from agent.openmp import VARIABLES
-from agent.profile import Allocation, KindProfile, LinkSpeed, ProfileDraft, SpinTimes, UsageProfile, identity_of
+from agent.profile import ProfileDraft, identity_of
+from agent.profile_records import Allocation, KindProfile, LinkSpeed, SpinTimes, UsageProfile
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0

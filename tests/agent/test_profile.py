@@ -18,19 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.profile import (
-    SOURCE,
-    Agreement,
-    Allocation,
-    BatchTimes,
-    BoxIdentity,
-    KindProfile,
-    LinkSpeed,
-    PoolAllocation,
     ProfileDraft,
-    SpinTimes,
-    StoredProfile,
-    Trial,
-    UsageProfile,
     box_mismatches,
     identity_of,
     kind_name,
@@ -41,6 +29,21 @@ from agent.profile import (
     replace_usage,
 )
 from agent.profile_columns import TABLES
+from agent.profile_records import (
+    SOURCE,
+    Agreement,
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    SpinTimes,
+    StoredProfile,
+    Trial,
+    UsageOrigin,
+    UsageProfile,
+)
 from agent.profile_schema import is_refused_by_disk, migrations
 from agent.runtime.device import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
@@ -68,7 +71,7 @@ KIND = KindProfile(
 )
 FASTER = replace(KIND, precision="bf16", K_s=0.05, batches=())
 AGREEMENT = Agreement(KIND.kind, "cpu", "bf16", 24, 0, 0.0123456789, 0.02, "5a")
-USAGE = UsageProfile({"cls/a": 2 / 3, "cls/b": 1 / 3, "det/x": 0.6}, {"cls/a": 0.9}, "computed from quantities", 0)
+USAGE = UsageProfile({"cls/a": 2 / 3, "cls/b": 1 / 3, "det/x": 0.6}, {"cls/a": 0.9}, UsageOrigin.COMPUTED, 0)
 ALLOCATION = Allocation(
     "searched in simulation",
     {"host": 8 * GIB, "device": 10 * GIB},
@@ -180,7 +183,7 @@ def test_a_save_replaces_what_was_saved_before(path):
         draft.save_kind(again)
         draft.save_agreement(replace(AGREEMENT, images=25))
         draft.save_links(LINKS[:1])
-        draft.save_usage(UsageProfile({"cls/b": 1.0}, {}, "served", 12))
+        draft.save_usage(UsageProfile({"cls/b": 1.0}, {}, UsageOrigin.SERVED, 12))
         draft.save_allocation(Allocation("casual", {"host": 1}, (), {"cpu": 1}))
         draft.save_trials("executors", TRIALS[:1])
         draft.save_trials("memory:host", [Trial("memory:host", 1, "15", 3.0)])
@@ -188,7 +191,7 @@ def test_a_save_replaces_what_was_saved_before(path):
     assert profile.kinds == (FASTER, again)
     assert profile.agreements == (replace(AGREEMENT, images=25),)
     assert profile.links == LINKS[:1]
-    assert profile.usage == UsageProfile({"cls/b": 1.0}, {}, "served", 12)
+    assert profile.usage == UsageProfile({"cls/b": 1.0}, {}, UsageOrigin.SERVED, 12)
     assert profile.allocation == Allocation("casual", {"host": 1}, (), {"cpu": 1})
     assert [trial.search for trial in profile.trials] == ["executors", "memory:host"]
 
@@ -552,8 +555,16 @@ def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, ca
         ("save_kind", replace(KIND, K_s=-0.1), "kinds.K_s"),
         ("save_kind", replace(KIND, precision="fp8"), "kinds.precision"),
         ("save_kind", replace(KIND, batches=(BatchTimes(1, (), 0),)), "batches.seconds"),
-        ("save_usage", UsageProfile({}, {"cls/a": 7}, "served"), "usage.pass_rate of cls/a: 7 is not a number from 0"),
-        ("save_usage", UsageProfile({"cls/a": 1.5}, {}, "served"), "usage.probability of cls/a: 1.5 is not a number"),
+        (
+            "save_usage",
+            UsageProfile({}, {"cls/a": 7}, UsageOrigin.SERVED),
+            "usage.pass_rate of cls/a: 7 is not a number from 0",
+        ),
+        (
+            "save_usage",
+            UsageProfile({"cls/a": 1.5}, {}, UsageOrigin.SERVED),
+            "usage.probability of cls/a: 1.5 is not a number",
+        ),
         ("save_links", [LinkSpeed("ssd", 0.0)], "links.bytes_per_s of ssd: 0.0 is not a finite number above 0"),
         ("save_allocation", replace(ALLOCATION, budget_bytes={"host": -1}), "allocation_budgets.budget_bytes of host"),
     ],
@@ -569,7 +580,7 @@ def test_what_would_not_be_read_is_not_written(path, save, record, expected):
 
 
 def test_shares_may_be_off_by_what_sums_are_off(path):
-    usage = UsageProfile({"cls/a": 1 + 2**-50}, {"cls/a": 1.0}, "served")
+    usage = UsageProfile({"cls/a": 1 + 2**-50}, {"cls/a": 1.0}, UsageOrigin.SERVED)
     with ProfileDraft.open(path, "demo", BOX) as draft:
         fill(draft)
         draft.save_usage(usage)
@@ -612,7 +623,7 @@ def test_where_nothing_can_be_written_none_is_begun(path):
 def test_usage_that_cannot_be_written_leaves_the_profile_as_it_was(path):
     before = written(path)
     with no_room(), pytest.raises(sqlite3.OperationalError) as caught:
-        replace_usage(path, UsageProfile({}, {}, "served", 1))
+        replace_usage(path, UsageProfile({}, {}, UsageOrigin.SERVED, 1))
     assert is_refused_by_disk(caught.value)
     assert read_profile(path) == before
     assert names(path.parent) == ["profile.db"]
@@ -679,7 +690,7 @@ def test_a_read_only_folder_is_read_without_a_trace(path):
 
 def test_usage_is_replaced_and_nothing_else(path):
     before = written(path)
-    served = UsageProfile({"cls/a": 0.25, "cls/b": 0.75}, {"cls/a": 0.5}, "served", 4000)
+    served = UsageProfile({"cls/a": 0.25, "cls/b": 0.75}, {"cls/a": 0.5}, UsageOrigin.SERVED, 4000)
     replace_usage(path, served)
     assert read_profile(path) == replace(before, usage=served)
     assert names(path.parent) == ["profile.db"]
@@ -694,7 +705,7 @@ def test_usage_of_what_is_not_there_is_not_replaced(path):
 def test_usage_is_not_replaced_while_the_box_is_profiled(path):
     before = written(path)
     with ProfileDraft.open(path, "demo", BOX), pytest.raises(ConfigError, match="another `coserve profile`"):
-        replace_usage(path, UsageProfile({}, {}, "served", 1))
+        replace_usage(path, UsageProfile({}, {}, UsageOrigin.SERVED, 1))
     assert read_profile(path) == before
 
 

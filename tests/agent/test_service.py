@@ -20,21 +20,15 @@ import yaml
 from PIL import Image
 
 import agent.service
-from agent.assembly import build_agent, copies_of, detect_box
+from agent.assembly import build_agent, detect_box
 from agent.boards import BoardVerdict
 from agent.config import read_line
+from agent.copies import copies_of
 from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
-from agent.profile import (
-    Allocation,
-    KindProfile,
-    LinkSpeed,
-    ProfileDraft,
-    UsageProfile,
-    identity_of,
-    packed_sha256,
-)
+from agent.profile import ProfileDraft, identity_of, packed_sha256
+from agent.profile_records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
 from agent.records.results import Result, ResultReader, ResultStore
 from agent.runtime.loop import LoopOptions
 from agent.service import LineService
@@ -103,7 +97,7 @@ class Line:
             draft.save_packed(
                 {(name, form): packed_sha256(packed[name][form]) for name in packed for form in packed[name]}
             )
-            draft.save_usage(UsageProfile({"cls/f0": 0.5, "cls/f1": 0.5}, {}, "served", 100))
+            draft.save_usage(UsageProfile({"cls/f0": 0.5, "cls/f1": 0.5}, {}, UsageOrigin.SERVED, 100))
             draft.save_allocation(Allocation("casual", {}, (), {"cpu": 1}))
             draft.finish()
 

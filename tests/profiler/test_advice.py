@@ -26,7 +26,8 @@ from agent.core.performance import (
 )
 from agent.listing import packed_folder
 from agent.planning import Planned, planned, profiled_box
-from agent.profile import (
+from agent.profile import kind_name
+from agent.profile_records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
@@ -35,7 +36,6 @@ from agent.profile import (
     PoolAllocation,
     StoredProfile,
     UsageProfile,
-    kind_name,
 )
 from experts.expert import Precision
 from experts.graph import ExpertGraph, RouteStep

@@ -14,7 +14,7 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Limits, Performance
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
-from agent.profile import PoolAllocation, Trial
+from agent.profile_records import PoolAllocation, Trial
 from agent.runtime.device import Box, MemorySize
 from experts.errors import ConfigError
 from profiler.allocation import SearchOptions, search_allocation

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agent.core.events import BatchFailed
-from agent.profile import BatchTimes
+from agent.profile_records import BatchTimes
 from agent.runtime.executor import ImageFile
 from agent.runtime.rig import TimedBatch
 from agent.runtime.slots import ExpertCopy

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from agent.core.performance import SSD
-from agent.profile import (
+from agent.profile import ProfileDraft, read_profile
+from agent.profile_records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
-    ProfileDraft,
     UsageProfile,
-    read_profile,
 )
 from experts.errors import ConfigError
 from profiler.devices import constants

@@ -12,7 +12,8 @@ from agent.config import read_line
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from agent.listing import packed_folder
-from agent.profile import (
+from agent.profile import kind_name
+from agent.profile_records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
@@ -21,7 +22,6 @@ from agent.profile import (
     PoolAllocation,
     StoredProfile,
     UsageProfile,
-    kind_name,
 )
 from experts.errors import ConfigError
 from experts.expert import Precision

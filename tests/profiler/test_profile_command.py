@@ -27,7 +27,8 @@ from agent.assembly import build_agent, detect_box
 from agent.config import read_line
 from agent.inspection import inspect_images
 from agent.listing import packed_folder, profile_file
-from agent.profile import SOURCE, BatchTimes, ProfileDraft, identity_of, partial_of, read_profile
+from agent.profile import ProfileDraft, identity_of, partial_of, read_profile
+from agent.profile_records import SOURCE, BatchTimes, UsageOrigin
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
 from agent.runtime.device import detect
@@ -44,7 +45,6 @@ from profiler.profiling import ProfilingOptions, learn_usage, profile_line
 from profiler.samples import SYNTHETIC
 from profiler.search_runs import RUNS
 from profiler.spinning import ROUNDS, SpinTrial, try_setting
-from profiler.usage import COMPUTED, COUNTED, SERVED
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
@@ -207,7 +207,7 @@ class TestAWholeProfile:
         assert done.profile.packed.keys() == {
             (f"cls/f{number}", form) for number in range(COMPONENTS) for form in ("fp32", SOURCE)
         }
-        assert (done.profile.usage.origin, done.profile.allocation.origin) == (COMPUTED, origin)
+        assert (done.profile.usage.origin, done.profile.allocation.origin) == (UsageOrigin.COMPUTED, origin)
         assert done.profile.usage.probabilities == pytest.approx({"cls/f0": 1 / 2, "cls/f1": 1 / 3, "cls/f2": 1 / 6})
         (pool,) = done.profile.allocation.pools
         assert pool.expert_bytes + pool.workspace_bytes == done.profile.allocation.budget_bytes["host"] == 512 * 2**20
@@ -894,12 +894,12 @@ class TestSamples:
         counted = line.profiled(**options, count_usage=True).profile.usage
         line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
         kept = line.profiled(**options)
-        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (COUNTED, counted.requests)
+        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (UsageOrigin.COUNTED, counted.requests)
         assert kept.profile.usage.probabilities == counted.probabilities | {"cls/f2": pytest.approx(1 / 3)}
         assert kept.profile.usage.pass_rates == counted.pass_rates
         (note,) = kept.notes
         assert f"usage stays as it was counted on {counted.requests} sample requests" in note
-        assert line.profiled(**options, fresh=True).profile.usage.origin == COMPUTED
+        assert line.profiled(**options, fresh=True).profile.usage.origin == UsageOrigin.COMPUTED
 
 
 # -- usage from history --
@@ -933,7 +933,7 @@ class TestUsageFromHistory:
         first = line.profiled().profile
         learned = learn_usage(line.config, served(line))
         assert learned is not None
-        assert learned.profile.usage.origin == SERVED
+        assert learned.profile.usage.origin == UsageOrigin.SERVED
         assert learned.profile.usage.requests == 5
         assert replace(learned.profile, usage=first.usage) == first
         assert read_profile(line.path) == learned.profile
@@ -952,7 +952,7 @@ class TestUsageFromHistory:
         learned = line.profiled().profile.usage
         line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
         kept = line.profiled()
-        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (SERVED, 5)
+        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (UsageOrigin.SERVED, 5)
         assert kept.profile.usage.probabilities == learned.probabilities | {"cls/f2": pytest.approx(1 / 3)}
         (note,) = kept.notes
         assert "usage stays as it was learned from 5 served requests" in note
@@ -960,18 +960,18 @@ class TestUsageFromHistory:
         counted = line.profiled(samples=line.crops(), count_usage=True).profile.usage
         assert counted.origin == "counted on samples"
         learn_usage(line.config, served(line))
-        assert line.profiled(fresh=True).profile.usage.origin == COMPUTED
+        assert line.profiled(fresh=True).profile.usage.origin == UsageOrigin.COMPUTED
 
     def test_beside_another_option_all_is_measured_with_it(self, line):
         done = line.profiled(usage_from=served(line))
-        assert done.profile.usage.origin == SERVED
+        assert done.profile.usage.origin == UsageOrigin.SERVED
         assert any("only 5 requests" in note for note in done.notes)
 
     def test_beside_another_option_the_search_counts_with_it(self, line):
         line.profiled()
         done = run("profile", line.file, "--usage-from", served(line), "--simulate", "--json", check=0)
         found = json.loads(done.stdout)
-        assert (found["usage_origin"], found["allocation"]["origin"]) == (SERVED, SEARCHED_IN_SIMULATION)
+        assert (found["usage_origin"], found["allocation"]["origin"]) == (UsageOrigin.SERVED, SEARCHED_IN_SIMULATION)
 
     @pytest.mark.parametrize("profiled", [False, True], ids=["no profile yet", "a profile"])
     def test_what_is_no_history_of_the_line_is_refused_before_anything_is_measured(self, line, profiled):

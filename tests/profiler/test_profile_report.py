@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from agent.profile import (
+from agent.profile_records import (
     Agreement,
     Allocation,
     BatchTimes,

@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from agent.core.performance import SSD
-from agent.profile import (
+from agent.profile import ProfileDraft
+from agent.profile_records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
-    ProfileDraft,
     UsageProfile,
 )
 from profiler.cli import offline_app

@@ -19,7 +19,8 @@ from agent.config import read_line
 from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance, PoolSpec
 from agent.listing import packed_folder, packed_manifests
 from agent.planning import planned
-from agent.profile import KindProfile, LinkSpeed, StoredProfile, UsageProfile, identity_of, kind_name
+from agent.profile import identity_of, kind_name
+from agent.profile_records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
 from agent.runtime.device import Box, MemorySize, detect
 from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
@@ -34,7 +35,7 @@ from profiler.throughput import (
     search_on_engine,
     simulated_throughput,
 )
-from profiler.usage import COMPUTED, COUNTED, SERVED, computed_usage
+from profiler.usage import computed_usage
 
 KIB = 1024
 EXPERTS = 30
@@ -156,7 +157,7 @@ def test_a_sample_takes_images_in_turn_and_leaves_out_what_cannot_be_served(tmp_
         sample_requests(config, 0)
 
 
-def drawn(config, probabilities, origin=SERVED, requests=999, count=1000, **options):
+def drawn(config, probabilities, origin=UsageOrigin.SERVED, requests=999, count=1000, **options):
     """How often each component is drawn by this usage."""
     usage = UsageProfile(probabilities, {}, origin, requests)
     return Counter(arrival.component for arrival in sample_requests(config, count, usage=usage, **options))
@@ -167,13 +168,13 @@ class TestASampleByUsage:
     def config(self, tmp_path):
         return line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 5, "c1": 3, "c2": 2}}})
 
-    @pytest.mark.parametrize("origin", [SERVED, COUNTED])
+    @pytest.mark.parametrize("origin", [UsageOrigin.SERVED, UsageOrigin.COUNTED])
     def test_that_was_seen_follows_it_and_not_the_boards(self, config, origin):
         seen = {"cls/e0": 0.1, "cls/e1": 0.2, "cls/e2": 0.7, "det/x": 0.1}
         assert drawn(config, seen, origin) == {"c0": 100, "c1": 200, "c2": 700}
 
     def test_that_was_computed_is_the_boards(self, config):
-        assert drawn(config, {"cls/e2": 1.0}, COMPUTED) == {"c0": 500, "c1": 300, "c2": 200}
+        assert drawn(config, {"cls/e2": 1.0}, UsageOrigin.COMPUTED) == {"c0": 500, "c1": 300, "c2": 200}
 
     def test_is_shared_by_quantity_where_components_share_their_first_expert(self, config, tmp_path):
         """c0 and c1 begin with cls/e0, three and one of them on a board; c2 with cls/e2."""

@@ -17,16 +17,14 @@ from PIL import Image
 
 from agent.config import BoardSection, read_line
 from agent.listing import result_rows, write_rows
+from agent.profile_records import UsageOrigin
 from agent.records.results import Result, ResultStore
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from profiler.samples import LineSamples
 from profiler.usage import (
-    COMPUTED,
-    COUNTED,
     FEW_REQUESTS,
-    SERVED,
     RouteCount,
     component_shares,
     computed_usage,
@@ -106,7 +104,7 @@ def serve(config, rows, line="test"):
 def test_computed_from_quantities(line):
     usage = computed_usage(line)
     assert usage.probabilities == {"cls/a": 0.75, "cls/b": 0.25, "det/x": 1.0}
-    assert (usage.pass_rates, usage.origin, usage.requests) == ({}, COMPUTED, 0)
+    assert (usage.pass_rates, usage.origin, usage.requests) == ({}, UsageOrigin.COMPUTED, 0)
 
 
 def test_a_subsequent_expert_is_used_as_often_as_its_preliminary_ones_let_pass(line):
@@ -142,7 +140,7 @@ def test_counted_on_samples_weighs_components_as_the_boards_do(line, tmp_path):
     assert found.usage.pass_rates == pytest.approx(rates)
     after = 0.75 * rates["cls/a"] + 0.25 * rates["cls/b"]
     assert found.usage.probabilities == pytest.approx({"cls/a": 0.75, "cls/b": 0.25, "det/x": after})
-    assert (found.usage.origin, found.usage.requests) == (COUNTED, 8)
+    assert (found.usage.origin, found.usage.requests) == (UsageOrigin.COUNTED, 8)
     assert found.notes == (f"only 8 requests were counted: rough until there are {FEW_REQUESTS}",)
 
 
@@ -225,7 +223,7 @@ def test_learned_from_what_was_served(line):
     assert usage.pass_rates == pytest.approx({"cls/a": 0.671875, "cls/b": 0.84375, "det/x": 0.671875})
     expected = {"cls/a": 3.5 / 5, "cls/b": 1.5 / 5, "det/x": (3 + 0.7578125) / 5}
     assert usage.probabilities == pytest.approx(expected)
-    assert (usage.origin, usage.requests) == (SERVED, 4)
+    assert (usage.origin, usage.requests) == (UsageOrigin.SERVED, 4)
 
 
 def test_a_request_that_ended_unknown_says_nothing_of_its_last_expert(line):
