@@ -411,11 +411,12 @@ def tasks(
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
     from agent.progress import progress_on_stderr
-    from profiler.evaluation import evaluation_json, evaluation_table
+    from profiler.evaluation import evaluation_json, evaluation_table, simulated_tasks
     from profiler.figures import write_figures
     from profiler.measured_device import device_notes
-    from profiler.report import DEVICE_FILES, prepare_folder, simulated_tasks, task_devices
+    from profiler.report import prepare_folder
     from profiler.scaled import measure_scaled, scaled_json, scaled_table
+    from profiler.task_devices import DEVICE_FILES, task_devices
 
     log_to_stderr(logging.WARNING)
     if experts is not None and (device or short or folder is not None):

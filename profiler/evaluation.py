@@ -228,3 +228,11 @@ def _table_line(row: Row, samba: Row | None, all_memory: Row | None) -> str:
     executors = ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count)
     ratios = f"{over:>10} {over_all_memory:>10}"
     return f"{row.policy:<16} {row.images_per_s:8.2f} {ratios} {row.switches:8d} {fewer:>6}  {executors}"
+
+
+def simulated_tasks(
+    devices: Sequence[PaperDevice], progress: Callable[[str, int, int], None], *, full: bool = True
+) -> Evaluation:
+    """The paper's tasks on these devices. Raises ConfigError where one has no room for a system."""
+    tasks, sample = (TASKS, SAMPLE_REQUESTS) if full else (SHORT_TASKS, SHORT_SAMPLE_REQUESTS)
+    return evaluate(devices, progress, tasks, sample)

@@ -11,40 +11,33 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.profile import read_profile
 from experts.errors import ConfigError
 from profiler import decisions, loading, rows, starting
 from profiler.charts import bar_chart
-from profiler.devices import read_device
 from profiler.evaluation import (
     COSERVE,
     LEAST_RATIO,
     MOST_RATIO,
     PAPER,
     SAMBA,
-    SAMPLE_REQUESTS,
-    SHORT_SAMPLE_REQUESTS,
-    SHORT_TASKS,
-    evaluate,
+    simulated_tasks,
 )
 from profiler.figures import write_figures
 from profiler.generated import removed_afterwards
 from profiler.loading import measure_loading
-from profiler.measured_device import SUFFIX, device_of
 from profiler.prescheduled import figure_19
 from profiler.profiling import KIND_LIMIT_S
 from profiler.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, Target, measure_proof
 from profiler.starting import measure_start
-from profiler.tasks import TASKS
+from profiler.task_devices import DEVICE_FILES, task_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from profiler.decisions import DecisionTimes
-    from profiler.devices import PaperDevice
     from profiler.evaluation import Evaluation
     from profiler.loading import LoadingTimes
     from profiler.proof import Proof
@@ -52,8 +45,6 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]
 
-DEVICES = Path(__file__).parents[1] / "configs" / "devices"
-DEVICE_FILES = {"numa": "numa-rtx3080ti.yaml", "uma": "uma-apple-m2.yaml"}
 REPORT = "report.md"
 SHORT_FILES, FULL_FILES = 4, 8  # experts that are loaded for the loading benchmark
 SHORT_REPEATS, FULL_REPEATS = 1, 3
@@ -144,32 +135,6 @@ def write_report(folder: Path, found: Findings) -> Path:
     path = folder / REPORT
     path.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
     return path
-
-
-def task_devices(names: Sequence[str]) -> tuple[PaperDevice, ...]:
-    """These devices, each named as ``task_device`` has it. Raises ConfigError, also for two that are called alike."""
-    found = tuple(task_device(name) for name in dict.fromkeys(names))
-    called = [device.device for device in found]
-    for name in called:
-        if called.count(name) > 1:
-            raise ConfigError(f"--device: {called.count(name)} of these are {name} - give one of them at a time")
-    return found
-
-
-def simulated_tasks(devices: Sequence[PaperDevice], progress: Progress, *, full: bool = True) -> Evaluation:
-    """The paper's tasks on these devices. Raises ConfigError where one has no room for a system."""
-    tasks, sample = (TASKS, SAMPLE_REQUESTS) if full else (SHORT_TASKS, SHORT_SAMPLE_REQUESTS)
-    return evaluate(devices, progress, tasks, sample)
-
-
-def task_device(name: str) -> PaperDevice:
-    """One of DEVICE_FILES by its name, or the box that a profile (PROFILE.db) was measured on. Raises ConfigError."""
-    if name in DEVICE_FILES:
-        return read_device(DEVICES / DEVICE_FILES[name])
-    if not name.endswith(SUFFIX):
-        known = ", ".join(DEVICE_FILES)
-        raise ConfigError(f"--device: {name!r} is none of {known}, and no profile of a box (PROFILE{SUFFIX})")
-    return device_of(read_profile(Path(name)), Path(name))
 
 
 def targets_text(targets: Iterable[Target]) -> str:

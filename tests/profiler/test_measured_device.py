@@ -21,8 +21,8 @@ from agent.profile_records import (
 from experts.errors import ConfigError
 from profiler.devices import constants
 from profiler.measured_device import INSTEAD, device_notes, device_of
-from profiler.report import task_device
 from profiler.systems import Loading, System, device_profile, simulate
+from profiler.task_devices import task_device
 from profiler.tasks import Board, task_of
 
 GIB = 2**30
