@@ -29,7 +29,6 @@ from agent.line_profile import (
     refuse_other_box,
     usage_of,
 )
-from agent.listing import packed_folder
 from agent.matrix import core_share, matrix, unmeasured
 from agent.runtime.device import HOST, detect
 from agent.runtime.executor import threads_per_executor
@@ -124,7 +123,7 @@ def build_agent(
     _import_runtimes(config)
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
-        segments = on_failure.enter_context(closing(SegmentStore(packed or packed_folder(config))))
+        segments = on_failure.enter_context(closing(SegmentStore(packed or config.packed_folder)))
         ground = _groundwork(config, segments.directory, profile, executors)
         report = pack(config, segments, ground.precisions, progress)
         copies = copies_of(config, ground.precisions, report.packed)
@@ -186,10 +185,10 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
         box = detect_box(config)
     except ConfigError as error:
         return (str(error),)
-    packed = lying_packed(config, packed_folder(config))
+    packed = lying_packed(config, config.packed_folder)
     written = [
         f"the weights of {name} were written to after they were packed: if they are others now, profile again"
-        for name in changed_sources(config, packed_folder(config))
+        for name in changed_sources(config, config.packed_folder)
     ]
     return (*changes(config, profile, box, packed), *written)
 

@@ -339,6 +339,21 @@ class LineConfig:
     api: ApiSection
     document: Document
 
+    @property
+    def results_file(self) -> Path:
+        """Where its verdicts lie."""
+        return self.state / "results.db"
+
+    @property
+    def packed_folder(self) -> Path:
+        """Where its packed weights lie."""
+        return self.state / "packed"
+
+    @property
+    def profile_file(self) -> Path:
+        """Where the device profile of its box lies."""
+        return self.state / "profile.db"
+
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:
     """Read and validate one line file under this environment (default: the process's own).

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from agent.assembly import build_agent, pack_as_served
-from agent.listing import packed_bytes, packed_folder, packed_manifests
+from agent.listing import packed_bytes, packed_manifests
 from agent.records.database import state_held
 from agent.snapshot import snapshot
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ExpertError
@@ -63,8 +63,8 @@ def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -
     ``ok`` is None for an expert that is not packed yet.
     """
     rows = []
-    folder = ManifestFolder(packed_folder(config) / "manifests")
-    with closing(SegmentStore(packed_folder(config))) as segments:
+    folder = ManifestFolder(config.packed_folder / "manifests")
+    with closing(SegmentStore(config.packed_folder)) as segments:
         for number, (name, manifests) in enumerate(packed_manifests(config).items(), start=1):
             progress("verify", number, len(config.catalog.experts))
             damage = [found for found in (_damage(manifest, folder, segments) for manifest in manifests) if found]
@@ -98,7 +98,7 @@ def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) 
 @contextmanager
 def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None]) -> Iterator[Path]:
     """A line's packed weights, which no agent changes meanwhile, and which are not changed beneath a running one."""
-    with closing(SegmentStore(packed_folder(config))) as segments:
+    with closing(SegmentStore(config.packed_folder)) as segments:
         try:
             with state_held(config.state):
                 pack_as_served(config, segments, progress)

@@ -29,7 +29,6 @@ from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from agent.config import LineConfig
     from agent.profile_records import StoredProfile
@@ -44,17 +43,12 @@ ONE_FORM = frozenset(
 )  # families for which the line's `precision` has no meaning: fp32, or the profile's
 
 
-def profile_file(config: LineConfig) -> Path:
-    """Where the device profile of a line's box lies."""
-    return config.state / "profile.db"
-
-
 def find_profile(config: LineConfig) -> StoredProfile | None:
     """The profile of this line's box; None where there is none, or only one that is not finished.
 
     Raises ConfigError for a file that cannot be read as one.
     """
-    path = profile_file(config)
+    path = config.profile_file
     if path.exists():
         return read_profile(path)
     if partial_of(path).exists():
@@ -71,7 +65,7 @@ def set_spinning(config: LineConfig) -> str | None:
     The setting that it runs with from now on; None where its user has set one of OpenMP's variables, which then counts.
     A profile that cannot be read changes nothing here: whoever starts from it says why.
     """
-    path = profile_file(config)
+    path = config.profile_file
     setting = DEFAULT
     with suppress(ConfigError):
         setting = read_profile(path).spinning_setting if path.exists() else DEFAULT
@@ -96,7 +90,7 @@ def refuse_mismatches(config: LineConfig, profile: StoredProfile, box: Box, pack
     reasons = changes(config, profile, box, packed)
     if not reasons:
         return
-    path = profile_file(config)
+    path = config.profile_file
     told = "".join(f"\n  - {reason}" for reason in reasons)
     replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
     advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"

@@ -13,14 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from agent.line_profile import find_profile, usage_of
-from agent.line_profile import profile_file as profile_file  # beside the other places of a line
 from agent.records.results import ResultReader
 from experts.errors import ConfigError
 from experts.manifests import ManifestFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from agent.config import LineConfig
     from experts.expert import Verdict
@@ -29,20 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def results_file(config: LineConfig) -> Path:
-    """Where a line's verdicts lie."""
-    return config.state / "results.db"
-
-
-def packed_folder(config: LineConfig) -> Path:
-    """Where a line's packed weights lie."""
-    return config.state / "packed"
-
-
 def packed_manifests(config: LineConfig) -> dict[str, list[Manifest]]:
     """What is packed of each of a line's experts, in one precision or several; an empty list where nothing is."""
     found: dict[str, list[Manifest]] = {name: [] for name in config.catalog.experts}
-    for manifest in ManifestFolder(packed_folder(config) / "manifests").read_all():
+    for manifest in ManifestFolder(config.packed_folder / "manifests").read_all():
         found.get(manifest.packed.expert, []).append(manifest)
     return found
 
@@ -130,7 +118,7 @@ def _usage(config: LineConfig) -> dict[str, float]:
 
 
 def _reader(config: LineConfig) -> ResultReader:
-    file = results_file(config)
+    file = config.results_file
     if not file.is_file():
         raise ConfigError(f"{file}: no results yet - start `coserve serve` for this line first")
     return ResultReader(file)

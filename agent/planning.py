@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from agent.budget import available_for, executor_specs, limits_of, pool_specs
 from agent.copies import by_precision, copies_of, lying_packed
 from agent.line_profile import precisions_of, programs_of, usage_of
-from agent.listing import packed_folder
 from agent.matrix import matrix, unmeasured_kinds
 from agent.profile import kind_name
 from agent.runtime.device import DEVICE, HOST, Box, MemorySize
@@ -63,7 +62,7 @@ def planned(
     """
     counts, given = (executors, None) if isinstance(executors, Mapping) else (None, executors)
     wanted = _overridden(config, policy, memory, counts, precision)
-    lying = lying_packed(wanted, packed_folder(wanted))
+    lying = lying_packed(wanted, wanted.packed_folder)
     specs = tuple(given) if given else executor_specs(wanted, box, profile.allocation)
     programs = programs_of(lying)
     kinds = {name: kind_name(wanted.catalog.experts[name], program) for name, program in programs.items()}

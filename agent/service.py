@@ -30,7 +30,6 @@ from agent.intake.naming import naming_of
 from agent.intake.reading import Answers, ArrivalReader
 from agent.intake.room import has_room
 from agent.line_boards import LineBoards, wall_clock
-from agent.listing import results_file
 from agent.recording import judged_result, refused_result
 from agent.records.attempts import AttemptLog
 from agent.records.database import state_held
@@ -125,7 +124,7 @@ class LineService:
         self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self._agent.profile.usage)
         self._drift_alarm = DriftAlarm()
-        self._store = ResultStore(results_file(config))
+        self._store = ResultStore(config.results_file)
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
@@ -387,7 +386,7 @@ class LineService:
                 "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "
                 "learn how: coserve profile %s --usage-from %s%s",
                 found.distance, found.chance, found.steps, ",".join(moved.expert for moved in found.experts),
-                self._config.document.file, results_file(self._config),
+                self._config.document.file, self._config.results_file,
                 " --simulate" if self._agent.stored is None else "",
             )  # fmt: skip
 

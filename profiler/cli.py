@@ -232,7 +232,6 @@ def plan(
     """
     from agent.assembly import doubts
     from agent.config import read_line
-    from agent.listing import profile_file
     from agent.profile import read_profile
     from agent.progress import progress_on_stderr
     from profiler.plan import as_json as plan_json
@@ -247,7 +246,7 @@ def plan(
             refuse_unused(ctx, ("boards",), "boards are of the made-up trace - leave them, or leave --trace")
         refuse_unknown_policies(policies or ())
         config = read_line(line)
-        stored = read_profile(database or profile_file(config))
+        stored = read_profile(database or config.profile_file)
         if database is None:
             for doubt in doubts(config, stored):
                 print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from agent.assembly import detect_box
 from agent.budget import casual_allocation, executor_specs, pool_budgets
 from agent.core.performance import ExecutorSpec
-from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
 from agent.profile import ProfileDraft, identity_of, is_of_another_box, packed_sha256, read_profile, replace_usage
 from agent.profile_records import SOURCE, StoredProfile, UsageOrigin
@@ -109,8 +108,8 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callab
 
     What lies in the profile's place and is none of this box is an error, and stays as it is, unless all is ``fresh``.
     """
-    path = profile_file(config)
-    with StateLock(config.state), closing(SegmentStore(packed_folder(config))) as segments:
+    path = config.profile_file
+    with StateLock(config.state), closing(SegmentStore(config.packed_folder)) as segments:
         box = detect_box(config)
         if not options.fresh:
             _refuse_to_replace(path, box)
@@ -130,7 +129,7 @@ def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
     """
     if history is None:
         return None
-    path = profile_file(config)
+    path = config.profile_file
     if not path.exists():
         raise ConfigError(
             f"{path}: no finished profile yet - run `coserve profile {config.document.file}` first, or give "
@@ -234,7 +233,7 @@ class _Profiling:
         self._draft.save_trials(RUNS, ())
         profile = self._draft.finish()
         broken = [f"{name} cannot be served: {reason}" for name, reason in self._packing.failed.items()]
-        return Profiled(profile, profile_file(self._config), (*self._notes, *broken, *usage.notes))
+        return Profiled(profile, self._config.profile_file, (*self._notes, *broken, *usage.notes))
 
     def _processors(self) -> tuple[str, ...]:
         """Those that the line may use, fastest first. Raises ConfigError for one that the box does not have."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.config import read_line
-from agent.listing import profile_file
 from agent.profile import read_profile
 from experts.expert import Precision
 from profiler.allocation_step import CASUAL
@@ -138,7 +137,7 @@ def _compared(
     title: str, config: LineConfig, trace: Sequence[Arrival], options: RunOptions, progress: Progress
 ) -> Comparison:
     """First the plan from the line's profile, then the measurement."""
-    profile = read_profile(profile_file(config))
+    profile = read_profile(config.profile_file)
     policies = [policy for policy in options.policies if policy != NAIVE]
     rows = plan(config, None, profile, trace, policies, ssd_bytes_per_s=options.ssd_bytes_per_s)
     planned = {row.policy: row.images_per_s for row in rows}

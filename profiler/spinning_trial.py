@@ -13,7 +13,7 @@ from pathlib import Path
 from agent.assembly import detect_box
 from agent.config import read_line
 from agent.copies import copy_name
-from agent.listing import packed_folder, packed_manifests
+from agent.listing import packed_manifests
 from agent.runtime.rig import MeasuringRig
 from agent.runtime.slots import ExpertCopy
 from experts.expert import Precision
@@ -35,7 +35,7 @@ def main(line: Path, expert: str, precision: Precision, largest: int, threads: i
     copy = ExpertCopy(copy_name(expert, precision), config.catalog.experts[expert], packed)
     images = ImageCycle(copy, LineSamples.find(config, None).of(expert))
     times: dict[int, list[float]] = {1: [], largest: []}
-    with closing(SegmentStore(packed_folder(config))) as segments:
+    with closing(SegmentStore(config.packed_folder)) as segments:
         rig = MeasuringRig(detect_box(config), "cpu", [copy], segments, threads)
         with rig.opened():
             rig.bring(copy)

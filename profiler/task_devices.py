@@ -1,4 +1,4 @@
-"""The devices that the paper's tasks are simulated on, as the command names them: the paper's own, or a profiled one."""
+"""The devices that the paper's tasks are simulated on, by name: one of the paper's own, or a box that was profiled."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml
 from agent.demo.picture import PartVerdict, draw_verdicts
 from agent.demo.render import RenderedBoard, render_board
 from agent.demo.train import real_plan, synthetic_plan, train_experts
-from agent.listing import result_rows, results_file
+from agent.listing import result_rows
 from agent.records.results import ResultReader
 from agent.service import LineService
 from experts.errors import ConfigError, CoServeError
@@ -181,7 +181,7 @@ class Judged:
 
 def judge_apart(line_file: Path, specimens: Sequence[Specimen], progress: Progress) -> Judged:
     """``judge`` in a process of its own: what training left in this one would hide what the agent takes."""
-    stored = ResultReader(results_file(read_line(line_file, environment={})))
+    stored = ResultReader(read_line(line_file, environment={}).results_file)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
         future = apart.submit(judge, line_file, specimens)
         while not future.done():

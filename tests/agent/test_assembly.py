@@ -16,8 +16,8 @@ from agent.config import read_line
 from agent.copies import copies_of, lying_packed
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.inspection import inspect_images
-from agent.line_profile import precision_of, profile_file, usage_of
-from agent.listing import expert_rows, packed_folder
+from agent.line_profile import precision_of, usage_of
+from agent.listing import expert_rows
 from agent.matrix import kind_of, matrix
 from agent.planning import planned, profiled_box
 from agent.profile import ProfileDraft, identity_of, kind_name, packed_sha256, partial_of
@@ -66,7 +66,7 @@ class Line:
     def profiled(self, **changes):
         """Pack in both precisions, and write a profile of this box by hand; ``changes`` are of its parts."""
         config, box = self.config, detect_box(self.config)
-        with closing(SegmentStore(packed_folder(config))) as segments:
+        with closing(SegmentStore(config.packed_folder)) as segments:
             report = pack_line(config.catalog.experts.values(), lambda _: set(FORMS.values()), segments)
         every = {processor: dict.fromkeys(report.packed, form) for processor, form in FORMS.items()}
         copies = copies_of(config, every, report.packed)
@@ -79,7 +79,7 @@ class Line:
             "speedups": {"cpu": (1.0, 1.5), "emulated": (1.0, 1.5, 1.5)},
             "box": identity_of(box),
         } | changes
-        with ProfileDraft.open(profile_file(config), config.line, parts["box"], fresh=True) as draft:
+        with ProfileDraft.open(config.profile_file, config.line, parts["box"], fresh=True) as draft:
             draft.save_links([LinkSpeed("ssd", 1e8), LinkSpeed("host", 1e9)])
             for kind in parts["kinds"]:
                 draft.save_kind(kind)
@@ -95,14 +95,14 @@ class Line:
     def kind_name(self, expert):
         config = self.config
         (program,) = {
-            each.program_sha256 for each in lying_packed(config, packed_folder(config)) if each.expert == expert
+            each.program_sha256 for each in lying_packed(config, config.packed_folder) if each.expert == expert
         }
         return kind_name(config.catalog.experts[expert], program)
 
     def forget(self, expert, form):
         """An expert lies packed in its other form only."""
         kept = {name: set(FORMS.values()) - ({form} if name == expert else set()) for name in self.document["experts"]}
-        with closing(SegmentStore(packed_folder(self.config))) as segments:
+        with closing(SegmentStore(self.config.packed_folder)) as segments:
             forget_other_forms(kept, segments)
 
     @contextmanager
@@ -206,7 +206,7 @@ def test_the_line_file_comes_before_the_profile(line):
 
 def test_what_the_caller_gives_comes_before_both(line):
     stored = line.profiled()
-    profile_file(line.config).unlink()
+    line.config.profile_file.unlink()
     executors = (ExecutorSpec(0, "cpu", "host"),)
     pools = (PoolSpec("host", 9 * MIB, MIB), PoolSpec("device", 8 * MIB, MIB, cache="host"))
     with line.built(profile=stored, executors=executors, pools=pools) as (agent, _, stages):
@@ -222,7 +222,7 @@ def test_what_the_caller_gives_comes_before_both(line):
 
 def test_a_profile_that_is_not_wanted_is_not_even_read(line):
     line.profiled()
-    profile_file(line.config).write_bytes(b"rubbish")
+    line.config.profile_file.write_bytes(b"rubbish")
     assert "is not a SQLite file" in line.refusal()
     with line.built(profile=None) as (agent, _, stages):
         assert "probe" in stages
@@ -257,8 +257,8 @@ def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line
     other = replace(box, cores=box.cores + 1, versions={**box.versions, "torch": "1.0"}, model="another")
     line.profiled(box=other)
     line.document["experts"]["cls/f9"] = line._expert(1)
-    path, before = profile_file(line.config), profile_file(line.config).read_bytes()
-    packed = sorted(packed_folder(line.config).rglob("*"))
+    path, before = line.config.profile_file, line.config.profile_file.read_bytes()
+    packed = sorted(line.config.packed_folder.rglob("*"))
     refused = line.refusal().splitlines()
     assert refused == [
         f"{path} does not hold for this box and line as they are now:",
@@ -268,7 +268,7 @@ def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line
         f"run `coserve profile {line.folder / 'line.yaml'} --fresh`, or move {path} away to serve with a quick probe",
     ]
     assert path.read_bytes() == before
-    assert sorted(packed_folder(line.config).rglob("*")) == packed
+    assert sorted(line.config.packed_folder.rglob("*")) == packed
 
 
 def test_experts_that_changed_or_came_are_refused_after_they_are_packed(line):
@@ -311,7 +311,7 @@ def test_a_program_that_cannot_be_read_is_found_by_the_load(line, caplog):
     """It alone knows whether that passes; the expert is UNKNOWN meanwhile, and no other waits for it."""
     line.profiled()
     config = line.config
-    with closing(SegmentStore(packed_folder(config))) as segments:
+    with closing(SegmentStore(config.packed_folder)) as segments:
         packed = next(each for each in lying_packed(config, segments.directory) if each.expert == "cls/f1")
         program = segments.program_path(packed.program_sha256)
     program.write_bytes(program.read_bytes()[::-1])
@@ -348,13 +348,13 @@ def test_a_processor_without_times_is_refused(line):
 
 def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog):
     config = line.config
-    with ProfileDraft.open(profile_file(config), "test", identity_of(detect_box(config))):
+    with ProfileDraft.open(config.profile_file, "test", identity_of(detect_box(config))):
         pass
     with caplog.at_level(logging.INFO), line.built() as (agent, _, stages):
         assert agent.stored is None
         assert "probe" in stages
     assert caplog.text.count("profile_not_finished") == 1
-    assert partial_of(profile_file(config)).exists()
+    assert partial_of(config.profile_file).exists()
 
 
 # -- what is scaled and what falls back --
@@ -400,7 +400,7 @@ def test_computed_usage_is_computed_again_and_other_usage_is_taken(line):
 
 def test_experts_are_listed_beside_a_profile_that_cannot_be_read(line, caplog):
     line.profiled()
-    profile_file(line.config).write_bytes(b"rubbish")
+    line.config.profile_file.write_bytes(b"rubbish")
     assert len(expert_rows(line.config)) == 3
     assert "is not a SQLite file" in caplog.text
 
@@ -434,7 +434,7 @@ def test_a_precision_is_the_line_s_or_the_profile_s_or_fp32(line):
 def test_a_plan_takes_other_settings_and_reads_no_weights(line):
     stored = line.profiled()
     config, box = line.config, detect_box(line.config)
-    for file in (packed_folder(config) / "segments").iterdir():
+    for file in (config.packed_folder / "segments").iterdir():
         file.unlink()
     found = planned(config, box, stored, policy="samba", memory={"host": 12 * MIB, "workspace": 2 * MIB})
     assert [spec.processor for spec in found.executors] == ["emulated"]
@@ -517,7 +517,7 @@ def test_the_matrix_of_a_plan_is_that_of_its_copies(line):
     stored = line.profiled()
     config, box = line.config, detect_box(line.config)
     found = planned(config, box, stored)
-    with closing(SegmentStore(packed_folder(config))) as segments:
+    with closing(SegmentStore(config.packed_folder)) as segments:
         report = pack_line(config.catalog.experts.values(), lambda _: set(FORMS.values()), segments)
     copies = copies_of(config, found.precisions, report.packed)
     assert matrix(stored, box, copies, found.profile.usage, found.executors) == found.profile

@@ -14,7 +14,6 @@ from PIL import Image
 
 from agent.assembly import detect_box
 from agent.config import read_line
-from agent.line_profile import profile_file
 from agent.openmp import VARIABLES
 from agent.profile import ProfileDraft, identity_of
 from agent.profile_records import Allocation, KindProfile, LinkSpeed, SpinTimes, UsageProfile
@@ -60,7 +59,7 @@ class Line:
 
     def profiled(self, setting):
         config = read_line(self.file, {})
-        path = profile_file(config)
+        path = config.profile_file
         kind = KindProfile(
             "fake 8x8 unit", "fake", "cpu", "fp32", 1, 0.001, 0.001, 0.0, 4, 1000, 0, 0, {"ssd": 0.001}, (), "synthetic"
         )

@@ -25,7 +25,6 @@ from agent.boards import BoardVerdict
 from agent.config import read_line
 from agent.copies import copies_of
 from agent.intake.reading import ArrivalReader, read_as_seen
-from agent.listing import packed_folder, profile_file
 from agent.matrix import kind_of
 from agent.profile import ProfileDraft, identity_of, packed_sha256
 from agent.profile_records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
@@ -82,11 +81,11 @@ class Line:
     def profile(self):
         """A profile of this line and box, written by hand."""
         config = self.config
-        with closing(SegmentStore(packed_folder(config))) as segments:
+        with closing(SegmentStore(config.packed_folder)) as segments:
             packed = pack_line(config.catalog.experts.values(), lambda _: {Precision.FP32}, segments).packed
         fp32 = {"cpu": dict.fromkeys(packed, Precision.FP32)}
         kinds = {kind_of(copy): copy for copy in copies_of(config, fp32, packed)["cpu"]}
-        with ProfileDraft.open(profile_file(config), config.line, identity_of(detect_box(config))) as draft:
+        with ProfileDraft.open(config.profile_file, config.line, identity_of(detect_box(config))) as draft:
             draft.save_links([LinkSpeed("ssd", 1e9)])
             for kind in kinds:
                 times = {"threads": 1, "K_s": 0.001, "B_s": 0.001, "fit_error": 0.0, "max_batch": 4}

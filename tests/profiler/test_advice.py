@@ -24,7 +24,6 @@ from agent.core.performance import (
     PoolSpec,
     SharedPart,
 )
-from agent.listing import packed_folder
 from agent.planning import Planned, planned, profiled_box
 from agent.profile import kind_name
 from agent.profile_records import (
@@ -158,7 +157,7 @@ class AutoLine:
         (folder / "line.yaml").write_text(json.dumps(document))
         self.config = read_line(folder / "line.yaml", {})
         experts = self.config.catalog.experts
-        with closing(SegmentStore(packed_folder(self.config))) as store:
+        with closing(SegmentStore(self.config.packed_folder)) as store:
             report = pack_line(experts.values(), lambda expert: {Precision.FP32}, store)
         program = report.packed["cls/f0"][Precision.FP32].program_sha256
         kind = KindProfile(

@@ -11,7 +11,6 @@ import pytest
 from agent.config import read_line
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
-from agent.listing import packed_folder
 from agent.profile import kind_name
 from agent.profile_records import (
     Allocation,
@@ -60,7 +59,7 @@ class PackedLine:
         return {"host": f"{places * SLOT_BYTES + WORKSPACE_BYTES}B", "workspace": f"{WORKSPACE_BYTES}B"}
 
     def pack(self):
-        with closing(SegmentStore(packed_folder(self.config))) as store:
+        with closing(SegmentStore(self.config.packed_folder)) as store:
             experts = self.config.catalog.experts.values()
             report = pack_line(experts, lambda expert: {Precision.FP32}, store)
         packed = [report.packed[name][Precision.FP32] for name in self.config.catalog.experts]

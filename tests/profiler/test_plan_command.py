@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from agent.config import read_line
 from agent.core.policy import PRESETS
-from agent.listing import packed_folder, profile_file
 from agent.profile import ProfileDraft, identity_of, partial_of
 from agent.runtime.device import detect
 from coserve import app
@@ -108,7 +107,7 @@ def test_a_profile_that_the_agent_would_refuse_is_planned_with_and_said_to_be_re
     document = yaml.safe_load(line.read_text())
     weights = line.parent / "fake.yaml"
     weights.write_text(weights.read_text() + " ")
-    with sqlite3.connect(profile_file(read_line(line, {}))) as database:
+    with sqlite3.connect(read_line(line, {}).profile_file) as database:
         database.execute("UPDATE profile SET cores = cores + 1")
     told = plan(line, "--boards", "2").stderr
     assert told.count("note: an agent that starts now may refuse this profile: ") == 1 + len(document["experts"])
@@ -201,7 +200,7 @@ def test_people_read_a_table_and_what_would_help(line):
 def test_it_needs_no_weights_and_writes_nothing(line):
     """The owner's files and the packed segments may be elsewhere: manifests and the profile are enough."""
     (line.parent / "fake.yaml").unlink()
-    shutil.rmtree(packed_folder(read_line(line, {})) / "segments")
+    shutil.rmtree(read_line(line, {}).packed_folder / "segments")
     before = snapshot(line.parent)
     assert rows(line, "--boards", "1")
     assert snapshot(line.parent) == before
@@ -231,7 +230,7 @@ def test_in_its_own_process_it_imports_no_backend(line):
 
 
 def test_a_profile_from_elsewhere_can_be_named(line, tmp_path):
-    elsewhere = profile_file(read_line(line, {})).rename(tmp_path / "box.db")
+    elsewhere = read_line(line, {}).profile_file.rename(tmp_path / "box.db")
     assert "no device profile - run `coserve profile LINE.yaml`" in plan(line, check=78).stderr
     assert rows(line, "--profile", elsewhere)
 
@@ -291,7 +290,7 @@ def test_a_budget_below_the_largest_expert_names_it_its_bytes_and_the_budget(lin
 
 
 def test_a_profile_that_is_no_whole_one_is_refused_and_stays(line):
-    path = profile_file(read_line(line, {}))
+    path = read_line(line, {}).profile_file
     content = path.read_bytes()
     for broken in (content[:5000], b"", b"rubbish" * 100):
         path.write_bytes(broken)

@@ -11,7 +11,6 @@ from PIL import Image
 
 from agent.assembly import detect_box
 from agent.config import read_line
-from agent.listing import profile_file
 from agent.profile import ProfileDraft, identity_of
 from profiler.allocation_step import CASUAL
 from profiler.batches import BatchOptions
@@ -54,7 +53,7 @@ class LineOfOneKind:
         """Its profile as if a killed run had found batches in each form to take so long."""
         options = ProfilingOptions(samples=samples, allocation=CASUAL, batches=SHORT)
         profile_line(self.config, options, lambda *_: None)
-        with ProfileDraft.open(profile_file(self.config), "test", identity_of(detect_box(self.config))) as draft:
+        with ProfileDraft.open(self.config.profile_file, "test", identity_of(detect_box(self.config))) as draft:
             for kind in draft.kinds():
                 draft.save_kind(replace(kind, K_s=seconds[kind.precision], B_s=seconds[kind.precision]))
         return profile_line(self.config, options, lambda *_: None)

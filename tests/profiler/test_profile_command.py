@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 from agent.assembly import build_agent, detect_box
 from agent.config import read_line
 from agent.inspection import inspect_images
-from agent.listing import packed_folder, profile_file
 from agent.profile import ProfileDraft, identity_of, partial_of, read_profile
 from agent.profile_records import SOURCE, BatchTimes, UsageOrigin
 from agent.records.database import StateLock
@@ -88,7 +87,7 @@ class Line:
 
     @property
     def path(self):
-        return profile_file(self.config)
+        return self.config.profile_file
 
     @property
     def identity(self):
@@ -1197,4 +1196,4 @@ class TestTheCommand:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["allocation"]["origin"] == "casual"
-        assert (packed_folder(line.config) / "manifests").is_dir()
+        assert (line.config.packed_folder / "manifests").is_dir()

@@ -17,7 +17,7 @@ from agent.assembly import pack
 from agent.budget import casual_allocation
 from agent.config import read_line
 from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance, PoolSpec
-from agent.listing import packed_folder, packed_manifests
+from agent.listing import packed_manifests
 from agent.planning import planned
 from agent.profile import identity_of, kind_name
 from agent.profile_records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
@@ -79,7 +79,7 @@ def packed_line(folder, **changes):
 
 def packed(config):
     precisions = {"cpu": dict.fromkeys(config.catalog.experts, Precision.FP32)}
-    with closing(SegmentStore(packed_folder(config))) as segments:
+    with closing(SegmentStore(config.packed_folder)) as segments:
         pack(config, segments, precisions, quiet)
     return config
 
