@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
-    from experts.expert import Box
     from experts.manifests import Manifest
 
 log = logging.getLogger(__name__)
@@ -147,12 +146,5 @@ def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[
         "experts": [step.expert for step in outcome.steps],
         "seconds": round(seconds, 6),
         "reason": outcome.reason,
-        "boxes": [box_json(box) for step in outcome.steps for box in step.prediction.boxes],
+        "boxes": [box.as_json() for step in outcome.steps for box in step.prediction.boxes],
     }
-
-
-def box_json(box: Box) -> dict[str, Any]:
-    """A box as JSON: corners in pixels of the image as it came."""
-    sides = (("left", box.left), ("top", box.top), ("right", box.right), ("bottom", box.bottom))
-    corners = {side: round(value, 2) for side, value in sides}
-    return {"label": box.label, "score": round(box.score, 6), **corners}

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.boards import Inspection
-from agent.inspection import box_json
 from agent.records.results import Result
 from experts.expert import Verdict
 
@@ -24,7 +23,7 @@ def judged_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Res
             "expert": step.expert,
             "label": step.prediction.label,
             "score": step.prediction.score,
-            "boxes": [box_json(box) for box in step.prediction.boxes],
+            "boxes": [box.as_json() for box in step.prediction.boxes],
         }
         for step in outcome.steps
     ]

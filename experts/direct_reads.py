@@ -1,7 +1,7 @@
 """Files read past the page cache, several parts at once, straight into memory that the caller owns.
 
 Guarantees: a call that returns has filled every byte from the file as it is now. A file of another size, or one that
-shrinks under the read, is WeightsCorrupt; an absent one WeightsMissing; any other refusal of the system LoadFailed.
+shrinks under the read, is WeightsCorrupt; an absent one WeightsMissing; any other refusal of the system LoadError.
 Assumes: the file's size is a multiple of ALIGNMENT_BYTES.
 Why this structure: one thread's direct reads leave half of an NVMe drive idle, while four reach its limit; and the page
 cache would hold every expert a second time. Where a filesystem refuses direct reads (EINVAL on open, or on reading into
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experts.daemon_threads import DaemonThreads
-from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -242,5 +242,5 @@ def _drop_from_cache(file: int) -> None:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _load_failed(path: Path, expert: str, error: OSError) -> LoadFailed:
-    return LoadFailed(expert, f"{path} cannot be read: {error.strerror or error}")
+def _load_failed(path: Path, expert: str, error: OSError) -> LoadError:
+    return LoadError(expert, f"{path} cannot be read: {error.strerror or error}")

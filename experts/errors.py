@@ -11,7 +11,7 @@ CoServeError
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
-|  +- LoadFailed            reading or copying failed this time; may be retried
+|  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
@@ -136,7 +136,7 @@ class WeightsRefused(WeightsError):
     """A format that is never read at serve time, or a pickle that holds more than tensors."""
 
 
-class LoadFailed(ExpertError):
+class LoadError(ExpertError):
     """Reading or copying the weights failed this time."""
 
 

@@ -64,7 +64,7 @@ class Expert:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class BoundingBox:
     """One detected object; corners in pixels of the image as it came."""
 
     label: str
@@ -74,6 +74,12 @@ class Box:
     right: float
     bottom: float
 
+    def as_json(self) -> dict[str, str | float]:
+        """As results and answers have it: the score to six places, corners to a hundredth of a pixel."""
+        sides = (("left", self.left), ("top", self.top), ("right", self.right), ("bottom", self.bottom))
+        corners = {side: round(value, 2) for side, value in sides}
+        return {"label": self.label, "score": round(self.score, 6), **corners}
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -81,4 +87,4 @@ class Prediction:
 
     label: str
     score: float
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[BoundingBox, ...] = ()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
 from experts.manifests import replacing
 
 UNPICKLING = Path(__file__).parent / "backends" / "unpickling.py"
@@ -25,7 +25,7 @@ def import_weights(source: Path, destination: Path) -> str:
     """Copy weights to ``destination``, as .safetensors or .onnx; returns the sha256 of what was written.
 
     ``source``: .safetensors and .onnx are copied and checked; a .pt or .pth must hold a state dict, or a checkpoint
-    {"state_dict": ...}. Raises WeightsMissing, WeightsCorrupt, LoadFailed, and WeightsRefused for a pickle that holds
+    {"state_dict": ...}. Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for a pickle that holds
     more than tensors. Nothing is left at ``destination`` then that was not there before.
     """
     wanted = ".safetensors" if source.suffix in PICKLES else source.suffix
@@ -48,7 +48,7 @@ def import_weights(source: Path, destination: Path) -> str:
         with destination.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise LoadFailed(str(source), f"cannot be imported: {error}") from error
+        raise LoadError(str(source), f"cannot be imported: {error}") from error
     finally:
         if candidate.is_file():
             candidate.unlink()

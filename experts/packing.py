@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends import backend_for
-from experts.errors import ExpertError, LoadFailed, WeightsCorrupt, WeightsMissing
+from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMissing
 from experts.importing import import_weights
 from experts.manifests import Manifest, ManifestFolder, Source, replacing, sync_directory
 from experts.segment_writer import SegmentWriter
@@ -347,7 +347,7 @@ def _source_status(expert: Expert) -> os.stat_result:
             expert.id, f"{expert.weights} is not there: copy it there, or correct `weights`"
         ) from error
     except OSError as error:
-        raise LoadFailed(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
+        raise LoadError(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
 
 
 def _source(job: _Job) -> Source:
@@ -357,7 +357,7 @@ def _source(job: _Job) -> Source:
         with expert.weights.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise LoadFailed(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
+        raise LoadError(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
     return Source(sha256, status.st_size, status.st_mtime_ns, _recipe(job))
 
 
@@ -386,7 +386,7 @@ def _read_parts(place: _Place) -> Iterator[memoryview]:
             yield memoryview(part)
 
 
-def _unwritable(expert: str, error: OSError) -> LoadFailed:
-    return LoadFailed(
+def _unwritable(expert: str, error: OSError) -> LoadError:
+    return LoadError(
         expert, f"its packed weights cannot be written: {error.strerror or error}; make room and pack again"
     )

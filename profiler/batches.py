@@ -20,7 +20,7 @@ from agent.profile_records import BatchTimes
 from agent.runtime.executor import ImageFile
 from agent.runtime.rig import noise
 from experts.backends import backend_for
-from experts.errors import LoadFailed
+from experts.errors import LoadError
 from experts.expert import Precision
 from profiler.fits import typical_s
 
@@ -113,7 +113,7 @@ class BatchRuns:
         self._spent_s = 0.0
 
     def measure(self) -> tuple[BatchTimes, ...]:
-        """All of it, ascending by size. Raises LoadFailed when not even the smallest batch runs."""
+        """All of it, ascending by size. Raises LoadError when not even the smallest batch runs."""
         for size in sorted(self._options.sizes):
             if self._trials and not self._is_worth_trying(size):
                 break
@@ -187,7 +187,7 @@ class BatchRuns:
             if answer.out_of_memory and self._trials:
                 logger.info("sizes_end copy=%s largest=%d reason=out of memory", self._copy.name, max(self._trials))
                 return None
-            raise LoadFailed(self._copy.expert.id, answer.reason)
+            raise LoadError(self._copy.expert.id, answer.reason)
         self._spent_s += answer.seconds
         return peak_bytes
 

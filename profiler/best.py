@@ -18,7 +18,7 @@ from agent.budget import CORES_PER_CPU_EXECUTOR
 from experts.errors import ConfigError
 from profiler.devices import CPU, GPU
 from profiler.sweep import ExecutorCounts, executor_sweep
-from profiler.systems import CASUAL_FRACTION, Row, System, most_experts, simulate
+from profiler.systems import CASUAL_FRACTION, System, SystemRow, most_experts, simulate
 from profiler.windows import WindowSearch, decay_window_search, decay_windows
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ class Best:
     board: str
     device: str
     system: System
-    executors: tuple[Row, ...]
-    memory: tuple[Row, ...]
+    executors: tuple[SystemRow, ...]
+    memory: tuple[SystemRow, ...]
     search: WindowSearch | None
 
     @property
-    def gpu_sweep(self) -> tuple[Row, ...]:
+    def gpu_sweep(self) -> tuple[SystemRow, ...]:
         """GPU executors beside one of the CPU, in ascending order; none where memory does not hold one of each."""
         return _ascending(self.executors, GPU, CPU, 1)
 
     @property
-    def cpu_sweep(self) -> tuple[Row, ...]:
+    def cpu_sweep(self) -> tuple[SystemRow, ...]:
         """CPU executors beside those of the GPU that were best beside one, in ascending order."""
         beside_one = max(self.gpu_sweep, key=lambda row: row.images_per_s, default=None)
         chosen = self.system if beside_one is None else beside_one
@@ -64,7 +64,7 @@ def search_best(device: PaperDevice, sample: Task, board: str, start: System) ->
     The sweep ends where memory holds no more executors. Raises ConfigError where it does not even hold one.
     """
     start = replace(start, experts=None, expert_fraction=CASUAL_FRACTION if device.is_split else None)
-    tried: list[Row] = []
+    tried: list[SystemRow] = []
     refused: list[ConfigError] = []
 
     def of_executors(counts: ExecutorCounts) -> float | None:
@@ -82,7 +82,7 @@ def search_best(device: PaperDevice, sample: Task, board: str, start: System) ->
     best = replace(start, executors={GPU: counts.device, CPU: counts.cpu})
     if not device.is_split:
         return Best(board, device.device, best, tuple(tried), (), None)
-    rows: dict[int, Row] = {}
+    rows: dict[int, SystemRow] = {}
 
     def of_memory(experts: int) -> float:
         if experts not in rows:
@@ -98,11 +98,11 @@ def search_best(device: PaperDevice, sample: Task, board: str, start: System) ->
     return Best(board, device.device, replace(best, experts=chosen), tuple(tried), memory, search)
 
 
-def highest(rows: Sequence[Row]) -> int:
+def highest(rows: Sequence[SystemRow]) -> int:
     """Where in a sweep the throughput is highest; the first of equal ones."""
     return max(range(len(rows)), key=lambda number: rows[number].images_per_s)
 
 
-def _ascending(rows: tuple[Row, ...], counted: str, beside: str, count: int) -> tuple[Row, ...]:
+def _ascending(rows: tuple[SystemRow, ...], counted: str, beside: str, count: int) -> tuple[SystemRow, ...]:
     chosen = [row for row in rows if row.executors.get(beside, 0) == count]
     return tuple(sorted(chosen, key=lambda row: row.executors.get(counted, 0)))

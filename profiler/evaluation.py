@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from agent.core.performance import Limits
 from profiler.best import Best, highest, search_best
 from profiler.devices import CPU, GPU
-from profiler.systems import Loading, Row, System, most_experts, simulate
+from profiler.systems import Loading, System, SystemRow, most_experts, simulate
 from profiler.tasks import TASKS, paper_task, sample_of
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ LEAST_FEWER_SWITCHES = 0.78  # section 5.2: at least 78.5 % fewer
 class Evaluation:
     """Everything that was simulated: a row for each task, device and system, and the searches, the paper's first."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SystemRow, ...]
     best: tuple[Best, ...]
     sample_requests: int = SAMPLE_REQUESTS  # that the searches were made on
 
-    def row(self, task: str, device: str, policy: str) -> Row | None:
+    def row(self, task: str, device: str, policy: str) -> SystemRow | None:
         """One system's row; None where it was not run."""
         key = (task, device, policy)
         return next((row for row in self.rows if (row.task, row.device, row.policy) == key), None)
@@ -75,7 +75,7 @@ def evaluate(
     has no room for a system.
     """
     boards = tuple(dict.fromkeys(name[0] for name in tasks))
-    rows: list[Row] = []
+    rows: list[SystemRow] = []
     best: list[Best] = []
     for device in devices:
         for board in boards:
@@ -150,7 +150,7 @@ def shortfalls(evaluation: Evaluation) -> list[str]:
     return found
 
 
-def _task_shortfalls(rows: dict[str, Row]) -> list[str]:
+def _task_shortfalls(rows: dict[str, SystemRow]) -> list[str]:
     samba, all_memory, paper, ours = rows[SAMBA], rows[SAMBA_ALL_MEMORY], rows[PAPER], rows[COSERVE]
     ratio, over_all_memory = (paper.images_per_s / row.images_per_s for row in (samba, all_memory))
     found = []
@@ -184,7 +184,7 @@ def _sweep_shortfalls(best: Best) -> list[str]:
     ]
 
 
-def fewer_switches(row: Row | Figures, than: Row | Figures) -> float:
+def fewer_switches(row: SystemRow | Figures, than: SystemRow | Figures) -> float:
     """The part of another row's switches that this one does without; 0 when the other has none."""
     return 1 - row.switches / than.switches if than.switches else 0.0
 
@@ -220,7 +220,7 @@ def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _table_line(row: Row, samba: Row | None, all_memory: Row | None) -> str:
+def _table_line(row: SystemRow, samba: SystemRow | None, all_memory: SystemRow | None) -> str:
     over, over_all_memory = (
         "-" if than is None else f"{row.images_per_s / than.images_per_s:.2f}" for than in (samba, all_memory)
     )

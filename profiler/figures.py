@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from profiler.best import Best
     from profiler.evaluation import Evaluation
-    from profiler.systems import Row
+    from profiler.systems import SystemRow
 
 NAMES = {
     SAMBA: "Samba-CoE",
@@ -216,7 +216,7 @@ def _charts(
     title: str,
     y_label: str,
     policies: Sequence[str],
-    value: Callable[[Row], float],
+    value: Callable[[SystemRow], float],
 ) -> list[Path]:
     """One chart of bars for each device, a group for each task."""
     charts = []
@@ -238,7 +238,7 @@ def _header(runs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     return ("system", *(f"{task} {device}" for task, device in runs))
 
 
-def _lines(evaluation: Evaluation, policies: Sequence[str], text: Callable[[Row], str]) -> list[tuple[str, ...]]:
+def _lines(evaluation: Evaluation, policies: Sequence[str], text: Callable[[SystemRow], str]) -> list[tuple[str, ...]]:
     """A line for each system, a cell for each task and device."""
     lines = []
     for policy in policies:
@@ -247,15 +247,17 @@ def _lines(evaluation: Evaluation, policies: Sequence[str], text: Callable[[Row]
     return lines
 
 
-def _images_per_s(row: Row) -> float:
+def _images_per_s(row: SystemRow) -> float:
     return row.images_per_s
 
 
-def _switches(row: Row) -> float:
+def _switches(row: SystemRow) -> float:
     return row.switches
 
 
-def _value(evaluation: Evaluation, run: tuple[str, str], policy: str, value: Callable[[Row], float]) -> float | None:
+def _value(
+    evaluation: Evaluation, run: tuple[str, str], policy: str, value: Callable[[SystemRow], float]
+) -> float | None:
     row = evaluation.row(*run, policy)
     return None if row is None else value(row)
 
@@ -282,7 +284,7 @@ def _split(evaluation: Evaluation) -> str:
     return "\n".join((f"{said}. From the one to the other:\n", *found)) if found else f"{said}."
 
 
-def _change(evaluation: Evaluation, policy: str, main: Row, other: Row) -> str:
+def _change(evaluation: Evaluation, policy: str, main: SystemRow, other: SystemRow) -> str:
     """A policy's ratio over one row and over another one."""
     row = evaluation.row(main.task, main.device, policy)
     if row is None:
@@ -306,7 +308,7 @@ def _fewer(evaluation: Evaluation, policy: str, than: str) -> list[str]:
     ]
 
 
-def _pairs(evaluation: Evaluation, policy: str, than: str) -> list[tuple[Row | None, Row | None]]:
+def _pairs(evaluation: Evaluation, policy: str, than: str) -> list[tuple[SystemRow | None, SystemRow | None]]:
     return [(evaluation.row(*run, policy), evaluation.row(*run, than)) for run in _runs(evaluation)]
 
 

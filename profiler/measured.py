@@ -36,7 +36,7 @@ from profiler.forecast import SHARING_PROCESSORS
 from profiler.naive import NAIVE, NaiveServer, naive_files
 from profiler.played import AgentSetup, experts_of, images_of, packed_copies, player
 from profiler.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
-from profiler.rows import Figures, Measurement, Predicted, Row, engine_figures, medians, naive_figures
+from profiler.rows import Figures, Measurement, PolicyRow, Predicted, engine_figures, medians, naive_figures
 from profiler.simulator import PASSES, Simulator
 
 if TYPE_CHECKING:
@@ -206,11 +206,11 @@ class _Bench:
         floor_s = _roofline_s(compute_s, played.missing_bytes / bandwidth)
         return naive_figures(played, outputs_sha256(played.labels), floor_s)
 
-    def _row(self, policy: str, agent: Agent) -> Row:
+    def _row(self, policy: str, agent: Agent) -> PolicyRow:
         agent = self._agents.get(policy, agent)
         counts = Counter(spec.processor for spec in agent.executors)
         memory = {pool.name: pool.expert_bytes for pool in agent.pools}
-        return Row(
+        return PolicyRow(
             policy=policy,
             requests=len(self._trace),
             precision="fp32" if policy == NAIVE else precision_text(agent),

@@ -30,7 +30,7 @@ from agent.runtime.threads import use_threads
 from agent.runtime.transfer import PacedLink
 from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
-from experts.expert import NOTHING_FOUND, Box, Prediction
+from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
 from profiler.generated import removed_afterwards, require_disk
 from profiler.played import CoresInUse, forget_peak_rss, peak_resident_bytes
 
@@ -261,7 +261,7 @@ def _detected(expert: Expert, output: torch.Tensor) -> Prediction:
     corners = torch.cat((centre - size / 2, centre + size / 2), dim=1)
     kept = batched_nms(corners, scores[sure], labels[sure], OVERLAP_MAXIMUM)
     boxes = tuple(
-        Box(expert.labels[int(label)], float(score), *(float(side) for side in sides))
+        BoundingBox(expert.labels[int(label)], float(score), *(float(side) for side in sides))
         for sides, score, label in zip(corners[kept], scores[sure][kept], labels[sure][kept], strict=True)
     )
     if not boxes:

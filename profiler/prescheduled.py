@@ -53,7 +53,7 @@ TARGET_MANAGEMENT_SHARE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CopyPlace:
     """A copy in one memory."""
 
     pool: str
@@ -70,8 +70,8 @@ class Due:
 
     effect: StartLoad | StartBatch | Evict
     arrived: int
-    moves: Mapping[Place, int]
-    uses: Mapping[Place, int]
+    moves: Mapping[CopyPlace, int]
+    uses: Mapping[CopyPlace, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class Recorder:
         self._dues: list[Due] = []
         self._outcomes: defaultdict[int, list[Complete | Fail]] = defaultdict(list)
         self._results: dict[int, tuple[Prediction | Rejected, ...]] = {}
-        self._moves: Counter[Place] = Counter()
-        self._uses: Counter[Place] = Counter()
+        self._moves: Counter[CopyPlace] = Counter()
+        self._uses: Counter[CopyPlace] = Counter()
         self._last_batch: dict[int, int] = {}
         self._sources: dict[int, str] = {}
         self._in_flight: Counter[str] = Counter()
@@ -157,19 +157,19 @@ class Recorder:
             self._outcomes[self._last_batch.get(effect.request, -effect.request)].append(effect)
         elif isinstance(effect, StartBatch):
             batch = effect.batch
-            place = Place(self._executors[batch.executor], batch.copy)
+            place = CopyPlace(self._executors[batch.executor], batch.copy)
             self._due(effect, place)
             self._uses[place] += 1
             self._last_batch |= dict.fromkeys(batch.requests, batch.id)
         elif isinstance(effect, Evict):
-            place = Place(effect.pool, effect.copy)
+            place = CopyPlace(effect.pool, effect.copy)
             self._due(effect, place)
             self._moves[place] += 1
         elif isinstance(effect, StartLoad):
             self._keep_load(effect)
 
     def _keep_load(self, load: StartLoad) -> None:
-        target, source = Place(load.pool, load.copy), Place(load.source, load.copy)
+        target, source = CopyPlace(load.pool, load.copy), CopyPlace(load.source, load.copy)
         self._due(load, target, source)
         self._moves[target] += 1
         if load.source != SSD:
@@ -178,7 +178,7 @@ class Recorder:
         self._in_flight[load.source] += 1
         self._loads_at_once[load.source] = max(self._loads_at_once[load.source], self._in_flight[load.source])
 
-    def _due(self, effect: StartLoad | StartBatch | Evict, *places: Place) -> None:
+    def _due(self, effect: StartLoad | StartBatch | Evict, *places: CopyPlace) -> None:
         moves = {place: self._moves[place] for place in places}
         uses = {places[0]: self._uses[places[0]]} if isinstance(effect, Evict) else {}
         self._dues.append(Due(effect, self._arrived, moves, uses))
@@ -193,8 +193,8 @@ class Playback:
         self._lanes: dict[int | str, deque[Due]] = {}  # batches by executor, moves by memory
         for due in recording.dues:
             self._lanes.setdefault(_lane(due.effect), deque()).append(due)
-        self._moves: Counter[Place] = Counter()  # that are complete
-        self._uses: Counter[Place] = Counter()  # that have ended
+        self._moves: Counter[CopyPlace] = Counter()  # that are complete
+        self._uses: Counter[CopyPlace] = Counter()  # that have ended
         self._loads: dict[int, StartLoad] = {}
         self._running: dict[int, Batch] = {}  # by executor
         self._in_flight: Counter[str] = Counter()
@@ -258,9 +258,9 @@ class Playback:
         elif isinstance(event, events.Loaded):
             load = self._loads.pop(event.load)
             self._in_flight[load.source] -= 1
-            self._moves[Place(load.pool, load.copy)] += 1
+            self._moves[CopyPlace(load.pool, load.copy)] += 1
             if load.source != SSD:
-                self._uses[Place(load.source, load.copy)] += 1
+                self._uses[CopyPlace(load.source, load.copy)] += 1
         elif isinstance(event, events.Finished):
             self._end_batch(event, released)
         elif isinstance(event, events.LoadFailed | events.BatchFailed):
@@ -269,7 +269,7 @@ class Playback:
     def _end_batch(self, event: events.Finished, released: list[Effect]) -> None:
         executor = next(number for number, batch in self._running.items() if batch.id == event.batch)
         batch = self._running.pop(executor)
-        self._uses[Place(self._executors[executor], batch.copy)] += 1
+        self._uses[CopyPlace(self._executors[executor], batch.copy)] += 1
         recorded = self._recording.results[batch.id]
         self.differences += sum(_label(one) != _label(two) for one, two in zip(event.results, recorded, strict=True))
         for request in batch.requests:
@@ -304,7 +304,7 @@ class Playback:
             self._running[effect.batch.executor] = effect.batch
             self._counts["batches"] += 1
         elif isinstance(effect, Evict):
-            self._moves[Place(effect.pool, effect.copy)] += 1
+            self._moves[CopyPlace(effect.pool, effect.copy)] += 1
             self._used_bytes[effect.pool] -= effect.freed_bytes
             self._counts["evictions"] += 1
         else:

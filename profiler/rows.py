@@ -72,7 +72,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PolicyRow:
     """One policy: the medians of its runs, and each of them."""
 
     policy: str
@@ -110,14 +110,14 @@ class Measurement:
 
     line: str
     machine: str
-    rows: tuple[Row, ...]
+    rows: tuple[PolicyRow, ...]
     direct_io: bool
     ssd_bytes_per_s: float | None
     is_held: bool
     compute_s: float | None
     notes: tuple[str, ...]
 
-    def row(self, policy: str) -> Row:
+    def row(self, policy: str) -> PolicyRow:
         """One policy's. Raises KeyError for one that was not run."""
         for row in self.rows:
             if row.policy == policy:
@@ -235,7 +235,7 @@ def report(measurement: Measurement) -> str:
     return "\n".join(lines)
 
 
-def _line(row: Row) -> str:
+def _line(row: PolicyRow) -> str:
     figures = row.medians
     fraction = "-" if figures.roofline_fraction is None else f"{figures.roofline_fraction:.3f}"
     predicted = "-" if figures.predicted_images_per_s is None else f"{figures.predicted_images_per_s:.2f}"
@@ -247,7 +247,7 @@ def _line(row: Row) -> str:
     )
 
 
-def _remarks(row: Row) -> list[str]:
+def _remarks(row: PolicyRow) -> list[str]:
     """Targets, and whatever makes a row less than comparable."""
     figures, remarks = row.medians, []
     if row.policy == "coserve" and figures.roofline_fraction is not None:

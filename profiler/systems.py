@@ -74,7 +74,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SystemRow:
     """What one system did with one task. ``experts``: how many of the most used ones fit beside the GPU's batches."""
 
     task: str
@@ -91,7 +91,7 @@ class Row:
     experts: int = 0
 
 
-def simulate(system: System, device: PaperDevice, task: Task) -> Row:
+def simulate(system: System, device: PaperDevice, task: Task) -> SystemRow:
     """Run a task on a system, from the end of its initial placement to the last request's outcome.
 
     Raises ConfigError where the configuration has no room for an image of each executor or for the largest expert.
@@ -111,7 +111,7 @@ def simulate(system: System, device: PaperDevice, task: Task) -> Row:
     loads = [each for at_s, each in simulation.effects if isinstance(each, StartLoad) and at_s >= simulation.started_s]
     gpu_pool = next(pool for pool in pools if pool.name == device.pool_of(GPU))
     statistics = engine.statistics()
-    return Row(
+    return SystemRow(
         task=task.name,
         device=device.device,
         policy=system.name,

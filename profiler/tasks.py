@@ -39,7 +39,7 @@ SAMPLE = "sample"  # the stream of requests that searches run on, instead of a t
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class PaperBoard:
     """One board of the paper: its component types, with a seed for everything that is drawn about it."""
 
     name: str
@@ -47,7 +47,7 @@ class Board:
     seed: int
 
 
-BOARDS = {"A": Board("A", 352, seed=1), "B": Board("B", 342, seed=2)}
+BOARDS = {"A": PaperBoard("A", 352, seed=1), "B": PaperBoard("B", 342, seed=2)}
 REQUESTS = {"1": 2500, "2": 3500}
 TASKS = tuple(f"{board}{number}" for board in BOARDS for number in REQUESTS)
 
@@ -83,7 +83,7 @@ def sample_of(board: str, requests: int) -> Task:
     return task_of(BOARDS[board], requests, f"{board} {SAMPLE}", SAMPLE)
 
 
-def task_of(board: Board, requests: int, name: str, stream: str = "task") -> Task:
+def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -> Task:
     """Requests on a board. ``stream``: another one draws other requests on the same line."""
     components = [f"{board.name.lower()}-{number:03}" for number in range(board.types)]
     drawn = random.Random(f"{board.seed} quantities")
@@ -98,7 +98,7 @@ def task_of(board: Board, requests: int, name: str, stream: str = "task") -> Tas
     return Task(name, ExpertGraph(architectures, routes), architectures, usage, tuple(trace), tuple(passes))
 
 
-def _routes(board: Board, components: list[str]) -> tuple[dict[str, tuple[RouteStep, ...]], dict[str, str]]:
+def _routes(board: PaperBoard, components: list[str]) -> tuple[dict[str, tuple[RouteStep, ...]], dict[str, str]]:
     """The route of each component type, and the architecture of each expert."""
     passing = frozenset({PASSES.label})
     architectures = {f"cls/{component}": CLASSIFIER for component in components}

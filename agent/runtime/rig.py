@@ -135,7 +135,7 @@ class MeasuringRig:
         self._transfers.start_load(StartLoad(0, copy.expert.id, copy.name, origin, pool, 0))
         answer = self._next_answer()
         if isinstance(answer, LoadFailed):
-            raise errors.LoadFailed(copy.expert.id, answer.reason)
+            raise errors.LoadError(copy.expert.id, answer.reason)
         return max(time.monotonic() - started, LEAST_S)
 
     def second_load_s(self, copy: ExpertCopy, pool: str) -> float:
@@ -169,7 +169,7 @@ class MeasuringRig:
         """One batch on the first executor. Raises LoadFailed when it fails as a whole."""
         answer = self.attempt(copy, images)
         if isinstance(answer, BatchFailed):
-            raise errors.LoadFailed(copy.expert.id, answer.reason)
+            raise errors.LoadError(copy.expert.id, answer.reason)
         return answer
 
     def attempt(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> TimedBatch | BatchFailed:
@@ -199,7 +199,7 @@ class MeasuringRig:
             executor = running.pop(answer.batch)
             copy = copies[executor % len(copies)]
             if isinstance(answer, BatchFailed):
-                raise errors.LoadFailed(copy.expert.id, answer.reason)
+                raise errors.LoadError(copy.expert.id, answer.reason)
             _require_judged(copy, answer.results)
             free.append(executor)
         return max(time.monotonic() - started, LEAST_S)
@@ -230,7 +230,7 @@ def _require_judged(copy: ExpertCopy, results: Sequence[Prediction | Rejected]) 
     """The time of a batch of which an image was not judged is the time of something else."""
     for result in results:
         if isinstance(result, Rejected):
-            raise errors.LoadFailed(copy.expert.id, result.reason)
+            raise errors.LoadError(copy.expert.id, result.reason)
 
 
 def _held_bytes(copy: ExpertCopy) -> int:

@@ -26,7 +26,7 @@ import torch
 
 from agent.runtime.device import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
-from experts.errors import IllegalMove, LoadFailed, MemoryExceeded, WorkOverdue
+from experts.errors import IllegalMove, LoadError, MemoryExceeded, WorkOverdue
 from experts.expert import Precision
 from experts.weights import tensor_views
 
@@ -154,11 +154,11 @@ class Slot:
         return next(part.region for part in self.parts if part.segment.sha256 == segment.sha256)
 
     def skeleton(self, device: str) -> Skeleton:
-        """The module that runs this copy on a torch device. Raises LoadFailed when this pool binds none for it."""
+        """The module that runs this copy on a torch device. Raises LoadError when this pool binds none for it."""
         assert self.housing is not None, "the slot has no memory yet"
         binding = self.housing.bindings.get(device)
         if binding is None:
-            raise LoadFailed(self.copy.expert.id, f"its copy in this memory is not bound for {device}")
+            raise LoadError(self.copy.expert.id, f"its copy in this memory is not bound for {device}")
         return binding.skeleton
 
 

@@ -213,7 +213,7 @@ class Transfers:
             self._read_staged(memory, region, segment, expert)
         self._count("bytes_read", segment.size_bytes)
         if self._stopping.wait(max(delivered_at_s - time.monotonic(), 0.0)):
-            raise errors.LoadFailed(expert, "the agent is stopping")
+            raise errors.LoadError(expert, "the agent is stopping")
 
     def _read_staged(self, memory: Memory, region: Region, segment: Segment, expert: str) -> None:
         with self._staging.borrowed() as buffer:
@@ -228,16 +228,16 @@ class Transfers:
         """What is to be said, and done, about weights that were found corrupt."""
         try:
             gone = self._segments.discard_corrupt(copy.packed)
-        except (errors.LoadFailed, OSError) as refusal:
+        except (errors.LoadError, OSError) as refusal:
             logger.warning("corrupt_file_kept expert=%s reason=%s: %s", error.expert, refusal, error.message)
             return error
         if gone is None:
             logger.warning(
                 "corrupt_file_kept expert=%s reason=it is being packed or looked at: %s", error.expert, error.message
             )
-            return errors.LoadFailed(error.expert, f"{error.message}; somebody works on its files: trying again")
+            return errors.LoadError(error.expert, f"{error.message}; somebody works on its files: trying again")
         if not gone:
-            return errors.LoadFailed(error.expert, f"{error.message}; looked at again it is sound: trying again")
+            return errors.LoadError(error.expert, f"{error.message}; looked at again it is sound: trying again")
         for file in gone:
             logger.error(
                 "corrupt_file_dropped expert=%s file=%s: the next start packs it anew from %s",

@@ -36,7 +36,7 @@ from experts.backends.streams import await_writes
 from experts.backends.weight_files import read_state_dict
 from experts.backends.weightless import Weightless
 from experts.errors import OutputInvalid, WeightsMismatch
-from experts.expert import NOTHING_FOUND, Box, Precision, Prediction
+from experts.expert import NOTHING_FOUND, BoundingBox, Precision, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -347,11 +347,11 @@ def _prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepa
     return Prediction(boxes[0].label, boxes[0].score, boxes)
 
 
-def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> Box:
+def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> BoundingBox:
     """A row in input pixels as a box in the image's own, cut at its edges."""
     left, right = ((x - prepared.pad_left) / prepared.scale for x in (row[0], row[2]))
     top, bottom = ((y - prepared.pad_top) / prepared.scale for y in (row[1], row[3]))
-    return Box(
+    return BoundingBox(
         label=expert.labels[int(row[5])],
         score=row[4],
         left=min(max(left, 0.0), prepared.image_width),

@@ -24,7 +24,7 @@ import yaml
 
 from experts.backends.base import Packable
 from experts.backends.pixels import stretched
-from experts.errors import LoadFailed, WeightsCorrupt, WeightsMismatch, WeightsMissing
+from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
 from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class FakeBackend:
 
 
 def read_fake(expert: Expert) -> FakeModel:
-    """What the expert's weights file declares. Raises WeightsMissing, LoadFailed, WeightsCorrupt."""
+    """What the expert's weights file declares. Raises WeightsMissing, LoadError, WeightsCorrupt."""
     try:
         document: Any = yaml.safe_load(expert.weights.read_text())
         return FakeModel(**document)
@@ -125,7 +125,7 @@ def read_fake(expert: Expert) -> FakeModel:
             expert.id, f"{expert.weights} is not there: copy it there, or correct `weights`"
         ) from error
     except OSError as error:
-        raise LoadFailed(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
+        raise LoadError(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise WeightsCorrupt(expert.id, f"{expert.weights} does not declare a fake: {error}") from error
 

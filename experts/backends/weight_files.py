@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx.external_data_helper import uses_external_data
 from safetensors import SafetensorError, safe_open
 
-from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ def read_onnx(expert: str, path: Path) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise _missing(expert, path) from error
     except OSError as error:
-        raise LoadFailed(expert, f"{path} cannot be read: {error.strerror}") from error
+        raise LoadError(expert, f"{path} cannot be read: {error.strerror}") from error
     except DecodeError as error:
         raise WeightsCorrupt(expert, f"{path} is not an ONNX model: {error}") from error
     if any(uses_external_data(tensor) for tensor in model.graph.initializer):
@@ -88,7 +88,7 @@ def _read_safetensors(expert: str, path: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise _missing(expert, path) from error
     except OSError as error:
-        raise LoadFailed(expert, f"{path} cannot be read: {error}") from error
+        raise LoadError(expert, f"{path} cannot be read: {error}") from error
     except SafetensorError as error:
         raise WeightsCorrupt(expert, f"{path} is not a sound .safetensors file: {error}") from error
 

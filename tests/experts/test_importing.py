@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
 from experts.packing import import_weights
 
 
@@ -99,5 +99,5 @@ def test_a_destination_that_cannot_be_written_is_a_failed_load(tmp_path):
     source = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(3)}, source)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(LoadFailed):
+    with pytest.raises(LoadError):
         import_weights(source, tmp_path / "file" / "x.safetensors")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experts.errors import LoadFailed, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import Precision
 from experts.manifests import ManifestFolder
 from experts.packing import forget_other_forms, pack_line
@@ -271,7 +271,7 @@ def test_a_full_disk_leaves_what_was_there(files, store):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, signalled)
-    assert isinstance(report.failed["cls/large"], LoadFailed)
+    assert isinstance(report.failed["cls/large"], LoadError)
     assert "make room" in str(report.failed["cls/large"])
     assert report.packed["cls/small"][Precision.FP32] == before["cls/small"]
     check_sound(store, before)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from experts.errors import LoadFailed, WeightsCorrupt, WeightsMissing
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
 from experts.weights import AlignedBuffer, PackedExpert, Segment, SegmentStore, TensorSpec, tensor_views
 
 PARTS_BYTES = 8 * 1024 * 1024 * 2 + 4096  # more than one part of a parallel read, and not a multiple of it
@@ -167,7 +167,7 @@ def test_a_verified_file_that_went_away_is_missing(store, buffer):
 def test_what_the_system_refuses_is_a_failed_load_that_may_be_retried(tmp_path, buffer):
     (tmp_path / "packed").write_bytes(b"a file where a folder should be")
     store = SegmentStore(tmp_path / "packed")
-    with pytest.raises(LoadFailed, match="Not a directory"):
+    with pytest.raises(LoadError, match="Not a directory"):
         store.read(Segment("0" * 64, 4096, ()), buffer, "cls/x")
     store.close()
 

@@ -14,7 +14,7 @@ from agent.profile_records import Agreement, BatchTimes, KindProfile
 from agent.runtime.device import detect
 from agent.runtime.slots import ExpertCopy
 from experts.backends.classifier import write_random_weights
-from experts.expert import NOTHING_FOUND, Box, Expert, InputSpec, Precision, Prediction
+from experts.expert import NOTHING_FOUND, BoundingBox, Expert, InputSpec, Precision, Prediction
 from experts.packing import pack_line
 from experts.weights import SegmentStore
 from profiler.agreement import (
@@ -32,7 +32,7 @@ LABELS = ("ok", "bad")
 
 
 def box(label, score):
-    return Box(label, score, 0.0, 0.0, 1.0, 1.0)
+    return BoundingBox(label, score, 0.0, 0.0, 1.0, 1.0)
 
 
 class TestTwoOutputs:

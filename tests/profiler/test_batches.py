@@ -14,7 +14,7 @@ from agent.profile_records import BatchTimes
 from agent.runtime.executor import ImageFile
 from agent.runtime.rig import TimedBatch
 from agent.runtime.slots import ExpertCopy
-from experts.errors import LoadFailed
+from experts.errors import LoadError
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment
 from profiler.batches import (
@@ -222,7 +222,7 @@ def test_a_batch_that_fails_for_memory_ends_the_growing(runs_of):
     [ScriptedRig(lambda size: 0.01, memory_for=0), ScriptedRig(lambda size: 0.01, 2, "it broke", out_of_memory=False)],
 )
 def test_any_other_failure_is_one(runs_of, rig):
-    with pytest.raises(LoadFailed, match=r"cls/fake: (no memory left|it broke)"):
+    with pytest.raises(LoadError, match=r"cls/fake: (no memory left|it broke)"):
         runs_of(rig).measure()
 
 

@@ -10,10 +10,10 @@ from experts.errors import ConfigError
 from profiler.best import search_best
 from profiler.devices import PaperDevice, read_device
 from profiler.systems import System
-from profiler.tasks import Board, task_of
+from profiler.tasks import PaperBoard, task_of
 
 UMA = read_device(Path(__file__).parents[2] / "configs" / "devices" / "uma-apple-m2.yaml")
-TASK = task_of(Board("T", 60, seed=5), 60, "T")
+TASK = task_of(PaperBoard("T", 60, seed=5), 60, "T")
 LARGEST_BYTES = max(each.weight_bytes.value for each in UMA.architectures.values())
 
 

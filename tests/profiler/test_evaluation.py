@@ -26,8 +26,8 @@ from profiler.evaluation import (
 )
 from profiler.figures import write_figures
 from profiler.prescheduled import SchedulingCost, figure_19
-from profiler.systems import Loading, Row, System, simulate
-from profiler.tasks import Board, task_of
+from profiler.systems import Loading, System, SystemRow, simulate
+from profiler.tasks import PaperBoard, task_of
 from profiler.windows import SearchEnd, Window, WindowSearch
 
 FOLDER = Path(__file__).parents[2] / "configs" / "devices"
@@ -50,7 +50,7 @@ REACHED = {  # images/s and switches that reach every target
 
 
 def row(policy, images_per_s, switches, executors=(3, 1), experts=30):
-    return Row(
+    return SystemRow(
         task="A1",
         device="numa",
         policy=policy,
@@ -73,7 +73,7 @@ def best_of(executors, memory):
     return Best("A", "numa", System("paper", "paper", {"gpu": 3, "cpu": 1}, experts=39), sweep, windows, search)
 
 
-SMALL_TASK = task_of(Board("T", 150, seed=5), 150, "T")
+SMALL_TASK = task_of(PaperBoard("T", 150, seed=5), 150, "T")
 INNER = best_of({(2, 1): 20.0, (3, 1): 25.0, (4, 1): 24.0, (3, 0): 23.0, (3, 2): 24.5}, {15: 22.0, 39: 25.0, 48: 20.0})
 
 
@@ -188,7 +188,7 @@ def test_samba_with_all_memory_for_experts_leaves_room_for_one_image(device):
 
 @pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
 def test_the_best_is_the_best_of_what_was_run(device):
-    sample = task_of(Board("T", 120, seed=5), 120, "T")
+    sample = task_of(PaperBoard("T", 120, seed=5), 120, "T")
     best = search_best(device, sample, "T", System("paper", "paper", {"gpu": 1, "cpu": 1}))
     assert best.gpu_sweep[0].executors == {"gpu": 1, "cpu": 1}
     fastest = max(best.executors, key=lambda each: each.images_per_s)

@@ -23,7 +23,7 @@ from profiler.devices import constants
 from profiler.measured_device import INSTEAD, device_notes, device_of
 from profiler.systems import Loading, System, device_profile, simulate
 from profiler.task_devices import task_device
-from profiler.tasks import Board, task_of
+from profiler.tasks import PaperBoard, task_of
 
 GIB = 2**30
 CUDA = BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 32 * GIB, 16 * GIB, {"torch": "2.15.0"})
@@ -32,7 +32,7 @@ CPU_ONLY = BoxIdentity("cpu", "EPYC", ("cpu",), 2, 16 * GIB, None, {"torch": "2.
 LINKS = (LinkSpeed(SSD, 2e9), LinkSpeed("host", 1e10))
 SPEEDUPS = {"cuda": (1.0, 1.3, 1.4)}
 NUMBERS = {"resnet101": (178_000_000, 0.02), "yolov5m": (85_000_000, 0.03), "yolov5l": (187_000_000, 0.05)}
-TASK = task_of(Board("T", 60, seed=5), 80, "T")
+TASK = task_of(PaperBoard("T", 60, seed=5), 80, "T")
 
 
 def kind_on(processor, architecture, px=224, **changed):

@@ -19,7 +19,7 @@ from agent.runtime.probe import footprint_of
 from agent.runtime.slots import ExpertCopy
 from experts import backends
 from experts.backends.classifier import build_trainable
-from experts.errors import BackendUnavailable, LoadFailed
+from experts.errors import BackendUnavailable, LoadError
 from experts.expert import Expert, InputSpec, Precision
 from experts.packing import pack_line
 from experts.weights import SegmentStore
@@ -151,12 +151,12 @@ class TestAKind:
     def test_a_kind_of_which_nothing_runs_is_an_error_that_names_an_expert(self, bench, fakes):
         (copy,) = fakes("a")
         bench.segments.segment_path(copy.packed.own.sha256).unlink()
-        with pytest.raises(LoadFailed, match=r"expert cls/a: .*pack the line again"):
+        with pytest.raises(LoadError, match=r"expert cls/a: .*pack the line again"):
             measure_kind(bench, [copy])
 
     def test_samples_that_vanish_are_no_time(self, bench, fakes, tmp_path):
         samples = LineSamples({"cls/a": (Sample(tmp_path / "gone.png", "r", None, "inbox"),)})
-        with pytest.raises(LoadFailed, match=r"gone\.png"):
+        with pytest.raises(LoadError, match=r"gone\.png"):
             measure_kind(replace(bench, samples=samples), fakes("a"))
 
     def test_nothing_to_measure_is_the_callers_error(self, bench):

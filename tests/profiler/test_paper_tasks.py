@@ -13,7 +13,7 @@ from profiler.tasks import (
     INTERVAL_S,
     PASS_RATE,
     TASKS,
-    Board,
+    PaperBoard,
     paper_task,
     sample_of,
     task_of,
@@ -56,7 +56,7 @@ def test_the_same_task_every_time_and_another_sample():
 
 def test_usage_follows_the_quantities_and_the_pass_rate():
     """All classifiers together are used once a request, all detectors as often as what leads to them passes."""
-    task = task_of(Board("T", 9, seed=3), 4000, "T")
+    task = task_of(PaperBoard("T", 9, seed=3), 4000, "T")
     classifiers = [expert for expert, kind in task.architectures.items() if kind == CLASSIFIER]
     assert sum(task.usage[expert] for expert in classifiers) == pytest.approx(1.0)
     for steps in task.graph.routes.values():

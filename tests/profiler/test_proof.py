@@ -12,7 +12,7 @@ from profiler.loading import LoadingTimes
 from profiler.prescheduled import SchedulingCost
 from profiler.proof import Comparison, Proof
 from profiler.report import Findings, targets_text, write_report
-from profiler.rows import Measurement, Row
+from profiler.rows import Measurement, PolicyRow
 from profiler.starting import StartTimes
 from tests.profiler.one_run import FIGURES
 
@@ -21,7 +21,7 @@ COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0
 
 def compared(speeds, planned):
     rows = tuple(
-        Row(policy, 60, "fp32", {}, {"cpu": 1}, figures, (figures,), ())
+        PolicyRow(policy, 60, "fp32", {}, {"cpu": 1}, figures, (figures,), ())
         for policy, figures in ((name, replace(FIGURES, images_per_s=speed)) for name, speed in speeds.items())
     )
     return Comparison("a trace", Measurement("line", "a box", rows, True, 2e9, False, 9.6, ()), planned)

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from profiler.rows import Measurement, Percentiles, Row, medians, report
+from profiler.rows import Measurement, Percentiles, PolicyRow, medians, report
 from tests.profiler.one_run import FIGURES
 
 
 def row(*runs, policy="coserve", reasons=()):
-    return Row(policy, 60, "fp32", {"host": 10**9, "host_workspace": 10**8}, {"cpu": 1}, medians(runs), runs, reasons)
+    return PolicyRow(
+        policy, 60, "fp32", {"host": 10**9, "host_workspace": 10**8}, {"cpu": 1}, medians(runs), runs, reasons
+    )
 
 
 def told(*rows, **changes):

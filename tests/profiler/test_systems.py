@@ -21,11 +21,11 @@ from profiler.systems import (
     pool_specs,
     simulate,
 )
-from profiler.tasks import Board, task_of
+from profiler.tasks import PaperBoard, task_of
 
 FOLDER = Path(__file__).parents[2] / "configs" / "devices"
 NUMA, UMA = read_device(FOLDER / "numa-rtx3080ti.yaml"), read_device(FOLDER / "uma-apple-m2.yaml")
-TASK = task_of(Board("T", 150, seed=5), 150, "T")
+TASK = task_of(PaperBoard("T", 150, seed=5), 150, "T")
 SMALL = System("paper", "paper", {"gpu": 2, "cpu": 1})
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import torch
 
 from agent.runtime.device import detect
 from agent.runtime.device_loss import DeviceWatch, watch_of
-from experts.errors import BackendUnavailable, LoadFailed, MemoryExceeded
+from experts.errors import BackendUnavailable, LoadError, MemoryExceeded
 
 LOST = [
     torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."),
@@ -23,7 +23,7 @@ UNCLEAR = [
     BackendUnavailable("cuda", "cudaHostRegister failed with status 2: raise the limit of locked memory"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     MemoryExceeded("device", 2, 1),
-    LoadFailed("cls/illegal memory access", "the drive hiccuped"),
+    LoadError("cls/illegal memory access", "the drive hiccuped"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
 ]
 

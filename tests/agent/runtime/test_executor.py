@@ -28,7 +28,7 @@ from agent.runtime.executor import (
 )
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
-from experts.expert import Box, Prediction
+from experts.expert import BoundingBox, Prediction
 
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
@@ -213,8 +213,8 @@ def test_an_output_that_is_no_number_rejects_only_the_image_that_causes_it(line)
 
 def test_scores_of_boxes_must_be_numbers_too(line):
     expert = line.copy("own-0").expert
-    sound = Prediction("ok", 0.5, (Box("ok", 0.5, 0, 0, 1, 1),))
-    broken = Prediction("ok", 0.5, (Box("ok", float("inf"), 0, 0, 1, 1),))
+    sound = Prediction("ok", 0.5, (BoundingBox("ok", 0.5, 0, 0, 1, 1),))
+    broken = Prediction("ok", 0.5, (BoundingBox("ok", float("inf"), 0, 0, 1, 1),))
     assert checked(sound, expert) == sound
     assert isinstance(checked(broken, expert), Rejected)
 

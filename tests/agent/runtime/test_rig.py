@@ -12,7 +12,7 @@ from agent.runtime.device import DEVICE, HOST, detect
 from agent.runtime.rig import LEAST_S, MeasuringRig, noise
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierSkeleton
-from experts.errors import DeviceLost, LoadFailed
+from experts.errors import DeviceLost, LoadError
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_a_broken_image_has_no_time(line, rig_of, tmp_path):
         good, bad = rig.run(copy, [line.pixels(0), broken]).results
         assert good == line.predict("own-0", line.pixels(0))
         assert isinstance(bad, Rejected)
-        with pytest.raises(LoadFailed, match=r"broken\.png"):
+        with pytest.raises(LoadError, match=r"broken\.png"):
             rig.timed_s(copy, [line.pixels(0), broken])
-        with pytest.raises(LoadFailed, match=r"broken\.png"):
+        with pytest.raises(LoadError, match=r"broken\.png"):
             rig.all_s([copy], [[line.pixels(0)], [broken]])
 
 
@@ -99,9 +99,9 @@ def test_an_expert_that_is_not_loaded_has_no_time(line, rig_of):
         answer = rig.attempt(copy, [noise(copy)])
         assert isinstance(answer, BatchFailed)
         assert not answer.out_of_memory
-        with pytest.raises(LoadFailed, match="absent"):
+        with pytest.raises(LoadError, match="absent"):
             rig.run(copy, [noise(copy)])
-        with pytest.raises(LoadFailed, match="absent"):
+        with pytest.raises(LoadError, match="absent"):
             rig.all_s([copy], [[noise(copy)]])
 
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_gone_has_no_load_time(breakable_line):
     copy = breakable_line.copy("own-0")
     with (
         MeasuringRig(detect("cpu"), "cpu", [copy], breakable_line.segments, threads=1).opened() as rig,
-        pytest.raises(LoadFailed, match="pack the line again"),
+        pytest.raises(LoadError, match="pack the line again"),
     ):
         rig.load(copy, HOST)
 

@@ -13,7 +13,7 @@ import torch
 from agent.runtime.device import EmulatedMemory, HostMemory
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
-from experts.errors import BackendUnavailable, IllegalMove, LoadFailed, MemoryExceeded
+from experts.errors import BackendUnavailable, IllegalMove, LoadError, MemoryExceeded
 
 ROOMY = 64 * 1024 * 1024
 
@@ -181,7 +181,7 @@ def test_a_mere_cache_binds_no_skeleton(line):
     store = SlotStore(HostMemory(), ROOMY, (), shelf)
     copy = load(store, line, "own-0")
     assert shelf.constructed == 0
-    with store.using(copy.name) as slot, pytest.raises(LoadFailed, match="not bound for cpu"):
+    with store.using(copy.name) as slot, pytest.raises(LoadError, match="not bound for cpu"):
         slot.skeleton("cpu")
     store.close()
 

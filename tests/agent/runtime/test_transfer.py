@@ -144,7 +144,7 @@ class StutteringStore(SegmentStore):
     def read(self, segment, buffer, expert):
         if segment.sha256 in self._awkward:
             self._awkward.discard(segment.sha256)
-            raise errors.LoadFailed(expert, "the drive hiccuped")
+            raise errors.LoadError(expert, "the drive hiccuped")
         super().read(segment, buffer, expert)
 
 
