@@ -4,6 +4,9 @@ PYTHON := python3
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
 
+# How many processes `make test` runs tests in: a number, or logical for one on each core. Each takes about 1.5 GB.
+WORKERS := logical
+
 # How long `make mutants` may take, and which module it is about (as in ONLY=agent.core.queue; all when empty).
 MINUTES := 45
 ONLY :=
@@ -18,8 +21,8 @@ venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject
 demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
 	$(VENV)/bin/coserve demo
 
-test: $(INSTALLED)  ## all tests
-	$(VENV)/bin/python -m pytest
+test: $(INSTALLED)  ## all tests, WORKERS=logical at once: one for each core, up to eight
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check .

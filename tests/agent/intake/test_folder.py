@@ -919,7 +919,7 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tm
     folder = tmp_path / "inbox"
     folder.mkdir()
     for above in (tmp_path, *tmp_path.parents):
-        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "test_")):
+        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
             above.chmod(0o755)
     script = UNREADABLE.format(root=str(Path(__file__).parents[3]), module=__file__, folder=str(folder))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
