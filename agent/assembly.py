@@ -18,7 +18,7 @@ import psutil
 from agent.budget import executor_specs, limits_of, pool_specs
 from agent.copies import changed_sources, copies_of, lying_packed
 from agent.core.engine import Engine
-from agent.core.performance import SSD
+from agent.core.performance import HOST, SSD
 from agent.core.policy import PRESETS
 from agent.line_profile import (
     changes,
@@ -30,7 +30,7 @@ from agent.line_profile import (
     usage_of,
 )
 from agent.matrix import core_share, matrix, unmeasured
-from agent.runtime.device import HOST, detect
+from agent.runtime.device import detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.probe import UNMEASURED_BYTES_PER_S, LinkSpeeds, Probed, estimated_profile, probe

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import SSD, DeviceProfile, ExpertProfile, Performance
+from agent.core.performance import DEVICE, HOST, SSD, DeviceProfile, ExpertProfile, Performance
 from agent.profile import kind_name
-from agent.runtime.device import DEVICE, HOST, torch_device
+from agent.runtime.device import torch_device
 from agent.runtime.probe import footprint_of
 
 if TYPE_CHECKING:

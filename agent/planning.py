@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from agent.budget import available_for, executor_specs, limits_of, pool_specs
 from agent.copies import by_precision, copies_of, lying_packed
+from agent.core.performance import DEVICE, HOST
 from agent.line_profile import precisions_of, programs_of, usage_of
 from agent.matrix import matrix, unmeasured_kinds
 from agent.profile import kind_name
-from agent.runtime.device import DEVICE, HOST, Box, MemorySize
+from agent.runtime.device import Box, MemorySize
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:

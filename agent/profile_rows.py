@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from agent.core.performance import SSD
+from agent.core.performance import HOST, SSD
 from agent.profile_columns import TABLES, decoded, encoded
 from agent.profile_records import (
     Agreement,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from _typeshed import DataclassInstance
 
-CPU, HOST = "cpu", "host"
+CPU = "cpu"
 ID = "id"  # the column by which a table holds one row at most
 PARTS = ("links", "precisions", "packed", "usage", "allocation")  # each is saved once for every profile
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from agent.core.performance import DEVICE, HOST
 from profiler.bounds import bounds
 from profiler.forecast import forecast, reaches, with_expert_bytes, with_ssd
 
@@ -36,7 +37,6 @@ SLACK = 1.02  # arrivals limit a line whose work takes clearly less time than th
 STEP = 1.02  # of the bisection: sizes closer than this are one
 FASTEST_SSD = 64.0  # times today's: faster ones are not on sale
 UNLIMITED_BYTES = 2**50  # of a memory
-DEVICE, HOST = "device", "host"
 
 
 class Limit(StrEnum):

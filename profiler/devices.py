@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agent.core.performance import DEVICE, HOST
 from experts.document import read_document
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GPU, CPU = "gpu", "cpu"  # processors
-HOST, DEVICE = "host", "device"  # memories
 Value = TypeVar("Value")
 Text = Annotated[str, Field(min_length=1, strict=True)]
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from agent.core.performance import SSD
+from agent.core.performance import DEVICE, HOST, SSD
 from experts.errors import ConfigError
-from profiler.devices import CPU, DEVICE, GPU, HOST, PaperDevice
+from profiler.devices import CPU, GPU, PaperDevice
 from profiler.tasks import CLASSIFIER, DETECTORS
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
-from agent.core.performance import SSD, ExecutorSpec
+from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.profile import kind_name
 from agent.profile_records import KindProfile, LinkSpeed
-from agent.runtime.device import HOST, host_memory
+from agent.runtime.device import host_memory
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.meter import meter_for
 from agent.runtime.probe import footprint_of

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.budget import pool_budgets
+from agent.core.performance import DEVICE, HOST
 from agent.profile_records import Trial
-from agent.runtime.device import DEVICE, HOST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

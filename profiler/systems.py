@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 from agent.core.effects import StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
+    DEVICE,
+    HOST,
     SSD,
     DeviceProfile,
     ExecutorSpec,
@@ -34,7 +36,7 @@ from agent.core.performance import (
 )
 from agent.core.policy import PRESETS, Assigning
 from experts.errors import ConfigError
-from profiler.devices import CPU, DEVICE, GPU, HOST
+from profiler.devices import CPU, GPU
 from profiler.memory_shares import held_bytes
 from profiler.simulator import Simulator
 

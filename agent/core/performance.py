@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SSD = "ssd"
+SSD, HOST, DEVICE = "ssd", "host", "device"  # where weights lie: on the drive, and the names of the memories
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
+from agent.core.performance import DEVICE, HOST
 from agent.runtime.arena import Arena
 from agent.runtime.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
     from agent.runtime.arena import Span
 
-HOST = "host"
-DEVICE = "device"
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated")
 ALLOCATOR_SLACK = 1.25  # arbitrary: blocks that are larger than what was asked for, of several executors

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import (
+    DEVICE,
+    HOST,
     SSD,
     DeviceProfile,
     ExpertProfile,
@@ -22,7 +24,6 @@ from agent.core.performance import (
     Performance,
     SharedPart,
 )
-from agent.runtime.device import DEVICE, HOST
 from agent.runtime.rig import LEAST_S, MeasuringRig
 from experts import errors
 from experts.backends import backend_for

@@ -18,9 +18,9 @@ import numpy as np
 
 from agent.core.effects import StartLoad
 from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
-from agent.core.performance import SSD, ExecutorSpec
+from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.device import HOST, HostMemory, memory_for, torch_device
+from agent.runtime.device import HostMemory, memory_for, torch_device
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from agent.core.events import BatchFailed
-from agent.core.performance import SSD
+from agent.core.performance import DEVICE, HOST, SSD
 from agent.core.request import Rejected
-from agent.runtime.device import DEVICE, HOST, detect
+from agent.runtime.device import detect
 from agent.runtime.rig import LEAST_S, MeasuringRig, noise
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierSkeleton
