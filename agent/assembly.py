@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from agent.core.performance import DeviceProfile, ExecutorSpec, Limits, PoolSpec
     from agent.core.request import Outcome
     from agent.profile_records import StoredProfile
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
+    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import Decider
-    from agent.runtime.slots import ExpertCopy
     from experts.expert import Precision
     from experts.packing import PackingReport
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import DeviceProfile, ExpertProfile, Footprint
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.runtime.slots import ExpertCopy
+from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Precision
 from experts.manifests import ManifestFolder
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.profile_records import StoredProfile
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from experts.weights import PackedExpert
 
 log = logging.getLogger(__name__)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, DeviceProfile, ExpertProfile, Performance
 from agent.profile import kind_name
-from agent.runtime.device import torch_device
-from agent.runtime.probe import footprint_of
+from agent.runtime.box import torch_device
+from agent.runtime.expert_copy import footprint_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, Footprint
     from agent.profile_records import KindProfile, StoredProfile
-    from agent.runtime.device import Box
-    from agent.runtime.slots import ExpertCopy
+    from agent.runtime.box import Box
+    from agent.runtime.expert_copy import ExpertCopy
 
 
 @dataclass(frozen=True, slots=True)

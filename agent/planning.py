@@ -17,7 +17,7 @@ from agent.core.performance import DEVICE, HOST
 from agent.line_profile import precisions_of, programs_of, usage_of
 from agent.matrix import matrix, unmeasured_kinds
 from agent.profile import kind_name
-from agent.runtime.device import Box, MemorySize
+from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from experts.expert import Expert
     from experts.weights import PackedExpert
 

@@ -21,7 +21,7 @@ from agent.core.events import BatchFailed
 from agent.core.request import Rejected
 from agent.profile import kind_name
 from agent.profile_records import Agreement
-from agent.runtime.device import torch_device
+from agent.runtime.box import torch_device
 from agent.runtime.executor import ImageFile
 from experts.backends import backend_for
 from experts.errors import ExpertError
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from agent.profile_records import KindProfile
+    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.rig import MeasuringRig
-    from agent.runtime.slots import ExpertCopy
     from experts.expert import Prediction
     from profiler.microbench import Bench
     from profiler.samples import Sample

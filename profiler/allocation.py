@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import DeviceProfile, PoolSpec
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
 
     Throughput: TypeAlias = Callable[[Sequence[ExecutorSpec], Sequence[PoolSpec]], float]
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from agent.runtime.executor import ImageSource
+    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.meter import WorkspaceMeter
     from agent.runtime.rig import MeasuringRig, TimedBatch
-    from agent.runtime.slots import ExpertCopy
     from profiler.samples import Sample
 
 logger = logging.getLogger(__name__)

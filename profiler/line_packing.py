@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.budget import pool_budgets
 from agent.copies import copy_name
 from agent.matrix import kind_of
-from agent.runtime.device import torch_device
-from agent.runtime.probe import footprint_of
-from agent.runtime.slots import ExpertCopy
+from agent.runtime.box import torch_device
+from agent.runtime.expert_copy import ExpertCopy, footprint_of
 from experts.backends import family
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from experts.packing import PackingStep
     from experts.weights import SegmentStore
     from profiler.samples import LineSamples

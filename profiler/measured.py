@@ -29,7 +29,7 @@ from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from agent.inspection import outputs_sha256
 from agent.records.database import StateLock
-from agent.runtime.device import torch_device
+from agent.runtime.box import torch_device
 from agent.runtime.loop import LoopOptions
 from experts.errors import ConfigError
 from profiler.forecast import SHARING_PROCESSORS

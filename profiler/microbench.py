@@ -24,8 +24,8 @@ from agent.profile import kind_name
 from agent.profile_records import KindProfile, LinkSpeed
 from agent.runtime.device import host_memory
 from agent.runtime.executor import threads_per_executor
+from agent.runtime.expert_copy import footprint_of
 from agent.runtime.meter import meter_for
-from agent.runtime.probe import footprint_of
 from agent.runtime.rig import MeasuringRig
 from experts.backends import family
 from experts.errors import BackendUnavailable, ExpertError
@@ -36,10 +36,10 @@ from profiler.samples import described
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from agent.runtime.executor import ImageSource
+    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.meter import WorkspaceMeter
-    from agent.runtime.slots import ExpertCopy
     from experts.weights import SegmentStore
     from profiler.samples import LineSamples
 

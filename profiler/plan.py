@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig, PolicyName
     from agent.planning import Planned
     from agent.profile_records import StoredProfile
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from experts.expert import Precision
     from profiler.advice import Advice
     from profiler.bounds import Bounds

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.profile import ProfileDraft
     from agent.profile_records import Agreement, KindProfile
-    from agent.runtime.slots import ExpertCopy
+    from agent.runtime.expert_copy import ExpertCopy
     from profiler.line_packing import LinePacking
     from profiler.microbench import Bench
 

@@ -16,8 +16,8 @@ from profiler.batches import ImageCycle
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.rig import MeasuringRig
-    from agent.runtime.slots import ExpertCopy
     from profiler.microbench import Bench
     from profiler.samples import Sample
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.profile import ProfileDraft
     from agent.profile_records import StoredProfile
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from profiler.allocation import Throughput
     from profiler.traces import Arrival
 

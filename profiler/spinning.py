@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.profile_records import KindProfile
-    from agent.runtime.slots import ExpertCopy
+    from agent.runtime.expert_copy import ExpertCopy
 
 ROUNDS = 4
 LEAST_GAIN = 0.05

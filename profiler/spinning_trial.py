@@ -14,8 +14,8 @@ from agent.assembly import detect_box
 from agent.config import read_line
 from agent.copies import copy_name
 from agent.listing import packed_manifests
+from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.rig import MeasuringRig
-from agent.runtime.slots import ExpertCopy
 from experts.expert import Precision
 from experts.weights import SegmentStore
 from profiler.batches import ImageCycle

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.performance import DeviceProfile
     from agent.profile_records import StoredProfile, UsageProfile
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from experts.catalog import Catalog
     from profiler.allocation import SearchedAllocation, Throughput
     from profiler.played import Played

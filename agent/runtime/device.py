@@ -26,6 +26,7 @@ import torch
 
 from agent.core.performance import DEVICE, HOST
 from agent.runtime.arena import Arena
+from agent.runtime.box import Box, MemorySize
 from agent.runtime.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.weights import AlignedBuffer
@@ -43,52 +44,6 @@ ALLOCATOR_SLACK = 1.25  # arbitrary: blocks that are larger than what was asked 
 ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # and of cuBLAS, which takes up to 32 MiB for a stream at its first use
 EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no size is configured
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySize:
-    """One memory's bytes: all of it, and what was free when the box was looked at."""
-
-    total_bytes: int
-    available_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """What this box has. ``processors`` come fastest first; ``device`` is None where memory is unified."""
-
-    name: str
-    model: str
-    processors: tuple[str, ...]
-    cores: int
-    host: MemorySize
-    device: MemorySize | None
-    versions: tuple[tuple[str, str], ...]
-
-    @property
-    def is_split(self) -> bool:
-        """Has the accelerator memory of its own?"""
-        return self.device is not None
-
-    @property
-    def pools(self) -> tuple[str, ...]:
-        """The names of its memories, nearest to the SSD first."""
-        return (HOST, DEVICE) if self.is_split else (HOST,)
-
-    def pool_of(self, processor: str) -> str:
-        """The memory that a processor runs from. Raises BackendUnavailable for one that this box lacks."""
-        if processor not in self.processors:
-            raise BackendUnavailable(processor, f"this box has {', '.join(self.processors)}: name one of these")
-        return DEVICE if self.is_split and processor != "cpu" else HOST
-
-    def size_of(self, pool: str) -> MemorySize:
-        """How large a memory is."""
-        return self.device if pool == DEVICE and self.device is not None else self.host
-
-
-def torch_device(processor: str) -> str:
-    """The torch device that an executor of this processor runs on."""
-    return processor if processor in {"cuda", "mps"} else "cpu"
 
 
 class Region(Protocol):

@@ -26,7 +26,7 @@ import torch
 
 from agent.core.events import BatchFailed, Finished
 from agent.core.request import Rejected
-from agent.runtime.device import torch_device
+from agent.runtime.box import torch_device
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec
     from agent.core.request import Batch
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from agent.runtime.slots import SlotStore
     from experts.backends.base import Skeleton
     from experts.expert import Expert, Prediction

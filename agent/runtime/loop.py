@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
-from agent.runtime.device import HostMemory, memory_for, torch_device
+from agent.runtime.box import torch_device
+from agent.runtime.device import HostMemory, memory_for
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
 from agent.runtime.heap import HeapKeeper
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.performance import DeviceProfile, ExecutorSpec, Limits
     from agent.core.request import Outcome
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from agent.runtime.executor import ExecutorStatistics, ImageSource
-    from agent.runtime.slots import ExpertCopy, SlotStatistics
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.slots import SlotStatistics
     from agent.runtime.transfer import TransferStatistics
     from experts.weights import SegmentStore
 

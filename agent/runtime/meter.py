@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from agent.runtime.device import torch_device
+from agent.runtime.box import torch_device
 from agent.runtime.heap import give_back_unused
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from agent.core.performance import (
     SSD,
     DeviceProfile,
     ExpertProfile,
-    Footprint,
     Performance,
-    SharedPart,
 )
+from agent.runtime.expert_copy import footprint_of
 from agent.runtime.rig import LEAST_S, MeasuringRig
 from experts import errors
 from experts.backends import backend_for
@@ -32,10 +31,10 @@ from experts.expert import Precision
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agent.runtime.device import Box
-    from agent.runtime.slots import ExpertCopy
+    from agent.runtime.box import Box
+    from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import InputSpec
-    from experts.weights import PackedExpert, SegmentStore
+    from experts.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +142,6 @@ def expert_profile(copy: ExpertCopy, performance: Performance, links: LinkSpeeds
     if pool == DEVICE and links.copy_bytes_per_s is not None:
         load_s[HOST] = footprint.own_bytes / links.copy_bytes_per_s
     return ExpertProfile(copy.name, performance, footprint, load_s)
-
-
-def footprint_of(packed: PackedExpert) -> Footprint:
-    """What holding a packed expert costs, exactly as the slots hold it."""
-    shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in packed.shared)
-    return Footprint(packed.own.slot_bytes, shared)
 
 
 def by_kind(copies: Sequence[ExpertCopy]) -> dict[Kind, list[ExpertCopy]]:

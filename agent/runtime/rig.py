@@ -20,7 +20,8 @@ from agent.core.effects import StartLoad
 from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.device import HostMemory, memory_for, torch_device
+from agent.runtime.box import torch_device
+from agent.runtime.device import HostMemory, memory_for
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
@@ -30,9 +31,9 @@ from experts import errors
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from agent.runtime.device import Box
+    from agent.runtime.box import Box
     from agent.runtime.executor import ImageSource
-    from agent.runtime.slots import ExpertCopy
+    from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import Prediction
     from experts.weights import SegmentStore
 

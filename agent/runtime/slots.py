@@ -36,23 +36,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agent.runtime.device import Memory, Region
+    from agent.runtime.expert_copy import ExpertCopy
     from experts.backends.base import Skeleton
-    from experts.expert import Expert
     from experts.weights import PackedExpert, Segment, SegmentStore
 
 
 MOVE_S = 60.0  # a copy within one memory takes milliseconds
 MOVE_ADVICE = "look for errors of the device and of its driver in dmesg"
 SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121); to make one anew takes 10 to 80 ms
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertCopy:
-    """An expert in one precision, packed. ``name`` is what the Engine calls it."""
-
-    name: str
-    expert: Expert
-    packed: PackedExpert
 
 
 @dataclass(frozen=True, slots=True)

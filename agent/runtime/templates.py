@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.runtime.device import torch_device
+from agent.runtime.box import torch_device
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ExpertError, WeightsMismatch
@@ -21,7 +21,7 @@ from experts.expert import Precision
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agent.runtime.slots import ExpertCopy
+    from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import InputSpec
     from experts.weights import SegmentStore
 

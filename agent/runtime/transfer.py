@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Evict, StartLoad
     from agent.runtime.device import Memory, Region
-    from agent.runtime.slots import ExpertCopy, Slot, SlotStore
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.slots import Slot, SlotStore
     from experts.direct_reads import FilePart
     from experts.weights import AlignedBuffer, Segment, SegmentStore
 

@@ -14,7 +14,7 @@ from agent.budget import available_for, casual_allocation, executor_specs, exper
 from agent.config import read_line
 from agent.core.performance import DeviceProfile, ExpertProfile, Footprint, Performance, SharedPart
 from agent.profile_records import Allocation, PoolAllocation
-from agent.runtime.device import Box, MemorySize
+from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError
 
 MIB = 2**20

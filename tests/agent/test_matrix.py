@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from agent.core.performance import ExecutorSpec, Footprint, SharedPart
 from agent.matrix import core_share, load_time_s, matrix, unmeasured
 from agent.profile_records import Allocation, BoxIdentity, KindProfile, LinkSpeed, StoredProfile, UsageProfile
-from agent.runtime.device import Box, MemorySize
-from agent.runtime.slots import ExpertCopy
+from agent.runtime.box import Box, MemorySize
+from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Expert, InputSpec
 from experts.weights import SLOT_QUANTUM_BYTES, PackedExpert, Segment
 

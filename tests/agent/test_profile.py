@@ -45,7 +45,7 @@ from agent.profile_records import (
     UsageProfile,
 )
 from agent.profile_schema import is_refused_by_disk, migrations
-from agent.runtime.device import Box, MemorySize
+from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment, TensorSpec

@@ -12,7 +12,7 @@ from PIL import Image
 
 from agent.profile_records import Agreement, BatchTimes, KindProfile
 from agent.runtime.device import detect
-from agent.runtime.slots import ExpertCopy
+from agent.runtime.expert_copy import ExpertCopy
 from experts.backends.classifier import write_random_weights
 from experts.expert import NOTHING_FOUND, BoundingBox, Expert, InputSpec, Precision, Prediction
 from experts.packing import pack_line

@@ -15,7 +15,7 @@ from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfi
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
 from agent.profile_records import PoolAllocation, Trial
-from agent.runtime.device import Box, MemorySize
+from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError
 from profiler.allocation import SearchOptions, search_allocation
 from profiler.windows import Window

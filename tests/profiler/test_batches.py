@@ -12,8 +12,8 @@ import pytest
 from agent.core.events import BatchFailed
 from agent.profile_records import BatchTimes
 from agent.runtime.executor import ImageFile
+from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.rig import TimedBatch
-from agent.runtime.slots import ExpertCopy
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment

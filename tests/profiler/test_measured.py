@@ -12,7 +12,7 @@ from agent.core.events import Arrived
 from agent.core.request import Outcome
 from agent.line_profile import usage_of
 from agent.records.database import StateLock
-from agent.runtime.device import MemorySize
+from agent.runtime.box import MemorySize
 from agent.runtime.loop import LoopOptions
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ImageUnreadable
 from experts.expert import Precision, Verdict

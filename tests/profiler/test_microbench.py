@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from agent.profile import kind_name
 from agent.runtime import rig
 from agent.runtime.device import detect
+from agent.runtime.expert_copy import ExpertCopy, footprint_of
 from agent.runtime.meter import ResidentMeter
-from agent.runtime.probe import footprint_of
-from agent.runtime.slots import ExpertCopy
 from experts import backends
 from experts.backends.classifier import build_trainable
 from experts.errors import BackendUnavailable, LoadError

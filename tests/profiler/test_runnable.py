@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from agent.runtime.device import detect
-from agent.runtime.slots import ExpertCopy
+from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Expert, InputSpec, Precision
 from experts.packing import pack_line
 from profiler.microbench import Bench

@@ -13,7 +13,7 @@ from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.profile import ProfileDraft, identity_of
 from agent.profile_records import StoredProfile, UsageProfile
-from agent.runtime.device import Box, MemorySize
+from agent.runtime.box import Box, MemorySize
 from profiler.search_runs import RUNS, SearchRuns
 from profiler.traces import Arrival
 

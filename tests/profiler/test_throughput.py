@@ -21,7 +21,8 @@ from agent.listing import packed_manifests
 from agent.planning import planned
 from agent.profile import identity_of, kind_name
 from agent.profile_records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
-from agent.runtime.device import Box, MemorySize, detect
+from agent.runtime.box import Box, MemorySize
+from agent.runtime.device import detect
 from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
 from experts.weights import SegmentStore

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torchvision import models
 
-from agent.runtime.slots import ExpertCopy
+from agent.runtime.expert_copy import ExpertCopy
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision, Prediction
 from experts.packing import pack_line

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+from agent.runtime.box import torch_device
 from agent.runtime.device import (
     CudaMemory,
     EmulatedMemory,
@@ -15,7 +16,6 @@ from agent.runtime.device import (
     detect,
     host_memory,
     memory_for,
-    torch_device,
 )
 from experts.errors import BackendUnavailable, MemoryExceeded
 

@@ -23,8 +23,8 @@ from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfi
 from agent.core.policy import PRESETS
 from agent.runtime.device import detect
 from agent.runtime.executor import EncodedImage, ImageFile
+from agent.runtime.expert_copy import footprint_of
 from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
-from agent.runtime.probe import footprint_of
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierBackend, ClassifierSkeleton
 from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded, WorkOverdue

@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 from torchvision import models
 
-from agent.runtime.slots import ExpertCopy, SkeletonShelf
+from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.slots import SkeletonShelf
 from agent.runtime.templates import make_templates
 from agent.runtime.threads import use_threads
 from experts.backends import classifier, detector

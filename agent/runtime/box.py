@@ -1,0 +1,54 @@
+"""What a box is, for all who need no more than to know it: processors, memories, libraries. No runtime is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent.core.performance import DEVICE, HOST
+from experts.errors import BackendUnavailable
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySize:
+    """One memory's bytes: all of it, and what was free when the box was looked at."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What this box has. ``processors`` come fastest first; ``device`` is None where memory is unified."""
+
+    name: str
+    model: str
+    processors: tuple[str, ...]
+    cores: int
+    host: MemorySize
+    device: MemorySize | None
+    versions: tuple[tuple[str, str], ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Has the accelerator memory of its own?"""
+        return self.device is not None
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The names of its memories, nearest to the SSD first."""
+        return (HOST, DEVICE) if self.is_split else (HOST,)
+
+    def pool_of(self, processor: str) -> str:
+        """The memory that a processor runs from. Raises BackendUnavailable for one that this box lacks."""
+        if processor not in self.processors:
+            raise BackendUnavailable(processor, f"this box has {', '.join(self.processors)}: name one of these")
+        return DEVICE if self.is_split and processor != "cpu" else HOST
+
+    def size_of(self, pool: str) -> MemorySize:
+        """How large a memory is."""
+        return self.device if pool == DEVICE and self.device is not None else self.host
+
+
+def torch_device(processor: str) -> str:
+    """The torch device that an executor of this processor runs on."""
+    return processor if processor in {"cuda", "mps"} else "cpu"
