@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.copies import Precisions
-    from agent.core.performance import DeviceProfile, ExecutorSpec, Limits, PoolSpec
+    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.core.request import Outcome
     from agent.profile_records import StoredProfile
     from agent.runtime.box import Box
@@ -82,9 +82,9 @@ class Agent:
     rss_before_bytes: int  # of this process, before it touched any weights
 
     @property
-    def profile(self) -> DeviceProfile:
+    def matrix(self) -> PerformanceMatrix:
         """The performance matrix and the usage that its Engine decides with."""
-        return self.probed.profile
+        return self.probed.matrix
 
     def start(self) -> None:
         """Begin to place experts and take requests."""
@@ -136,10 +136,10 @@ def build_agent(
             lambda done, total: progress("templates", done, total),
         )  # fmt: skip
         limits = limits_of(config, specs)
-        engine = Engine(config.catalog.graph, probed.profile, ground.executors, PRESETS[config.policy], limits)
+        engine = Engine(config.catalog.graph, probed.matrix, ground.executors, PRESETS[config.policy], limits)
         loop = assemble(
             decider(engine), ground.box, ground.executors, limits, by_name, segments, on_outcome,
-            options or LoopOptions(), probed.profile,
+            options or LoopOptions(), probed.matrix,
         )  # fmt: skip
         on_failure.pop_all()
     broken = {name: error.message for name, error in report.failed.items()} | dict(probed.failed)
@@ -233,13 +233,13 @@ def _memories(
     box, executors, usage = ground.box, ground.executors, given_usage or usage_of(config, ground.stored)
     if ground.stored is not None:
         probed = _profiled(config, ground.stored, box, copies, usage, executors)
-        return probed, tuple(pools or pool_specs(config, box, executors, probed.profile, ground.stored.allocation))
+        return probed, tuple(pools or pool_specs(config, box, executors, probed.matrix, ground.stored.allocation))
     if pools is None:
         pool_specs(config, box, executors, estimated_profile(box, copies, usage))  # what cannot fit is not even probed
     progress("probe", 0, 1)
     probed = probe(box, copies, segments, usage, threads_per_executor(box, executors))
     progress("probe", 1, 1)
-    return probed, tuple(pools or pool_specs(config, box, executors, probed.profile))
+    return probed, tuple(pools or pool_specs(config, box, executors, probed.matrix))
 
 
 def _profiled(

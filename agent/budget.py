@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.core.performance import DeviceProfile, ExpertProfile, Footprint
+    from agent.core.performance import ExpertProfile, Footprint, PerformanceMatrix
     from agent.runtime.box import Box
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def pool_specs(
     config: LineConfig,
     box: Box,
     executors: Sequence[ExecutorSpec],
-    profile: DeviceProfile,
+    profile: PerformanceMatrix,
     allocation: Allocation | None = None,
 ) -> tuple[PoolSpec, ...]:
     """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit."""
@@ -168,7 +168,7 @@ def _auto_executors(box: Box) -> Mapping[str, int]:
     return {processor: 1 if processor == "emulated" else count for processor, count in casual.items()}
 
 
-def _workspace_need(pool: str, executors: Sequence[ExecutorSpec], profile: DeviceProfile) -> WorkspaceNeed:
+def _workspace_need(pool: str, executors: Sequence[ExecutorSpec], profile: PerformanceMatrix) -> WorkspaceNeed:
     columns = [profile.experts[spec.processor].values() for spec in executors if spec.pool == pool]
     least_bytes = sum(_largest(column, at_maximum=False) for column in columns)
     return WorkspaceNeed(len(columns), least_bytes, sum(_largest(column, at_maximum=True) for column in columns))

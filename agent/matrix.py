@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import DEVICE, HOST, SSD, DeviceProfile, ExpertProfile, Performance
+from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
 from agent.profile import kind_name
 from agent.runtime.box import torch_device
 from agent.runtime.expert_copy import footprint_of
@@ -43,7 +43,7 @@ def matrix(
     copies: Mapping[str, Sequence[ExpertCopy]],
     usage: Mapping[str, float],
     executors: Sequence[ExecutorSpec] | None = None,
-) -> DeviceProfile:
+) -> PerformanceMatrix:
     """The matrix of these copies, by processor. An expert whose kind was not measured there has no row.
 
     ``executors``: those that will run; None for as many as were measured. Where they share the cores otherwise than
@@ -64,7 +64,7 @@ def matrix(
             footprint = footprint_of(copy.packed)
             load_s = {source: load_time_s(kind, source, footprint, links) for source in sources}
             column[copy.expert.id] = ExpertProfile(copy.name, _performance(kind, factor), footprint, load_s)
-    return DeviceProfile(experts, dict(usage))
+    return PerformanceMatrix(experts, dict(usage))
 
 
 def kind_of(copy: ExpertCopy) -> str:
@@ -72,12 +72,12 @@ def kind_of(copy: ExpertCopy) -> str:
     return kind_name(copy.expert, copy.packed.program_sha256)
 
 
-def unmeasured(matrix: DeviceProfile, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
+def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
     """Experts that have no row on any processor, and why."""
     return unmeasured_kinds(matrix, {copy.expert.id: kind_of(copy) for listed in copies.values() for copy in listed})
 
 
-def unmeasured_kinds(matrix: DeviceProfile, kinds: Mapping[str, str]) -> dict[str, str]:
+def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:
     """As ``unmeasured``, of experts with their kinds, whether they lie packed in a form to run or not."""
     able = {expert for column in matrix.experts.values() for expert in column}
     return {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig, PolicyName
     from agent.copies import Precisions
-    from agent.core.performance import DeviceProfile, ExecutorSpec, Limits, PoolSpec
+    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.profile_records import StoredProfile
     from experts.expert import Precision
     from experts.weights import PackedExpert
@@ -37,7 +37,7 @@ class Planned:
 
     executors: tuple[ExecutorSpec, ...]
     pools: tuple[PoolSpec, ...]
-    profile: DeviceProfile
+    matrix: PerformanceMatrix
     limits: Limits
     precisions: Precisions
     broken: Mapping[str, str]

@@ -270,7 +270,7 @@ def _bytes_of_all(planned: Planned) -> dict[str, int]:
     needed = {}
     for pool in planned.pools:
         served = {pool.name, feeds.get(pool.name)}
-        columns = [planned.profile.experts[spec.processor] for spec in planned.executors if spec.pool in served]
+        columns = [planned.matrix.experts[spec.processor] for spec in planned.executors if spec.pool in served]
         footprints = {row.copy: row.footprint for column in columns for row in column.values()}
         parts: set[SharedPart] = {part for footprint in footprints.values() for part in footprint.shared}
         own_bytes = sum(footprint.own_bytes for footprint in footprints.values())

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.core.performance import DeviceProfile, PoolSpec
+    from agent.core.performance import PerformanceMatrix, PoolSpec
     from agent.runtime.box import Box
 
     Throughput: TypeAlias = Callable[[Sequence[ExecutorSpec], Sequence[PoolSpec]], float]
@@ -104,7 +104,7 @@ class SearchedAllocation:
 def search_allocation(
     config: LineConfig,
     box: Box,
-    device: DeviceProfile,
+    device: PerformanceMatrix,
     throughput: Throughput,
     budgets: Mapping[str, int],
     origin: str,
@@ -142,7 +142,7 @@ class _Search:
 
     config: LineConfig
     box: Box
-    device: DeviceProfile
+    device: PerformanceMatrix
     throughput: Throughput
     budgets: dict[str, int]
     options: SearchOptions

@@ -117,7 +117,7 @@ class AllocationStep:
         budgets = interim.allocation.budget_bytes
         pinned = found.limits.pinned
         needs = {
-            pool: memory_needs(pool, self.box.pools, budgets[pool], found.executors, found.profile, pinned)
+            pool: memory_needs(pool, self.box.pools, budgets[pool], found.executors, found.matrix, pinned)
             for pool in self.box.pools
         }
         pools = [

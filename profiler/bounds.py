@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance, PoolSpec
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
 
 SIZE_CLASS = Fraction(11, 10)  # experts whose bytes differ by less than this factor are of one class of sizes
 BURSTS = 16  # pauses of a trace after which what is still to come is weighed: each costs a pass over it
@@ -44,7 +44,7 @@ class Resources:
 
     executors: tuple[ExecutorSpec, ...]
     pools: tuple[PoolSpec, ...]
-    profile: DeviceProfile
+    profile: PerformanceMatrix
     ssd_bytes_per_s: float
     speedups: Mapping[str, tuple[float, ...]]
 

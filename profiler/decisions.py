@@ -22,12 +22,12 @@ from agent.core.engine import Engine
 from agent.core.events import Arrived, Finished, Loaded, Started
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -190,7 +190,7 @@ def _drawn(components: list[str], weights: list[float]) -> Iterator[str]:
         yield rng.choices(components, cum_weights=sums)[0]
 
 
-def _paper_line(policy: str) -> tuple[DeviceProfile, Engine, list[str], list[float]]:
+def _paper_line(policy: str) -> tuple[PerformanceMatrix, Engine, list[str], list[float]]:
     rng = random.Random(3)
     classifiers = [f"cls/{number}" for number in range(EXPERTS - DETECTORS)]
     detectors = [f"det/{number}" for number in range(DETECTORS)]
@@ -201,7 +201,7 @@ def _paper_line(policy: str) -> tuple[DeviceProfile, Engine, list[str], list[flo
         routes[f"c{number}"] = (RouteStep(classifier, ok), *then)
     weights = [rng.lognormvariate(0, 2) for _ in routes]
     usage = {name: weight / sum(weights) for name, weight in zip(classifiers, weights, strict=True)}
-    profile = DeviceProfile(
+    profile = PerformanceMatrix(
         {
             processor: {
                 name: ExpertProfile(name, Performance(slow, slow, 8, 1), Footprint(1), {SSD: 0.06, "host": 0.02})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.effects import Assigned, Evict, Fail, StartLoad
 from agent.core.engine import Engine
-from agent.core.performance import SSD, DeviceProfile
+from agent.core.performance import SSD, PerformanceMatrix
 from agent.core.policy import PRESETS
 from experts.document import suggestion
 from experts.errors import ConfigError, MemoryExceeded
@@ -82,7 +82,7 @@ class Scenario:
     def resources(self, planned: Planned) -> Resources:
         """What a schedule has to work with, as the bounds take it."""
         return Resources(
-            tuple(planned.executors), tuple(planned.pools), planned.profile, self.ssd_bytes_per_s, self.speedups
+            tuple(planned.executors), tuple(planned.pools), planned.matrix, self.ssd_bytes_per_s, self.speedups
         )
 
     def predict(self, request: int, expert: str) -> Prediction:
@@ -171,12 +171,12 @@ def forecast(scenario: Scenario, planned: Planned, policy: str) -> Forecast:
     """Play the trace. Raises ConfigError when an expert cannot fit, or no executor can run one that is needed."""
     _refuse_unable(scenario, planned)
     try:
-        engine = Engine(scenario.graph, planned.profile, planned.executors, PRESETS[policy], planned.limits)
+        engine = Engine(scenario.graph, planned.matrix, planned.executors, PRESETS[policy], planned.limits)
     except MemoryExceeded as error:
         raise ConfigError(f"{error} - plan with more memory, or with a smaller model") from error
     simulator = Simulator(
         engine,
-        planned.profile,
+        planned.matrix,
         planned.executors,
         predict=scenario.predict,
         link_bytes_per_s=scenario.link_bytes_per_s,
@@ -222,7 +222,7 @@ def with_ssd(scenario: Scenario, planned: Planned, bytes_per_s: float) -> tuple[
     links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
     gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
     experts = {}
-    for processor, column in planned.profile.experts.items():
+    for processor, column in planned.matrix.experts.items():
         experts[processor] = {
             name: replace(
                 row,
@@ -233,8 +233,8 @@ def with_ssd(scenario: Scenario, planned: Planned, bytes_per_s: float) -> tuple[
             )
             for name, row in column.items()
         }
-    profile = DeviceProfile(experts, planned.profile.usage)
-    return replace(scenario, link_bytes_per_s=links), replace(planned, profile=profile)
+    profile = PerformanceMatrix(experts, planned.matrix.usage)
+    return replace(scenario, link_bytes_per_s=links), replace(planned, matrix=profile)
 
 
 def with_expert_bytes(planned: Planned, expert_bytes: Mapping[str, int]) -> Planned:
@@ -255,7 +255,7 @@ def _strangers(trace: Iterable[Arrival], graph: ExpertGraph) -> Iterable[str]:
 
 def _refuse_unable(scenario: Scenario, planned: Planned) -> None:
     processors = dict.fromkeys(spec.processor for spec in planned.executors)
-    able = {expert for processor in processors for expert in planned.profile.experts.get(processor, {})}
+    able = {expert for processor in processors for expert in planned.matrix.experts.get(processor, {})}
     unable = sorted({expert for experts in scenario.steps for expert in experts} - able)
     if unable:
         there = ", ".join(processors) or "none"

@@ -197,7 +197,7 @@ class _Bench:
             graph=self._config.catalog.graph,
             files={expert: self.files[expert] for expert in self.experts},
             expert_bytes=pool.expert_bytes,
-            usage=agent.profile.usage,
+            usage=agent.matrix.usage,
             device=torch_device(processor),
             threads=agent.box.cores,
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
@@ -278,7 +278,7 @@ def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_
     Experts answer as they did when it was played, so that requests take the same routes.
     """
     config = agent.config
-    engine = Engine(config.catalog.graph, agent.profile, agent.executors, PRESETS[config.policy], agent.limits)
+    engine = Engine(config.catalog.graph, agent.matrix, agent.executors, PRESETS[config.policy], agent.limits)
     seen = {
         (number, step.expert): step.prediction
         for number, outcome in enumerate(played.outcomes)
@@ -286,7 +286,7 @@ def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_
     }
     simulation = Simulator(
         engine,
-        agent.profile,
+        agent.matrix,
         agent.executors,
         predict=lambda request, expert: seen.get((request, expert), PASSES),
         link_bytes_per_s=_links(agent) | {SSD: ssd_bytes_per_s},
@@ -295,7 +295,7 @@ def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_
     processors = {spec.id: spec.processor for spec in agent.executors}
     batches = (effect.batch for _, effect in simulation.effects if isinstance(effect, StartBatch))
     busy_s = sum(
-        agent.profile.experts[processors[batch.executor]][batch.expert].performance.latency_s(len(batch.requests))
+        agent.matrix.experts[processors[batch.executor]][batch.expert].performance.latency_s(len(batch.requests))
         for batch in batches
     )
     return Predicted(max(simulation.finished_s.values()), busy_s)

@@ -18,7 +18,7 @@ from agent.core.pool import misfits
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, PerformanceMatrix
 
 LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
 
@@ -84,7 +84,7 @@ def memory_needs(
     pools: Sequence[str],
     budget_bytes: int,
     executors: Sequence[ExecutorSpec],
-    profile: DeviceProfile,
+    profile: PerformanceMatrix,
     pinned: frozenset[str],
 ) -> MemoryNeeds:
     """What these executors need of one memory. ``pools``: all memories of the box, nearest to the SSD first.
@@ -135,7 +135,7 @@ def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _most_used_first(executors: Sequence[ExecutorSpec], profile: DeviceProfile) -> list[Footprint]:
+def _most_used_first(executors: Sequence[ExecutorSpec], profile: PerformanceMatrix) -> list[Footprint]:
     """Of every copy that these executors may run, in descending usage probability (section 4.1)."""
     copies = {
         each.copy: (-profile.usage.get(expert, 0.0), expert, each.footprint)

@@ -331,7 +331,7 @@ def images_of(trace: Sequence[Arrival], catalog: Catalog) -> tuple[NDArray[np.ui
 
 def packed_copies(agent: Agent) -> dict[str, PackedExpert]:
     """What this agent may load, by the name of the copy."""
-    copies = {row.copy for column in agent.profile.experts.values() for row in column.values()}
+    copies = {row.copy for column in agent.matrix.experts.values() for row in column.values()}
     found = {
         copy_name(expert, Precision(manifest.packed.precision)): manifest.packed
         for expert, manifests in packed_manifests(agent.config).items()

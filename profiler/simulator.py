@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.engine import Engine
     from agent.core.events import Event
-    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
+    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.request import Batch, Outcome
     from profiler.traces import Arrival
 
@@ -112,7 +112,7 @@ class Simulator:
     """
 
     engine: Engine
-    profile: DeviceProfile
+    profile: PerformanceMatrix
     executors: Sequence[ExecutorSpec]
     predict: Callable[[int, str], Prediction] = always_passes
     link_bytes_per_s: Mapping[str, float] | None = None

@@ -26,12 +26,12 @@ from agent.core.performance import (
     DEVICE,
     HOST,
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS, Assigning
@@ -137,7 +137,7 @@ def executor_specs(system: System, device: PaperDevice) -> tuple[ExecutorSpec, .
     return tuple(ExecutorSpec(number, name, device.pool_of(name)) for number, name in enumerate(processors))
 
 
-def device_profile(device: PaperDevice, task: Task, loading: Loading) -> DeviceProfile:
+def device_profile(device: PaperDevice, task: Task, loading: Loading) -> PerformanceMatrix:
     """The performance matrix of a device for a task's experts."""
     columns = {
         processor: {
@@ -146,7 +146,7 @@ def device_profile(device: PaperDevice, task: Task, loading: Loading) -> DeviceP
         }
         for processor in (GPU, CPU)
     }
-    return DeviceProfile(columns, dict(task.usage))
+    return PerformanceMatrix(columns, dict(task.usage))
 
 
 def pool_specs(system: System, device: PaperDevice, task: Task, specs: Sequence[ExecutorSpec]) -> tuple[PoolSpec, ...]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.core.performance import DeviceProfile
+    from agent.core.performance import PerformanceMatrix
     from agent.profile_records import StoredProfile, UsageProfile
     from agent.runtime.box import Box
     from experts.catalog import Catalog
@@ -109,7 +109,7 @@ def drawn_shares(
     return dict(sorted(shares.items()))
 
 
-def busy_interval_s(device: DeviceProfile, executors: Mapping[str, int]) -> float:
+def busy_interval_s(device: PerformanceMatrix, executors: Mapping[str, int]) -> float:
     """Seconds between two requests of a sample: the paper's 4 ms, or less where the box could keep up with that.
 
     ``executors``: the most of each processor that will be tried. Each is taken to run at its maximum batch, with no
@@ -211,7 +211,7 @@ def search_on_engine(
 
 def device_matrix(
     config: LineConfig, box: Box, profile: StoredProfile, without: Mapping[str, str] = NOTHING
-) -> DeviceProfile:
+) -> PerformanceMatrix:
     """What is known of the experts on every processor that was profiled and that the line may use."""
     measured = {kind.processor for kind in profile.kinds}
     allowed = [name for name in box.processors if config.executors is None or config.executors.get(name)]
@@ -220,10 +220,10 @@ def device_matrix(
         raise ConfigError(f"the device profile has no times on {', '.join(allowed)} - run `coserve profile` again")
     executors = [ExecutorSpec(number, name, box.pool_of(name)) for number, name in enumerate(able)]
     pools = [PoolSpec(pool, budget_bytes, 0) for pool, budget_bytes in pool_budgets(config, box).items()]
-    return planned(config, box, profile, executors=executors, pools=pools, without=without).profile
+    return planned(config, box, profile, executors=executors, pools=pools, without=without).matrix
 
 
-def _busy(trace: Sequence[Arrival], device: DeviceProfile, options: SearchOptions) -> tuple[Arrival, ...]:
+def _busy(trace: Sequence[Arrival], device: PerformanceMatrix, options: SearchOptions) -> tuple[Arrival, ...]:
     """The trace, played faster where its requests would leave executors idle."""
     most = dict.fromkeys(device.experts, options.most_device_executors) | {"cpu": options.most_cpu_executors}
     span_s = trace[-1].at_s - trace[0].at_s if trace else 0.0

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Effect
     from agent.core.events import Event
-    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Limits
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.standing import Probation
@@ -104,21 +104,21 @@ class Engine:
     def __init__(
         self,
         graph: ExpertGraph,
-        profile: DeviceProfile,
+        matrix: PerformanceMatrix,
         executors: Sequence[ExecutorSpec],
         policy: Policy,
         limits: Limits,
     ) -> None:
         self._graph = graph
-        self._profile = profile
+        self._matrix = matrix
         self._policy = policy
         self._limits = limits
-        self._scheduler = Scheduler(executors, profile, policy, limits.max_overtake_s, self._switch_s)
+        self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s)
         self._queues = {queue.spec.id: queue for queue in self._scheduler.queues}
         self._pools = {spec.name: ModelPool(spec) for spec in limits.pools}
-        homes = pinned_homes(limits.pinned, [queue.spec for queue in self._scheduler.queues], profile.experts)
+        homes = pinned_homes(limits.pinned, [queue.spec for queue in self._scheduler.queues], matrix.experts)
         self._refuse_misfits(homes)
-        self._placement = Placement(self._pools, self._scheduler.queues, graph, profile, policy, limits, homes)
+        self._placement = Placement(self._pools, self._scheduler.queues, graph, matrix, policy, limits, homes)
         self._splitter = BatchSplitter()
         self._tickets: dict[int, Ticket] = {}
         self._batches: dict[int, Batch] = {}
@@ -206,10 +206,10 @@ class Engine:
     # -- events: each says whether something may be able to move now --
 
     def _started(self, _: events.Started, effects: list[Effect]) -> bool:
-        profiles = {processor: dict(experts) for processor, experts in self._profile.experts.items()}
+        profiles = {processor: dict(experts) for processor, experts in self._matrix.experts.items()}
         executors = [queue.spec for queue in self._scheduler.queues]
         pinned = [(spec, expert) for expert, spec in self._homes.items()]
-        usage = {expert: self._profile.usage.get(expert, 0.0) for expert in self._graph.experts}
+        usage = {expert: self._matrix.usage.get(expert, 0.0) for expert in self._graph.experts}
         placed = initial_placement(usage, executors, profiles) if self._policy.placing else []
         for spec, expert in pinned + placed:
             profile = profiles[spec.processor][expert]
@@ -220,7 +220,7 @@ class Engine:
         self._place(expert, self._homes[expert])
 
     def _place(self, expert: str, spec: ExecutorSpec) -> None:
-        profile = self._profile.experts[spec.processor][expert]
+        profile = self._matrix.experts[spec.processor][expert]
         self._initial.append(Wish(spec, expert, profile, self._now, self._now))
 
     def _arrived(self, event: events.Arrived, effects: list[Effect]) -> bool:
@@ -276,7 +276,7 @@ class Engine:
             reason = f"{len(event.results)} results for {len(batch.requests)} images"
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
         self._end_batch(batch)
-        performance = self._profile.experts[self._queues[batch.executor].spec.processor][batch.expert].performance
+        performance = self._matrix.experts[self._queues[batch.executor].spec.processor][batch.expert].performance
         self._splitter.ran(batch.expert, batch.executor, len(batch.requests), performance.max_batch)
         was_asked = any(not isinstance(result, Rejected) for result in event.results)
         if was_asked and self._standings.batch_ran(batch.expert):
@@ -477,7 +477,7 @@ class Engine:
         if not requests:
             return
         queue = self._queues[batch.executor]
-        profile = self._profile.experts[queue.spec.processor][batch.expert]
+        profile = self._matrix.experts[queue.spec.processor][batch.expert]
         queued_s = {request: self._tickets[request].queued_s for request in requests}
         group = queue.give_back(batch.expert, profile, queued_s, self._now)
         for request in queued_s:
@@ -575,7 +575,7 @@ class Engine:
         if not self._policy.overlapping:
             return
         for name in self._graph.subsequents(expert):
-            profile = self._profile.experts[spec.processor].get(name)
+            profile = self._matrix.experts[spec.processor].get(name)
             if profile is not None:
                 self._speculations.append(Wish(spec, name, profile, self._now, self._now))
 
@@ -622,7 +622,7 @@ class Engine:
 
     def _runs_on(self, expert: str, copy: str) -> ExecutorSpec:
         """The first executor that runs an expert as this copy."""
-        columns = self._profile.experts
+        columns = self._matrix.experts
         specs = (queue.spec for queue in self._scheduler.queues)
         return next(
             spec for spec in specs if (row := columns[spec.processor].get(expert)) is not None and row.copy == copy
@@ -635,12 +635,12 @@ class Engine:
     def _refuse_misfits(self, homes: dict[str, ExecutorSpec]) -> None:
         for name, pool in self._pools.items():
             users = [queue.spec for queue in self._scheduler.queues if queue.spec.pool == name]
-            needs = misfits(footprints_in(name, users, self._profile.experts, homes), pool.spec.expert_bytes)
+            needs = misfits(footprints_in(name, users, self._matrix.experts, homes), pool.spec.expert_bytes)
             if needs:
                 expert = max(needs, key=lambda each: needs[each])
                 raise MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
             for spec in users:
-                profiles = self._profile.experts[spec.processor].values()
+                profiles = self._matrix.experts[spec.processor].values()
                 largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
                 pool.guaranteed_workspace[spec.id] = largest
             owed = sum(pool.guaranteed_workspace.values())

@@ -65,7 +65,7 @@ class ExpertProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceProfile:
+class PerformanceMatrix:
     """The performance matrix of a box. ``experts[processor][expert]``; an expert absent there cannot run there."""
 
     experts: Mapping[str, Mapping[str, ExpertProfile]]

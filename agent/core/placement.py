@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agent.core.effects import Effect
-    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Limits
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Limits, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.pool import Entry, ModelPool
     from agent.core.prefetch import Wish
@@ -97,7 +97,7 @@ class Placement:
         pools: Mapping[str, ModelPool],
         queues: Sequence[ExecutorQueue],
         graph: ExpertGraph,
-        profile: DeviceProfile,
+        matrix: PerformanceMatrix,
         policy: Policy,
         limits: Limits,
         homes: Mapping[str, ExecutorSpec],
@@ -107,16 +107,16 @@ class Placement:
         self.counts: Counter[str] = Counter()  # loads by path, evictions by stage, bytes read from the SSD
         self._queues = queues
         self._graph = graph
-        self._usage = profile.usage
+        self._usage = matrix.usage
         self._policy = policy
         self._limits = limits
         at_home = [
             (q.spec.processor, name, home) for name, home in homes.items() for q in queues if q.spec.pool == home.pool
         ]
         self._pinned = frozenset(
-            (home.pool, profile.experts[processor][name].copy)
+            (home.pool, matrix.experts[processor][name].copy)
             for processor, name, home in at_home
-            if name in profile.experts[processor]
+            if name in matrix.experts[processor]
         )  # not what a memory merely caches for another one
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()

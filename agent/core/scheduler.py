@@ -16,7 +16,7 @@ from agent.core.queue import ExecutorQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
+    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.queue import Group
 
@@ -37,14 +37,14 @@ class Scheduler:
     def __init__(
         self,
         executors: Sequence[ExecutorSpec],
-        profile: DeviceProfile,
+        matrix: PerformanceMatrix,
         policy: Policy,
         max_overtake_s: float,
         switch_s: Callable[[ExecutorSpec, ExpertProfile], float],
     ) -> None:
         used = executors[:1] if policy.assigning is Assigning.FIRST else executors
         self.queues = tuple(ExecutorQueue(spec) for spec in used)
-        self._profile = profile
+        self._matrix = matrix
         self._policy = policy
         self._max_overtake_s = max_overtake_s
         self._switch_s = switch_s
@@ -55,7 +55,7 @@ class Scheduler:
         options = [
             self._option(queue, expert, profile, now)
             for queue in self.queues
-            if (profile := self._profile.experts[queue.spec.processor].get(expert)) is not None
+            if (profile := self._matrix.experts[queue.spec.processor].get(expert)) is not None
         ]
         if not options:
             return None

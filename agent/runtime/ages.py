@@ -21,7 +21,7 @@ from experts.errors import WorkOverdue
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile
+    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.request import Batch
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Forecast:
     """The seconds that batches and loads are predicted to take; 0 where nothing is known of them."""
 
     def __init__(
-        self, profile: DeviceProfile | None, executors: Sequence[ExecutorSpec], ssd_bytes_per_s: float | None = None
+        self, profile: PerformanceMatrix | None, executors: Sequence[ExecutorSpec], ssd_bytes_per_s: float | None = None
     ) -> None:
         self._columns: Mapping[str, Mapping[str, ExpertProfile]] = {} if profile is None else profile.experts
         self._processors = {spec.id: spec.processor for spec in executors}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.engine import EngineStatistics
     from agent.core.events import Event
-    from agent.core.performance import DeviceProfile, ExecutorSpec, Limits
+    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.core.request import Outcome
     from agent.runtime.box import Box
     from agent.runtime.executor import ExecutorStatistics, ImageSource
@@ -487,7 +487,7 @@ def assemble(
     segments: SegmentStore,
     on_outcome: Callable[[int, Outcome], None],
     options: LoopOptions,
-    profile: DeviceProfile | None = None,
+    profile: PerformanceMatrix | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentLoop:
     """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.

@@ -18,9 +18,9 @@ from agent.core.performance import (
     DEVICE,
     HOST,
     SSD,
-    DeviceProfile,
     ExpertProfile,
     Performance,
+    PerformanceMatrix,
 )
 from agent.runtime.expert_copy import footprint_of
 from agent.runtime.rig import LEAST_S, MeasuringRig
@@ -58,7 +58,7 @@ class LinkSpeeds:
 class Probed:
     """What a probe found. ``failed``: experts without a profile, as no expert of their kind could be run, and why."""
 
-    profile: DeviceProfile
+    matrix: PerformanceMatrix
     links: LinkSpeeds
     failed: Mapping[str, str]
     seconds: float
@@ -109,7 +109,7 @@ def probe(
                 experts[processor][copy.expert.id] = expert_profile(copy, performance, links, box.pool_of(processor))
     able = {expert for column in experts.values() for expert in column}
     failed = {expert: reason for expert, reason in refused.items() if expert not in able}
-    return Probed(DeviceProfile(experts, dict(usage)), links, failed, time.monotonic() - started)
+    return Probed(PerformanceMatrix(experts, dict(usage)), links, failed, time.monotonic() - started)
 
 
 def _listed(broken: Mapping[str, str]) -> tuple[str, str]:
@@ -118,7 +118,7 @@ def _listed(broken: Mapping[str, str]) -> tuple[str, str]:
 
 def estimated_profile(
     box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float]
-) -> DeviceProfile:
+) -> PerformanceMatrix:
     """What is known of a line before anything of it is loaded: footprints are exact, workspaces are from shapes.
 
     Times are one second each and no batch is larger than one image: good for asking what fits, and for nothing else.
@@ -132,7 +132,7 @@ def estimated_profile(
         }
         for processor, listed in copies.items()
     }
-    return DeviceProfile(experts, dict(usage))
+    return PerformanceMatrix(experts, dict(usage))
 
 
 def expert_profile(copy: ExpertCopy, performance: Performance, links: LinkSpeeds, pool: str) -> ExpertProfile:

@@ -165,11 +165,11 @@ def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_pro
         assert {processor: set(column.values()) for processor, column in agent.precisions.items()} == {
             processor: {form} for processor, form in FORMS.items()
         }
-        rows = agent.profile.experts
+        rows = agent.matrix.experts
         assert rows["emulated"]["cls/f0"].copy == "cls/f0@bf16"
         assert rows["cpu"]["cls/f0"].copy == "cls/f0@fp32"
         assert rows["cpu"]["cls/f0"].performance.max_batch == 3
-        assert agent.profile.usage == {"cls/f0": 0.6, "cls/f1": 0.4, "cls/f2": 0.0}
+        assert agent.matrix.usage == {"cls/f0": 0.6, "cls/f1": 0.4, "cls/f2": 0.0}
         assert agent.broken == {}
 
 
@@ -191,7 +191,7 @@ def test_what_is_planned_is_what_an_agent_decides_with(line):
     with line.built() as (agent, _, _):
         assert found.executors == agent.executors
         assert found.pools == agent.pools
-        assert found.profile == agent.profile
+        assert found.matrix == agent.matrix
         assert found.limits == agent.limits
         assert (found.precisions, found.broken) == (agent.precisions, agent.broken)
 
@@ -369,7 +369,7 @@ def test_other_cpu_executors_than_were_profiled_are_scaled_and_told(line, caplog
     allocation = Allocation("casual", {}, (), {"cpu": 1})
     line.profiled(kinds=kinds, precisions=chosen, allocation=allocation, box=identity_of(box))
     with caplog.at_level(logging.INFO), line.built() as (agent, _, _):
-        performance = agent.profile.experts["cpu"]["cls/f0"].performance
+        performance = agent.matrix.experts["cpu"]["cls/f0"].performance
     assert (performance.K_s, performance.B_s) == (pytest.approx(0.25 * 2 / 1.5), pytest.approx(0.125 * 2 / 1.5))
     assert caplog.text.count("cpu_times_scaled processor=cpu factor=1.33 executors=2") == 1
 
@@ -484,8 +484,8 @@ def test_a_form_is_asked_for_only_where_the_profile_has_a_choice_for_the_kind(li
     )
     line.forget("cls/f0", Precision.FP32)
     found = planned(line.config, detect_box(line.config), stored)
-    assert found.profile.experts["emulated"].keys() == {"cls/f1", "cls/f2"}
-    assert {name: row.copy for name, row in found.profile.experts["cpu"].items()} == {
+    assert found.matrix.experts["emulated"].keys() == {"cls/f1", "cls/f2"}
+    assert {name: row.copy for name, row in found.matrix.experts["cpu"].items()} == {
         "cls/f0": "cls/f0@bf16",
         "cls/f1": "cls/f1@fp32",
         "cls/f2": "cls/f2@fp32",
@@ -494,7 +494,7 @@ def test_a_form_is_asked_for_only_where_the_profile_has_a_choice_for_the_kind(li
     (reason,) = planned(line.config, detect_box(line.config), stored, executors={"emulated": 1}).broken.items()
     assert reason == ("cls/f0", f"no expert of its kind ({failing}) could be run when the box was profiled")
     agent, outcomes = line.served()
-    assert agent.profile == found.profile
+    assert agent.matrix == found.matrix
     assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}
 
 
@@ -520,4 +520,4 @@ def test_the_matrix_of_a_plan_is_that_of_its_copies(line):
     with closing(SegmentStore(config.packed_folder)) as segments:
         report = pack_line(config.catalog.experts.values(), lambda _: set(FORMS.values()), segments)
     copies = copies_of(config, found.precisions, report.packed)
-    assert matrix(stored, box, copies, found.profile.usage, found.executors) == found.profile
+    assert matrix(stored, box, copies, found.matrix.usage, found.executors) == found.matrix

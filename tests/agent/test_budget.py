@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent.budget import available_for, casual_allocation, executor_specs, experts_that_fit, pool_budgets, pool_specs
 from agent.config import read_line
-from agent.core.performance import DeviceProfile, ExpertProfile, Footprint, Performance, SharedPart
+from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix, SharedPart
 from agent.profile_records import Allocation, PoolAllocation
 from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError
@@ -57,7 +57,7 @@ def profile(box, mib=30):
         f"cls/{name}": ExpertProfile(f"cls/{name}@fp32", PERFORMANCE, Footprint(mib * MIB), {"ssd": 1.0})
         for name in "abc"
     }
-    return DeviceProfile(dict.fromkeys(box.processors, rows))
+    return PerformanceMatrix(dict.fromkeys(box.processors, rows))
 
 
 def searched(**workspaces_mib):

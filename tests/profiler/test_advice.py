@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from agent.config import read_line
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
     SharedPart,
 )
@@ -68,7 +68,7 @@ def setting(places, ssd_bytes_per_s, parts=(), split=False):
     host = PoolSpec("host", room_bytes, WORKSPACE_BYTES)
     pools = (host, PoolSpec("device", room_bytes, WORKSPACE_BYTES, cache="host")) if split else (host,)
     executors = (ExecutorSpec(0, "cuda", "device"),) if split else (ExecutorSpec(0, "cpu", "host"),)
-    profile = DeviceProfile({executors[0].processor: column}, dict.fromkeys(NAMES, 1 / EXPERTS))
+    profile = PerformanceMatrix({executors[0].processor: column}, dict.fromkeys(NAMES, 1 / EXPERTS))
     return Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
 
 
@@ -122,11 +122,11 @@ def test_too_little_memory_is_told_with_what_would_do(split):
 
 def test_where_one_memory_is_not_enough_all_of_them_grow():
     """Half of the experts are placed with the CPU, and its memory has room for two: the device's alone is no help."""
-    column = setting(5, 5e8, split=True).profile.experts["cuda"]
+    column = setting(5, 5e8, split=True).matrix.experts["cuda"]
     executors = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", "host"))
     host = PoolSpec("host", 2 * EXPERT_BYTES, WORKSPACE_BYTES)
     pools = (host, PoolSpec("device", 4 * EXPERT_BYTES, WORKSPACE_BYTES, cache="host"))
-    profile = DeviceProfile({"cuda": column, "cpu": column}, dict.fromkeys(NAMES, 1 / EXPERTS))
+    profile = PerformanceMatrix({"cuda": column, "cpu": column}, dict.fromkeys(NAMES, 1 / EXPERTS))
     plain = Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
     advice = advise(scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, "paper", BOX)
     assert list(advice.memory.budget_bytes) == ["host", "device"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agent.config import read_line
 from agent.core.engine import Engine
-from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Limits, Performance
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Limits, Performance, PerformanceMatrix
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
 from agent.profile_records import PoolAllocation, Trial
@@ -57,7 +57,7 @@ def device_of(experts, processors=("cuda", "cpu"), own_bytes=MIB, workspace_byte
         )
         for n in range(experts)
     }
-    return DeviceProfile(dict.fromkeys(processors, column), {f"cls/e{n}": 2.0**-n for n in range(experts)})
+    return PerformanceMatrix(dict.fromkeys(processors, column), {f"cls/e{n}": 2.0**-n for n in range(experts)})
 
 
 def count_of(executors, processor):
@@ -251,7 +251,9 @@ def test_a_policy_of_one_executor_gets_one(folder):
 def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(folder):
     """e1 runs on the CPU only, and the device has workspace for two images beside its largest expert."""
     everything = device_of(2)
-    device = DeviceProfile({"cuda": {"cls/e0": everything.experts["cuda"]["cls/e0"]}, "cpu": everything.experts["cpu"]})
+    device = PerformanceMatrix(
+        {"cuda": {"cls/e0": everything.experts["cuda"]["cls/e0"]}, "cpu": everything.experts["cpu"]}
+    )
     found = search_allocation(
         line_of(folder, 2),
         SPLIT,

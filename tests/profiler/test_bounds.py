@@ -13,12 +13,12 @@ from agent.core.effects import Assigned, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
     SharedPart,
 )
@@ -52,7 +52,7 @@ def resources(columns, pools, executors=None, speedups=None):
     if executors is None:
         names = list(columns)
         executors = [ExecutorSpec(n, name, pools[min(n, len(pools) - 1)].name) for n, name in enumerate(names)]
-    return Resources(tuple(executors), tuple(pools), DeviceProfile(columns), SSD_BYTES_PER_S, speedups or {})
+    return Resources(tuple(executors), tuple(pools), PerformanceMatrix(columns), SSD_BYTES_PER_S, speedups or {})
 
 
 def one_memory(sizes, capacity, parts=None, **more):
@@ -326,7 +326,7 @@ def simulated(policy, sizes, parts, capacity, routes, trace, executors):
         name: tuple(RouteStep(expert, frozenset({"ok"})) for expert in experts) for name, experts in routes.items()
     }
     specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
-    profile = DeviceProfile({"cpu": column}, dict.fromkeys(column, 1 / len(column)))
+    profile = PerformanceMatrix({"cpu": column}, dict.fromkeys(column, 1 / len(column)))
     pools = (PoolSpec("host", capacity, 0),)
     engine = Engine(ExpertGraph(sizes, steps), profile, specs, PRESETS[policy], Limits(pools))
     links = {SSD: SSD_BYTES_PER_S}

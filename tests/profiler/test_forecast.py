@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -58,7 +58,7 @@ def setting(graph, places, executors=1, extra_load_s=0.0, processor="cpu"):
     }
     specs = tuple(ExecutorSpec(number, processor, "host") for number in range(executors))
     pools = (PoolSpec("host", places * EXPERT_BYTES, 100),)
-    profile = DeviceProfile({processor: column}, dict.fromkeys(column, 1 / len(column)))
+    profile = PerformanceMatrix({processor: column}, dict.fromkeys(column, 1 / len(column)))
     return Planned(specs, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
 
 

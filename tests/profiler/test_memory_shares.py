@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
     SharedPart,
 )
@@ -36,7 +36,7 @@ def row(copy, own_bytes, shared=(), workspace_bytes=10, max_batch=4, base_bytes=
 
 
 def one_memory(budget_bytes, column, usage=None, executors=CPU, pinned=()):
-    profile = DeviceProfile({"cpu": column}, usage or {})
+    profile = PerformanceMatrix({"cpu": column}, usage or {})
     return memory_needs("host", ("host",), budget_bytes, executors, profile, frozenset(pinned))
 
 
@@ -107,14 +107,14 @@ def test_two_processors_in_one_memory_share_copies_of_one_precision():
         "cpu": {"a": row("a@fp32", 20), "b": row("b@fp32", 20)},
     }
     executors = (ExecutorSpec(0, "cuda", "host"), ExecutorSpec(1, "cpu", "host"))
-    profile = DeviceProfile(columns, {"a": 0.6, "b": 0.4})
+    profile = PerformanceMatrix(columns, {"a": 0.6, "b": 0.4})
     needs = memory_needs("host", ("host",), 1000, executors, profile, frozenset())
     assert needs.held_bytes == (10, 30, 50)
 
 
 def test_the_memory_in_front_of_the_device_is_filled_with_what_the_device_runs():
     column = {"a": row("a", 10), "b": row("b", 20)}
-    profile = DeviceProfile({"cuda": column}, {"a": 0.6, "b": 0.4})
+    profile = PerformanceMatrix({"cuda": column}, {"a": 0.6, "b": 0.4})
     host, device = (
         memory_needs(pool, ("host", "device"), 100, SPLIT[:2], profile, frozenset()) for pool in ("host", "device")
     )
@@ -146,7 +146,7 @@ def test_every_share_is_the_whole_budget_and_one_an_engine_accepts(
     }
     pinned = frozenset(f"e{number}" for number, (_, _, is_pinned) in enumerate(drawn) if is_pinned)
     executors = tuple(ExecutorSpec(number, "cpu", "host") for number in range(cpus))
-    profile = DeviceProfile({"cpu": column}, {})
+    profile = PerformanceMatrix({"cpu": column}, {})
     needs = memory_needs("host", ("host",), budget_bytes, executors, profile, pinned)
     graph = ExpertGraph(column, {name: (RouteStep(name, frozenset({"ok"})),) for name in column})
 

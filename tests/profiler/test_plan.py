@@ -20,6 +20,7 @@ from agent.profile_records import (
     LinkSpeed,
     PoolAllocation,
     StoredProfile,
+    UsageOrigin,
     UsageProfile,
 )
 from experts.errors import ConfigError
@@ -233,7 +234,7 @@ def test_pass_rates_of_the_profile_decide_who_goes_on(packed_line):
     }
     file = packed_line.folder / "routes.yaml"
     file.write_text(json.dumps(document))
-    never = replace(packed_line.profile, usage=UsageProfile({}, {"cls/f0": 0.0}, "computed from quantities"))
+    never = replace(packed_line.profile, usage=UsageProfile({}, {"cls/f0": 0.0}, UsageOrigin.COMPUTED))
     config, trace = read_line(file, {}), trace_of("0" * 8)
     (stopped,), (passed,) = plan(config, None, never, trace), plan(config, None, packed_line.profile, trace)
     assert stopped.bound.compute_s == pytest.approx(8 * 0.01 + 2 * 0.02)

@@ -15,12 +15,12 @@ from agent.core.engine import Engine
 from agent.core.events import Arrived, BatchFailed, Finished, Loaded, LoadFailed, Started
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -54,7 +54,7 @@ def unified(experts, capacity, executors):
         f"e{n}": ExpertProfile(f"e{n}", Performance(0.01, 0.02, 4, 0), Footprint(1), {SSD: 0.2}) for n in range(experts)
     }
     specs = [ExecutorSpec(n, "cpu", "host") for n in range(executors)]
-    return DeviceProfile({"cpu": column}, {}), specs, Limits((PoolSpec("host", capacity, 0),), max_overtake_s=1.0)
+    return PerformanceMatrix({"cpu": column}, {}), specs, Limits((PoolSpec("host", capacity, 0),), max_overtake_s=1.0)
 
 
 def split(experts, capacity, executors):
@@ -66,7 +66,7 @@ def split(experts, capacity, executors):
     }
     specs = [ExecutorSpec(n, "gpu", "device") for n in range(executors)] + [ExecutorSpec(executors, "cpu", "host")]
     pools = (PoolSpec("host", 2 * capacity, 0), PoolSpec("device", capacity, 0, cache="host"))
-    return DeviceProfile(columns, {}), specs, Limits(pools, max_overtake_s=1.0)
+    return PerformanceMatrix(columns, {}), specs, Limits(pools, max_overtake_s=1.0)
 
 
 class Stage:

@@ -12,12 +12,12 @@ from agent.core.effects import Assigned, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -33,7 +33,7 @@ def build(policy, experts, capacity, executors=1, usage=None, max_overtake_s=BOU
     performance = Performance(K_S, B_S, MAX_BATCH, workspace_bytes=0)
     column = {f"e{n}": ExpertProfile(f"e{n}", performance, Footprint(1), {SSD: LOAD_S}) for n in range(experts)}
     specs = [ExecutorSpec(n, "cpu", "host") for n in range(executors)]
-    profile = DeviceProfile({"cpu": column}, usage or dict.fromkeys(column, 1 / experts))
+    profile = PerformanceMatrix({"cpu": column}, usage or dict.fromkeys(column, 1 / experts))
     limits = Limits((PoolSpec("host", capacity, 0),), max_overtake_s=max_overtake_s)
     engine = Engine(ExpertGraph(column, routes), profile, specs, PRESETS[policy], limits)
     return Simulator(engine, profile, specs, check_every_step=True)
@@ -134,7 +134,7 @@ def lines(draw):
         for name in dict.fromkeys(memories.values())
     )
     limits = Limits(pools, LINE_BOUND_S, loads_in_flight=draw(st.integers(1, 2)))
-    profile = DeviceProfile(columns, {expert: draw(st.sampled_from([0.1, 0.5, 0.9])) for expert in experts})
+    profile = PerformanceMatrix(columns, {expert: draw(st.sampled_from([0.1, 0.5, 0.9])) for expert in experts})
     graph = ExpertGraph(experts, {expert: (RouteStep(expert, frozenset({"ok"})),) for expert in experts})
     engine = Engine(graph, profile, executors, PRESETS["coserve"], limits)
     step_s = 2 * (ssd_s + host_s) + 2 * (K_S * MAX_BATCH + B_S)  # two loads share a link; two batches in their way
@@ -181,7 +181,7 @@ def several(columns, executors, capacity=1):
         for processor, names in columns.items()
     }
     names = sorted(set().union(*columns.values()))
-    profile = DeviceProfile(rows, dict.fromkeys(names, 0.5))
+    profile = PerformanceMatrix(rows, dict.fromkeys(names, 0.5))
     specs = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(executors)]
     graph = ExpertGraph(names, {name: (RouteStep(name, frozenset({"ok"})),) for name in names})
     limits = Limits((PoolSpec("host", capacity, 0),), LINE_BOUND_S)
@@ -221,7 +221,7 @@ def test_a_head_that_waited_too_long_gets_through_a_busy_link_and_past_a_hot_exp
         "gpu": {n: ExpertProfile(n, performance, Footprint(1), {SSD: 0.1, "host": 0.02}) for n in ("rare", "hot")},
         "cpu": {n: ExpertProfile(n, performance, Footprint(1), {SSD: 0.1}) for n in on_cpu},
     }
-    profile = DeviceProfile(columns, dict.fromkeys(on_cpu, 0.02) | {"rare": 0.001, "hot": 0.2})
+    profile = PerformanceMatrix(columns, dict.fromkeys(on_cpu, 0.02) | {"rare": 0.001, "hot": 0.2})
     executors = [ExecutorSpec(0, "gpu", "device"), ExecutorSpec(1, "cpu", "host")]
     pools = (PoolSpec("host", 6, 8), PoolSpec("device", 1, 8, cache="host"))
     engine = Engine(ExpertGraph(routes, routes), profile, executors, PRESETS["coserve"], Limits(pools, BOUND_S))

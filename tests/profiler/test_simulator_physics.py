@@ -13,12 +13,12 @@ from agent.core.engine import Engine
 from agent.core.events import Finished
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -35,7 +35,7 @@ def line(policy, experts, executors, physics, *, capacity=8, loads_in_flight=8):
     performance = Performance(0.1, 0.2, 4, workspace_bytes=0)
     column = {f"e{n}": ExpertProfile(f"e{n}", performance, Footprint(100), {SSD: 0.25}) for n in range(experts)}
     specs = [ExecutorSpec(n, "gpu", "host") for n in range(executors)]
-    profile = DeviceProfile({"gpu": column}, {f"e{n}": 1 / (n + 2) for n in range(experts)})
+    profile = PerformanceMatrix({"gpu": column}, {f"e{n}": 1 / (n + 2) for n in range(experts)})
     limits = Limits((PoolSpec("host", 100 * capacity, 0),), loads_in_flight=loads_in_flight)
     engine = Engine(ExpertGraph(column, routes), profile, specs, PRESETS[policy], limits)
     return Simulator(engine, profile, specs, check_every_step=True, **physics)
@@ -106,7 +106,7 @@ def split(policy, host_bytes, *, with_cpu):
     columns = {"gpu": {"e0": ExpertProfile("e0", performance, Footprint(100), {SSD: 0.9, "host": 0.25})}}
     if with_cpu:
         columns["cpu"] = {"e0": ExpertProfile("e0", performance, Footprint(100), {SSD: 0.6})}
-    profile = DeviceProfile(columns)
+    profile = PerformanceMatrix(columns)
     pools = (PoolSpec("host", host_bytes, 0), PoolSpec("device", 100, 0, cache="host"))
     executors = [ExecutorSpec(0, "gpu", "device")]
     graph = ExpertGraph(["e0"], {"c0": (RouteStep("e0", OK),)})

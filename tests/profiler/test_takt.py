@@ -11,12 +11,12 @@ from agent.core.effects import StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -61,7 +61,7 @@ class Line:
             for step in steps:
                 usage[step.expert] = usage.get(step.expert, 0.0) + quantities[name] / sum(quantities.values())
         column = {name: self._row(name, rng.choice([22, 22, 45])) for name in sorted(usage)}
-        profile = DeviceProfile({"cpu": column}, usage)
+        profile = PerformanceMatrix({"cpu": column}, usage)
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(self.executors)]
         room = sum(row.footprint.own_bytes for row in column.values()) // 3
         limits = Limits((PoolSpec("host", room, 0),), **limited)
@@ -126,7 +126,7 @@ def test_usage_that_is_wrong_costs_no_load_an_image():
     usage = {"expected": 0.8, "one": 0.1, "other": 0.1}
     column = {name: ExpertProfile(name, Performance(0.1, 0.0, 8, 0), Footprint(10), {SSD: 0.3}) for name in usage}
     graph = ExpertGraph(list(usage), {name: (RouteStep(name, frozenset({"ok"})),) for name in usage})
-    profile, specs = DeviceProfile({"cpu": column}, usage), [ExecutorSpec(0, "cpu", "host")]
+    profile, specs = PerformanceMatrix({"cpu": column}, usage), [ExecutorSpec(0, "cpu", "host")]
     engine = Engine(graph, profile, specs, PRESETS["coserve"], Limits((PoolSpec("host", 20, 0),)))
     Simulator(engine, profile, specs).run(
         [Arrival(0.2 * number, ("one", "other")[number % 2]) for number in range(200)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agent.assembly import pack
 from agent.budget import casual_allocation
 from agent.config import read_line
-from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance, PoolSpec
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
 from agent.listing import packed_manifests
 from agent.planning import planned
 from agent.profile import identity_of, kind_name
@@ -205,10 +205,10 @@ class TestASampleByUsage:
 def test_requests_come_twice_as_fast_as_all_executors_could_work():
     """1 ms + 8 ms / 8 an image, and half of the requests run a second expert: 3 ms a request; on 3 executors 1 ms."""
     row = ExpertProfile("a", Performance(0.001, 0.008, 8, 0), Footprint(1), {SSD: 0.1})
-    device = DeviceProfile({"cuda": {"a": row, "b": row}}, {"a": 1.0, "b": 0.5})
+    device = PerformanceMatrix({"cuda": {"a": row, "b": row}}, {"a": 1.0, "b": 0.5})
     assert busy_interval_s(device, {"cuda": 3}) == pytest.approx(0.0005)
     assert busy_interval_s(device, {"cuda": 3, "cpu": 9}) == pytest.approx(0.0005)
-    slow = DeviceProfile({"cpu": {"a": replace(row, performance=Performance(0.1, 0.1, 4, 0))}}, {"a": 1.0})
+    slow = PerformanceMatrix({"cpu": {"a": replace(row, performance=Performance(0.1, 0.1, 4, 0))}}, {"a": 1.0})
     assert busy_interval_s(slow, {"cpu": 2}) == 0.004
     assert busy_interval_s(slow, {}) == 0.004
 

@@ -20,12 +20,12 @@ from agent.core.effects import (
 from agent.core.engine import Engine, EngineStatistics, QueueStatistics
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -49,7 +49,7 @@ def row(expert, workspace_bytes=1, own_bytes=1, load_s=10.0):
 def build(policy="coserve", routes=ROUTES, executors=1, expert_bytes=3, workspace_bytes=8, usage=None, **limits):
     """Experts a to d; K = 1 s, B = 2 s, a load 10 s; a copy takes a byte, and so does the workspace of an image."""
     steps = {name: tuple(RouteStep(expert, frozenset({"ok"})) for expert in route) for name, route in routes.items()}
-    profile = DeviceProfile({"cpu": {name: row(name) for name in "abcd"}}, usage or {})
+    profile = PerformanceMatrix({"cpu": {name: row(name) for name in "abcd"}}, usage or {})
     specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
     pool = PoolSpec("host", expert_bytes, workspace_bytes)
     return Engine(ExpertGraph("abcd", steps), profile, specs, PRESETS[policy], Limits((pool,), **limits))
@@ -137,7 +137,7 @@ def test_what_the_line_does_not_know_is_unknown_by_name(arrived, reason):
 
 
 def test_what_no_executor_can_run_is_unknown_by_name():
-    profile = DeviceProfile({"cpu": {"a": row("a")}})
+    profile = PerformanceMatrix({"cpu": {"a": row("a")}})
     graph = ExpertGraph("ab", {"B": (RouteStep("b", frozenset({"ok"})),)})
     limits = Limits((PoolSpec("host", 3, 8),))
     engine = Engine(graph, profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits)
@@ -467,7 +467,7 @@ def test_each_executors_own_batch_is_counted_and_no_other():
 
 
 def test_an_expert_that_can_never_fit_is_refused_by_name_the_largest_one_first():
-    profile = DeviceProfile({"cpu": {"a": row("a", own_bytes=7), "b": row("b", own_bytes=9), "c": row("c")}})
+    profile = PerformanceMatrix({"cpu": {"a": row("a", own_bytes=7), "b": row("b", own_bytes=9), "c": row("c")}})
     limits = Limits((PoolSpec("host", 6, 8),))
     with pytest.raises(MemoryExceeded, match="memory host, for b: 9 bytes wanted, 6 free"):
         Engine(ExpertGraph("abc", {}), profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits)
@@ -486,7 +486,7 @@ def test_every_executor_is_owed_the_workspace_of_one_image_of_its_largest_expert
 
     def engine(workspace_bytes):
         limits = Limits((PoolSpec("host", 3, workspace_bytes),))
-        return Engine(graph, DeviceProfile({"cpu": experts}), specs, PRESETS["coserve"], limits)
+        return Engine(graph, PerformanceMatrix({"cpu": experts}), specs, PRESETS["coserve"], limits)
 
     with pytest.raises(
         MemoryExceeded, match="memory host, workspace of one image per executor: 6 bytes wanted, 5 free"

@@ -12,12 +12,12 @@ from agent.core.effects import Assigned, Complete, Evict, Fail, Standing, Standi
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
     SharedPart,
 )
@@ -36,7 +36,7 @@ ANSWERS_PER_REQUEST = 50  # three times what any needs
 @dataclass(frozen=True)
 class Setup:
     graph: ExpertGraph
-    profile: DeviceProfile
+    profile: PerformanceMatrix
     executors: tuple[ExecutorSpec, ...]
     limits: Limits
     policy: str
@@ -94,7 +94,11 @@ def setups(draw, policies=tuple(PRESETS)):
     limits = Limits(pools, MAX_OVERTAKE_S, loads_in_flight=draw(st.integers(1, 3)), pinned=pinned)
     usage = {name: draw(st.floats(0, 1)) for name in experts}
     return Setup(
-        ExpertGraph(experts, routes), DeviceProfile(profiles, usage), executors, limits, draw(st.sampled_from(policies))
+        ExpertGraph(experts, routes),
+        PerformanceMatrix(profiles, usage),
+        executors,
+        limits,
+        draw(st.sampled_from(policies)),
     )
 
 

@@ -13,12 +13,12 @@ from agent.core.engine import Engine
 from agent.core.eviction import Candidate
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
     SharedPart,
 )
@@ -47,7 +47,7 @@ class Line:
         passes = frozenset({"ok"})
         routes = {name: (RouteStep(name, passes), RouteStep(then, passes)) for name, then in followed_by.items()}
         graph = ExpertGraph(names, routes)
-        self.engine = Engine(graph, DeviceProfile(columns, usage), specs, PRESETS[policy], Limits(pools, **limits))
+        self.engine = Engine(graph, PerformanceMatrix(columns, usage), specs, PRESETS[policy], Limits(pools, **limits))
         self.now = 0.0
         self.loads = {}
         self.batches = {}
@@ -765,7 +765,7 @@ def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head
     specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "host")]
     graph = ExpertGraph("ab", {})
     limits = Limits((PoolSpec("host", 9, 0),))
-    engine = Engine(graph, DeviceProfile(columns, {"a": 1.0}), specs, PRESETS["coserve"], limits)
+    engine = Engine(graph, PerformanceMatrix(columns, {"a": 1.0}), specs, PRESETS["coserve"], limits)
     placed = [each for each in engine.handle(events.Started(), 0.0) if isinstance(each, StartLoad)]
     assert [load.copy for load in placed] == ["a@fp32"]
     engine.handle(events.Arrived(1, expert="b"), 0.0)  # only the cpu runs it
@@ -804,7 +804,7 @@ def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
     specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "device")]
     pools = (PoolSpec("host", 5, 0), PoolSpec("device", 2, 0, cache="host"))
     graph, limits = ExpertGraph("ab", {}), Limits(pools, pinned=frozenset("a"))
-    engine = Engine(graph, DeviceProfile(columns, {}), specs, PRESETS["coserve"], limits)
+    engine = Engine(graph, PerformanceMatrix(columns, {}), specs, PRESETS["coserve"], limits)
     pinned = {"a@fp32"}
     for number, expert in enumerate("abab" * 3):
         waiting = engine.handle(events.Arrived(number, expert=expert), float(number))

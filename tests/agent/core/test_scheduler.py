@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent.core.effects import Assigned, AssignmentCandidate
-from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance
+from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.core.policy import PRESETS
 from agent.core.scheduler import Scheduler, shortest_makespan
 
@@ -26,7 +26,7 @@ def build(policy="coserve", processors=("cpu", "gpu"), max_overtake_s=5.0):
         ExecutorSpec(number, processor, "device" if processor == "gpu" else "host")
         for number, processor in enumerate(processors)
     ]
-    profile = DeviceProfile({"cpu": CPU, "gpu": GPU})
+    profile = PerformanceMatrix({"cpu": CPU, "gpu": GPU})
     return Scheduler(executors, profile, PRESETS[policy], max_overtake_s, lambda spec, row: LOAD_S[spec.pool])
 
 

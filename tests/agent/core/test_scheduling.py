@@ -9,12 +9,12 @@ from agent.core.effects import Assigned, AssignmentCandidate, Complete, Evict, F
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -44,7 +44,7 @@ def build_engine(
         routes[first.upper()] = (RouteStep(first, OK), RouteStep(then, OK))
     performance = Performance(1.0, 2.0, max_batch, workspace_bytes=1)
     column = {name: ExpertProfile(name, performance, Footprint(1), {SSD: 10.0}) for name in experts}
-    profile = DeviceProfile({"cpu": column}, usage or dict.fromkeys(experts, 0.0))
+    profile = PerformanceMatrix({"cpu": column}, usage or dict.fromkeys(experts, 0.0))
     specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
     pool = PoolSpec("host", expert_bytes=capacity, workspace_bytes=executors * max_batch)
     engine = Engine(ExpertGraph(experts, routes), profile, specs, PRESETS[policy], Limits((pool,), **limits))
@@ -173,7 +173,7 @@ def build_engine_of(columns, capacity=1, **limits):
     executors = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(columns)]
     graph = ExpertGraph(experts, {name.upper(): (RouteStep(name, OK),) for name in experts})
     every_limit = Limits((PoolSpec("host", capacity, len(executors)),), **limits)
-    return Engine(graph, DeviceProfile(profiles), executors, PRESETS["coserve"], every_limit)
+    return Engine(graph, PerformanceMatrix(profiles), executors, PRESETS["coserve"], every_limit)
 
 
 def arrive(engine, number, component, at_s):
@@ -477,7 +477,7 @@ def build_split_engine(policy="coserve", host=6, device=1, on_device="abcdef", *
     executors = [ExecutorSpec(0, "gpu", "device"), ExecutorSpec(1, "cpu", "host")]
     pools = (PoolSpec("host", host, 8), PoolSpec("device", device, 8, cache="host"))
     graph = ExpertGraph(on_device + on_cpu, routes)
-    return Engine(graph, DeviceProfile(columns), executors, PRESETS[policy], Limits(pools, **limits))
+    return Engine(graph, PerformanceMatrix(columns), executors, PRESETS[policy], Limits(pools, **limits))
 
 
 def test_what_is_queued_is_staged_in_the_host_while_the_device_is_full():
@@ -607,7 +607,7 @@ def test_a_head_that_has_waited_for_half_the_bound_has_no_time_left():
 def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():
     performance = Performance(0.01, 0.02, 4, workspace_bytes=1)
     row = ExpertProfile("a", performance, Footprint(1), {SSD: 0.1})
-    profile = DeviceProfile({"gpu": {}, "cpu": {"a": row}})
+    profile = PerformanceMatrix({"gpu": {}, "cpu": {"a": row}})
     executors = [ExecutorSpec(0, "gpu", "host"), ExecutorSpec(1, "cpu", "host")]
     limits = Limits((PoolSpec("host", 2, 8),), pinned=frozenset({"a"}))
     engine = Engine(ExpertGraph("a", {"A": (RouteStep("a", OK),)}), profile, executors, PRESETS["samba"], limits)

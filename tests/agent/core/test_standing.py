@@ -11,12 +11,12 @@ from agent.core.effects import Assigned, Complete, Evict, Fail, Standing, Standi
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
-    DeviceProfile,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
     Limits,
     Performance,
+    PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
@@ -43,7 +43,7 @@ class Line:
         column = {name: ExpertProfile(name, Performance(1.0, 2.0, 4, 1), Footprint(1), {SSD: 1.0}) for name in experts}
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         every_limit = Limits((PoolSpec("host", capacity, 8 * executors),), **limits)
-        graph, profile = ExpertGraph(experts, routes), DeviceProfile({"cpu": column}, dict.fromkeys(experts, 0.1))
+        graph, profile = ExpertGraph(experts, routes), PerformanceMatrix({"cpu": column}, dict.fromkeys(experts, 0.1))
         self.engine = Engine(graph, profile, specs, PRESETS["coserve"], every_limit)
         self.load_faults: dict[str, events.LoadFailed] = {}
         self.batch_faults: dict[str, events.BatchFailed] = {}

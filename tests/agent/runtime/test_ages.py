@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from agent.core.effects import StartBatch, StartLoad
-from agent.core.performance import DeviceProfile, ExecutorSpec, ExpertProfile, Footprint, Performance
+from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.core.request import Batch
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from experts.errors import WorkOverdue
 
 LIMITS = AgeLimits(told_s=10.0, told_multiple=2.0, ended_s=50.0, ended_multiple=5.0)
 PERFORMANCE = Performance(K_s=4.0, B_s=2.0, max_batch=8, workspace_bytes=0)
-PROFILE = DeviceProfile({"cpu": {"cls/slow": ExpertProfile("slow", PERFORMANCE, Footprint(1), {"ssd": 30.0})}})
+PROFILE = PerformanceMatrix({"cpu": {"cls/slow": ExpertProfile("slow", PERFORMANCE, Footprint(1), {"ssd": 30.0})}})
 EXECUTORS = [ExecutorSpec(0, "cpu", "host")]
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 import agent.runtime.loop
 from agent.core import effects
 from agent.core.engine import Engine
-from agent.core.performance import SSD, DeviceProfile, ExecutorSpec, ExpertProfile, Limits, Performance, PoolSpec
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.device import detect
 from agent.runtime.executor import EncodedImage, ImageFile
@@ -80,7 +80,7 @@ class Agent:
             copy.expert.id: ExpertProfile(copy.name, PERFORMANCE, footprint_of(copy.packed), {SSD: 0.01, "host": 0.002})
             for copy in self.line.copies.values()
         }
-        return DeviceProfile({spec.processor: rows for spec in specs})
+        return PerformanceMatrix({spec.processor: rows for spec in specs})
 
     def __enter__(self):
         self.loop.start()

@@ -23,10 +23,10 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
     copies = {processor: list(line.copies.values()) for processor in box.processors}
     found = probe(box, copies, line.segments, {"cls/own-0": 0.5}, threads=1)
     assert found.failed == {}
-    assert found.profile.usage == {"cls/own-0": 0.5}
+    assert found.matrix.usage == {"cls/own-0": 0.5}
     assert found.links.ssd_bytes_per_s > 0
     for processor in box.processors:
-        rows = found.profile.experts[processor]
+        rows = found.matrix.experts[processor]
         assert rows.keys() == {copy.expert.id for copy in line.copies.values()}
         for copy in line.copies.values():
             row = rows[copy.expert.id]
@@ -46,7 +46,7 @@ def test_an_engine_starts_from_it(line):
     found = probe(box, {"cpu": list(line.copies.values())}, line.segments, {}, threads=1)
     limits = Limits((PoolSpec("host", 64 * 1024 * 1024, 256 * 1024 * 1024),))
     graph = ExpertGraph([copy.expert.id for copy in line.copies.values()], {})
-    Engine(graph, found.profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits).check_invariants()
+    Engine(graph, found.matrix, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits).check_invariants()
 
 
 def test_a_broken_expert_is_passed_over_and_its_kind_measured_on_the_next(breakable_line):
@@ -54,7 +54,7 @@ def test_a_broken_expert_is_passed_over_and_its_kind_measured_on_the_next(breaka
     box = detect("cpu")
     found = probe(box, {"cpu": list(breakable_line.copies.values())}, breakable_line.segments, {}, threads=1)
     assert found.failed == {}
-    assert "cls/own-0" in found.profile.experts["cpu"]
+    assert "cls/own-0" in found.matrix.experts["cpu"]
 
 
 def test_an_expert_that_answers_no_numbers_does_not_speak_for_its_kind(breakable_line):
@@ -81,12 +81,12 @@ def test_a_kind_of_which_nothing_loads_has_no_row_but_a_reason(breakable_line):
     found = probe(box, {"cpu": list(breakable_line.copies.values())}, breakable_line.segments, {}, threads=1)
     assert found.failed.keys() == {"cls/wide"}
     assert "pack the line again" in found.failed["cls/wide"]
-    assert "cls/wide" not in found.profile.experts["cpu"]
+    assert "cls/wide" not in found.matrix.experts["cpu"]
 
 
 def test_a_line_without_experts_has_an_empty_matrix(line):
     found = probe(detect("cpu"), {"cpu": []}, line.segments, {}, threads=1)
-    assert found.profile.experts == {"cpu": {}}
+    assert found.matrix.experts == {"cpu": {}}
 
 
 def test_two_points_give_k_and_b():
