@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from agent.assembly import build_agent, pack_as_served
 from agent.listing import packed_bytes, packed_manifests
 from agent.records.database import state_held
-from agent.snapshot import snapshot
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ExpertError
 from experts.manifests import ManifestFolder
+from experts.snapshot import snapshot
 from experts.weights import SegmentStore
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from agent.filesystem import filesystem_type, tells_changes
 from agent.intake.filing import Filing, Shelves, printable
 from agent.intake.hints import Hint, Hints
 from agent.intake.inbox import MARKER, Claimed, Inbox
 from agent.intake.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Candidate, Evidence, Rule, Sighting
 from agent.intake.waiting import Waiting
+from experts.filesystem import filesystem_type, tells_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
-from agent.filesystem import filesystem_type, is_shared
 from experts.errors import AlreadyRunning, ConfigError, StateUnusable
+from experts.filesystem import filesystem_type, is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

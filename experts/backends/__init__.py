@@ -35,7 +35,7 @@ def _build(name: str) -> Backend:
 
         return FakeBackend()
     if name == "onnx":
-        from experts.backends.onnx import OnnxBackend
+        from experts.backends.onnx.backend import OnnxBackend
 
         return OnnxBackend()
     if name == "detector":

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Prepared, Skeleton
-    from experts.backends.onnx_layout import LaidOutGraph
-    from experts.backends.onnxruntime_form import Refused
+    from experts.backends.onnx.layout import LaidOutGraph
+    from experts.backends.onnx.runtime_form import Refused
     from experts.expert import Expert
 
 AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
@@ -110,7 +110,7 @@ class ClassifierBackend:
         fitted = fit(expert, found, template.original.state_dict())
         ready = executable(expert, fold_weights(fitted, template.pairs), precision)
         if precision is Precision.ONNXRUNTIME:
-            from experts.backends.onnxruntime_form import packable
+            from experts.backends.onnx.runtime_form import packable
 
             return packable(expert, _runtime_form(form, (expert.input.height, expert.input.width)), ready)
         return Packable(ready, _unseen_structure(expert))
@@ -122,7 +122,7 @@ class ClassifierBackend:
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
         if precision is Precision.ONNXRUNTIME:
-            from experts.backends.onnxruntime_form import RuntimeSkeleton
+            from experts.backends.onnx.runtime_form import RuntimeSkeleton
 
             return RuntimeSkeleton(expert, program, device, _answered)
         is_transformer = expert.architecture.startswith(TRANSFORMERS)
@@ -225,7 +225,7 @@ _template = MadeOnce(_make_template, TEMPLATES_KEPT)
 
 
 def _make_runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
-    from experts.backends.onnxruntime_form import runtime_form
+    from experts.backends.onnx.runtime_form import runtime_form
 
     template = _template(form)
     with torch.random.fork_rng(devices=()):

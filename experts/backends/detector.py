@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Skeleton
-    from experts.backends.onnx_layout import LaidOutGraph
-    from experts.backends.onnxruntime_form import Refused
+    from experts.backends.onnx.layout import LaidOutGraph
+    from experts.backends.onnx.runtime_form import Refused
     from experts.expert import Expert
 
 
@@ -149,7 +149,7 @@ class DetectorBackend:
         fitted = fit(expert, found, template.original.state_dict())
         ready = executable(expert, _folded(template, fitted), precision)
         if precision is Precision.ONNXRUNTIME:
-            from experts.backends.onnxruntime_form import packable
+            from experts.backends.onnx.runtime_form import packable
 
             return packable(expert, _runtime_form(expert.architecture, len(expert.labels), _size(expert)), ready)
         return Packable(ready)
@@ -163,7 +163,7 @@ class DetectorBackend:
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
         template = _template_of(expert)
         if precision is Precision.ONNXRUNTIME:
-            from experts.backends.onnxruntime_form import RuntimeSkeleton
+            from experts.backends.onnx.runtime_form import RuntimeSkeleton
 
             return RuntimeSkeleton(expert, program, device, _Answered(template.strides))
         return DetectorSkeleton(template, precision, device)
@@ -229,7 +229,7 @@ _template = MadeOnce(_make_template, TEMPLATES_KEPT)
 
 
 def _make_runtime_form(architecture: str, label_count: int, size: tuple[int, int]) -> LaidOutGraph | Refused:
-    from experts.backends.onnxruntime_form import runtime_form
+    from experts.backends.onnx.runtime_form import runtime_form
 
     template = _template(architecture, label_count)
     with torch.random.fork_rng(devices=()):

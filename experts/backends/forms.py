@@ -30,7 +30,7 @@ def runtime_recipe(precision: Precision) -> str:
     """What decides on the bytes of ONNX Runtime's form beside the expert; once it changes, all are packed again."""
     if precision not in executable_forms() - TORCH_FORMS:
         return ""
-    from experts.backends.onnx_layout import runtime_identity
+    from experts.backends.onnx.layout import runtime_identity
 
     return f"{runtime_identity()}, torch {version('torch')}, onnxscript {version('onnxscript')}"
 

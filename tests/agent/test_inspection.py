@@ -17,8 +17,8 @@ from agent.core.events import Arrived
 from agent.inspection import inspect_images, verify_line
 from agent.listing import expert_rows
 from agent.records.database import StateLock
-from agent.snapshot import snapshot
 from experts.errors import AgentCrashed
+from experts.snapshot import snapshot
 from experts.weights import SegmentStore
 
 

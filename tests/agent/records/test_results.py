@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from sqlite_utils import Database
 
 from agent.boards import BoardVerdict, Inspection, StoredResult
-from agent.filesystem import filesystem_type, is_shared, tells_changes
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
 from agent.records.results import Recorded, Result, ResultReader, ResultStore
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
+from experts.filesystem import filesystem_type, is_shared, tells_changes
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 WAIT_S = 20.0

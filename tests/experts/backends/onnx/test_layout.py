@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from experts.backends.onnx_layout import Order, Placement, identity_of, laid_out, runtime_identity
-from experts.backends.onnx_session import session_once
+from experts.backends.onnx.layout import Order, Placement, identity_of, laid_out, runtime_identity
+from experts.backends.onnx.session import session_once
 
 SIZE = 6
 

@@ -19,9 +19,9 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable
-from experts.backends.onnx_answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
-from experts.backends.onnx_memory import peak_bytes
-from experts.backends.onnx_session import REFUSALS, optimised, session_once, shared_session
+from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
+from experts.backends.onnx.memory import peak_bytes
+from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import is_finite, read_onnx

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from experts.backends import backend_for, onnx_session
+from experts.backends import backend_for
 from experts.backends.forms import executable_forms, runtime_recipe
-from experts.backends.onnx_layout import IDENTITY_KEY, runtime_identity
-from experts.backends.onnxruntime_form import Refused, packable, runtime_form
+from experts.backends.onnx import session as onnx_session
+from experts.backends.onnx.layout import IDENTITY_KEY, runtime_identity
+from experts.backends.onnx.runtime_form import Refused, packable, runtime_form
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
 from experts.manifests import ManifestFolder

@@ -16,9 +16,9 @@ from onnxruntime import OrtValue
 from torch.func import functional_call
 
 from experts.backends.base import Packable, Prepared
-from experts.backends.onnx_export import EXAMPLES, IMAGES, exported
-from experts.backends.onnx_layout import LaidOutGraph, identity_of, laid_out, runtime_identity
-from experts.backends.onnx_session import REFUSALS, session_once, shared_session
+from experts.backends.onnx.export import EXAMPLES, IMAGES, exported
+from experts.backends.onnx.layout import LaidOutGraph, identity_of, laid_out, runtime_identity
+from experts.backends.onnx.session import REFUSALS, session_once, shared_session
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Expert, Precision, Prediction
 

@@ -25,7 +25,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import GraphOptimizationLevel
 
-from experts.backends.onnx_session import optimised
+from experts.backends.onnx.session import optimised
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -13,10 +13,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from experts.backends import onnx as onnx_backend
 from experts.backends.base import Prepared
-from experts.backends.onnx import OnnxBackend, OnnxSkeleton
-from experts.backends.onnx_session import SESSIONS_KEPT
+from experts.backends.onnx import backend as onnx_backend
+from experts.backends.onnx.backend import OnnxBackend, OnnxSkeleton
+from experts.backends.onnx.session import SESSIONS_KEPT
 from experts.backends.streams import await_writes
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
