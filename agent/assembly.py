@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from agent.copies import Precisions
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.core.request import Outcome
-    from agent.profile_records import StoredProfile
+    from agent.device_profile.records import StoredProfile
     from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import Decider

@@ -17,7 +17,7 @@ from agent.core.performance import ExecutorSpec, Limits, PoolSpec
 from agent.core.placement import footprints_in, pinned_homes
 from agent.core.policy import PRESETS, Assigning
 from agent.core.pool import misfits
-from agent.profile_records import Allocation, PoolAllocation
+from agent.device_profile.records import Allocation, PoolAllocation
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from agent.config import set_unless_given, usage_probabilities
-from agent.openmp import DEFAULT, SPINNING, VARIABLES
-from agent.profile import (
+from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
+from agent.device_profile.records import SOURCE, UsageOrigin
+from agent.device_profile.store import (
     box_mismatches,
     identity_of,
     is_of_another_box,
@@ -22,7 +23,6 @@ from agent.profile import (
     partial_of,
     read_profile,
 )
-from agent.profile_records import SOURCE, UsageOrigin
 from experts.backends import family
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.profile_records import StoredProfile
+    from agent.device_profile.records import StoredProfile
     from agent.runtime.box import Box
     from experts.weights import PackedExpert
 

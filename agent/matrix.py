@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.profile import kind_name
+from agent.device_profile.store import kind_name
 from agent.runtime.box import torch_device
 from agent.runtime.expert_copy import footprint_of
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, Footprint
-    from agent.profile_records import KindProfile, StoredProfile
+    from agent.device_profile.records import KindProfile, StoredProfile
     from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
 from agent.core.request import Rejected
-from agent.profile import kind_name
-from agent.profile_records import Agreement
+from agent.device_profile.records import Agreement
+from agent.device_profile.store import kind_name
 from agent.runtime.box import torch_device
 from agent.runtime.executor import ImageFile
 from experts.backends import backend_for
@@ -30,7 +30,7 @@ from experts.expert import Precision
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from agent.profile_records import KindProfile
+    from agent.device_profile.records import KindProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.rig import MeasuringRig
     from experts.expert import Prediction

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.budget import CORES_PER_CPU_EXECUTOR, WORKSPACE_FRACTION, executor_specs
 from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
-from agent.profile_records import Allocation, PoolAllocation, Trial
+from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
 from profiler.memory_shares import MemoryNeeds, held_bytes, memory_needs, usage_cdf
 from profiler.sweep import DECLINES, ExecutorCounts, ExecutorSweep, executor_sweep

@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from agent.device_profile.records import PoolAllocation
 from agent.planning import planned
-from agent.profile_records import PoolAllocation
 from experts.errors import SampleUnfit
 from profiler.allocation import EXECUTORS, MEMORY
 from profiler.memory_shares import memory_needs
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, PoolSpec
-    from agent.profile import ProfileDraft
-    from agent.profile_records import Allocation, StoredProfile, UsageProfile
+    from agent.device_profile.records import Allocation, StoredProfile, UsageProfile
+    from agent.device_profile.store import ProfileDraft
     from agent.runtime.box import Box
     from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
     from profiler.samples import LineSamples, Sample

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
-from agent.profile_records import BatchTimes
+from agent.device_profile.records import BatchTimes
 from agent.runtime.executor import ImageFile
 from agent.runtime.rig import noise
 from experts.backends import backend_for

@@ -79,7 +79,7 @@ def disk_explained(*, resumes: bool = False) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
-        from agent.profile_schema import is_refused_by_disk
+        from agent.device_profile.schema import is_refused_by_disk
 
         if isinstance(error, sqlite3.Error) and not is_refused_by_disk(error):
             raise
@@ -232,7 +232,7 @@ def plan(
     """
     from agent.assembly import doubts
     from agent.config import read_line
-    from agent.profile import read_profile
+    from agent.device_profile.store import read_profile
     from agent.progress import progress_on_stderr
     from profiler.plan import as_json as plan_json
     from profiler.plan import plan as plan_rows

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.profile_records import BatchTimes
+    from agent.device_profile.records import BatchTimes
 
 LEAST_S = 1e-4  # as the probe's: handing a batch over costs about as much, so K and B are never less
 TOLERANCE = 0.03  # of the lowest average latency: what a larger batch has to be worth

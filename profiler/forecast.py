@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.core.effects import Effect
+    from agent.device_profile.records import StoredProfile
     from agent.planning import Planned
-    from agent.profile_records import StoredProfile
     from experts.graph import ExpertGraph
     from profiler.traces import Arrival
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from agent.assembly import Agent
     from agent.config import LineConfig, PolicyName
     from agent.core.performance import ExecutorSpec
-    from agent.profile_records import StoredProfile
+    from agent.device_profile.records import StoredProfile
     from experts.expert import Precision
     from profiler.played import Played, Progress
     from profiler.roofline import Compute, Work

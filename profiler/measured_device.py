@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from agent.profile_records import KindProfile, StoredProfile
+    from agent.device_profile.records import KindProfile, StoredProfile
 
 SUFFIX = ".db"  # of a profile's file
 MEASURED, ABSENT = "measured", "not in the profile"

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig, PolicyName
+    from agent.device_profile.records import StoredProfile
     from agent.planning import Planned
-    from agent.profile_records import StoredProfile
     from agent.runtime.box import Box
     from experts.expert import Precision
     from profiler.advice import Advice

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.core.request import Outcome
-    from agent.profile_records import StoredProfile
+    from agent.device_profile.records import StoredProfile
     from agent.runtime.loop import Decider, LoopStatistics
     from experts.catalog import Catalog
     from experts.weights import PackedExpert

@@ -13,9 +13,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from agent.device_profile.store import packed_sha256
 from agent.line_profile import precision_of
 from agent.matrix import kind_of
-from agent.profile import packed_sha256
 from experts.expert import Precision
 from profiler.agreement import choose_precision, compare, image_s
 from profiler.line_packing import by_kind
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from agent.config import LineConfig
-    from agent.profile import ProfileDraft
-    from agent.profile_records import Agreement, KindProfile
+    from agent.device_profile.records import Agreement, KindProfile
+    from agent.device_profile.store import ProfileDraft
     from agent.runtime.expert_copy import ExpertCopy
     from profiler.line_packing import LinePacking
     from profiler.microbench import Bench

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from agent.profile_records import KindProfile, StoredProfile, Trial
+    from agent.device_profile.records import KindProfile, StoredProfile, Trial
 
 WIDTH = 120
 NORMALIZATIONS = {"imagenet", "unit"}

@@ -20,9 +20,16 @@ from typing import TYPE_CHECKING
 from agent.assembly import detect_box
 from agent.budget import casual_allocation, executor_specs, pool_budgets
 from agent.core.performance import ExecutorSpec
+from agent.device_profile.records import SOURCE, StoredProfile, UsageOrigin
+from agent.device_profile.store import (
+    ProfileDraft,
+    identity_of,
+    is_of_another_box,
+    packed_sha256,
+    read_profile,
+    replace_usage,
+)
 from agent.matrix import kind_of
-from agent.profile import ProfileDraft, identity_of, is_of_another_box, packed_sha256, read_profile, replace_usage
-from agent.profile_records import SOURCE, StoredProfile, UsageOrigin
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
 from experts.errors import ConfigError, CoServeError, ExpertError
@@ -53,7 +60,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.profile_records import Allocation, KindProfile, UsageProfile
+    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
     from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy
     from profiler.line_packing import Copies

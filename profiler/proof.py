@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.config import read_line
-from agent.profile import read_profile
+from agent.device_profile.store import read_profile
 from experts.expert import Precision
 from profiler.allocation_step import CASUAL
 from profiler.batches import BatchOptions

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from agent.budget import pool_budgets
 from agent.core.performance import DEVICE, HOST
-from agent.profile_records import Trial
+from agent.device_profile.records import Trial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, PoolSpec
-    from agent.profile import ProfileDraft
-    from agent.profile_records import StoredProfile
+    from agent.device_profile.records import StoredProfile
+    from agent.device_profile.store import ProfileDraft
     from agent.runtime.box import Box
     from profiler.allocation import Throughput
     from profiler.traces import Arrival

@@ -19,9 +19,9 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from agent.config import environment_with
+from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
+from agent.device_profile.records import SpinTimes
 from agent.matrix import kind_of
-from agent.openmp import DEFAULT, SPINNING, VARIABLES
-from agent.profile_records import SpinTimes
 from experts.backends import family
 from experts.errors import CoServeError
 from experts.expert import Precision
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from agent.profile_records import KindProfile
+    from agent.device_profile.records import KindProfile
     from agent.runtime.expert_copy import ExpertCopy
 
 ROUNDS = 4

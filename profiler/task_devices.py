@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.profile import read_profile
+from agent.device_profile.store import read_profile
 from experts.errors import ConfigError
 from profiler.devices import read_device
 from profiler.measured_device import SUFFIX, device_of

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from agent.budget import pool_budgets
 from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.device_profile.records import UsageOrigin
 from agent.planning import planned
-from agent.profile_records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
 from profiler.forecast import forecast, scenario_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix
-    from agent.profile_records import StoredProfile, UsageProfile
+    from agent.device_profile.records import StoredProfile, UsageProfile
     from agent.runtime.box import Box
     from experts.catalog import Catalog
     from profiler.allocation import SearchedAllocation, Throughput

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.assembly import build_agent
 from agent.config import component_shares, usage_probabilities
-from agent.profile_records import UsageOrigin, UsageProfile
+from agent.device_profile.records import UsageOrigin, UsageProfile
 from agent.runtime.executor import ImageFile
 from experts.errors import AgentCrashed, ConfigError
 from experts.expert import Verdict
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
-    from agent.profile_records import StoredProfile
+    from agent.device_profile.records import StoredProfile
     from experts.graph import ExpertGraph
     from profiler.samples import Sample
 

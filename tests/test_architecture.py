@@ -273,7 +273,7 @@ class TestTheImportRules:
             ("agent.records.results", "from agent.records import journal\nimport sqlite3"),
             ("agent.service", "from agent.intake import folder\nfrom agent.records import journal"),
             ("agent.intake.timeline", "import timeit, onnxish"),
-            ("profiler.cli", "from agent.profile import PerformanceMatrix"),
+            ("profiler.cli", "from agent.device_profile.store import PerformanceMatrix"),
             ("coserve", "from agent.cli import app\nfrom profiler.cli import app as profiler_app"),
         ],
     )

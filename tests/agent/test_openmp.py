@@ -14,9 +14,9 @@ from PIL import Image
 
 from agent.assembly import detect_box
 from agent.config import read_line
-from agent.openmp import VARIABLES
-from agent.profile import ProfileDraft, identity_of
-from agent.profile_records import Allocation, KindProfile, LinkSpeed, SpinTimes, UsageProfile
+from agent.device_profile.openmp import VARIABLES
+from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, SpinTimes, UsageProfile
+from agent.device_profile.store import ProfileDraft, identity_of
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0

@@ -24,10 +24,10 @@ from agent.assembly import build_agent, detect_box
 from agent.boards import BoardVerdict
 from agent.config import read_line
 from agent.copies import copies_of
+from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
+from agent.device_profile.store import ProfileDraft, identity_of, packed_sha256
 from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.matrix import kind_of
-from agent.profile import ProfileDraft, identity_of, packed_sha256
-from agent.profile_records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
 from agent.records.results import Result, ResultReader, ResultStore
 from agent.runtime.loop import LoopOptions
 from agent.service import LineService

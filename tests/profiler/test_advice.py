@@ -24,9 +24,7 @@ from agent.core.performance import (
     PoolSpec,
     SharedPart,
 )
-from agent.planning import Planned, planned, profiled_box
-from agent.profile import kind_name
-from agent.profile_records import (
+from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
@@ -36,6 +34,8 @@ from agent.profile_records import (
     StoredProfile,
     UsageProfile,
 )
+from agent.device_profile.store import kind_name
+from agent.planning import Planned, planned, profiled_box
 from experts.expert import Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.packing import pack_line

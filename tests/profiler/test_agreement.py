@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.profile_records import Agreement, BatchTimes, KindProfile
+from agent.device_profile.records import Agreement, BatchTimes, KindProfile
 from agent.runtime.device import detect
 from agent.runtime.expert_copy import ExpertCopy
 from experts.backends.classifier import write_random_weights

@@ -14,7 +14,7 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Limits, Performance, PerformanceMatrix
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
-from agent.profile_records import PoolAllocation, Trial
+from agent.device_profile.records import PoolAllocation, Trial
 from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError
 from profiler.allocation import SearchOptions, search_allocation

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agent.core.events import BatchFailed
-from agent.profile_records import BatchTimes
+from agent.device_profile.records import BatchTimes
 from agent.runtime.executor import ImageFile
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.rig import TimedBatch

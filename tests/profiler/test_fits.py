@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agent.profile_records import BatchTimes
+from agent.device_profile.records import BatchTimes
 from agent.runtime.rig import LEAST_S as LEAST_S_OF_THE_PROBE
 from profiler.fits import (
     LEAST_S,

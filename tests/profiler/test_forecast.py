@@ -20,8 +20,8 @@ from agent.core.performance import (
     PoolSpec,
 )
 from agent.core.policy import PRESETS
+from agent.device_profile.records import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
 from agent.planning import Planned
-from agent.profile_records import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
 from experts.errors import ConfigError
 from experts.graph import ExpertGraph, RouteStep
 from profiler.forecast import draw_steps, forecast, reaches, scenario_of, with_expert_bytes, with_ssd

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.core.performance import SSD
-from agent.profile import ProfileDraft, read_profile
-from agent.profile_records import (
+from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
@@ -18,6 +17,7 @@ from agent.profile_records import (
     PoolAllocation,
     UsageProfile,
 )
+from agent.device_profile.store import ProfileDraft, read_profile
 from experts.errors import ConfigError
 from profiler.devices import constants
 from profiler.measured_device import INSTEAD, device_notes, device_of

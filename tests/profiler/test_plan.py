@@ -11,8 +11,7 @@ import pytest
 from agent.config import read_line
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
-from agent.profile import kind_name
-from agent.profile_records import (
+from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
@@ -23,6 +22,7 @@ from agent.profile_records import (
     UsageOrigin,
     UsageProfile,
 )
+from agent.device_profile.store import kind_name
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.packing import pack_line

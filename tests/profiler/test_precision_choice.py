@@ -11,7 +11,7 @@ from PIL import Image
 
 from agent.assembly import detect_box
 from agent.config import read_line
-from agent.profile import ProfileDraft, identity_of
+from agent.device_profile.store import ProfileDraft, identity_of
 from profiler.allocation_step import CASUAL
 from profiler.batches import BatchOptions
 from profiler.profiling import ProfilingOptions, profile_line

@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from agent.assembly import build_agent, detect_box
 from agent.config import read_line
+from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
+from agent.device_profile.store import ProfileDraft, identity_of, partial_of, read_profile
 from agent.inspection import inspect_images
-from agent.profile import ProfileDraft, identity_of, partial_of, read_profile
-from agent.profile_records import SOURCE, BatchTimes, UsageOrigin
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
 from agent.runtime.device import detect

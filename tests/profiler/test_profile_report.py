@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from agent.profile_records import (
+from agent.device_profile.records import (
     Agreement,
     Allocation,
     BatchTimes,

@@ -11,8 +11,8 @@ import yaml
 from agent.budget import casual_allocation, pool_budgets
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
-from agent.profile import ProfileDraft, identity_of
-from agent.profile_records import StoredProfile, UsageProfile
+from agent.device_profile.records import StoredProfile, UsageProfile
+from agent.device_profile.store import ProfileDraft, identity_of
 from agent.runtime.box import Box, MemorySize
 from profiler.search_runs import RUNS, SearchRuns
 from profiler.traces import Arrival

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.openmp import SPINNING, VARIABLES
+from agent.device_profile.openmp import SPINNING, VARIABLES
 from experts.errors import CoServeError
 from profiler.spinning import LEAST_GAIN, MOST_LOSS, ROUNDS, SpinTrial, chosen_setting, measure_spinning
 

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agent.core.performance import SSD
-from agent.profile import ProfileDraft
-from agent.profile_records import (
+from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
@@ -18,6 +17,7 @@ from agent.profile_records import (
     PoolAllocation,
     UsageProfile,
 )
+from agent.device_profile.store import ProfileDraft
 from profiler.cli import offline_app
 from profiler.evaluation import ABLATIONS
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent.config import BoardSection, read_line
+from agent.device_profile.records import UsageOrigin
 from agent.listing import result_rows, write_rows
-from agent.profile_records import UsageOrigin
 from agent.records.results import Result, ResultStore
 from experts.errors import ConfigError
 from experts.expert import Verdict

@@ -19,8 +19,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from agent import profile_rows as rows
-from agent.profile_records import (
+from agent.device_profile import rows
+from agent.device_profile.records import (
     SOURCE,
     Agreement,
     Allocation,
@@ -32,7 +32,7 @@ from agent.profile_records import (
     Trial,
     UsageProfile,
 )
-from agent.profile_schema import copy_in_memory, open_for_writing, remove_database
+from agent.device_profile.schema import copy_in_memory, open_for_writing, remove_database
 from experts.backends import family
 from experts.errors import ConfigError, ProfileDamaged
 from experts.manifests import sync_directory

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from agent.openmp import SPINNING
-from agent.profile_records import SOURCE, UsageOrigin
+from agent.device_profile.openmp import SPINNING
+from agent.device_profile.records import SOURCE, UsageOrigin
 from experts.expert import Precision
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from agent.openmp import DEFAULT
+from agent.device_profile.openmp import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,7 +151,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class SpinTimes:
-    """How one setting of OpenMP's waiting did (``agent.openmp``): seconds of a batch of one and of the maximum batch.
+    """How one setting of OpenMP's waiting did (``agent.device_profile.openmp``): seconds of a batch of one and of the maximum batch.
 
     A value per process in which it was tried; the n-th of all settings were measured one after the other.
     """

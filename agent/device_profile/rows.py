@@ -15,8 +15,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import HOST, SSD
-from agent.profile_columns import TABLES, decoded, encoded
-from agent.profile_records import (
+from agent.device_profile.columns import TABLES, decoded, encoded
+from agent.device_profile.records import (
     Agreement,
     Allocation,
     BatchTimes,
@@ -30,7 +30,7 @@ from agent.profile_records import (
     UsageOrigin,
     UsageProfile,
 )
-from agent.profile_schema import AGAIN, is_refused_by_disk
+from agent.device_profile.schema import AGAIN, is_refused_by_disk
 from experts.errors import ConfigError, ProfileDamaged
 
 if TYPE_CHECKING:

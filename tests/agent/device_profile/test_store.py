@@ -17,19 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.profile import (
-    ProfileDraft,
-    box_mismatches,
-    identity_of,
-    kind_name,
-    mismatches,
-    packed_sha256,
-    partial_of,
-    read_profile,
-    replace_usage,
-)
-from agent.profile_columns import TABLES
-from agent.profile_records import (
+from agent.device_profile.columns import TABLES
+from agent.device_profile.records import (
     SOURCE,
     Agreement,
     Allocation,
@@ -44,7 +33,18 @@ from agent.profile_records import (
     UsageOrigin,
     UsageProfile,
 )
-from agent.profile_schema import is_refused_by_disk, migrations
+from agent.device_profile.schema import is_refused_by_disk, migrations
+from agent.device_profile.store import (
+    ProfileDraft,
+    box_mismatches,
+    identity_of,
+    kind_name,
+    mismatches,
+    packed_sha256,
+    partial_of,
+    read_profile,
+    replace_usage,
+)
 from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
 from experts.expert import Expert, InputSpec
@@ -424,8 +424,8 @@ def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch)
     for migration in migrations._migrations:
         later(name=migration.name)(migration.fn)
     later(name="renamed_line")(lambda database: database.execute("UPDATE profile SET line = 'migrated'"))
-    monkeypatch.setattr("agent.profile_schema.migrations", later)
-    monkeypatch.setattr("agent.profile_schema._known_migrations", lambda: {m.name for m in later._migrations})
+    monkeypatch.setattr("agent.device_profile.schema.migrations", later)
+    monkeypatch.setattr("agent.device_profile.schema._known_migrations", lambda: {m.name for m in later._migrations})
     assert read_profile(path).line == "migrated"
     assert path.read_bytes() == content
 

@@ -1,0 +1,1 @@
+"""The SQLite file that the offline phase writes and the agent reads, and nothing else."""
