@@ -65,7 +65,7 @@ def serve(
 ) -> None:
     """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
     from agent.config import read_line
-    from agent.line_profile import set_spinning
+    from agent.deployment.profile_in_use import set_spinning
     from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
@@ -91,7 +91,7 @@ def inspect(
 ) -> None:
     """Judge images now, without the agent: nothing is moved, nothing is stored."""
     from agent.config import read_line
-    from agent.line_profile import set_spinning
+    from agent.deployment.profile_in_use import set_spinning
     from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from agent.line_profile import find_profile, usage_of
+from agent.deployment.profile_in_use import find_profile, usage_of
 from agent.records.results import ResultReader
 from experts.errors import ConfigError
 from experts.manifests import ManifestFolder

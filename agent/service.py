@@ -20,8 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.assembly import Agent, build_agent
 from agent.core.request import Outcome
+from agent.deployment.build import Agent, build_agent
 from agent.drift import DriftAlarm, UsageDrift
 from agent.housekeeping import Housekeeper
 from agent.intake.filing import printable

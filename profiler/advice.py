@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from agent.core.performance import SharedPart
+    from agent.deployment.engine_setup import Planned
     from agent.device_profile.records import BoxIdentity
-    from agent.planning import Planned
     from profiler.bounds import Bounds
     from profiler.forecast import Forecast, Scenario
 

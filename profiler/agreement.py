@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
 from agent.core.request import Rejected
+from agent.device_profile.identity import kind_name
 from agent.device_profile.records import Agreement
-from agent.device_profile.store import kind_name
 from agent.runtime.box import torch_device
 from agent.runtime.executor import ImageFile
 from experts.backends import backend_for

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.budget import CORES_PER_CPU_EXECUTOR, WORKSPACE_FRACTION, executor_specs
 from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
+from agent.deployment.memory_split import CORES_PER_CPU_EXECUTOR, WORKSPACE_FRACTION, executor_specs
 from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
 from profiler.memory_shares import MemoryNeeds, held_bytes, memory_needs, usage_cdf

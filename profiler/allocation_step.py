@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from agent.deployment.engine_setup import planned
 from agent.device_profile.records import PoolAllocation
-from agent.planning import planned
 from experts.errors import SampleUnfit
 from profiler.allocation import EXECUTORS, MEMORY
 from profiler.memory_shares import memory_needs

@@ -172,7 +172,7 @@ def profile(
     Writes STATE/profile.db, which the agent then starts from, and charts beside it. Killed half-way, it resumes.
     """
     from agent.config import read_line
-    from agent.line_profile import set_spinning
+    from agent.deployment.profile_in_use import set_spinning
     from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
@@ -230,8 +230,8 @@ def plan(
 
     Of several memories those that are too small are told on stderr, beside the rows of the others.
     """
-    from agent.assembly import doubts
     from agent.config import read_line
+    from agent.deployment.build import doubts
     from agent.device_profile.store import read_profile
     from agent.progress import progress_on_stderr
     from profiler.plan import as_json as plan_json
@@ -301,7 +301,7 @@ def bench_line(
 ) -> None:
     """Play a trace on the real engine, each policy in turn, beside the roofline measured in the same run."""
     from agent.config import read_line
-    from agent.line_profile import set_spinning
+    from agent.deployment.profile_in_use import set_spinning
     from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
@@ -312,7 +312,7 @@ def bench_line(
             raise typer.BadParameter("a trace to play is missing - give --trace FILE.jsonl", param_hint="--trace")
         config = read_line(line)
         set_spinning(config)
-        from agent.assembly import detect_box  # loads torch, as do those below
+        from agent.deployment.build import detect_box  # loads torch, as do those below
         from profiler.measured import RunOptions, run_line
         from profiler.rows import report
         from profiler.settings import bytes_per_s, executor_counts, memory_bytes
@@ -452,7 +452,7 @@ def overhead(
 ) -> None:
     """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
     from agent.config import read_line
-    from agent.line_profile import set_spinning
+    from agent.deployment.profile_in_use import set_spinning
     from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)

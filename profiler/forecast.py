@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.core.effects import Effect
+    from agent.deployment.engine_setup import Planned
     from agent.device_profile.records import StoredProfile
-    from agent.planning import Planned
     from experts.graph import ExpertGraph
     from profiler.traces import Arrival
 

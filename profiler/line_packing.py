@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.budget import pool_budgets
-from agent.copies import copy_name
-from agent.matrix import kind_of
+from agent.deployment.memory_split import pool_budgets
+from agent.deployment.packed_copies import copy_name
+from agent.deployment.performance_matrix import kind_of
 from agent.runtime.box import torch_device
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
 from experts.backends import family

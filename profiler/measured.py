@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from agent.assembly import Agent
     from agent.config import LineConfig, PolicyName
     from agent.core.performance import ExecutorSpec
+    from agent.deployment.build import Agent
     from agent.device_profile.records import StoredProfile
     from experts.expert import Precision
     from profiler.played import Played, Progress

@@ -20,8 +20,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.performance import HOST, SSD, ExecutorSpec
+from agent.device_profile.identity import kind_name
 from agent.device_profile.records import KindProfile, LinkSpeed
-from agent.device_profile.store import kind_name
 from agent.runtime.device import host_memory
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import footprint_of

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent.core.policy import PRESETS
-from agent.planning import planned, profiled_box
+from agent.deployment.engine_setup import planned, profiled_box
 from experts.document import suggestion
 from experts.errors import ConfigError
 from profiler.advice import advise, size_text
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig, PolicyName
+    from agent.deployment.engine_setup import Planned
     from agent.device_profile.records import StoredProfile
-    from agent.planning import Planned
     from agent.runtime.box import Box
     from experts.expert import Precision
     from profiler.advice import Advice

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import psutil
 
-from agent.assembly import build_agent
-from agent.copies import copy_name
 from agent.core import events
 from agent.core.effects import Evict, StartLoad
+from agent.deployment.build import build_agent
+from agent.deployment.packed_copies import copy_name
 from agent.listing import packed_manifests
 from agent.runtime.loop import LoopOptions
 from experts.errors import AgentCrashed, ConfigError, ExpertError
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from agent.assembly import Agent
     from agent.config import LineConfig
     from agent.core.effects import Effect
     from agent.core.engine import EngineStatistics
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.core.request import Outcome
+    from agent.deployment.build import Agent
     from agent.device_profile.records import StoredProfile
     from agent.runtime.loop import Decider, LoopStatistics
     from experts.catalog import Catalog

@@ -13,9 +13,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.device_profile.store import packed_sha256
-from agent.line_profile import precision_of
-from agent.matrix import kind_of
+from agent.deployment.performance_matrix import kind_of
+from agent.deployment.profile_in_use import precision_of
+from agent.device_profile.identity import packed_sha256
 from experts.expert import Precision
 from profiler.agreement import choose_precision, compare, image_s
 from profiler.line_packing import by_kind

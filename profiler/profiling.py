@@ -17,19 +17,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.assembly import detect_box
-from agent.budget import casual_allocation, executor_specs, pool_budgets
 from agent.core.performance import ExecutorSpec
+from agent.deployment.build import detect_box
+from agent.deployment.memory_split import casual_allocation, executor_specs, pool_budgets
+from agent.deployment.performance_matrix import kind_of
+from agent.device_profile.identity import identity_of, is_of_another_box, packed_sha256
 from agent.device_profile.records import SOURCE, StoredProfile, UsageOrigin
-from agent.device_profile.store import (
-    ProfileDraft,
-    identity_of,
-    is_of_another_box,
-    packed_sha256,
-    read_profile,
-    replace_usage,
-)
-from agent.matrix import kind_of
+from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
 from experts.errors import ConfigError, CoServeError, ExpertError

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from agent.assembly import Agent
     from agent.config import LineConfig, PolicyName
+    from agent.deployment.build import Agent
     from experts.expert import InputSpec
     from experts.weights import PackedExpert, Segment
     from profiler.played import Played, Progress

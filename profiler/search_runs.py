@@ -12,8 +12,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from agent.budget import pool_budgets
 from agent.core.performance import DEVICE, HOST
+from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import Trial
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from agent.config import environment_with
+from agent.deployment.performance_matrix import kind_of
 from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import SpinTimes
-from agent.matrix import kind_of
 from experts.backends import family
 from experts.errors import CoServeError
 from experts.expert import Precision

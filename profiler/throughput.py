@@ -16,11 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from agent.budget import pool_budgets
 from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.deployment.engine_setup import planned
+from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
-from agent.planning import planned
 from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.allocation import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
 from profiler.forecast import forecast, scenario_of

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from agent.assembly import build_agent
 from agent.config import component_shares, usage_probabilities
+from agent.deployment.build import build_agent
 from agent.device_profile.records import UsageOrigin, UsageProfile
 from agent.runtime.executor import ImageFile
 from experts.errors import AgentCrashed, ConfigError

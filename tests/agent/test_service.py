@@ -20,14 +20,15 @@ import yaml
 from PIL import Image
 
 import agent.service
-from agent.assembly import build_agent, detect_box
 from agent.boards import BoardVerdict
 from agent.config import read_line
-from agent.copies import copies_of
+from agent.deployment.build import build_agent, detect_box
+from agent.deployment.packed_copies import copies_of
+from agent.deployment.performance_matrix import kind_of
+from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
-from agent.device_profile.store import ProfileDraft, identity_of, packed_sha256
+from agent.device_profile.store import ProfileDraft
 from agent.intake.reading import ArrivalReader, read_as_seen
-from agent.matrix import kind_of
 from agent.records.results import Result, ResultReader, ResultStore
 from agent.runtime.loop import LoopOptions
 from agent.service import LineService

@@ -24,6 +24,8 @@ from agent.core.performance import (
     PoolSpec,
     SharedPart,
 )
+from agent.deployment.engine_setup import Planned, planned, profiled_box
+from agent.device_profile.identity import kind_name
 from agent.device_profile.records import (
     Allocation,
     BatchTimes,
@@ -34,8 +36,6 @@ from agent.device_profile.records import (
     StoredProfile,
     UsageProfile,
 )
-from agent.device_profile.store import kind_name
-from agent.planning import Planned, planned, profiled_box
 from experts.expert import Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.packing import pack_line

@@ -20,8 +20,8 @@ from agent.core.performance import (
     PoolSpec,
 )
 from agent.core.policy import PRESETS
+from agent.deployment.engine_setup import Planned
 from agent.device_profile.records import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
-from agent.planning import Planned
 from experts.errors import ConfigError
 from experts.graph import ExpertGraph, RouteStep
 from profiler.forecast import draw_steps, forecast, reaches, scenario_of, with_expert_bytes, with_ssd

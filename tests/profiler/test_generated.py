@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 from safetensors.numpy import load_file
 
-from agent.assembly import build_agent
 from agent.config import read_line
+from agent.deployment.build import build_agent
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.images import read_image

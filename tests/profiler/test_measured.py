@@ -10,7 +10,7 @@ import pytest
 from agent.config import read_line
 from agent.core.events import Arrived
 from agent.core.request import Outcome
-from agent.line_profile import usage_of
+from agent.deployment.profile_in_use import usage_of
 from agent.records.database import StateLock
 from agent.runtime.box import MemorySize
 from agent.runtime.loop import LoopOptions

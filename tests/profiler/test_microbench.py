@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from agent.device_profile.store import kind_name
+from agent.device_profile.identity import kind_name
 from agent.runtime import rig
 from agent.runtime.device import detect
 from agent.runtime.expert_copy import ExpertCopy, footprint_of

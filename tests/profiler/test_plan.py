@@ -11,6 +11,7 @@ import pytest
 from agent.config import read_line
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
+from agent.device_profile.identity import kind_name
 from agent.device_profile.records import (
     Allocation,
     BatchTimes,
@@ -22,7 +23,6 @@ from agent.device_profile.records import (
     UsageOrigin,
     UsageProfile,
 )
-from agent.device_profile.store import kind_name
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.packing import pack_line

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from agent.config import read_line
 from agent.core.policy import PRESETS
-from agent.device_profile.store import ProfileDraft, identity_of, partial_of
+from agent.device_profile.identity import identity_of
+from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.device import detect
 from coserve import app
 from profiler.allocation_step import CASUAL

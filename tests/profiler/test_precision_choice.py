@@ -9,9 +9,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from agent.assembly import detect_box
 from agent.config import read_line
-from agent.device_profile.store import ProfileDraft, identity_of
+from agent.deployment.build import detect_box
+from agent.device_profile.identity import identity_of
+from agent.device_profile.store import ProfileDraft
 from profiler.allocation_step import CASUAL
 from profiler.batches import BatchOptions
 from profiler.profiling import ProfilingOptions, profile_line

@@ -23,10 +23,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from agent.assembly import build_agent, detect_box
 from agent.config import read_line
+from agent.deployment.build import build_agent, detect_box
+from agent.device_profile.identity import identity_of
 from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
-from agent.device_profile.store import ProfileDraft, identity_of, partial_of, read_profile
+from agent.device_profile.store import ProfileDraft, partial_of, read_profile
 from agent.inspection import inspect_images
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent.budget import casual_allocation, pool_budgets
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.deployment.memory_split import casual_allocation, pool_budgets
+from agent.device_profile.identity import identity_of
 from agent.device_profile.records import StoredProfile, UsageProfile
-from agent.device_profile.store import ProfileDraft, identity_of
+from agent.device_profile.store import ProfileDraft
 from agent.runtime.box import Box, MemorySize
 from profiler.search_runs import RUNS, SearchRuns
 from profiler.traces import Arrival

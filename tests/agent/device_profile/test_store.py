@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.device_profile.columns import TABLES
+from agent.device_profile.identity import box_mismatches, identity_of, kind_name, mismatches, packed_sha256
 from agent.device_profile.records import (
     SOURCE,
     Agreement,
@@ -34,17 +35,7 @@ from agent.device_profile.records import (
     UsageProfile,
 )
 from agent.device_profile.schema import is_refused_by_disk, migrations
-from agent.device_profile.store import (
-    ProfileDraft,
-    box_mismatches,
-    identity_of,
-    kind_name,
-    mismatches,
-    packed_sha256,
-    partial_of,
-    read_profile,
-    replace_usage,
-)
+from agent.device_profile.store import ProfileDraft, partial_of, read_profile, replace_usage
 from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
 from experts.expert import Expert, InputSpec

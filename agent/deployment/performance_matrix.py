@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.device_profile.store import kind_name
+from agent.device_profile.identity import kind_name
 from agent.runtime.box import torch_device
 from agent.runtime.expert_copy import footprint_of
 

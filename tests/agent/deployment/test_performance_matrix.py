@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, Footprint, SharedPart
+from agent.deployment.performance_matrix import core_share, load_time_s, matrix, unmeasured
 from agent.device_profile.records import Allocation, BoxIdentity, KindProfile, LinkSpeed, StoredProfile, UsageProfile
-from agent.matrix import core_share, load_time_s, matrix, unmeasured
 from agent.runtime.box import Box, MemorySize
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Expert, InputSpec

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from agent.budget import available_for, executor_specs, limits_of, pool_specs
-from agent.copies import by_precision, copies_of, lying_packed
 from agent.core.performance import DEVICE, HOST
-from agent.device_profile.store import kind_name
-from agent.line_profile import precisions_of, programs_of, usage_of
-from agent.matrix import matrix, unmeasured_kinds
+from agent.deployment.memory_split import available_for, executor_specs, limits_of, pool_specs
+from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
+from agent.deployment.performance_matrix import matrix, unmeasured_kinds
+from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
+from agent.device_profile.identity import kind_name
 from agent.runtime.box import Box, MemorySize
 from experts.errors import ConfigError
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from agent.config import LineConfig, PolicyName
-    from agent.copies import Precisions
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
+    from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from experts.expert import Precision
     from experts.weights import PackedExpert

@@ -12,13 +12,14 @@ import pytest
 import yaml
 from PIL import Image
 
-from agent.assembly import detect_box
 from agent.config import read_line
+from agent.deployment.build import detect_box
+from agent.device_profile.identity import identity_of
 from agent.device_profile.openmp import VARIABLES
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, SpinTimes, UsageProfile
-from agent.device_profile.store import ProfileDraft, identity_of
+from agent.device_profile.store import ProfileDraft
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATIENCE_S = 120.0
 WATCHED = """
 import json, os, runpy, sys

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import yaml
 
-from agent.assembly import build_agent, detect_box
 from agent.config import read_line
-from agent.copies import copies_of, lying_packed
 from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.deployment.build import build_agent, detect_box
+from agent.deployment.engine_setup import planned, profiled_box
+from agent.deployment.packed_copies import copies_of, lying_packed
+from agent.deployment.performance_matrix import kind_of, matrix
+from agent.deployment.profile_in_use import precision_of, usage_of
+from agent.device_profile.identity import identity_of, kind_name, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
-from agent.device_profile.store import ProfileDraft, identity_of, kind_name, packed_sha256, partial_of
+from agent.device_profile.store import ProfileDraft, partial_of
 from agent.inspection import inspect_images
-from agent.line_profile import precision_of, usage_of
 from agent.listing import expert_rows
-from agent.matrix import kind_of, matrix
-from agent.planning import planned, profiled_box
 from agent.runtime.device import detect
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict

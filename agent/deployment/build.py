@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
-from agent.budget import executor_specs, limits_of, pool_specs
-from agent.copies import changed_sources, copies_of, lying_packed
 from agent.core.engine import Engine
 from agent.core.performance import HOST, SSD
 from agent.core.policy import PRESETS
-from agent.line_profile import (
+from agent.deployment.memory_split import executor_specs, limits_of, pool_specs
+from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
+from agent.deployment.performance_matrix import core_share, matrix, unmeasured
+from agent.deployment.profile_in_use import (
     changes,
     find_profile,
     precisions_of,
@@ -29,7 +30,6 @@ from agent.line_profile import (
     refuse_other_box,
     usage_of,
 )
-from agent.matrix import core_share, matrix, unmeasured
 from agent.runtime.device import detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.copies import Precisions
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.core.request import Outcome
+    from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy

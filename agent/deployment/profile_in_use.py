@@ -11,18 +11,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from agent.config import set_unless_given, usage_probabilities
-from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
-from agent.device_profile.records import SOURCE, UsageOrigin
-from agent.device_profile.store import (
+from agent.device_profile.identity import (
     box_mismatches,
     identity_of,
     is_of_another_box,
     kind_name,
     mismatches,
     packed_sha256,
-    partial_of,
-    read_profile,
 )
+from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
+from agent.device_profile.records import SOURCE, UsageOrigin
+from agent.device_profile.store import partial_of, read_profile
 from experts.backends import family
 from experts.errors import ConfigError
 from experts.expert import Precision

@@ -1,0 +1,134 @@
+"""What a profile was measured on, and what has changed since: the box and the experts, by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from agent.device_profile.records import SOURCE, BoxIdentity, StoredProfile
+from experts.backends import family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from agent.runtime.box import Box
+    from experts.expert import Expert
+    from experts.weights import PackedExpert
+
+GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its program says, not its architecture
+SHORT_SHA256 = 12
+
+
+def kind_name(expert: Expert, program_sha256: str | None) -> str:
+    """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
+
+    A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
+    is executed is its precision.
+    """
+    size = f"{expert.input.height}x{expert.input.width}"
+    parts = [expert.architecture, size, expert.input.normalize]
+    if expert.stem is not None:
+        parts.append(f"stem={expert.stem}")
+    if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:
+        parts.append(f"program={program_sha256[:SHORT_SHA256]}")
+    return " ".join(parts)
+
+
+def identity_of(box: Box) -> BoxIdentity:
+    """What a profile that is measured on this box holds for."""
+    return BoxIdentity(
+        device=box.name,
+        model=box.model,
+        processors=box.processors,
+        cores=box.cores,
+        host_bytes=box.host.total_bytes,
+        device_bytes=None if box.device is None else box.device.total_bytes,
+        versions=dict(box.versions),
+    )
+
+
+def packed_sha256(packed: PackedExpert) -> str:
+    """What was packed, and how: the owner's file, the program, and each tensor's dtype, shape and strides.
+
+    Which tensors are shared with other experts is left out: that changes when others come and go.
+    """
+    tensors = sorted(
+        [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
+        for segment in packed.segments
+        for spec in segment.tensors
+    )
+    parts = [packed.architecture, packed.precision, packed.source_sha256, packed.program_sha256, tensors]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def mismatches(profile: StoredProfile, box: BoxIdentity, packed: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
+    """Why a profile does not hold for a box and a line as they are now, one sentence each; empty if it does.
+
+    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now, and
+    (expert, SOURCE) of those that may be served in a form that they were not in when the box was profiled: it is no
+    mismatch where the owner's file is still the same. Experts that have left the line are none either.
+    """
+    return (*box_mismatches(profile, box), *_expert_mismatches(profile, packed))
+
+
+def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
+    """The same for the box alone. Memory counts only where it shrank below what was shared out."""
+    budgets = profile.allocation.budget_bytes
+    return (*_differences(profile.box, box), *_shrunken(budgets, box))
+
+
+def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
+    """Are these two boxes, whatever their libraries and the sizes of their memories?"""
+    return any(_differences(replace(then, versions={}), replace(now, versions={})))
+
+
+def _differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
+    """How two boxes differ, memory aside."""
+    if then.device != now.device:
+        yield f"the device is {now.device} now, {then.device} in the profile"
+    if then.model != now.model:
+        yield f"the device's model is {now.model!r} now, {then.model!r} in the profile"
+    if then.processors != now.processors:
+        here, there = (" and ".join(box.processors) for box in (now, then))
+        yield f"the processors are {here} now, {there} in the profile"
+    if then.cores != now.cores:
+        yield f"the cores are {now.cores} now, {then.cores} in the profile"
+    for library in sorted({*then.versions, *now.versions}):
+        here, there = (box.versions.get(library, "not installed") for box in (now, then))
+        if here != there:
+            yield f"{library} is {here} now, {there} in the profile"
+
+
+def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
+    """Memories that are smaller now than what was shared out; an emulated device's arena is cut from the host's."""
+    sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}
+    for pool, budget_bytes in budgets.items():
+        size_bytes = sizes.get(pool)
+        if size_bytes is not None and size_bytes < budget_bytes:
+            yield f"the {pool} memory is {_mib(size_bytes)} now, the profile shares out {_mib(budget_bytes)}"
+
+
+def _expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    known = {expert for expert, _ in profile.packed}
+    unknown = dict.fromkeys(expert for expert, _ in packed if expert not in known)
+    yield from (f"expert {expert} is not in the profile" for expert in unknown)
+    for (expert, precision), sha256 in packed.items():
+        then = profile.packed.get((expert, precision))
+        if expert in unknown or precision == SOURCE or then == sha256:
+            continue
+        if then is None:
+            source, source_then = packed.get((expert, SOURCE)), profile.packed.get((expert, SOURCE))
+            if source is not None and source == source_then:
+                continue
+            if source is not None and source_then is not None:
+                yield f"expert {expert} has other weights than those that were profiled"
+                continue
+            yield f"expert {expert} was not profiled in {precision}"
+        else:
+            yield f"expert {expert} in {precision} has other packed weights than those that were profiled"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
