@@ -64,15 +64,15 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log every decision")] = False,
 ) -> None:
     """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
+    from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.deployment.profile_in_use import set_spinning
-    from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     with explained():
         config = read_line(line)
         set_spinning(config)
-        from agent.service import serve_line  # loads torch
+        from agent.service.line_service import serve_line  # loads torch
 
         with progress_on_stderr() as progress:
             closing = serve_line(config, progress)
@@ -90,15 +90,15 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Judge images now, without the agent: nothing is moved, nothing is stored."""
+    from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.deployment.profile_in_use import set_spinning
-    from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
     with explained():
         config = read_line(line)
         set_spinning(config)
-        from agent.inspection import inspect_images, outputs_sha256  # loads torch
+        from agent.commands.inspection import inspect_images, outputs_sha256  # loads torch
 
         with progress_on_stderr() as progress:
             results = inspect_images(config, images, component, progress)
@@ -121,8 +121,8 @@ def results(
     as_json: AsJson = False,
 ) -> None:
     """Print stored verdicts, one row per request, oldest first; also while the agent runs."""
+    from agent.commands.listing import board_rows, result_rows, write_rows
     from agent.config import read_line
-    from agent.listing import board_rows, result_rows, write_rows
 
     with explained():
         config = read_line(line)
@@ -139,8 +139,8 @@ def results(
 @experts_app.command("list")
 def list_experts(line: LineFile, as_json: AsJson = False) -> None:
     """The experts of a line: architecture, labels, packed bytes, usage probability, routes."""
+    from agent.commands.listing import expert_rows, print_experts
     from agent.config import read_line
-    from agent.listing import expert_rows, print_experts
 
     with explained():
         rows = expert_rows(read_line(line))
@@ -173,9 +173,9 @@ def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
 
     Changes nothing, also beside a running agent; what is not packed yet is told, and is no failure.
     """
+    from agent.commands.inspection import verify_line
+    from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
-    from agent.inspection import verify_line
-    from agent.progress import progress_on_stderr
 
     with explained():
         config = read_line(line)
@@ -226,8 +226,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
+    from agent.commands.progress import progress_on_stderr
     from agent.demo.demo import run_demo, show_report
-    from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
     with explained():

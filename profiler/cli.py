@@ -171,9 +171,9 @@ def profile(
 
     Writes STATE/profile.db, which the agent then starts from, and charts beside it. Killed half-way, it resumes.
     """
+    from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.deployment.profile_in_use import set_spinning
-    from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
     with explained():
@@ -230,10 +230,10 @@ def plan(
 
     Of several memories those that are too small are told on stderr, beside the rows of the others.
     """
+    from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.deployment.build import doubts
     from agent.device_profile.store import read_profile
-    from agent.progress import progress_on_stderr
     from profiler.plan import as_json as plan_json
     from profiler.plan import plan as plan_rows
     from profiler.plan import plan_advice, plan_table
@@ -300,9 +300,9 @@ def bench_line(
     as_json: AsJson = False,
 ) -> None:
     """Play a trace on the real engine, each policy in turn, beside the roofline measured in the same run."""
+    from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.deployment.profile_in_use import set_spinning
-    from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -372,7 +372,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
-    from agent.progress import progress_on_stderr
+    from agent.commands.progress import progress_on_stderr
     from profiler.report import REPORT, measure_report, prepare_folder, targets_text, write_report
 
     log_to_stderr(logging.WARNING)
@@ -409,7 +409,7 @@ def tasks(
     as_json: AsJson = False,
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
-    from agent.progress import progress_on_stderr
+    from agent.commands.progress import progress_on_stderr
     from profiler.evaluation import evaluation_json, evaluation_table, simulated_tasks
     from profiler.figures import write_figures
     from profiler.measured_device import device_notes
@@ -451,9 +451,9 @@ def overhead(
     as_json: AsJson = False,
 ) -> None:
     """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
+    from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.deployment.profile_in_use import set_spinning
-    from agent.progress import progress_on_stderr
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():

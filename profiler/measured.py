@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, cast
 
+from agent.commands.inspection import outputs_sha256
 from agent.core.effects import StartBatch
 from agent.core.engine import Engine
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
-from agent.inspection import outputs_sha256
 from agent.records.database import StateLock
 from agent.runtime.box import torch_device
 from agent.runtime.loop import LoopOptions

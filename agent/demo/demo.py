@@ -22,6 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from agent.commands.listing import result_rows
 from agent.config import read_line
 from agent.demo.components import OK, synthetic_components
 from agent.demo.crops import CROPS_PER_LABEL, divide, load_crops, write_crops
@@ -30,9 +31,8 @@ from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml
 from agent.demo.picture import PartVerdict, draw_verdicts
 from agent.demo.render import RenderedBoard, render_board
 from agent.demo.train import real_plan, synthetic_plan, train_experts
-from agent.listing import result_rows
 from agent.records.results import ResultReader
-from agent.service import LineService
+from agent.service.line_service import LineService
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision, Verdict
 from experts.packing import pack_line

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from agent.boards import BoardVerdict, Inspection, StoredResult
+from agent.records.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import BUSY_TIMEOUT_S, open_for_reading, open_for_writing
 from experts.expert import Verdict
 

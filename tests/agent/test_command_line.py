@@ -19,10 +19,10 @@ import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 
+from agent.commands.inspection import inspect_images, outputs_sha256, verify_line
 from agent.config import read_line
 from agent.core.policy import PRESETS
 from agent.deployment.build import build_agent
-from agent.inspection import inspect_images, outputs_sha256, verify_line
 
 ROOT = Path(__file__).parents[2]
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"

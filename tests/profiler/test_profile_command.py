@@ -23,12 +23,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.deployment.build import build_agent, detect_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
-from agent.inspection import inspect_images
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
 from agent.runtime.device import detect
@@ -652,7 +652,7 @@ class TestAgain:
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-import agent.progress
+import agent.commands.progress
 from contextlib import contextmanager
 
 @contextmanager
@@ -662,7 +662,7 @@ def deadly():
             os.kill(os.getpid(), signal.SIGKILL)
     yield report
 
-agent.progress.progress_on_stderr = deadly
+agent.commands.progress.progress_on_stderr = deadly
 sys.argv = ["coserve", "profile", {line!r}, "--casual"]
 from coserve import main
 main()

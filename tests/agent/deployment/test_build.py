@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
+from agent.commands.inspection import inspect_images
+from agent.commands.listing import expert_rows
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.deployment.build import build_agent, detect_box
@@ -21,8 +23,6 @@ from agent.deployment.profile_in_use import precision_of, usage_of
 from agent.device_profile.identity import identity_of, kind_name, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
 from agent.device_profile.store import ProfileDraft, partial_of
-from agent.inspection import inspect_images
-from agent.listing import expert_rows
 from agent.runtime.device import detect
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict

@@ -19,7 +19,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from sqlite_utils import Database
 
-from agent.boards import BoardVerdict, Inspection, StoredResult
+from agent.records.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
 from agent.records.results import Recorded, Result, ResultReader, ResultStore
 from experts.errors import AlreadyRunning, ConfigError

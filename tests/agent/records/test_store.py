@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.boards import BoardVerdict, Inspection
+from agent.records.boards import BoardVerdict, Inspection
 from agent.records.database import open_for_writing
 from agent.records.results import READ_ROWS, BoardRow, Recorded, Result, ResultReader, ResultStore, StoreStatistics
 from experts.expert import Verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from agent.boards import Inspection
+from agent.records.boards import Inspection
 from agent.records.results import Result
 from experts.expert import Verdict
 

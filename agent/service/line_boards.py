@@ -14,14 +14,14 @@ from collections import deque
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from agent.boards import BoardLedger, BoardManifest
-from agent.recording import inspection_of
+from agent.records.boards import BoardLedger, BoardManifest
+from agent.service.recording import inspection_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from agent.boards import BoardVerdict, LedgerStatistics
     from agent.config import BoardSection
+    from agent.records.boards import BoardVerdict, LedgerStatistics
     from agent.records.results import Result, ResultStore
 
 log = logging.getLogger(__name__)

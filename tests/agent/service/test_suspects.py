@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.suspects import Gate
+from agent.service.suspects import Gate
 
 
 class Room:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from agent.housekeeping import TOLD_AGAIN_STEPS, Housekeeper
+from agent.service.housekeeping import TOLD_AGAIN_STEPS, Housekeeper
 
 PATIENCE_S = 60.0
 

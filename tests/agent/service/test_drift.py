@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.drift import LEAST_STEPS, WARNING_INTERVAL_S, DriftAlarm, ExpertDrift, UsageDrift, chance_distance
+from agent.service.drift import LEAST_STEPS, WARNING_INTERVAL_S, DriftAlarm, ExpertDrift, UsageDrift, chance_distance
 
 
 def counted(usage, seen):
@@ -159,7 +159,7 @@ def test_a_first_day_that_was_otherwise_is_not_told_for_ever():
 
 def test_what_is_forgotten_counts_less_and_makes_chance_as_small_as_the_sample_is_large(monkeypatch):
     """By hand: five steps, halved, then two: 4.5 together, 3.25 squared; halving these changes no share."""
-    monkeypatch.setattr("agent.drift.FORGETTING_STEPS", 4)
+    monkeypatch.setattr("agent.service.drift.FORGETTING_STEPS", 4)
     drift = counted({"a": 0.5, "b": 0.5}, {"a": 5})
     assert (drift.sample().statistics().steps, drift.sample().statistics().distance) == (5, 0.5)
     drift.count(["b", "b"])
@@ -170,7 +170,7 @@ def test_what_is_forgotten_counts_less_and_makes_chance_as_small_as_the_sample_i
 
 
 def test_chance_is_what_draws_from_the_expected_give_however_much_was_forgotten(monkeypatch):
-    monkeypatch.setattr("agent.drift.FORGETTING_STEPS", 1000)
+    monkeypatch.setattr("agent.service.drift.FORGETTING_STEPS", 1000)
     usage = {f"e{number}": 1.0 + number for number in range(40)}
     ratios = []
     for seed in range(60):

@@ -19,8 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
-import agent.service
-from agent.boards import BoardVerdict
+import agent.service.line_service
 from agent.config import read_line
 from agent.deployment.build import build_agent, detect_box
 from agent.deployment.packed_copies import copies_of
@@ -29,9 +28,10 @@ from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
 from agent.device_profile.store import ProfileDraft
 from agent.intake.reading import ArrivalReader, read_as_seen
+from agent.records.boards import BoardVerdict
 from agent.records.results import Result, ResultReader, ResultStore
 from agent.runtime.loop import LoopOptions
-from agent.service import LineService
+from agent.service.line_service import LineService
 from experts.errors import AgentCrashed
 from experts.expert import Precision, Verdict
 from experts.packing import pack_line
@@ -322,7 +322,7 @@ import os, signal, sys
 from pathlib import Path
 import agent.runtime.executor as executor
 from agent.config import read_line
-from agent.service import serve_line
+from agent.service.line_service import serve_line
 decode = executor.read_image
 
 def deadly(source, name, *rest):
@@ -613,7 +613,7 @@ def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line
     line.document["device"] = "cpu"
     if is_profiled:
         line.profile()
-    monkeypatch.setattr("agent.drift.LEAST_STEPS", 20)
+    monkeypatch.setattr("agent.service.drift.LEAST_STEPS", 20)
     now = [0.0]
     with line.served(clock=lambda: now[0]) as service:
         for number in range(19):
@@ -649,7 +649,7 @@ def test_images_are_judged_while_drift_is_computed(line, monkeypatch):
             may_end.wait(PATIENCE_S)
         return 0.0
 
-    monkeypatch.setattr("agent.drift.chance_distance", compute_for_long)
+    monkeypatch.setattr("agent.service.drift.chance_distance", compute_for_long)
     with line.served() as service:
         assert is_computing.wait(PATIENCE_S)
         try:
@@ -689,8 +689,8 @@ def test_what_fails_for_good_is_told_and_holds_no_other_duty_up(line, monkeypatc
     def fail(ledger, now_s, now):
         raise ValueError("this ledger is broken")
 
-    monkeypatch.setattr("agent.boards.BoardLedger.expire", fail)
-    monkeypatch.setattr("agent.drift.LEAST_STEPS", 20)
+    monkeypatch.setattr("agent.records.boards.BoardLedger.expire", fail)
+    monkeypatch.setattr("agent.service.drift.LEAST_STEPS", 20)
     with line.served() as service:
         wait_for_housekeeping(service)
         for number in range(20):

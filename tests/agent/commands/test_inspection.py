@@ -11,11 +11,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from agent.commands.inspection import inspect_images, verify_line
+from agent.commands.listing import expert_rows
 from agent.config import read_line
 from agent.core.engine import Engine
 from agent.core.events import Arrived
-from agent.inspection import inspect_images, verify_line
-from agent.listing import expert_rows
 from agent.records.database import StateLock
 from experts.errors import AgentCrashed
 from experts.snapshot import snapshot

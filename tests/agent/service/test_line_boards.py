@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from agent.config import BoardSection
-from agent.line_boards import LineBoards
 from agent.records.results import Result, ResultStore
+from agent.service.line_boards import LineBoards
 from experts.expert import Verdict
 
 START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from agent.config import read_line
-from agent.service import LineService
+from agent.service.line_service import LineService
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEADLINE_S = 90.0
 EXPERTS = 3
 IMAGES = [f"B{board}_c{number}_R1.png" for board in range(4) for number in range(EXPERTS)]
@@ -25,8 +25,8 @@ PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 PREAMBLE = """
 import sys, threading
 sys.path.insert(0, {root!r})
-import agent.service
-from agent.service import LineService
+import agent.service.line_service
+from agent.service.line_service import LineService
 from experts.backends.fake import FakeSkeleton
 
 def once_it_serves(change):

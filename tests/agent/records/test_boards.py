@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection, StoredResult
+from agent.records.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection, StoredResult
 from experts.expert import Verdict
 
 if TYPE_CHECKING:

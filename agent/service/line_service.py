@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 from agent.core.request import Outcome
 from agent.deployment.build import Agent, build_agent
-from agent.drift import DriftAlarm, UsageDrift
-from agent.housekeeping import Housekeeper
 from agent.intake.filing import printable
 from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
 from agent.intake.reading import Answers, ArrivalReader
 from agent.intake.room import has_room
-from agent.line_boards import LineBoards, wall_clock
-from agent.recording import judged_result, refused_result
 from agent.records.attempts import AttemptLog
 from agent.records.database import state_held
 from agent.records.results import ResultStore
 from agent.runtime.executor import EncodedImage
 from agent.runtime.loop import BatchWatch
-from agent.suspects import Gate
+from agent.service.drift import DriftAlarm, UsageDrift
+from agent.service.housekeeping import Housekeeper
+from agent.service.line_boards import LineBoards, wall_clock
+from agent.service.recording import judged_result, refused_result
+from agent.service.suspects import Gate
 from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from agent.boards import LedgerStatistics
     from agent.config import FolderSection, LineConfig
-    from agent.drift import DriftStatistics
-    from agent.housekeeping import HousekeepingStatistics
     from agent.intake.folder import Arrival, IntakeStatistics, Refusal
     from agent.intake.reading import ReadingStatistics
+    from agent.records.boards import LedgerStatistics
     from agent.records.results import Recorded, Result, StoreStatistics
+    from agent.service.drift import DriftStatistics
+    from agent.service.housekeeping import HousekeepingStatistics
     from experts.errors import AgentCrashed
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""`coserve serve`: ties intake, runtime and records together; start, drain, stop."""
