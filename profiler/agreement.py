@@ -21,8 +21,8 @@ from agent.core.events import BatchFailed
 from agent.core.request import Rejected
 from agent.device_profile.identity import kind_name
 from agent.device_profile.records import Agreement
-from agent.runtime.box import torch_device
 from agent.runtime.executor import ImageFile
+from agent.runtime.machine.box import torch_device
 from experts.backends import backend_for
 from experts.errors import ExpertError
 from experts.expert import Precision
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from agent.device_profile.records import KindProfile
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.rig import MeasuringRig
+    from agent.runtime.measuring.rig import MeasuringRig
     from experts.expert import Prediction
     from profiler.microbench import Bench
     from profiler.samples import Sample

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix, PoolSpec
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
 
     Throughput: TypeAlias = Callable[[Sequence[ExecutorSpec], Sequence[PoolSpec]], float]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.device_profile.records import Allocation, StoredProfile, UsageProfile
     from agent.device_profile.store import ProfileDraft
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from profiler.allocation import SearchedAllocation, SearchOptions, Throughput
     from profiler.samples import LineSamples, Sample
     from profiler.traces import Arrival

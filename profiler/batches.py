@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from agent.core.events import BatchFailed
 from agent.device_profile.records import BatchTimes
 from agent.runtime.executor import ImageFile
-from agent.runtime.rig import noise
+from agent.runtime.measuring.rig import noise
 from experts.backends import backend_for
 from experts.errors import LoadError
 from experts.expert import Precision
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from agent.runtime.executor import ImageSource
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.meter import WorkspaceMeter
-    from agent.runtime.rig import MeasuringRig, TimedBatch
+    from agent.runtime.measuring.meter import WorkspaceMeter
+    from agent.runtime.measuring.rig import MeasuringRig, TimedBatch
     from profiler.samples import Sample
 
 logger = logging.getLogger(__name__)

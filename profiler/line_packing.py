@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.deployment.memory_split import pool_budgets
 from agent.deployment.packed_copies import copy_name
 from agent.deployment.performance_matrix import kind_of
-from agent.runtime.box import torch_device
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.machine.box import torch_device
 from experts.backends import family
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from experts.packing import PackingStep
     from experts.weights import SegmentStore
     from profiler.samples import LineSamples

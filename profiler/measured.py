@@ -29,8 +29,8 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from agent.records.database import StateLock
-from agent.runtime.box import torch_device
 from agent.runtime.loop import LoopOptions
+from agent.runtime.machine.box import torch_device
 from experts.errors import ConfigError
 from profiler.forecast import SHARING_PROCESSORS
 from profiler.naive import NAIVE, NaiveServer, naive_files

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Protocol
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.device_profile.identity import kind_name
 from agent.device_profile.records import KindProfile, LinkSpeed
-from agent.runtime.device import host_memory
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import footprint_of
-from agent.runtime.meter import meter_for
-from agent.runtime.rig import MeasuringRig
+from agent.runtime.machine.memories import host_memory
+from agent.runtime.measuring.meter import meter_for
+from agent.runtime.measuring.rig import MeasuringRig
 from experts.backends import family
 from experts.errors import BackendUnavailable, ExpertError
 from profiler.batches import BatchOptions, BatchRuns, ImageCycle
@@ -36,10 +36,10 @@ from profiler.samples import described
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agent.runtime.box import Box
     from agent.runtime.executor import ImageSource
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.meter import WorkspaceMeter
+    from agent.runtime.machine.box import Box
+    from agent.runtime.measuring.meter import WorkspaceMeter
     from experts.weights import SegmentStore
     from profiler.samples import LineSamples
 

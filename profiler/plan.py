@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig, PolicyName
     from agent.deployment.engine_setup import Planned
     from agent.device_profile.records import StoredProfile
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from experts.expert import Precision
     from profiler.advice import Advice
     from profiler.bounds import Bounds

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.device_profile.records import Allocation, KindProfile, UsageProfile
-    from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
     from profiler.line_packing import Copies
 
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.rig import MeasuringRig
+    from agent.runtime.measuring.rig import MeasuringRig
     from profiler.microbench import Bench
     from profiler.samples import Sample
 

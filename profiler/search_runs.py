@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.device_profile.records import StoredProfile
     from agent.device_profile.store import ProfileDraft
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from profiler.allocation import Throughput
     from profiler.traces import Arrival
 

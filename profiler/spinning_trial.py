@@ -15,7 +15,7 @@ from agent.config import read_line
 from agent.deployment.build import detect_box
 from agent.deployment.packed_copies import copy_name
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.rig import MeasuringRig
+from agent.runtime.measuring.rig import MeasuringRig
 from experts.expert import Precision
 from experts.weights import SegmentStore
 from profiler.batches import ImageCycle

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix
     from agent.device_profile.records import StoredProfile, UsageProfile
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from experts.catalog import Catalog
     from profiler.allocation import SearchedAllocation, Throughput
     from profiler.played import Played

@@ -30,10 +30,10 @@ from agent.deployment.profile_in_use import (
     refuse_other_box,
     usage_of,
 )
-from agent.runtime.device import detect
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
-from agent.runtime.probe import UNMEASURED_BYTES_PER_S, LinkSpeeds, Probed, estimated_profile, probe
+from agent.runtime.machine.memories import detect
+from agent.runtime.measuring.probe import UNMEASURED_BYTES_PER_S, LinkSpeeds, Probed, estimated_profile, probe
 from agent.runtime.templates import Templates, make_templates
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from agent.core.request import Outcome
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
-    from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import Decider
+    from agent.runtime.machine.box import Box
     from experts.expert import Precision
     from experts.packing import PackingReport
 

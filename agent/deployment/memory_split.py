@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile, Footprint, PerformanceMatrix
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
 
 log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
 from agent.device_profile.identity import kind_name
-from agent.runtime.box import torch_device
 from agent.runtime.expert_copy import footprint_of
+from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, Footprint
     from agent.device_profile.records import KindProfile, StoredProfile
-    from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from experts.weights import PackedExpert
 
 log = logging.getLogger(__name__)

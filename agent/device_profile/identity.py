@@ -13,7 +13,7 @@ from experts.backends import family
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from experts.expert import Expert
     from experts.weights import PackedExpert
 

@@ -20,7 +20,7 @@ from experts.errors import DeviceLost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
 
 SPEAKERS = ("cuda error", "cuda failure", "cuda driver error", "hip error")  # torch, ONNX Runtime, torch again
 LOSSES = (  # in the words of cudaGetErrorString

@@ -26,8 +26,8 @@ import torch
 
 from agent.core.events import BatchFailed, Finished
 from agent.core.request import Rejected
-from agent.runtime.box import torch_device
 from agent.runtime.device_loss import Breakdown, DeviceWatch
+from agent.runtime.machine.box import torch_device
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.backends.base import Prepared
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec
     from agent.core.request import Batch
-    from agent.runtime.box import Box
+    from agent.runtime.machine.box import Box
     from agent.runtime.slots import SlotStore
     from experts.backends.base import Skeleton
     from experts.expert import Expert, Prediction

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
-from agent.runtime.box import torch_device
-from agent.runtime.device import HostMemory, memory_for
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
-from agent.runtime.heap import HeapKeeper
+from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.heap import HeapKeeper
+from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
 from experts.errors import AgentCrashed
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.core.request import Outcome
-    from agent.runtime.box import Box
     from agent.runtime.executor import ExecutorStatistics, ImageSource
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
     from agent.runtime.slots import SlotStatistics
     from agent.runtime.transfer import TransferStatistics
     from experts.weights import SegmentStore

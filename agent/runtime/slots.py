@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agent.runtime.device import ArenaMemory, ArenaRegion
+from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
 from experts.errors import IllegalMove, LoadError, MemoryExceeded, WorkOverdue
 from experts.expert import Precision
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agent.runtime.device import Memory, Region
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.memories import Memory, Region
     from experts.backends.base import Skeleton
     from experts.weights import PackedExpert, Segment, SegmentStore
 

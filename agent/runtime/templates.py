@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.runtime.box import torch_device
+from agent.runtime.machine.box import torch_device
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ExpertError, WeightsMismatch

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from agent.core.effects import Evict, StartLoad
-    from agent.runtime.device import Memory, Region
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.memories import Memory, Region
     from agent.runtime.slots import Slot, SlotStore
     from experts.direct_reads import FilePart
     from experts.weights import AlignedBuffer, Segment, SegmentStore

@@ -15,7 +15,7 @@ from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, 
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
 from agent.device_profile.records import PoolAllocation, Trial
-from agent.runtime.box import Box, MemorySize
+from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 from profiler.allocation import SearchOptions, search_allocation
 from profiler.windows import Window

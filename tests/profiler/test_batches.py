@@ -13,7 +13,7 @@ from agent.core.events import BatchFailed
 from agent.device_profile.records import BatchTimes
 from agent.runtime.executor import ImageFile
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.rig import TimedBatch
+from agent.runtime.measuring.rig import TimedBatch
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agent.device_profile.records import BatchTimes
-from agent.runtime.rig import LEAST_S as LEAST_S_OF_THE_PROBE
+from agent.runtime.measuring.rig import LEAST_S as LEAST_S_OF_THE_PROBE
 from profiler.fits import (
     LEAST_S,
     WORKSPACE_QUANTUM_BYTES,

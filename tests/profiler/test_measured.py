@@ -12,8 +12,8 @@ from agent.core.events import Arrived
 from agent.core.request import Outcome
 from agent.deployment.profile_in_use import usage_of
 from agent.records.database import StateLock
-from agent.runtime.box import MemorySize
 from agent.runtime.loop import LoopOptions
+from agent.runtime.machine.box import MemorySize
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ImageUnreadable
 from experts.expert import Precision, Verdict
 from profiler.generated import LineRecipe, generate_line

@@ -12,10 +12,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from agent.device_profile.identity import kind_name
-from agent.runtime import rig
-from agent.runtime.device import detect
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
-from agent.runtime.meter import ResidentMeter
+from agent.runtime.machine.memories import detect
+from agent.runtime.measuring import rig
+from agent.runtime.measuring.meter import ResidentMeter
 from experts import backends
 from experts.backends.classifier import build_trainable
 from experts.errors import BackendUnavailable, LoadError

@@ -7,8 +7,8 @@ import json
 import pytest
 from PIL import Image
 
-from agent.runtime.device import detect
 from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.machine.memories import detect
 from experts.expert import Expert, InputSpec, Precision
 from experts.packing import pack_line
 from profiler.microbench import Bench

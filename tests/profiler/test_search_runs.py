@@ -14,7 +14,7 @@ from agent.deployment.memory_split import casual_allocation, pool_budgets
 from agent.device_profile.identity import identity_of
 from agent.device_profile.records import StoredProfile, UsageProfile
 from agent.device_profile.store import ProfileDraft
-from agent.runtime.box import Box, MemorySize
+from agent.runtime.machine.box import Box, MemorySize
 from profiler.search_runs import RUNS, SearchRuns
 from profiler.traces import Arrival
 

@@ -21,8 +21,8 @@ from agent.deployment.engine_setup import planned
 from agent.deployment.memory_split import casual_allocation
 from agent.device_profile.identity import identity_of, kind_name
 from agent.device_profile.records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
-from agent.runtime.box import Box, MemorySize
-from agent.runtime.device import detect
+from agent.runtime.machine.box import Box, MemorySize
+from agent.runtime.machine.memories import detect
 from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
 from experts.weights import SegmentStore

@@ -21,7 +21,7 @@ from agent.deployment.memory_split import (
     pool_specs,
 )
 from agent.device_profile.records import Allocation, PoolAllocation
-from agent.runtime.box import Box, MemorySize
+from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 
 MIB = 2**20

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from agent.core.performance import ExecutorSpec, Footprint, SharedPart
 from agent.deployment.performance_matrix import core_share, load_time_s, matrix, unmeasured
 from agent.device_profile.records import Allocation, BoxIdentity, KindProfile, LinkSpeed, StoredProfile, UsageProfile
-from agent.runtime.box import Box, MemorySize
 from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.machine.box import Box, MemorySize
 from experts.expert import Expert, InputSpec
 from experts.weights import SLOT_QUANTUM_BYTES, PackedExpert, Segment
 

@@ -36,7 +36,7 @@ from agent.device_profile.records import (
 )
 from agent.device_profile.schema import is_refused_by_disk, migrations
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile, replace_usage
-from agent.runtime.box import Box, MemorySize
+from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
 from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment, TensorSpec

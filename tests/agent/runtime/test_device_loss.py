@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agent.runtime.device import detect
 from agent.runtime.device_loss import DeviceWatch, watch_of
+from agent.runtime.machine.memories import detect
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded
 
 LOST = [

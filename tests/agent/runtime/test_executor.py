@@ -15,7 +15,6 @@ from PIL import Image
 from agent.core.events import BatchFailed, Finished
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.device import HostMemory, detect
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.executor import (
     BatchExecutor,
@@ -26,6 +25,7 @@ from agent.runtime.executor import (
     judge,
     threads_per_executor,
 )
+from agent.runtime.machine.memories import HostMemory, detect
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
 from experts.expert import BoundingBox, Prediction

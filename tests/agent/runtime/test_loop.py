@@ -21,10 +21,10 @@ from agent.core import effects
 from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
-from agent.runtime.device import detect
 from agent.runtime.executor import EncodedImage, ImageFile
 from agent.runtime.expert_copy import footprint_of
 from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
+from agent.runtime.machine.memories import detect
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierBackend, ClassifierSkeleton
 from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded, WorkOverdue

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.runtime.device import EmulatedMemory, HostMemory
+from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, IllegalMove, LoadError, MemoryExceeded

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.runtime.device import EmulatedMemory
 from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.machine.memories import EmulatedMemory
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision

@@ -14,8 +14,8 @@ import torch
 
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded, LoadFailed
-from agent.runtime.device import EmulatedMemory, HostMemory
 from agent.runtime.device_loss import Breakdown, DeviceWatch
+from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors

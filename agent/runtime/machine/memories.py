@@ -25,9 +25,9 @@ import psutil
 import torch
 
 from agent.core.performance import DEVICE, HOST
-from agent.runtime.arena import Arena
-from agent.runtime.box import Box, MemorySize
-from agent.runtime.cuda_runtime import cuda_runtime
+from agent.runtime.machine.arena import Arena
+from agent.runtime.machine.box import Box, MemorySize
+from agent.runtime.machine.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.weights import AlignedBuffer
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agent.runtime.arena import Span
+    from agent.runtime.machine.arena import Span
 
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agent.runtime.cuda_runtime import cuda_runtime
+from agent.runtime.machine.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable
 
 

@@ -20,10 +20,10 @@ from agent.core.effects import StartLoad
 from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.box import torch_device
-from agent.runtime.device import HostMemory, memory_for
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation
+from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
 from experts import errors
@@ -31,9 +31,9 @@ from experts import errors
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from agent.runtime.box import Box
     from agent.runtime.executor import ImageSource
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
     from experts.expert import Prediction
     from experts.weights import SegmentStore
 

@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
-from agent.runtime.box import torch_device
-from agent.runtime.device import (
+from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.memories import (
     CudaMemory,
     EmulatedMemory,
     HostMemory,

@@ -25,7 +25,7 @@ WHEEL_FOLDERS = ("nvidia/*/lib", "torch/lib")  # of nvidia-cuda-runtime (cu13, c
 def cuda_runtime(
     load: Callable[[str], ctypes.CDLL] = ctypes.CDLL,
     version: str | None = torch.version.cuda,
-    packages: Path = Path(torch.__file__).parents[1],
+    packages: Path = Path(torch.__file__).parents[2],
 ) -> ctypes.CDLL:
     """The library. ``version``: CUDA's that torch was built for; ``packages``: the folder that torch is installed in.
 

@@ -23,7 +23,7 @@ from agent.core.performance import (
     PerformanceMatrix,
 )
 from agent.runtime.expert_copy import footprint_of
-from agent.runtime.rig import LEAST_S, MeasuringRig
+from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
@@ -31,8 +31,8 @@ from experts.expert import Precision
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agent.runtime.box import Box
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
     from experts.expert import InputSpec
     from experts.weights import SegmentStore
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.runtime.meter import CudaMeter, ResidentMeter, meter_for, sees_allocations, trial_peaks
+from agent.runtime.measuring.meter import CudaMeter, ResidentMeter, meter_for, sees_allocations, trial_peaks
 
 MIB = 2**20
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="resident peaks are Linux's")

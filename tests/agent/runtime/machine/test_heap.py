@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.runtime.heap import HeapKeeper
+from agent.runtime.machine.heap import HeapKeeper
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PATIENCE_S = 30.0
 IN_MANY_THREADS = """
 import ctypes, sys, tempfile, threading
 sys.path.insert(0, {root!r})
-from agent.runtime.heap import bound_heaps
+from agent.runtime.machine.heap import bound_heaps
 if {is_bound}:
     bound_heaps()
 libc = ctypes.CDLL(None)

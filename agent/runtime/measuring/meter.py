@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from agent.runtime.box import torch_device
-from agent.runtime.heap import give_back_unused
+from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.heap import give_back_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.runtime.arena import ALIGNMENT_BYTES, Arena, Span, aligned
+from agent.runtime.machine.arena import ALIGNMENT_BYTES, Arena, Span, aligned
 
 PAGES = 32
 CAPACITY = PAGES * ALIGNMENT_BYTES

@@ -1,0 +1,1 @@
+"""What the box has: processors, memories and what is taken of them."""
