@@ -329,4 +329,4 @@ class TestTheEnvironmentRule:
 def test_torch_s_threads_are_counted_in_one_place():
     """torch.set_num_threads alone does not keep: see agent.runtime.threads. The demo sets its whole process's."""
     setters = {module_name(path) for path in source_files() if "set_num_threads" in path.read_text()}
-    assert setters == {"agent.runtime.threads", "agent.demo.train"}
+    assert setters == {"agent.runtime.threads", "agent.demo.training.train"}

@@ -24,13 +24,13 @@ from rich.table import Table
 
 from agent.commands.listing import result_rows
 from agent.config import read_line
-from agent.demo.components import OK, synthetic_components
-from agent.demo.crops import CROPS_PER_LABEL, divide, load_crops, write_crops
 from agent.demo.inbox import Specimen, write_board, write_held_out
 from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml
-from agent.demo.picture import PartVerdict, draw_verdicts
-from agent.demo.render import RenderedBoard, render_board
-from agent.demo.train import real_plan, synthetic_plan, train_experts
+from agent.demo.rendering.components import OK, synthetic_components
+from agent.demo.rendering.picture import PartVerdict, draw_verdicts
+from agent.demo.rendering.render import RenderedBoard, render_board
+from agent.demo.training.crops import CROPS_PER_LABEL, divide, load_crops, write_crops
+from agent.demo.training.train import real_plan, synthetic_plan, train_experts
 from agent.records.results import ResultReader
 from agent.service.line_service import LineService
 from experts.errors import ConfigError, CoServeError
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from agent.demo.crops import LabelledCrop
-    from agent.demo.train import TrainedLine
+    from agent.demo.training.crops import LabelledCrop
+    from agent.demo.training.train import TrainedLine
     from agent.runtime.loop import LoopStatistics
     from experts.weights import PackedExpert
 

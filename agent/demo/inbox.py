@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from agent.demo.render import crop
+from agent.demo.rendering.render import crop
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from agent.demo.crops import LabelledCrop
-    from agent.demo.render import RenderedBoard
+    from agent.demo.rendering.render import RenderedBoard
+    from agent.demo.training.crops import LabelledCrop
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from agent.demo.components import synthetic_components
+from agent.demo.rendering.components import synthetic_components
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from agent.demo.crops import LabelledCrop
-    from agent.demo.train import TrainedLine
+    from agent.demo.training.crops import LabelledCrop
+    from agent.demo.training.train import TrainedLine
     from experts.expert import Expert
     from experts.graph import RouteStep
 

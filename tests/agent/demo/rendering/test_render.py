@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.demo.components import OK, Detector, synthetic_components
-from agent.demo.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, product_layout
-from agent.demo.render import CROP_PX, crop, render_board, render_panels
+from agent.demo.rendering.components import OK, Detector, synthetic_components
+from agent.demo.rendering.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, product_layout
+from agent.demo.rendering.render import CROP_PX, crop, render_board, render_panels
 
 
 @pytest.fixture(scope="module")

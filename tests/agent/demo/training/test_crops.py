@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.demo.components import OK, synthetic_components
-from agent.demo.crops import BODIES_FILE, LabelledCrop, divide, load_crops, write_crops
 from agent.demo.inbox import write_board, write_held_out
-from agent.demo.render import RenderedBoard, render_board
+from agent.demo.rendering.components import OK, synthetic_components
+from agent.demo.rendering.render import RenderedBoard, render_board
+from agent.demo.training.crops import BODIES_FILE, LabelledCrop, divide, load_crops, write_crops
 from experts.errors import ConfigError
 
 PIXELS = np.zeros((4, 4, 3), np.uint8)

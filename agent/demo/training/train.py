@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from agent.demo import classifiers, detectors
-from agent.demo.classifiers import ClassifierPlan, TrainedClassifier
-from agent.demo.components import OK, synthetic_components
-from agent.demo.crops import divide
-from agent.demo.detectors import DetectorPlan, TrainedDetector
+from agent.demo.rendering.components import OK, synthetic_components
+from agent.demo.training import classifiers, detectors
+from agent.demo.training.classifiers import ClassifierPlan, TrainedClassifier
+from agent.demo.training.crops import divide
+from agent.demo.training.detectors import DetectorPlan, TrainedDetector
 from experts.errors import ConfigError
 from experts.expert import Expert, InputSpec, Prediction, Verdict
 from experts.graph import ExpertGraph, Judgement, RouteStep
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from agent.demo.crops import LabelledCrop
+    from agent.demo.training.crops import LabelledCrop
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 

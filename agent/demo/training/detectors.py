@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from agent.demo.classifiers import pictures
-from agent.demo.components import OK, Detector
-from agent.demo.crops import BODIES_FILE
-from agent.demo.learning import Descent, Pace
+from agent.demo.rendering.components import OK, Detector
+from agent.demo.training.classifiers import pictures
+from agent.demo.training.crops import BODIES_FILE
+from agent.demo.training.learning import Descent, Pace
 from experts.backends.detector import CONFIDENCE_MINIMUM, build_trainable
 from experts.errors import ConfigError
 from experts.expert import NOTHING_FOUND, Prediction
@@ -23,7 +23,7 @@ from experts.expert import NOTHING_FOUND, Prediction
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from agent.demo.crops import LabelledCrop
+    from agent.demo.training.crops import LabelledCrop
 
 ARCHITECTURE = "yolov5n"
 JOINT_PACE = Pace(steps=200, learning_rate=3e-3)

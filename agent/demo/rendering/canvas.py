@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.demo.components import Colour
+    from agent.demo.rendering.components import Colour
 
 SUPERSAMPLING = 2
 Point: TypeAlias = "tuple[float, float]"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.demo.components import ComponentType, synthetic_components
+from agent.demo.rendering.components import ComponentType, synthetic_components
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from agent.config import read_line
-from agent.demo.classifiers import ClassifierPlan
-from agent.demo.components import OK, Detector, synthetic_components
-from agent.demo.crops import LabelledCrop, load_crops, write_crops
-from agent.demo.detectors import DetectorPlan
-from agent.demo.learning import Descent, Pace
 from agent.demo.line import scalar, synthetic_board, write_line_yaml
-from agent.demo.train import TrainingPlan, real_plan, synthetic_plan, train_experts
+from agent.demo.rendering.components import OK, Detector, synthetic_components
+from agent.demo.training.classifiers import ClassifierPlan
+from agent.demo.training.crops import LabelledCrop, load_crops, write_crops
+from agent.demo.training.detectors import DetectorPlan
+from agent.demo.training.learning import Descent, Pace
+from agent.demo.training.train import TrainingPlan, real_plan, synthetic_plan, train_experts
 from experts.backends import backend_for
 from experts.errors import ConfigError
 from experts.expert import Precision

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
 
-from agent.demo.canvas import font
+from agent.demo.rendering.canvas import font
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.demo.components import Colour
-    from agent.demo.render import Placement, RenderedBoard
+    from agent.demo.rendering.components import Colour
+    from agent.demo.rendering.render import Placement, RenderedBoard
 
 COLOURS: dict[Verdict, Colour] = {
     Verdict.OK: (86, 214, 126),

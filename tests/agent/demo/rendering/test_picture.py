@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.demo.picture import COLOURS, PartVerdict, draw_verdicts
-from agent.demo.render import render_board
+from agent.demo.rendering.picture import COLOURS, PartVerdict, draw_verdicts
+from agent.demo.rendering.render import render_board
 from experts.expert import Verdict
 
 

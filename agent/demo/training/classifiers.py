@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agent.demo.learning import Descent, Pace
+from agent.demo.training.learning import Descent, Pace
 from experts.backends.classifier import build_trainable
 from experts.backends.pixels import IMAGENET_DEVIATION, IMAGENET_MEAN
 from experts.expert import Prediction
@@ -28,7 +28,7 @@ from experts.expert import Prediction
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from agent.demo.crops import LabelledCrop
+    from agent.demo.training.crops import LabelledCrop
 
 ARCHITECTURE = "resnet18"
 STEM = "3x3"

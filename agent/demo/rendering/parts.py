@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent.demo.canvas import Canvas
+from agent.demo.rendering.canvas import Canvas
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.demo.components import Colour, ComponentType
+    from agent.demo.rendering.components import Colour, ComponentType
 
 SILK = (226, 230, 222)
 GOLD = (206, 176, 98)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from agent.demo.components import OK, ComponentType
-from agent.demo.render import crop, render_panels
+from agent.demo.rendering.components import OK, ComponentType
+from agent.demo.rendering.render import crop, render_panels
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from agent.demo.render import Fractions
+    from agent.demo.rendering.render import Fractions
 
 BODIES_FILE = "bodies.json"
 CROPS_PER_LABEL = 24  # enough for every rendered defect

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from agent.demo.canvas import SUPERSAMPLING, font
-from agent.demo.components import OK, ComponentType, Detector
-from agent.demo.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, Site, panels, product_layout
-from agent.demo.parts import GOLD, SILK, draw_part
+from agent.demo.rendering.canvas import SUPERSAMPLING, font
+from agent.demo.rendering.components import OK, ComponentType, Detector
+from agent.demo.rendering.layout import BOARD_HEIGHT_PX, BOARD_WIDTH_PX, Site, panels, product_layout
+from agent.demo.rendering.parts import GOLD, SILK, draw_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

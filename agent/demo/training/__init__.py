@@ -1,0 +1,1 @@
+"""From crops to small experts: what they learn from, and how."""
