@@ -24,7 +24,7 @@ from agent.device_profile.identity import kind_name
 from agent.device_profile.records import KindProfile, LinkSpeed
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import footprint_of
-from agent.runtime.machine.memories import host_memory
+from agent.runtime.machine.detection import host_memory
 from agent.runtime.measuring.meter import meter_for
 from agent.runtime.measuring.rig import MeasuringRig
 from experts.backends import family

@@ -26,7 +26,7 @@ from agent.core.performance import SSD
 from agent.core.request import Rejected
 from agent.records.database import StateLock
 from agent.runtime.loop import LoopOptions
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError
 from profiler.charts import bar_chart
 from profiler.figures import FIGURE_19, FIGURE_19_SAID, section

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.config import read_line
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError
 from profiler import rows
 from profiler.evaluation import (

@@ -32,7 +32,7 @@ from agent.deployment.profile_in_use import (
 )
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.probe import UNMEASURED_BYTES_PER_S, LinkSpeeds, Probed, estimated_profile, probe
 from agent.runtime.templates import Templates, make_templates
 from experts.backends import backend_for

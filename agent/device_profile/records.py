@@ -151,7 +151,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class SpinTimes:
-    """How one setting of OpenMP's waiting did (``agent.device_profile.openmp``): seconds of a batch of one and of the maximum batch.
+    """How one setting of OpenMP's waiting did (see ``openmp``): seconds of a batch of one and of the maximum batch.
 
     A value per process in which it was tried; the n-th of all settings were measured one after the other.
     """

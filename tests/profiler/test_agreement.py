@@ -12,7 +12,7 @@ from PIL import Image
 
 from agent.device_profile.records import Agreement, BatchTimes, KindProfile
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from experts.backends.classifier import write_random_weights
 from experts.expert import NOTHING_FOUND, BoundingBox, Expert, InputSpec, Precision, Prediction
 from experts.packing import pack_line

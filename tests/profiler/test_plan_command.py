@@ -17,7 +17,7 @@ from agent.config import read_line
 from agent.core.policy import PRESETS
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft, partial_of
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from coserve import app
 from profiler.allocation_step import CASUAL
 from profiler.batches import BatchOptions

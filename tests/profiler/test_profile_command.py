@@ -31,7 +31,7 @@ from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
 from agent.records.database import StateLock
 from agent.records.results import Result, ResultStore
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.errors import AlreadyRunning, ConfigError, CoServeError

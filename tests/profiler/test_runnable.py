@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from experts.expert import Expert, InputSpec, Precision
 from experts.packing import pack_line
 from profiler.microbench import Bench

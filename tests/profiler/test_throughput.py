@@ -22,7 +22,7 @@ from agent.deployment.memory_split import casual_allocation
 from agent.device_profile.identity import identity_of, kind_name
 from agent.device_profile.records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
 from agent.runtime.machine.box import Box, MemorySize
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
 from experts.weights import SegmentStore

@@ -12,12 +12,7 @@ pieces of one arena, taken as a whole at the start: what the device holds for ex
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,7 +21,6 @@ import torch
 
 from agent.core.performance import DEVICE, HOST
 from agent.runtime.machine.arena import Arena
-from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.machine.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.weights import AlignedBuffer
@@ -37,12 +31,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agent.runtime.machine.arena import Span
+    from agent.runtime.machine.box import Box
 
-LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
-PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated")
 ALLOCATOR_SLACK = 1.25  # arbitrary: blocks that are larger than what was asked for, of several executors
 ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # and of cuBLAS, which takes up to 32 MiB for a stream at its first use
-EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no size is configured
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
 
 
@@ -372,115 +364,6 @@ def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | No
             return MpsMemory()
         return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson")
     return CudaMemory(budget_bytes, workspace_bytes) if box.name == "cuda" else EmulatedMemory(budget_bytes)
-
-
-def detect(preference: str = "auto") -> Box:
-    """What this box has, seen as ``preference`` asks: auto, cpu, cuda, mps or emulated.
-
-    Raises BackendUnavailable, saying what to do, for a device that is asked for and not there.
-    """
-    if preference not in PREFERENCES:
-        raise BackendUnavailable(preference, f"no such device: choose one of {', '.join(PREFERENCES)}")
-    if preference == "cuda" or (preference == "auto" and torch.cuda.is_available()):
-        return _cuda_box()
-    if preference == "mps" or (preference == "auto" and torch.backends.mps.is_available()):
-        return _mps_box()
-    if preference == "emulated":
-        host = host_memory()
-        size = int(host.available_bytes * EMULATED_FRACTION)
-        return _box("emulated", _cpu_model(), ("emulated", "cpu"), host, MemorySize(size, size))
-    return _box("cpu", _cpu_model(), ("cpu",), host_memory(), None)
-
-
-def host_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> MemorySize:
-    """The host's memory; inside a control group (a systemd unit, a container), no more than its limits."""
-    memory = psutil.virtual_memory()
-    total_bytes, available_bytes = int(memory.total), int(memory.available)
-    for group in _own_groups(groups, membership):
-        limit_bytes = _read_bytes(group / "memory.max")
-        if limit_bytes is None:
-            continue
-        used_bytes = (_read_bytes(group / "memory.current") or 0) - _reclaimable_bytes(group / "memory.stat")
-        total_bytes = min(total_bytes, limit_bytes)
-        available_bytes = min(available_bytes, max(limit_bytes - used_bytes, 0))
-    return MemorySize(total_bytes, available_bytes)
-
-
-def _own_groups(groups: Path, membership: Path) -> list[Path]:
-    """The control group of this process (version 2) and those around it, up to the root of the tree."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if own is None:
-        return []
-    inner = Path(own)
-    return [groups / inner, *(groups / parent for parent in inner.parents)]
-
-
-def _read_bytes(file: Path) -> int | None:
-    """One number of bytes; None where the file is absent or says "max"."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _reclaimable_bytes(statistics: Path) -> int:
-    """Page cache that the kernel drops before it refuses memory."""
-    try:
-        lines = statistics.read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-
-
-def _cuda_box() -> Box:
-    if not torch.cuda.is_available():
-        raise BackendUnavailable(
-            "cuda", "torch sees no CUDA device: check nvidia-smi and that torch is a CUDA build, or set device: cpu"
-        )
-    properties = torch.cuda.get_device_properties(0)
-    if properties.is_integrated or Path("/etc/nv_tegra_release").exists():
-        return _box("jetson", properties.name, ("cuda", "cpu"), host_memory(), None)
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return _box("cuda", properties.name, ("cuda", "cpu"), host_memory(), MemorySize(total_bytes, free_bytes))
-
-
-def _mps_box() -> Box:
-    """Apple silicon. No CPU executors: torch would have to hold their experts a second time."""
-    if not torch.backends.mps.is_available():
-        raise BackendUnavailable("mps", "torch sees no Apple GPU: set device: cpu")
-    return _box("mps", _cpu_model(), ("mps",), host_memory(), None)
-
-
-def _box(name: str, model: str, processors: tuple[str, ...], host: MemorySize, device: MemorySize | None) -> Box:
-    return Box(name, model, processors, _cores(), host, device, _versions())
-
-
-def _cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _cpu_model() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    found = [("python", platform.python_version())]
-    for name in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            found.append((name, version(name)))
-    return tuple(found)
 
 
 def _check_cuda(status: object, call: str) -> None:

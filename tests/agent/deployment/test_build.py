@@ -23,7 +23,7 @@ from agent.deployment.profile_in_use import precision_of, usage_of
 from agent.device_profile.identity import identity_of, kind_name, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
 from agent.device_profile.store import ProfileDraft, partial_of
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict
 from experts.packing import forget_other_forms, pack_line

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agent.runtime.device_loss import DeviceWatch, watch_of
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded
 
 LOST = [

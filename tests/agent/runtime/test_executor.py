@@ -25,7 +25,8 @@ from agent.runtime.executor import (
     judge,
     threads_per_executor,
 )
-from agent.runtime.machine.memories import HostMemory, detect
+from agent.runtime.machine.detection import detect
+from agent.runtime.machine.memories import HostMemory
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
 from experts.expert import BoundingBox, Prediction

@@ -24,7 +24,7 @@ from agent.core.policy import PRESETS
 from agent.runtime.executor import EncodedImage, ImageFile
 from agent.runtime.expert_copy import footprint_of
 from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierBackend, ClassifierSkeleton
 from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded, WorkOverdue

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.detection import detect, host_memory
 from agent.runtime.machine.memories import (
     CudaMemory,
     EmulatedMemory,
     HostMemory,
     MpsMemory,
     allocator_fraction,
-    detect,
-    host_memory,
     memory_for,
 )
 from experts.errors import BackendUnavailable, MemoryExceeded

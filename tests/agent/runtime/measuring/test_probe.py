@@ -12,7 +12,7 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, Limits, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.expert_copy import footprint_of
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.probe import BATCH_SIZES, LEAST_S, fit, larger_batch, plateau, probe
 from experts.graph import ExpertGraph
 

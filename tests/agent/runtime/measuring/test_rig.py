@@ -8,7 +8,7 @@ import torch
 from agent.core.events import BatchFailed
 from agent.core.performance import DEVICE, HOST, SSD
 from agent.core.request import Rejected
-from agent.runtime.machine.memories import detect
+from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierSkeleton
