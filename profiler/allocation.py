@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
-from agent.deployment.memory_split import CORES_PER_CPU_EXECUTOR, WORKSPACE_FRACTION, executor_specs
+from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs
+from agent.deployment.memory_split import WORKSPACE_FRACTION
 from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
 from profiler.memory_shares import MemoryNeeds, held_bytes, memory_needs, usage_cdf

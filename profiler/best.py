@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agent.deployment.memory_split import CORES_PER_CPU_EXECUTOR
+from agent.deployment.executors import CORES_PER_CPU_EXECUTOR
 from experts.errors import ConfigError
 from profiler.devices import CPU, GPU
 from profiler.sweep import ExecutorCounts, executor_sweep

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec
 from agent.deployment.build import detect_box
-from agent.deployment.memory_split import casual_allocation, executor_specs, pool_budgets
+from agent.deployment.executors import executor_specs
+from agent.deployment.memory_split import casual_allocation, pool_budgets
 from agent.deployment.performance_matrix import kind_of
 from agent.device_profile.identity import identity_of, is_of_another_box, packed_sha256
 from agent.device_profile.records import SOURCE, StoredProfile, UsageOrigin

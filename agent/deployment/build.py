@@ -18,7 +18,8 @@ import psutil
 from agent.core.engine import Engine
 from agent.core.performance import HOST, SSD
 from agent.core.policy import PRESETS
-from agent.deployment.memory_split import executor_specs, limits_of, pool_specs
+from agent.deployment.executors import executor_specs
+from agent.deployment.memory_split import limits_of, pool_specs
 from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
 from agent.deployment.profile_in_use import (

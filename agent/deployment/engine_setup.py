@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
-from agent.deployment.memory_split import available_for, executor_specs, limits_of, pool_specs
+from agent.deployment.executors import executor_specs
+from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
 from agent.deployment.performance_matrix import matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of

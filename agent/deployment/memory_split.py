@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec, Limits, PoolSpec
 from agent.core.placement import footprints_in, pinned_homes
-from agent.core.policy import PRESETS, Assigning
 from agent.core.pool import misfits
+from agent.deployment.executors import SPLIT_DEVICE_EXECUTORS, UNIFIED_DEVICE_EXECUTORS
 from agent.device_profile.records import Allocation, PoolAllocation
 from experts.errors import ConfigError
 
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 FRACTIONS = {"host": 0.6, "device": 0.9}  # of what is available: the rest is the system's, images', the page cache's
 WORKSPACE_FRACTION = 0.25  # at most, where it is not given (section 5.2)
-CORES_PER_CPU_EXECUTOR = 4  # beyond that one image's operators hardly run faster
-SPLIT_DEVICE_EXECUTORS, UNIFIED_DEVICE_EXECUTORS = 3, 2  # section 5.2: on NUMA devices, on UMA devices
 CASUAL = "casual"
 
 
@@ -72,28 +70,6 @@ def experts_that_fit(ranked: Sequence[Footprint], expert_bytes: int) -> int:
             return number
         held.update(part.id for part in new)
     return len(ranked)
-
-
-def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's.
-
-    Raises ConfigError for a processor that the box does not have.
-    """
-    if config.executors is not None:
-        counts = config.executors
-    else:
-        counts = _auto_executors(box) if allocation is None else allocation.executors
-    for processor in counts:
-        if processor not in box.processors:
-            there = ", ".join(box.processors)
-            raise config.document.error(f"this box has no {processor!r} - use {there}", "executors", processor)
-    ordered = sorted(counts, key=lambda processor: (processor == "cpu", processor))
-    processors = [processor for processor in ordered for _ in range(counts[processor])]
-    if PRESETS[config.policy].assigning is Assigning.FIRST:
-        processors = processors[:1]  # one executor does everything: it gets all threads and the whole workspace
-    if not processors:
-        raise config.document.error("no executor at all - give one at least", "executors")
-    return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
 
 
 def pool_specs(
@@ -158,14 +134,6 @@ def available_for(pool: str, budget_bytes: int) -> int:
 
 def _pinned(config: LineConfig) -> frozenset[str]:
     return frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
-
-
-def _auto_executors(box: Box) -> Mapping[str, int]:
-    """The casual ones, but one for an emulated device, which is the CPU itself, and several where there is no other."""
-    casual = casual_allocation(box, {}).executors
-    if box.processors == ("cpu",):
-        return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}
-    return {processor: 1 if processor == "emulated" else count for processor, count in casual.items()}
 
 
 def _workspace_need(pool: str, executors: Sequence[ExecutorSpec], profile: PerformanceMatrix) -> WorkspaceNeed:

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 
 from agent.config import read_line
 from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix, SharedPart
-from agent.deployment.memory_split import (
-    available_for,
-    casual_allocation,
-    executor_specs,
-    experts_that_fit,
-    pool_budgets,
-    pool_specs,
-)
+from agent.deployment.executors import executor_specs
+from agent.deployment.memory_split import available_for, casual_allocation, experts_that_fit, pool_budgets, pool_specs
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError

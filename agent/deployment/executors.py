@@ -1,0 +1,50 @@
+"""How many executors there are on each processor: as the line file says, as the profile found, or by the paper's rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.core.performance import ExecutorSpec
+from agent.core.policy import PRESETS, Assigning
+from agent.deployment.memory_split import casual_allocation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agent.config import LineConfig
+    from agent.device_profile.records import Allocation
+    from agent.runtime.machine.box import Box
+
+CORES_PER_CPU_EXECUTOR = 4  # beyond that one image's operators hardly run faster
+SPLIT_DEVICE_EXECUTORS = 3  # section 5.2, on NUMA devices
+UNIFIED_DEVICE_EXECUTORS = 2  # and on UMA devices
+
+
+def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
+    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's.
+
+    Raises ConfigError for a processor that the box does not have.
+    """
+    if config.executors is not None:
+        counts = config.executors
+    else:
+        counts = _auto_executors(box) if allocation is None else allocation.executors
+    for processor in counts:
+        if processor not in box.processors:
+            there = ", ".join(box.processors)
+            raise config.document.error(f"this box has no {processor!r} - use {there}", "executors", processor)
+    ordered = sorted(counts, key=lambda processor: (processor == "cpu", processor))
+    processors = [processor for processor in ordered for _ in range(counts[processor])]
+    if PRESETS[config.policy].assigning is Assigning.FIRST:
+        processors = processors[:1]  # one executor does everything: it gets all threads and the whole workspace
+    if not processors:
+        raise config.document.error("no executor at all - give one at least", "executors")
+    return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
+
+
+def _auto_executors(box: Box) -> Mapping[str, int]:
+    """The casual ones, but one for an emulated device, which is the CPU itself, and several where there is no other."""
+    casual = casual_allocation(box, {}).executors
+    if box.processors == ("cpu",):
+        return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}
+    return {processor: 1 if processor == "emulated" else count for processor, count in casual.items()}
