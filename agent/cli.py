@@ -121,7 +121,7 @@ def results(
     as_json: AsJson = False,
 ) -> None:
     """Print stored verdicts, one row per request, oldest first; also while the agent runs."""
-    from agent.commands.listing import board_rows, result_rows, write_rows
+    from agent.commands.results import board_rows, result_rows, write_rows
     from agent.config import read_line
 
     with explained():
@@ -139,7 +139,7 @@ def results(
 @experts_app.command("list")
 def list_experts(line: LineFile, as_json: AsJson = False) -> None:
     """The experts of a line: architecture, labels, packed bytes, usage probability, routes."""
-    from agent.commands.listing import expert_rows, print_experts
+    from agent.commands.experts import expert_rows, print_experts
     from agent.config import read_line
 
     with explained():

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import psutil
 
-from agent.commands.listing import packed_manifests
 from agent.core import events
 from agent.core.effects import Evict, StartLoad
 from agent.deployment.build import build_agent
-from agent.deployment.packed_copies import copy_name
+from agent.deployment.packed_copies import copy_name, packed_manifests
 from agent.runtime.loop import LoopOptions
 from experts.errors import AgentCrashed, ConfigError, ExpertError
 from experts.expert import Precision, Verdict

@@ -10,10 +10,9 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from agent.commands.listing import packed_manifests
 from agent.config import read_line
 from agent.deployment.build import detect_box
-from agent.deployment.packed_copies import copy_name
+from agent.deployment.packed_copies import copy_name, packed_manifests
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.measuring.rig import MeasuringRig
 from experts.expert import Precision

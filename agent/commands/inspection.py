@@ -9,8 +9,9 @@ from contextlib import closing, contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from agent.commands.listing import packed_bytes, packed_manifests
+from agent.commands.experts import packed_bytes
 from agent.deployment.build import build_agent, pack_as_served
+from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import state_held
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ExpertError
 from experts.manifests import ManifestFolder

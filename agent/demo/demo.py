@@ -22,7 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from agent.commands.listing import result_rows
+from agent.commands.results import result_rows
 from agent.config import read_line
 from agent.demo.inbox import Specimen, write_board, write_held_out
 from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml

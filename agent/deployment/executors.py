@@ -1,4 +1,4 @@
-"""How many executors there are on each processor: as the line file says, as the profile found, or by the paper's rule."""
+"""How many executors each processor has: as the line file says, as the profile found, or by the paper's rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
-from agent.deployment.memory_split import casual_allocation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,9 +41,18 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
     return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
 
 
+def casual_executors(box: Box) -> dict[str, int]:
+    """By processor: three on a device where memory is split, two where it is unified, and one CPU executor.
+
+    Source: CoServe, section 5.2.
+    """
+    device_executors = SPLIT_DEVICE_EXECUTORS if box.is_split else UNIFIED_DEVICE_EXECUTORS
+    return {name: 1 if name == "cpu" else device_executors for name in box.processors}
+
+
 def _auto_executors(box: Box) -> Mapping[str, int]:
     """The casual ones, but one for an emulated device, which is the CPU itself, and several where there is no other."""
-    casual = casual_allocation(box, {}).executors
+    casual = casual_executors(box)
     if box.processors == ("cpu",):
         return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}
     return {processor: 1 if processor == "emulated" else count for processor, count in casual.items()}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from agent.core.performance import ExecutorSpec, Limits, PoolSpec
 from agent.core.placement import footprints_in, pinned_homes
 from agent.core.pool import misfits
-from agent.deployment.executors import SPLIT_DEVICE_EXECUTORS, UNIFIED_DEVICE_EXECUTORS
+from agent.deployment.executors import casual_executors
 from agent.device_profile.records import Allocation, PoolAllocation
 from experts.errors import ConfigError
 
@@ -44,20 +44,17 @@ class WorkspaceNeed:
 
 
 def casual_allocation(box: Box, budgets: Mapping[str, int], ranked: Sequence[Footprint] = ()) -> Allocation:
-    """CoServe casual: three quarters of each memory for experts, the rest for batches; three device executors where
-    memory is split, two where it is unified, and one CPU executor.
+    """CoServe casual: three quarters of each memory for experts, the rest for batches; executors as ``casual_executors``.
 
     ``budgets``: bytes by memory. ``ranked``: the experts' footprints, the most used first, to count those that fit.
     Source: CoServe, section 5.2, which gives the split for a GPU's memory; that of the CPU's executor is shared alike.
     """
-    device_executors = SPLIT_DEVICE_EXECUTORS if box.is_split else UNIFIED_DEVICE_EXECUTORS
-    executors = {name: 1 if name == "cpu" else device_executors for name in box.processors}
     pools = []
     for pool, budget_bytes in budgets.items():
         workspace_bytes = int(budget_bytes * WORKSPACE_FRACTION)
         expert_bytes = budget_bytes - workspace_bytes
         pools.append(PoolAllocation(pool, expert_bytes, workspace_bytes, experts_that_fit(ranked, expert_bytes)))
-    return Allocation(CASUAL, dict(budgets), tuple(pools), executors)
+    return Allocation(CASUAL, dict(budgets), tuple(pools), casual_executors(box))
 
 
 def experts_that_fit(ranked: Sequence[Footprint], expert_bytes: int) -> int:

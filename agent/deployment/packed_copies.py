@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from experts.expert import Expert
-    from experts.manifests import Source
+    from experts.manifests import Manifest, Source
     from experts.weights import PackedExpert
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
@@ -69,3 +69,11 @@ def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, Pa
     for each in packed:
         found[each.expert][Precision(each.precision)] = each
     return dict(found)
+
+
+def packed_manifests(config: LineConfig) -> dict[str, list[Manifest]]:
+    """What is packed of each of a line's experts, in one precision or several; an empty list where nothing is."""
+    found: dict[str, list[Manifest]] = {name: [] for name in config.catalog.experts}
+    for manifest in ManifestFolder(config.packed_folder / "manifests").read_all():
+        found.get(manifest.packed.expert, []).append(manifest)
+    return found

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.commands.listing import packed_manifests
 from agent.config import read_line
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
 from agent.deployment.build import pack
 from agent.deployment.engine_setup import planned
 from agent.deployment.memory_split import casual_allocation
+from agent.deployment.packed_copies import packed_manifests
 from agent.device_profile.identity import identity_of, kind_name
 from agent.device_profile.records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
 from agent.runtime.machine.box import Box, MemorySize

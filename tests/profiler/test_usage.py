@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.commands.listing import result_rows, write_rows
+from agent.commands.results import result_rows, write_rows
 from agent.config import BoardSection, read_line
 from agent.device_profile.records import UsageOrigin
 from agent.records.results import Result, ResultStore

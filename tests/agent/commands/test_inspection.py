@@ -11,8 +11,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images, verify_line
-from agent.commands.listing import expert_rows
 from agent.config import read_line
 from agent.core.engine import Engine
 from agent.core.events import Arrived

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
+from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
-from agent.commands.listing import expert_rows
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.deployment.build import build_agent, detect_box

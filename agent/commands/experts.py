@@ -1,0 +1,73 @@
+"""The experts of a line as rows, for people and scripts: `coserve experts list`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agent.deployment.packed_copies import packed_manifests
+from agent.deployment.profile_in_use import find_profile, usage_of
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from agent.config import LineConfig
+    from experts.manifests import Manifest
+
+
+log = logging.getLogger(__name__)
+
+
+def packed_bytes(manifests: Iterable[Manifest]) -> int:
+    """The size of all packed files of an expert; those that it shares with others counted in full."""
+    return sum(segment.size_bytes for manifest in manifests for segment in manifest.packed.segments)
+
+
+def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
+    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin.
+
+    ``usage`` is what the agent counts on: the device profile's, or computed where there is no profile that can be read.
+    ``size_bytes`` is what is packed, ``weights_bytes`` the file it comes from; None for what is not there.
+    """
+    manifests = packed_manifests(config)
+    usage = _usage(config)
+    routes = config.catalog.graph.routes
+    rows = [
+        {
+            "expert": name,
+            "architecture": expert.architecture,
+            "labels": list(expert.labels),
+            "weights": str(expert.weights),
+            "size_bytes": packed_bytes(manifests[name]) if manifests[name] else None,
+            "weights_bytes": expert.weights.stat().st_size if expert.weights.is_file() else None,
+            "usage": round(usage[name], 6),
+            "routes": [route for route, steps in routes.items() if any(step.expert == name for step in steps)],
+            "pin": expert.pin,
+        }
+        for name, expert in config.catalog.experts.items()
+    ]
+    return sorted(rows, key=lambda row: (-float(str(row["usage"])), str(row["expert"])))
+
+
+def print_experts(rows: list[dict[str, Any]]) -> None:
+    """The same as a table."""
+    table = Table("expert", "architecture", "packed", "usage", "labels", "routes", box=None, header_style="bold")
+    for row in rows:
+        size = "not yet" if row["size_bytes"] is None else f"{row['size_bytes'] / 2**20:.1f} MiB"
+        size += ", weights MISSING" if row["weights_bytes"] is None else ""
+        pin = " (pinned)" if row["pin"] else ""
+        labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])
+        table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes)
+    Console(width=160 if not Console().is_terminal else None).print(table)
+
+
+def _usage(config: LineConfig) -> dict[str, float]:
+    try:
+        return usage_of(config, find_profile(config))
+    except ConfigError as error:
+        log.warning("usage_computed without the device profile: %s", error)
+        return usage_of(config, None)
