@@ -44,7 +44,7 @@ class WorkspaceNeed:
 
 
 def casual_allocation(box: Box, budgets: Mapping[str, int], ranked: Sequence[Footprint] = ()) -> Allocation:
-    """CoServe casual: three quarters of each memory for experts, the rest for batches; executors as ``casual_executors``.
+    """CoServe casual: three quarters of each memory for experts, the rest for batches; executors by the same rule.
 
     ``budgets``: bytes by memory. ``ranked``: the experts' footprints, the most used first, to count those that fit.
     Source: CoServe, section 5.2, which gives the split for a GPU's memory; that of the CPU's executor is shared alike.

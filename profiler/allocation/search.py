@@ -1,0 +1,306 @@
+"""Memory allocation and executor count of a line, searched over any throughput: measured or simulated (section 4.4).
+
+Guarantees: deterministic as far as the throughput is; every configuration it tries, and the one that it finds, is one
+an Engine accepts; it is at least as good as the casual split with the same executors.
+First the executors, at the casual split of the memories; then each memory whose maximum batches take a substantial
+part of it, the device's first, by the decay window; the others get their maximum batches, and the rest for experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.core.performance import ExecutorSpec
+from agent.core.policy import PRESETS, Assigning
+from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs
+from agent.deployment.memory_split import WORKSPACE_FRACTION
+from agent.device_profile.records import Allocation, PoolAllocation, Trial
+from experts.errors import ConfigError
+from profiler.allocation.decay_window import (
+    ERROR_MARGIN,
+    FIT_VALUES,
+    INITIAL_WINDOW,
+    SearchEnd,
+    Window,
+    WindowSearch,
+    WindowStep,
+    check_options,
+    decay_window_search,
+    decay_windows,
+)
+from profiler.allocation.executor_sweep import DECLINES, ExecutorCounts, ExecutorSweep, executor_sweep
+from profiler.allocation.memory_shares import MemoryNeeds, held_bytes, memory_needs, usage_cdf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.core.performance import PerformanceMatrix, PoolSpec
+    from agent.runtime.machine.box import Box
+
+    Throughput: TypeAlias = Callable[[Sequence[ExecutorSpec], Sequence[PoolSpec]], float]
+
+__all__ = [
+    "ExecutorCounts",
+    "ExecutorSweep",
+    "MemoryNeeds",
+    "SearchEnd",
+    "SearchOptions",
+    "SearchedAllocation",
+    "Window",
+    "WindowSearch",
+    "WindowStep",
+    "decay_window_search",
+    "decay_windows",
+    "executor_sweep",
+    "held_bytes",
+    "memory_needs",
+    "search_allocation",
+    "usage_cdf",
+    "window_trials",
+]
+
+SEARCHED_ON_ENGINE = "searched on the engine"
+SEARCHED_IN_SIMULATION = "searched in simulation"
+EXECUTORS = "executors"  # Trial.search
+MEMORY = "memory:"  # and the name of the memory
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """How far to search. The first four are the decay window's, the others the sweep's.
+
+    Raises ConfigError, by the option's name, for what no search can work with.
+    """
+
+    initial_window: int = INITIAL_WINDOW
+    error_margin: float = ERROR_MARGIN
+    fit_values: int = FIT_VALUES
+    slides_on: bool = False
+    most_device_executors: int = 6
+    most_cpu_executors: int = 4
+    declines: int = DECLINES
+
+    def __post_init__(self) -> None:
+        check_options(self.initial_window, self.error_margin, self.fit_values)
+
+    def on(self, box: Box) -> SearchOptions:
+        """The same on this box: of a CPU alone at least as many executors as an agent starts without a profile."""
+        if box.processors != ("cpu",):
+            return self
+        return replace(self, most_cpu_executors=max(self.most_cpu_executors, box.cores // CORES_PER_CPU_EXECUTOR))
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedAllocation:
+    """What was found, and all that was tried on the way. ``windows``: of each memory that was searched."""
+
+    allocation: Allocation
+    trials: tuple[Trial, ...]
+    images_per_s: float
+    windows: Mapping[str, WindowSearch]
+
+
+def search_allocation(
+    config: LineConfig,
+    box: Box,
+    device: PerformanceMatrix,
+    throughput: Throughput,
+    budgets: Mapping[str, int],
+    origin: str,
+    options: SearchOptions | None = None,
+) -> SearchedAllocation:
+    """The executors of a line, and how they share its memories (sections 4.4, 5.3; Figures 11, 17, 18).
+
+    ``throughput``: images/s with these executors and memories. ``budgets``: bytes by memory. Executors or a workspace
+    that the line file gives stay as they are. Raises ConfigError where a budget does not hold the largest expert.
+    """
+    search = _Search(config, box, device, throughput, dict(budgets), options or SearchOptions())
+    executors = search.executors()
+    split = search.split(executors)
+    pools = tuple(
+        PoolAllocation(spec.name, spec.expert_bytes, spec.workspace_bytes, needs.count_in(spec.expert_bytes))
+        for spec, needs in zip(split, search.needs(executors), strict=True)
+    )
+    counts = {processor: 0 for processor in box.processors if processor in device.experts}
+    for spec in executors:
+        counts[spec.processor] += 1
+    found = Allocation(origin, dict(budgets), pools, counts)
+    return SearchedAllocation(found, tuple(search.trials), search.run(executors, split), search.windows)
+
+
+def executors_of(box: Box, counts: ExecutorCounts) -> tuple[ExecutorSpec, ...]:
+    """So many executors of a box, the device's first."""
+    device = next((processor for processor in box.processors if processor != "cpu"), "cpu")
+    processors = [device] * counts.device + ["cpu"] * counts.cpu
+    return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search. Nothing is run twice."""
+
+    config: LineConfig
+    box: Box
+    device: PerformanceMatrix
+    throughput: Throughput
+    budgets: dict[str, int]
+    options: SearchOptions
+    trials: list[Trial] = field(default_factory=list)
+    windows: dict[str, WindowSearch] = field(default_factory=dict)
+    _runs: dict[tuple[tuple[ExecutorSpec, ...], tuple[PoolSpec, ...]], float] = field(default_factory=dict)
+
+    def executors(self) -> tuple[ExecutorSpec, ...]:
+        """The line's own, or the best of a sweep."""
+        is_alone = PRESETS[self.config.policy].assigning is Assigning.FIRST
+        if self.config.executors is not None or is_alone:
+            return self._profiled(executor_specs(self.config, self.box))
+        able = [name for name in self.box.processors if name in self.device.experts]
+        most_cpu = min(self.options.most_cpu_executors, self.box.cores) if "cpu" in able else 0
+        most_device = self.options.most_device_executors if set(able) - {"cpu"} else 0
+        sweep = executor_sweep(self._sweep_value, most_device, most_cpu, self.options.declines)
+        for number, step in enumerate(sweep.steps, start=1):
+            value = step.images_per_s
+            note = "does not fit" if value is None else "best" if step.counts == sweep.best else ""
+            self.trials.append(Trial(EXECUTORS, number, self._text(step.counts), value or 0.0, note))
+        if sweep.best is None:
+            self._require(executors_of(self.box, ExecutorCounts(min(most_device, 1), 0 if most_device else 1)))
+            raise ConfigError("no executors run every expert of this line - give `executors` in the line file")
+        return executors_of(self.box, sweep.best)
+
+    def split(self, executors: tuple[ExecutorSpec, ...]) -> tuple[PoolSpec, ...]:
+        """How the memories are shared out."""
+        self._require(executors)
+        split = self._casual(executors)
+        for place, needs in reversed(list(enumerate(self.needs(executors)))):
+            if self.config.memory.workspace is None and not needs.is_limited:
+                split = self._searched(executors, split, place, needs)
+        return split
+
+    def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
+        """What each memory must and can hold."""
+        pinned = frozenset(name for name, expert in self.config.catalog.experts.items() if expert.pin)
+        return [
+            memory_needs(pool, self.box.pools, self.budgets[pool], executors, self.device, pinned)
+            for pool in self.box.pools
+        ]
+
+    def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
+        """The throughput of one configuration."""
+        key = (executors, pools)
+        if key not in self._runs:
+            self._runs[key] = self.throughput(executors, pools)
+        return self._runs[key]
+
+    def _profiled(self, executors: tuple[ExecutorSpec, ...]) -> tuple[ExecutorSpec, ...]:
+        """These executors. Raises ConfigError for a processor that no expert was measured on."""
+        for spec in executors:
+            if spec.processor not in self.device.experts:
+                wrong = f"the device profile has no times on {spec.processor} - run `coserve profile` on this box"
+                raise self.config.document.error(wrong, "executors", spec.processor)
+        return executors
+
+    def _sweep_value(self, counts: ExecutorCounts) -> float | None:
+        executors = executors_of(self.box, counts)
+        able = {expert for spec in executors for expert in self.device.experts.get(spec.processor, {})}
+        everything = {expert for column in self.device.experts.values() for expert in column}
+        if able != everything or not all(needs.is_enough for needs in self.needs(executors)):
+            return None
+        return self.run(executors, self._casual(executors))
+
+    def _casual(self, executors: Sequence[ExecutorSpec]) -> tuple[PoolSpec, ...]:
+        """A quarter for workspaces (section 5.2), but no more than the maximum batches can use."""
+        given = self.config.memory.workspace
+        return tuple(
+            needs.leaving(min(int(needs.budget_bytes * WORKSPACE_FRACTION), needs.maximum_batch_bytes))
+            if given is None
+            else needs.leaving(given)
+            for needs in self.needs(executors)
+        )
+
+    def _searched(
+        self, executors: tuple[ExecutorSpec, ...], split: tuple[PoolSpec, ...], place: int, needs: MemoryNeeds
+    ) -> tuple[PoolSpec, ...]:
+        """The split with this memory's part searched by the decay window, or as it is where that is better.
+
+        What no batch can use is the experts' in any case: where that seems worse, it is chance.
+        """
+
+        def pools(spec: PoolSpec) -> tuple[PoolSpec, ...]:
+            return (*split[:place], spec, *split[place + 1 :])
+
+        found = decay_window_search(
+            lambda experts: self.run(executors, pools(needs.keeping(experts))),
+            needs.most,
+            least=needs.least,
+            initial_window=self.options.initial_window,
+            error_margin=self.options.error_margin,
+            fit_values=self.options.fit_values,
+            slides_on=self.options.slides_on,
+        )
+        self.windows[needs.pool] = found
+        chosen = pools(needs.keeping(found.chosen))
+        best = pools(needs.leaving(min(needs.maximum_batch_bytes, chosen[place].workspace_bytes)))
+        self.trials += window_trials(needs.pool, found)
+        if best != chosen:
+            self._tell(needs, best[place], self.run(executors, best), "what no batch can use given to experts")
+        is_kept = self.run(executors, split) > self.run(executors, best)
+        if split not in (chosen, best):
+            note = "the casual split, a quarter for workspaces" + (", kept as the best" if is_kept else "")
+            self._tell(needs, split[place], self.run(executors, split), note)
+        return split if is_kept else best
+
+    def _tell(self, needs: MemoryNeeds, spec: PoolSpec, images_per_s: float, note: str) -> None:
+        search = MEMORY + needs.pool
+        number = sum(trial.search == search for trial in self.trials) + 1
+        setting = f"{needs.count_in(spec.expert_bytes)} experts"
+        self.trials.append(Trial(search, number, setting, images_per_s, note))
+
+    def _require(self, executors: Sequence[ExecutorSpec]) -> None:
+        """Raises ConfigError for every memory that is too small for what has to run from it."""
+        problems = []
+        for needs in self.needs(executors):
+            given = self.config.memory.workspace
+            workspace = f"{_mib(needs.one_image_bytes)} for one image on each of its executors"
+            if not needs.is_enough:
+                short = f"{_mib(needs.budget_bytes)} are too little: {needs.largest} needs {_mib(needs.largest_bytes)}"
+                advice = f"raise memory.{needs.pool}, or take a smaller model"
+                wrong = f"{short} beside what is pinned, and batches {workspace} - {advice}"
+                problems.append(self.config.document.error(wrong, "memory", needs.pool))
+            elif given is not None and not needs.one_image_bytes <= given <= needs.budget_bytes - needs.largest_bytes:
+                most = f"{_mib(needs.budget_bytes - needs.largest_bytes)} that {needs.largest} leaves of {needs.pool}"
+                wrong = f"{_mib(given)} is not between {workspace} and the {most} - correct it, or write auto"
+                problems.append(self.config.document.error(wrong, "memory", "workspace"))
+        if problems:
+            raise ConfigError.of(problems)
+
+    def _text(self, counts: ExecutorCounts) -> str:
+        device = next((processor for processor in self.box.processors if processor != "cpu"), None)
+        named = [f"{counts.device} {device}"] if device else []
+        return " + ".join([*named, f"{counts.cpu} cpu"] if "cpu" in self.box.processors else named)
+
+
+def window_trials(pool: str, search: WindowSearch) -> list[Trial]:
+    """What a window search ran, as trials: at the upper bounds in their order, then within the chosen window."""
+    trials: list[Trial] = []
+    for step in search.steps:
+        note = f"window {step.window.lower}-{step.window.upper}"
+        if step.predicted is not None and step.error is not None:
+            side = "short of" if step.error > 0 else "above"
+            note += f", {abs(step.error):.1%} {side} the line's {step.predicted:.2f}"
+        trials.append(_trial(pool, len(trials) + 1, search, step.window.upper, note))
+    bounds = {step.window.upper for step in search.steps}
+    for experts in sorted(search.tried.keys() - bounds):
+        note = f"the middle of window {search.window.lower}-{search.window.upper}"
+        trials.append(_trial(pool, len(trials) + 1, search, experts, note))
+    return trials
+
+
+def _trial(pool: str, number: int, search: WindowSearch, experts: int, note: str) -> Trial:
+    chosen = ", chosen" if experts == search.chosen else ""
+    return Trial(MEMORY + pool, number, f"{experts} experts", search.tried[experts], note + chosen)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,113 @@
+"""Runs of the real engine that outlive a kill: an allocation search that is taken up makes only those it still lacks.
+
+Guarantees: a run is remembered under all that it was made with: line file, weights, precisions, times, usage, requests,
+executors and memories, to the byte. Where a budget is automatic, what is free differs a little from start to start, so
+a search that is taken up goes on with the budgets that it began with, as long as they are within DRIFT of today's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from agent.core.performance import DEVICE, HOST
+from agent.deployment.memory_split import pool_budgets
+from agent.device_profile.records import Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.core.performance import ExecutorSpec, PoolSpec
+    from agent.device_profile.records import StoredProfile
+    from agent.device_profile.store import ProfileDraft
+    from agent.runtime.machine.box import Box
+    from profiler.allocation.search import Throughput
+    from profiler.workload.traces import Arrival
+
+RUNS = "runs"  # Trial.search of what is kept while a search is not finished
+DRIFT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Under what a run was made, and what was free when the search began."""
+
+    situation: object
+    available_bytes: Mapping[str, int]
+
+
+class SearchRuns:
+    """The runs of one search, kept in the draft. ``box``: this one, with the memory free that the search began with."""
+
+    def __init__(
+        self, draft: ProfileDraft, config: LineConfig, box: Box, profile: StoredProfile, trace: Sequence[Arrival]
+    ) -> None:
+        self._draft = draft
+        self._situation = _digest(config, profile, trace)
+        notes = {trial: _note(trial, box) for trial in draft.trials(RUNS)}
+        kept = [trial for trial, note in notes.items() if note is not None and note.situation == self._situation]
+        first = notes[kept[0]] if kept else None
+        self.box = box if first is None else _with_available(box, first.available_bytes)
+        then, now = pool_budgets(config, self.box), pool_budgets(config, box)
+        if any(abs(now[pool] - then[pool]) > DRIFT * then[pool] for pool in now):
+            kept, self.box = [], box
+        self._trials = kept
+
+    def remembered(self, throughput: Throughput) -> Throughput:
+        """The same, asked only for what is not remembered."""
+
+        def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+            processors = [spec.processor for spec in executors]
+            memories = [[pool.name, pool.expert_bytes, pool.workspace_bytes] for pool in pools]
+            setting = json.dumps([processors, memories])
+            for trial in self._trials:
+                if trial.setting == setting:
+                    return trial.images_per_s
+            measured = throughput(executors, pools)
+            self._keep(setting, measured)
+            return measured
+
+        return images_per_s
+
+    def _keep(self, setting: str, images_per_s: float) -> None:
+        available = {pool: self.box.size_of(pool).available_bytes for pool in self.box.pools}
+        note = json.dumps({"situation": self._situation, "available_bytes": available})
+        self._trials.append(Trial(RUNS, len(self._trials) + 1, setting, images_per_s, note))
+        self._draft.save_trials(RUNS, self._trials)
+
+
+def _note(trial: Trial, box: Box) -> _Note | None:
+    """None for one that says nothing of this box."""
+    try:
+        note = json.loads(trial.note)
+        situation, available_bytes = note["situation"], {pool: note["available_bytes"][pool] for pool in box.pools}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    is_whole = all(type(size_bytes) is int and size_bytes >= 0 for size_bytes in available_bytes.values())
+    return _Note(situation, available_bytes) if is_whole else None
+
+
+def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:
+    host = replace(box.host, available_bytes=available_bytes[HOST])
+    device = None if box.device is None else replace(box.device, available_bytes=available_bytes[DEVICE])
+    return replace(box, host=host, device=device)
+
+
+def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[Arrival]) -> str:
+    """What throughputs depend on, beside executors and memories."""
+    parts = [
+        config.document.sha256,
+        config.policy,
+        sorted(profile.packed.items()),
+        sorted(profile.precisions.items()),
+        sorted(profile.usage.probabilities.items()),
+        sorted(profile.usage.pass_rates.items()),
+        [asdict(kind) for kind in profile.kinds],
+        [asdict(link) for link in profile.links],
+        sorted(profile.speedups.items()),
+        [asdict(arrival) for arrival in trace],
+    ]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

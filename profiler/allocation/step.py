@@ -1,0 +1,183 @@
+"""The last step of a profile: how the memories are split, and how many executors there are (CoServe, section 4.4).
+
+Guarantees: the trials of an earlier search are never taken for this one's; a run that was made on the engine is not
+made again after a kill; an expert or an image that turns out unfit leaves the sample and is noted, and the search
+begins again without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from agent.deployment.engine_setup import planned
+from agent.device_profile.records import PoolAllocation
+from experts.errors import SampleUnfit
+from profiler.allocation.memory_shares import memory_needs
+from profiler.allocation.search import EXECUTORS, MEMORY
+from profiler.allocation.search_runs import SearchRuns
+from profiler.allocation.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
+from profiler.workload.samples import Checked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.core.performance import ExecutorSpec, PoolSpec
+    from agent.device_profile.records import Allocation, StoredProfile, UsageProfile
+    from agent.device_profile.store import ProfileDraft
+    from agent.runtime.machine.box import Box
+    from profiler.allocation.search import SearchedAllocation, SearchOptions, Throughput
+    from profiler.workload.samples import LineSamples, Sample
+    from profiler.workload.traces import Arrival
+
+ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
+ON_ENGINE = "search on the engine"  # a stage
+
+
+@dataclass(slots=True)
+class AllocationStep:
+    """One line's. ``failed``: experts that cannot be served, with the reason; those that the search finds join them.
+
+    ``notes`` are for the profile's reader.
+    """
+
+    config: LineConfig
+    box: Box
+    samples: LineSamples
+    draft: ProfileDraft
+    failed: dict[str, str]
+    options: SearchOptions
+    engine_requests: int
+    progress: Callable[[str, int, int], None]
+    notes: list[str] = field(default_factory=list)
+
+    def allocate(self, source: str, interim: StoredProfile) -> Allocation:
+        """Searched on the ENGINE or in simulation (SIMULATE), its trials saved; or the CASUAL one.
+
+        Raises ConfigError naming each expert that does not fit, and where nothing is left to search with.
+        """
+        for search in (EXECUTORS, *(MEMORY + pool for pool in self.box.pools)):
+            self.draft.save_trials(search, ())  # of a search that was killed in its last moment
+        if source == CASUAL:
+            return self._casual(interim)
+        found = self._simulated(interim) if source == SIMULATE else self._run(interim)
+        for search in dict.fromkeys(trial.search for trial in found.trials):
+            self.draft.save_trials(search, [trial for trial in found.trials if trial.search == search])
+        return found.allocation
+
+    def _simulated(self, interim: StoredProfile) -> SearchedAllocation:
+        trace = self._sample(SAMPLE_REQUESTS, interim.usage, {})
+        return search_in_simulation(self.config, self.box, interim, trace, self.options, self.failed)
+
+    def _run(self, interim: StoredProfile) -> SearchedAllocation:
+        """On the engine. What turns out not to judge, or not to be read, leaves the sample; the search begins again.
+
+        Raises ConfigError where nothing is left of the sample.
+        """
+        images = _SearchImages(self.samples.mix)
+        counted = _CountedRuns(self.progress)
+        while True:
+            trace = self._sample(self.engine_requests, interim.usage, images.by_component())
+            runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
+            try:
+                found = search_on_engine(
+                    self.config,
+                    runs.box,
+                    interim,
+                    trace,
+                    lambda *_: None,
+                    self.options,
+                    self.failed,
+                    counted.remembered_by(runs),
+                )
+                counted.end()
+                self.notes += images.notes()
+                return found
+            except SampleUnfit as error:
+                self._leave_out(error.experts)
+                images.leave_out(error.images)
+
+    def _sample(self, count: int, usage: UsageProfile, images: Mapping[str, Iterable[Path]]) -> tuple[Arrival, ...]:
+        return sample_requests(self.config, count, images=images, without=self.failed, usage=usage)
+
+    def _leave_out(self, experts: Mapping[str, str]) -> None:
+        for name, reason in sorted(experts.items()):
+            self.failed.setdefault(name, reason)
+            self.notes.append(
+                f"the allocation was searched without {name} and the components on whose routes it stands, as it did "
+                "not judge there what it was given: put it right and profile again, or take it off the line"
+            )
+
+    def _casual(self, interim: StoredProfile) -> Allocation:
+        """As an agent would take it. Raises ConfigError naming each expert that does not fit."""
+        found = planned(self.config, self.box, interim, without=self.failed)
+        budgets = interim.allocation.budget_bytes
+        pinned = found.limits.pinned
+        needs = {
+            pool: memory_needs(pool, self.box.pools, budgets[pool], found.executors, found.matrix, pinned)
+            for pool in self.box.pools
+        }
+        pools = [
+            PoolAllocation(
+                spec.name, spec.expert_bytes, spec.workspace_bytes, needs[spec.name].count_in(spec.expert_bytes)
+            )
+            for spec in found.pools
+        ]
+        counts = Counter(spec.processor for spec in found.executors)
+        return replace(interim.allocation, pools=tuple(pools), executors=dict(counts))
+
+
+class _SearchImages:
+    """What the engine search may show: of each component its files in their own mix, decoded only as they are taken."""
+
+    def __init__(self, mix: Mapping[str, Sequence[Sample]]) -> None:
+        self._mix = mix
+        self._checked = Checked()
+        self._unfit: dict[Path, str] = {}  # those that broke after they were checked
+
+    def by_component(self) -> dict[str, Iterator[Path]]:
+        """The sound ones, each component's from its first."""
+        return {component: self._sound(samples) for component, samples in self._mix.items()}
+
+    def leave_out(self, unfit: Mapping[Path, str]) -> None:
+        """Do not show these again. ``unfit``: why, of each."""
+        self._unfit |= unfit
+
+    def notes(self) -> Iterator[str]:
+        """What was left out, for the profile's reader."""
+        left_out = {path: error.message for path, error in self._checked.broken.items()} | self._unfit
+        for path, reason in sorted(left_out.items()):
+            said = f"sample image {path} was left out of the search: {reason}"
+            yield f"{said} - remove it from the samples, or replace it"
+
+    def _sound(self, samples: Iterable[Sample]) -> Iterator[Path]:
+        return (each.path for each in samples if each.path not in self._unfit and self._checked.is_sound(each))
+
+
+class _CountedRuns:
+    """Tells how many runs of a search were made; how many it will take is known only in the end."""
+
+    def __init__(self, progress: Callable[[str, int, int], None]) -> None:
+        self._progress = progress
+        self._runs = 0
+
+    def remembered_by(self, runs: SearchRuns) -> Callable[[Throughput], Throughput]:
+        """Runs that are remembered are not made, and not told."""
+        return lambda throughput: runs.remembered(self._told(throughput))
+
+    def _told(self, throughput: Throughput) -> Throughput:
+
+        def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+            self._progress(ON_ENGINE, self._runs, self._runs + 1)
+            found = throughput(executors, pools)
+            self._runs += 1
+            return found
+
+        return images_per_s
+
+    def end(self) -> None:
+        if self._runs:
+            self._progress(ON_ENGINE, self._runs, self._runs)

@@ -1,0 +1,247 @@
+"""Where the allocation search has its throughputs from: this box's real engine, or the same Engine under virtual time.
+
+Guarantees: both run the same sample of requests, drawn as the line's usage is known, at a pace that keeps every
+executor busy, so that memories and executors decide and not the arrivals; a run in which a request was not judged is
+an error and never a throughput, and the error says without what the sample may be measured.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import replace
+from itertools import accumulate, cycle
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from agent.config import component_shares
+from agent.core.performance import ExecutorSpec, PoolSpec
+from agent.deployment.engine_setup import planned
+from agent.deployment.memory_split import pool_budgets
+from agent.device_profile.records import UsageOrigin
+from experts.errors import ConfigError, ImageError, SampleUnfit
+from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
+from profiler.replay.player import AgentSetup, experts_of, images_of, player
+from profiler.simulation.forecast import forecast, scenario_of
+from profiler.workload.traces import Arrival
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.core.performance import PerformanceMatrix
+    from agent.device_profile.records import StoredProfile, UsageProfile
+    from agent.runtime.machine.box import Box
+    from experts.catalog import Catalog
+    from profiler.allocation.search import SearchedAllocation, Throughput
+    from profiler.replay.player import Played
+
+SAMPLE_REQUESTS = 1000
+INTERVAL_S = 0.004  # between two requests, as in section 5.1
+BUSY_FACTOR = 2.0  # requests come at least so many times as fast as they could be executed without any load
+NAMED = 3  # experts whose reasons a message gives
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def sample_requests(
+    config: LineConfig,
+    count: int = SAMPLE_REQUESTS,
+    seed: int = 0,
+    interval_s: float = INTERVAL_S,
+    images: Mapping[str, Iterable[Path]] | None = None,
+    without: Mapping[str, str] = NOTHING,
+    usage: UsageProfile | None = None,
+) -> tuple[Arrival, ...]:
+    """A smaller set of requests that stands for the line's (section 4.4), in a random order.
+
+    Of each component come as many as its share makes (``drawn_shares``), rounded up or down by chance; each takes the
+    next of its ``images``, where it has any, and no more of them are asked for. ``without``: experts that cannot be
+    served, and with them the components on whose routes they stand. Raises ConfigError where no component is left.
+    """
+    if count < 1:
+        raise ConfigError(f"a sample of {count} requests measures nothing - take hundreds")
+    shares = drawn_shares(config, usage, without)
+    if not shares:
+        reasons = "".join(f"\n  - {name}: {reason}" for name, reason in sorted(without.items())[:NAMED])
+        raise ConfigError(f"every route has an expert that cannot be served - nothing can be measured{reasons}")
+    rng = random.Random(seed)
+    components, bounds = list(shares), list(accumulate(shares.values()))
+    offset = rng.random()
+    places = [(number + offset) / count * bounds[-1] for number in range(count)]
+    drawn = [components[min(bisect_right(bounds, place), len(components) - 1)] for place in places]
+    rng.shuffle(drawn)
+    pictures = {name: cycle((images or {}).get(name, ())) for name in shares}
+    return tuple(
+        Arrival(number * interval_s, component, image=next(pictures[component], None))
+        for number, component in enumerate(drawn)
+    )
+
+
+def drawn_shares(
+    config: LineConfig, usage: UsageProfile | None = None, without: Mapping[str, str] = NOTHING
+) -> dict[str, float]:
+    """What part of a sample each component makes, in proportion; ``without`` as for ``sample_requests``.
+
+    Without ``usage``, or where it was computed from them, by the quantities on the boards. Where it was counted or
+    served, by what came: each expert that comes first on a route has its probability there, and the components that it
+    comes first for share that by their quantities, or evenly where none of them is on a board. An expert of which the
+    usage has no record counts as one request more than came would make it, were that spread evenly over the routes,
+    and for no more than the rarest that has one.
+    """
+    routes, quantities = config.catalog.graph.routes, component_shares(config)
+    able = [name for name in sorted(routes) if not any(step.expert in without for step in routes[name])]
+    if usage is None or usage.origin == UsageOrigin.COMPUTED:
+        return {component: quantities[component] for component in able if component in quantities}
+    by_first: defaultdict[str, list[str]] = defaultdict(list)
+    for component in able:
+        by_first[routes[component][0].expert].append(component)
+    known = {first: usage.probabilities.get(first, 0.0) for first in by_first}
+    unknown = min([1 / (usage.requests + 1) / len(routes), *(share for share in known.values() if share > 0)])
+    shares: dict[str, float] = {}
+    for first, components in by_first.items():
+        parts = {component: quantities.get(component, 0.0) for component in components}
+        if not any(parts.values()):
+            parts = dict.fromkeys(components, 1.0)
+        whole = sum(parts.values())
+        shares |= {name: (known[first] or unknown) * part / whole for name, part in parts.items() if part}
+    return dict(sorted(shares.items()))
+
+
+def busy_interval_s(device: PerformanceMatrix, executors: Mapping[str, int]) -> float:
+    """Seconds between two requests of a sample: the paper's 4 ms, or less where the box could keep up with that.
+
+    ``executors``: the most of each processor that will be tried. Each is taken to run at its maximum batch, with no
+    load and undisturbed by the others; requests come BUSY_FACTOR times as fast as all of them together.
+    """
+    images_per_s = 0.0
+    for processor, column in device.experts.items():
+        rows = [(device.usage.get(expert, 0.0), row.performance) for expert, row in column.items()]
+        image_s = sum(usage * (each.K_s + each.B_s / each.max_batch) for usage, each in rows)
+        images_per_s += executors.get(processor, 0) / image_s if image_s > 0 else 0.0
+    return min(INTERVAL_S, 1 / (BUSY_FACTOR * images_per_s)) if images_per_s > 0 else INTERVAL_S
+
+
+def simulated_throughput(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    seed: int = 0,
+    without: Mapping[str, str] = NOTHING,
+) -> Throughput:
+    """By the simulator: seconds instead of hours. Raises ConfigError for what cannot be simulated."""
+    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+
+    def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+        plan = planned(config, box, profile, executors=executors, pools=pools, without=without)
+        return forecast(scenario, plan, config.policy).images_per_s
+
+    return images_per_s
+
+
+def engine_throughput(
+    config: LineConfig,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    progress: Callable[[str, int, int], None],
+) -> Throughput:
+    """By a real agent of this line for each configuration; the caller keeps other agents of the line away.
+
+    Raises SampleUnfit when a request is not judged or an image is broken, AgentCrashed.
+    """
+    if not trace:
+        raise ConfigError("an empty queue: the sample holds no request - nothing can be measured")
+    try:
+        images = images_of(trace, config.catalog)
+    except ImageError as error:
+        raise SampleUnfit(f"sample image {error}", {}, {Path(error.image): error.message}) from error
+    needed = experts_of(trace, config.catalog)
+
+    def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
+        setup = AgentSetup(profile=profile, executors=executors, pools=pools, is_strict=False)
+        with player(config, needed, setup, progress) as stage:
+            played = stage.play(trace, images)
+        if played.unjudged(trace):
+            raise _unfit(config.catalog, trace, played)
+        return len(trace) / played.seconds
+
+    return images_per_s
+
+
+def search_in_simulation(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    options: SearchOptions | None = None,
+    without: Mapping[str, str] = NOTHING,
+) -> SearchedAllocation:
+    """The line's allocation by simulated throughputs. ``profile``: its usage counts, its allocation does not.
+
+    A trace that would leave executors idle is played faster (``busy_interval_s``).
+    """
+    options = options or SearchOptions()
+    device = device_matrix(config, box, profile, without)
+    throughput = simulated_throughput(config, box, profile, _busy(trace, device, options), without=without)
+    budgets = pool_budgets(config, box)
+    return search_allocation(config, box, device, throughput, budgets, SEARCHED_IN_SIMULATION, options)
+
+
+def search_on_engine(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    progress: Callable[[str, int, int], None],
+    options: SearchOptions | None = None,
+    without: Mapping[str, str] = NOTHING,
+    remembered: Callable[[Throughput], Throughput] = lambda throughput: throughput,
+) -> SearchedAllocation:
+    """The line's allocation by throughputs of the real engine; everything else as for ``search_in_simulation``.
+
+    ``remembered`` may answer for a run that was made before, and keep the others.
+    """
+    options = options or SearchOptions()
+    device = device_matrix(config, box, profile, without)
+    throughput = remembered(engine_throughput(config, profile, _busy(trace, device, options), progress))
+    return search_allocation(config, box, device, throughput, pool_budgets(config, box), SEARCHED_ON_ENGINE, options)
+
+
+def device_matrix(
+    config: LineConfig, box: Box, profile: StoredProfile, without: Mapping[str, str] = NOTHING
+) -> PerformanceMatrix:
+    """What is known of the experts on every processor that was profiled and that the line may use."""
+    measured = {kind.processor for kind in profile.kinds}
+    allowed = [name for name in box.processors if config.executors is None or config.executors.get(name)]
+    able = [name for name in allowed if name in measured]
+    if not able:
+        raise ConfigError(f"the device profile has no times on {', '.join(allowed)} - run `coserve profile` again")
+    executors = [ExecutorSpec(number, name, box.pool_of(name)) for number, name in enumerate(able)]
+    pools = [PoolSpec(pool, budget_bytes, 0) for pool, budget_bytes in pool_budgets(config, box).items()]
+    return planned(config, box, profile, executors=executors, pools=pools, without=without).matrix
+
+
+def _busy(trace: Sequence[Arrival], device: PerformanceMatrix, options: SearchOptions) -> tuple[Arrival, ...]:
+    """The trace, played faster where its requests would leave executors idle."""
+    most = dict.fromkeys(device.experts, options.most_device_executors) | {"cpu": options.most_cpu_executors}
+    span_s = trace[-1].at_s - trace[0].at_s if trace else 0.0
+    busy_s = busy_interval_s(device, most) * max(len(trace) - 1, 0)
+    factor = busy_s / span_s if span_s > busy_s else 1.0
+    return tuple(replace(arrival, at_s=arrival.at_s * factor) for arrival in trace)
+
+
+def _unfit(catalog: Catalog, trace: Sequence[Arrival], played: Played) -> SampleUnfit:
+    """Which experts did not judge: those whose turn it was. Their images were read before, so that they are sound."""
+    engine, unjudged = played.after.engine, played.unjudged(trace)
+    not_asked = {**engine.on_probation, **engine.quarantined}
+    broken: dict[str, str] = {}
+    for number in unjudged:
+        arrival, outcome = trace[number], played.outcomes[number]
+        expert = arrival.expert or catalog.graph.routes[str(arrival.component)][len(outcome.steps)].expert
+        shown = "a made-up image" if arrival.image is None else str(arrival.image)
+        reason = str(outcome.reason).removeprefix(f"expert {expert}: ").removeprefix(f"{expert}: ")
+        broken.setdefault(expert, not_asked.get(expert, f"on {shown}: {reason}"))
+    first = played.unknown_reasons(trace)[0]
+    return SampleUnfit(f"{len(unjudged)} of {len(trace)} sample requests were not judged: {first}", broken, {})

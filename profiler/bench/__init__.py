@@ -1,0 +1,1 @@
+"""`coserve bench`: everything measured on this box, and the report."""

@@ -1,0 +1,151 @@
+"""How long an expert takes from SSD to runnable, over a raw read of the same bytes.
+
+Both are measured in one run, file by file in turn, past the page cache; the target is in the project's list of figures.
+"raw" is the parallel direct read alone, into an aligned buffer. "load" is what the agent does: the segment read into
+the slot that a skeleton is bound to, its file checked against what was verified. The first load of a file in a process
+also hashes it, and is told apart.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from experts.backends import backend_for
+from experts.direct_reads import DirectReader
+from experts.expert import Precision
+from experts.packing import pack_line
+from experts.weights import AlignedBuffer, SegmentStore, tensor_views
+from profiler.workload.generated_line import removed_afterwards, write_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from experts.expert import Expert
+    from experts.weights import PackedExpert
+
+TARGET_RATIO = 1.15
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingTimes:
+    """Medians over files and repeats, in seconds; ``file_bytes`` is what one load reads."""
+
+    architecture: str
+    files: int
+    repeats: int
+    file_bytes: int
+    raw_s: float
+    load_s: float
+    first_load_s: float
+    bind_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Load over raw read."""
+        return self.load_s / self.raw_s
+
+    @property
+    def raw_bytes_per_s(self) -> float:
+        return self.file_bytes / self.raw_s
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        return self.file_bytes / self.load_s
+
+    @property
+    def meets_target(self) -> bool:
+        return self.ratio <= TARGET_RATIO
+
+
+def measure_loading(directory: Path, architecture: str = "resnet101", files: int = 8, repeats: int = 3) -> LoadingTimes:
+    """Pack ``files`` random experts of an architecture under ``directory``, load each ``repeats`` times.
+
+    Needs about twice the experts' bytes of disk; everything is removed afterwards, also after Ctrl-C and SIGTERM.
+    Raises ConfigError for what is neither a torchvision classifier nor an ultralytics YAML, or without room; OSError
+    for what the disk refuses.
+    """
+    with removed_afterwards(directory, "loading-") as folder:
+        experts = write_experts(folder, architecture, files)
+        store = SegmentStore(folder / "packed")
+        try:
+            report = pack_line(experts, lambda expert: {Precision.FP32}, store)
+            for error in report.failed.values():
+                raise error
+            packed = [report.packed[expert.id][Precision.FP32] for expert in experts]
+            return _measure(experts[0], packed, store, repeats)
+        finally:
+            store.close()
+
+
+def report(times: LoadingTimes) -> str:
+    """The figures in words, with the machine they come from, and whether they reach the target."""
+    verdict = "reaches" if times.meets_target else "is short of"
+    return "\n".join(
+        (
+            f"machine    {platform.machine()}, {platform.system()} {platform.release()}, "
+            f"Python {sys.version.split()[0]}, torch {version('torch')}",
+            f"files      {times.files} x {times.file_bytes / 1e6:.1f} MB {times.architecture}, {times.repeats} repeats",
+            f"raw read   {times.raw_s * 1e3:.1f} ms, {times.raw_bytes_per_s / 1e6:.0f} MB/s",
+            f"load       {times.load_s * 1e3:.1f} ms, {times.load_bytes_per_s / 1e6:.0f} MB/s, SSD to runnable",
+            f"first load {times.first_load_s * 1e3:.1f} ms, with its sha256",
+            f"binding    {times.bind_s * 1e3:.2f} ms, once per slot and skeleton",
+            f"ratio      {times.ratio:.3f}: {verdict} its target of {TARGET_RATIO}",
+        )
+    )
+
+
+def _measure(expert: Expert, packed: Sequence[PackedExpert], store: SegmentStore, repeats: int) -> LoadingTimes:
+    segments = [form.own for form in packed]
+    slot = AlignedBuffer(max(segment.slot_bytes for segment in segments))
+    raw_buffer = AlignedBuffer(slot.size_bytes)
+    reader = DirectReader()
+    try:
+        skeleton = backend_for(expert.architecture).skeleton(expert, Precision.FP32, b"", "cpu")
+        started = time.perf_counter()
+        skeleton.bind(tensor_views(slot.tensor, segments[0]))
+        bind_s = time.perf_counter() - started
+        for buffer in (slot, raw_buffer):
+            buffer.tensor.zero_()  # memory that was never touched would be paid for by whoever comes first
+        first = [_load_s(store, form, slot) for form in packed]
+        raw, load = [], []
+        for turn, form in enumerate(form for _ in range(repeats) for form in packed):
+            if turn % 2:  # whichever reads a file second finds the drive's own cache warm
+                load.append(_load_s(store, form, slot))
+                raw.append(_raw_s(reader, store, form, raw_buffer))
+            else:
+                raw.append(_raw_s(reader, store, form, raw_buffer))
+                load.append(_load_s(store, form, slot))
+        return LoadingTimes(
+            architecture=expert.architecture,
+            files=len(packed),
+            repeats=repeats,
+            file_bytes=segments[0].size_bytes,
+            raw_s=statistics.median(raw),
+            load_s=statistics.median(load),
+            first_load_s=statistics.median(first),
+            bind_s=bind_s,
+        )
+    finally:
+        reader.close()
+        slot.close()
+        raw_buffer.close()
+
+
+def _raw_s(reader: DirectReader, store: SegmentStore, form: PackedExpert, buffer: AlignedBuffer) -> float:
+    path, target = store.segment_path(form.own.sha256), buffer.view[: form.own.size_bytes]
+    started = time.perf_counter()
+    reader.read(path, target, form.expert)
+    return time.perf_counter() - started
+
+
+def _load_s(store: SegmentStore, form: PackedExpert, slot: AlignedBuffer) -> float:
+    started = time.perf_counter()
+    store.read(form.own, slot, form.expert)
+    return time.perf_counter() - started

@@ -1,0 +1,269 @@
+"""The general model server that CoServe is compared with, as its users write it.
+
+Requests in the order they came, one image at a time; as many models as the memory holds, counted by the largest; the
+least recently used one goes; a model that is not there is built by its architecture's own constructor and filled with
+``load_state_dict(torch.load(file, weights_only=True))``. Its file is dropped from the page cache before each load, as
+the memory of an edge box that is full of models leaves none for it: every load is cold. fp32, as its weights are.
+
+Its clock starts with a full memory, as an agent's does after its initial placement: the models most used of those that
+the trace may need, as many as fit, are loaded before, which is not counted. They count as used in the order of usage,
+so that the most used one of them is the last to go.
+
+It runs in this process, over copies of the line's weights in torch's own format, which are removed afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torchvision.ops import batched_nms
+
+from agent.runtime.threads import use_threads
+from agent.runtime.transfer import PacedLink
+from experts.backends import backend_for, family
+from experts.errors import OutputInvalid
+from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
+from profiler.replay.player import CoresInUse, forget_peak_rss, peak_resident_bytes
+from profiler.workload.generated_line import removed_afterwards, require_disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch.nn import Module
+
+    from agent.config import LineConfig
+    from experts.expert import Expert
+    from experts.graph import ExpertGraph
+    from profiler.workload.traces import Arrival
+
+NAIVE = "naive"
+FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts have folded in; not held against it
+
+
+@dataclass(frozen=True, slots=True)
+class NaivePlayed:
+    """What the general model server made of a trace. ``labels`` in its order, None where the output was no number."""
+
+    seconds: float
+    labels: tuple[str | None, ...]
+    waits_s: tuple[float, ...]
+    loads: int
+    evictions: int
+    bytes_read: int
+    capacity: int  # models that it held at once, at most
+    load_s: float  # spent on building and filling models
+    peak_rss_bytes: int
+    others_fraction: float  # of all cores, that other processes had meanwhile
+    resident_at_start: frozenset[str]  # experts whose models were there when the first request came
+    missing_bytes: int  # of the distinct experts that were needed and not there then; no server reads less
+
+
+@contextmanager
+def naive_files(config: LineConfig, experts: Iterable[str]) -> Iterator[dict[str, Path]]:
+    """The weights of these experts as ``torch.save`` writes them, by expert; removed afterwards.
+
+    Raises ConfigError for an expert that is neither a classifier nor a detector, and when the disk has no room.
+    """
+    wanted = [config.catalog.experts[expert] for expert in sorted(set(experts))]
+    for expert in wanted:
+        if family(expert.architecture) not in {"classifier", "detector"}:
+            raise config.document.error(
+                f"the naive server runs torchvision classifiers and YOLO detectors, not {expert.architecture} - "
+                "leave the naive policy out, or this expert's requests",
+                "experts",
+                expert.id,
+            )
+    config.state.mkdir(parents=True, exist_ok=True)
+    needed_bytes = sum(expert.weights.stat().st_size for expert in wanted)
+    require_disk(config.state, needed_bytes, f"copies of {len(wanted)} experts for the naive server")
+    with removed_afterwards(config.state, "naive-") as folder:
+        yield {expert.id: _saved(expert, folder / f"{number}.pt") for number, expert in enumerate(wanted)}
+
+
+@dataclass(slots=True)
+class NaiveServer:
+    """See the module. ``expert_bytes``: the memory it may fill with models. ``usage``: probabilities by expert."""
+
+    experts: Mapping[str, Expert]
+    graph: ExpertGraph
+    files: Mapping[str, Path]
+    expert_bytes: int
+    usage: Mapping[str, float]
+    device: str
+    threads: int
+    ssd_bytes_per_s: float | None = None
+    _models: OrderedDict[str, Module] = field(default_factory=OrderedDict)
+    _load_s: float = 0.0
+    _loaded: list[str] = field(default_factory=list)
+    _evictions: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Models that fit, each as large as the largest; one at least, as it cannot serve otherwise."""
+        largest_bytes = max(file.stat().st_size for file in self.files.values())
+        return max(int(self.expert_bytes / (largest_bytes * (1 - FOLDED_FRACTION))), 1)
+
+    def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
+        """Serve a trace, each request at its time or as soon after it as the ones before allow.
+
+        Whatever was played before, memory holds the most used models and no other ones when the clock starts.
+        """
+        with ThreadPoolExecutor(1, "naive", use_threads, (self.threads,)) as thread:
+            return thread.submit(self._play, trace, images).result()
+
+    def _play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
+        self._place()
+        resident_at_start = frozenset(self._models)
+        self._loaded.clear()
+        self._load_s, self._evictions = 0.0, 0
+        link = PacedLink(self.ssd_bytes_per_s)
+        forget_peak_rss()
+        cores = CoresInUse()
+        started_s = time.monotonic()
+        labels, waits_s = [], []
+        for arrival, image in zip(trace, images, strict=True):
+            due_s = started_s + arrival.at_s
+            time.sleep(max(due_s - time.monotonic(), 0.0))
+            labels.append(self._label(arrival, image, link))
+            waits_s.append(time.monotonic() - due_s)
+        seconds, peak_rss_bytes = time.monotonic() - started_s, peak_resident_bytes()
+        self._models.clear()
+        return NaivePlayed(
+            seconds=seconds,
+            labels=tuple(labels),
+            waits_s=tuple(waits_s),
+            loads=len(self._loaded),
+            evictions=self._evictions,
+            bytes_read=sum(self.files[expert].stat().st_size for expert in self._loaded),
+            capacity=self.capacity,
+            load_s=self._load_s,
+            peak_rss_bytes=peak_rss_bytes,
+            others_fraction=cores.others_fraction(),
+            resident_at_start=resident_at_start,
+            missing_bytes=sum(self.files[expert].stat().st_size for expert in set(self._loaded) - resident_at_start),
+        )
+
+    def _place(self) -> None:
+        """Fill an empty memory with the most used models, at the disk's own speed."""
+        self._models.clear()
+        most_used_first = sorted(self.files, key=lambda expert: (-self.usage.get(expert, 0.0), expert))
+        for expert in reversed(most_used_first[: self.capacity]):
+            self._model(expert, PacedLink(None))
+
+    def _label(self, arrival: Arrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:
+        """What a request is judged to be: its route's experts one after another, or the one expert it names."""
+        try:
+            if arrival.component is None:
+                return self._predict(str(arrival.expert), image, link).label
+            expert, step = self.graph.first_expert(arrival.component), 0
+            while expert is not None:
+                judged = self.graph.judge(arrival.component, step, self._predict(expert, image, link))
+                expert, step = judged.next_expert, step + 1
+        except OutputInvalid:
+            return None
+        return judged.label
+
+    def _predict(self, expert: str, image: NDArray[np.uint8], link: PacedLink) -> Prediction:
+        return infer(self._model(expert, link), self.experts[expert], image, self.device)
+
+    def _model(self, expert: str, link: PacedLink) -> Module:
+        if expert in self._models:
+            self._models.move_to_end(expert)
+            return self._models[expert]
+        if len(self._models) >= self.capacity:
+            self._models.popitem(last=False)
+            self._evictions += 1
+        started_s = time.monotonic()
+        file = self.files[expert]
+        drop_from_cache(file)
+        delivered_at_s = link.reserve(file.stat().st_size)
+        model = build(self.experts[expert])
+        model.load_state_dict(torch.load(file, weights_only=True))
+        model = model.eval().to(self.device)
+        time.sleep(max(delivered_at_s - time.monotonic(), 0.0))
+        self._loaded.append(expert)
+        self._load_s += time.monotonic() - started_s
+        self._models[expert] = model
+        return model
+
+
+def build(expert: Expert) -> Module:
+    """A fresh model of the expert's architecture, its weights initialised as the constructor does."""
+    if family(expert.architecture) == "detector":
+        from experts.backends import detector
+
+        return detector.build_trainable(expert.architecture, len(expert.labels))
+    from experts.backends import classifier
+
+    return classifier.build_trainable(expert.architecture, len(expert.labels), expert.stem, expert.input.height)
+
+
+def infer(model: Module, expert: Expert, image: NDArray[np.uint8], device: str) -> Prediction:
+    """One image through one model. Raises OutputInvalid where the output is not a number."""
+    prepared = backend_for(expert.architecture).prepare(expert, image)
+    with torch.inference_mode():
+        output = model(prepared.tensor.unsqueeze(0).to(device))
+        if family(expert.architecture) == "detector":
+            return _detected(expert, output[0].float()[0])
+        from experts.backends.classifier import predictions
+
+        return predictions(expert, output.float().softmax(dim=1))[0]
+
+
+def drop_from_cache(file: Path) -> None:
+    """Ask the system to forget a file's pages, so that the next read comes from the disk. The file must be synced."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _saved(expert: Expert, path: Path) -> Path:
+    """The expert's weights in torch's own format, on the disk."""
+    from experts.backends.state_dict import fit
+    from experts.backends.weight_files import read_state_dict
+
+    model = build(expert)
+    own, found = model.state_dict(), read_state_dict(expert)
+    if family(expert.architecture) == "detector":  # exports differ in how often they say "model."
+        found = {f"model.{re.sub(r'^(model[.])+', '', name)}": tensor for name, tensor in found.items()}
+    model.load_state_dict(fit(expert, {name: found[name] for name in own if name in found}, own), strict=False)
+    with path.open("wb") as file:
+        torch.save(model.state_dict(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def _detected(expert: Expert, output: torch.Tensor) -> Prediction:
+    """The boxes of one image: ``output`` holds centre, size and one score per label of every anchor."""
+    from experts.backends.detector import CONFIDENCE_MINIMUM, OVERLAP_MAXIMUM
+
+    if not bool(torch.isfinite(output).all()):
+        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
+    scores, labels = output[4:].max(dim=0)
+    sure = scores > CONFIDENCE_MINIMUM
+    centre, size = output[:2, sure].T, output[2:4, sure].T
+    corners = torch.cat((centre - size / 2, centre + size / 2), dim=1)
+    kept = batched_nms(corners, scores[sure], labels[sure], OVERLAP_MAXIMUM)
+    boxes = tuple(
+        BoundingBox(expert.labels[int(label)], float(score), *(float(side) for side in sides))
+        for sides, score, label in zip(corners[kept], scores[sure][kept], labels[sure][kept], strict=True)
+    )
+    if not boxes:
+        return Prediction(NOTHING_FOUND, 0.0)
+    return Prediction(boxes[0].label, boxes[0].score, boxes)

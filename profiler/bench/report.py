@@ -1,0 +1,255 @@
+"""The whole proof as one Markdown report with charts: what this project set itself, and what this box made of it.
+
+Guarantees: every figure is from a run of this command, with the machine it ran on; a target that is missed stands in
+the table as SHORT. ``full`` runs the traces and tasks that the targets are stated for, which takes half an hour
+on two cores; the short form runs smaller ones in under five minutes, and says what it shortens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from experts.errors import ConfigError
+from profiler.bench import decisions, loading, rows, starting
+from profiler.bench.loading import measure_loading
+from profiler.bench.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, Target, measure_proof
+from profiler.bench.scheduling_cost import figure_19
+from profiler.bench.starting import measure_start
+from profiler.charts import bar_chart
+from profiler.paper.evaluation import COSERVE, LEAST_RATIO, MOST_RATIO, PAPER, SAMBA, simulated_tasks
+from profiler.paper.figures import write_figures
+from profiler.paper.task_devices import DEVICE_FILES, task_devices
+from profiler.profiling.profile_line import KIND_LIMIT_S
+from profiler.workload.generated_line import removed_afterwards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from profiler.bench.decisions import DecisionTimes
+    from profiler.bench.loading import LoadingTimes
+    from profiler.bench.proof import Proof
+    from profiler.bench.starting import StartTimes
+    from profiler.paper.evaluation import Evaluation
+
+    Progress = Callable[[str, int, int], None]
+
+REPORT = "report.md"
+SHORT_FILES, FULL_FILES = 4, 8  # experts that are loaded for the loading benchmark
+SHORT_REPEATS, FULL_REPEATS = 1, 3
+LOG_GROWTH = 5 / 3  # log 100 000 over log 1 000
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that a report is written from. ``rounds``: that medians are of; ``seconds``: that it took."""
+
+    proof: Proof
+    loads: LoadingTimes
+    start: StartTimes
+    decision_lines: Sequence[str]
+    evaluation: Evaluation
+    targets: tuple[Target, ...]
+    is_full: bool
+    rounds: int
+    seconds: float
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder to write to, and prove that it takes a file: to be done before anything is measured.
+
+    Raises ConfigError for a file in its place, OSError for what the disk refuses.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file - name a folder, it is made where it is not there")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except OSError as error:  # a full disk's does not say where
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+
+
+def measure_report(scratch: Path, progress: Progress, *, full: bool = False, repeats: int | None = None) -> Findings:
+    """Measure everything, what takes longest last. ``scratch``: a folder on the SSD to measure.
+
+    What is generated there (4 GB, 24 GB in full) is removed afterwards. Raises ConfigError without room for it, and
+    OSError for what the disk refuses.
+    """
+    started = time.monotonic()
+    rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)
+    limit_s = KIND_LIMIT_S if full else SHORT_KIND_LIMIT_S
+    start = measure_start(scratch, starts=3 if full else 1)
+    with removed_afterwards(scratch) as files:
+        progress("load", 0, 1)
+        loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
+        progress("load", 1, 1)
+    decision_lines, decision_rows = decisions.report()
+    evaluation = simulated_tasks(task_devices(tuple(DEVICE_FILES)), progress, full=full)
+    proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
+    targets = (
+        *proof.targets(),
+        *_load_targets(loads),
+        *_decision_targets(decision_rows),
+        *_start_targets(start),
+        *_task_targets(evaluation),
+    )
+    return Findings(
+        proof=proof,
+        loads=loads,
+        start=start,
+        decision_lines=decision_lines,
+        evaluation=evaluation,
+        targets=targets,
+        is_full=full,
+        rounds=rounds,
+        seconds=time.monotonic() - started,
+    )
+
+
+def write_report(folder: Path, found: Findings) -> Path:
+    """Write ``folder/report.md`` with its charts. Raises OSError."""
+    figures = write_figures(found.evaluation, folder, figure_19(folder, found.proof.scheduling))
+    parts = (
+        _opening(found.proof, found.is_full, found.rounds, found.seconds),
+        _targets_table(found.targets),
+        _proof_section(found.proof, folder),
+        _verbatim("SSD to runnable", loading.report(found.loads)),
+        _verbatim("A decision", "\n".join(found.decision_lines)),
+        _verbatim("The agent alone", starting.report(found.start)),
+        "# The paper's tasks, simulated\n\nOn the paper's two boxes, whose constants are derived from its text "
+        "(`configs/devices`), each with its source.",
+        figures,
+    )
+    path = folder / REPORT
+    path.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    return path
+
+
+def targets_text(targets: Iterable[Target]) -> str:
+    """The targets for a terminal."""
+    told = [(each.what, each.wanted, each.found, _verdict(each)) for each in targets]
+    widths = [max(len(line[column]) for line in told) for column in range(3)]
+    return "\n".join(
+        f"{what:<{widths[0]}}  {wanted:<{widths[1]}}  {found:<{widths[2]}}  {verdict}".rstrip()
+        for what, wanted, found, verdict in told
+    )
+
+
+def _opening(proof: Proof, full: bool, rounds: int, seconds: float) -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    form = "full" if full else "short form: smaller traces, two of the four tasks, their searches on smaller samples"
+    machine = proof.fp32.measured.machine
+    return (
+        f"# CoServe on this box\n\n{now}, {form}, medians of {rounds}, {seconds:.0f} s. {machine}. What was generated "
+        "has random weights; speeds are those of this machine at this moment, ratios are what counts."
+    )
+
+
+def _targets_table(targets: Iterable[Target]) -> str:
+    lines = [f"| {each.what} | {each.wanted} | {each.found} | {_verdict(each)} |" for each in targets]
+    return "\n".join(["| what | to reach | here | |", "| --- | --- | --- | --- |", *lines])
+
+
+def _verdict(target: Target) -> str:
+    return "" if target.reached is None else "reached" if target.reached else "SHORT"
+
+
+def _proof_section(proof: Proof, folder: Path) -> str:
+    recipe = proof.recipe
+    fp32, held = proof.fp32, proof.held
+    bars: dict[str, list[float | None]] = {
+        "SSD at full speed": [
+            fp32.images_per_s(NAIVE),
+            fp32.images_per_s(SAMBA),
+            fp32.images_per_s(OURS),
+            proof.bf16.images_per_s(OURS),
+        ],
+        "loads held to 530 MB/s": [None, held.images_per_s(SAMBA), held.images_per_s(OURS), None],
+    }
+    groups = ["naive server, fp32", "samba, fp32", "coserve, fp32", "coserve, bf16"]
+    chart = folder / "real-engine.png"
+    trace = f"{recipe.classifiers} {recipe.architecture}, memory for {recipe.memory_for}, {recipe.requests} requests"
+    bar_chart(chart, f"Real engine: {trace}", "images/s", groups, bars, fp32.measured.machine)
+    return "\n\n".join(
+        (
+            f"# On the real engine\n\n{trace}, one every {recipe.every_s * 1e3:g} ms. `naive`: a general server, least "
+            "recently used, first come first served, `torch.load`, its files read cold. The comparisons follow one "
+            "another; the rows of one are interleaved. Memory is the same number of bytes throughout.",
+            f"![{trace}]({chart.name})",
+            _plan_table(proof),
+            *(f"## {each.title}\n\n```\n{rows.report(each.measured)}\n```" for each in proof.comparisons),
+        )
+    )
+
+
+def _plan_table(proof: Proof) -> str:
+    """What `coserve plan` said before, beside what came."""
+    lines = [
+        f"| {each.title} | {policy} | {planned:.2f} | {each.images_per_s(policy):.2f} | {each.error(policy):+.1%} |"
+        for each in proof.comparisons
+        for policy, planned in each.planned.items()
+    ]
+    head = ["| trace | policy | planned, images/s | measured | plan off by |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join(["`coserve plan`, from a profile made before, against the measurement:", "", *head, *lines])
+
+
+def _verbatim(title: str, text: str) -> str:
+    return f"# {title}\n\n```\n{text}\n```"
+
+
+def _load_targets(times: LoadingTimes) -> tuple[Target, ...]:
+    most = loading.TARGET_RATIO
+    what = "SSD to runnable over a raw direct read"
+    return (Target(what, f"at most {most}", f"{times.ratio:.3f}", times.meets_target),)
+
+
+def _decision_targets(measured: Sequence[DecisionTimes]) -> tuple[Target, ...]:
+    at_target = next(row for row in measured if row.queued == decisions.TARGET_QUEUED)
+    growth = measured[-1].p99_s / measured[0].p99_s
+    most = decisions.TARGET_P99_S
+    return (
+        Target(
+            f"decision, p99 with {at_target.queued:,} queued",
+            f"at most {most * 1e6:.0f} us",
+            f"{at_target.p99_s * 1e6:.0f} us",
+            at_target.p99_s <= most,
+        ),
+        Target(
+            "the same, 100,000 queued over 1,000", f"at most {LOG_GROWTH:.2f}", f"{growth:.2f}", growth <= LOG_GROWTH
+        ),
+    )
+
+
+def _start_targets(times: StartTimes) -> tuple[Target, ...]:
+    ready_s, resident = starting.TARGET_READY_S, starting.TARGET_RESIDENT_BYTES
+    return (
+        Target("the agent is READY within", f"{ready_s:.0f} s", f"{times.ready_s:.1f} s", times.ready_s <= ready_s),
+        Target(
+            "the agent without experts holds",
+            f"at most {resident / 1e6:.0f} MB",
+            f"{times.resident_bytes / 1e6:.0f} MB",
+            times.resident_bytes <= resident,
+        ),
+    )
+
+
+def _task_targets(evaluation: Evaluation) -> tuple[Target, ...]:
+    found = []
+    for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
+        samba, paper, ours = (evaluation.row(task, device, name) for name in (SAMBA, PAPER, COSERVE))
+        assert samba is not None
+        assert paper is not None
+        assert ours is not None
+        ratio = paper.images_per_s / samba.images_per_s
+        ratio_reached = LEAST_RATIO <= ratio <= MOST_RATIO
+        found.append(
+            Target(f"simulated {task} on {device}: paper over Samba-CoE", "4.5 to 12", f"{ratio:.2f}", ratio_reached)
+        )
+        gain = ours.images_per_s / paper.images_per_s
+        found.append(Target(f"simulated {task} on {device}: coserve over paper", "above 1", f"{gain:.3f}", gain > 1))
+    return tuple(found)

@@ -1,0 +1,233 @@
+"""The floor of a trace's time on this box: nothing that a scheduler decides can be faster than its work and its bytes.
+
+    compute   every step that the trace's requests took, run by the same executors with every expert resident and all
+              requests there at once, so that batches are as large as the profile allows
+    io        the bytes of the experts that the trace needed and no memory held at its start, over what a direct read
+              of the line's own packed files reaches now, or the rate that loads are held to
+    roofline  the larger of the two
+
+Where memory cannot hold all experts, requests of the least used ones go to others of the same kind: they take as long.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from experts.direct_reads import DirectReader
+from experts.errors import ConfigError
+from experts.weights import ALIGNMENT_BYTES, AlignedBuffer
+from profiler.replay.player import AgentSetup, packed_copies, player
+from profiler.workload.traces import Arrival
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from agent.config import LineConfig, PolicyName
+    from agent.deployment.build import Agent
+    from experts.expert import InputSpec
+    from experts.weights import PackedExpert, Segment
+    from profiler.replay.player import Played, Progress
+
+    Kind = tuple[frozenset[str], InputSpec]
+
+RAM_FRACTION = 0.7  # of what is available, for experts that all stay resident
+POLICY: PolicyName = "coserve"  # its assignment keeps all executors busy
+PASSES = 3  # at most, until one loads nothing
+READ_BYTES = 1_500_000_000  # enough to tell the drive's speed
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a trace asked of experts: one entry for each step of each request, and the image it was about."""
+
+    experts: tuple[str, ...]
+    images: tuple[NDArray[np.uint8], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The work with every expert resident. ``loads``: what had to be loaded in the pass that counts; 0 unless told."""
+
+    seconds: float
+    loads: int
+    experts: int
+    substituted: int  # steps that ran on another expert of the same kind
+
+    @property
+    def note(self) -> str:
+        """What is not as it should be; empty when nothing is."""
+        parts = []
+        if self.substituted:
+            parts.append(f"{self.substituted} steps ran on other experts of their kind: memory cannot hold all")
+        if self.loads:
+            parts.append(f"{self.loads} loads in it")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Seconds that a trace takes at least."""
+
+    compute_s: float
+    io_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The larger one."""
+        return max(self.compute_s, self.io_s)
+
+
+def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> Work:
+    """The steps that a played trace took."""
+    steps = [
+        (step.expert, image) for outcome, image in zip(played.outcomes, images, strict=True) for step in outcome.steps
+    ]
+    return Work(tuple(expert for expert, _ in steps), tuple(image for _, image in steps))
+
+
+def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: None) -> Compute:
+    """Run the work with every expert resident, on the executors that this agent of the line had; it may have ended.
+
+    One request of each expert goes first, which brings it to where it runs.
+    Raises ConfigError when nothing was run, or memory cannot hold one expert of each kind.
+    """
+    if not work.experts:
+        raise ConfigError(f"{agent.config.document.file}: no request of the trace was judged: nothing to compare with")
+    copies = packed_copies(agent)
+    sizes, kinds = _sizes(copies), _kinds(agent.config, copies)
+    held = _held(agent, work, sizes, kinds)
+    stands_for = _substitutes(work, held, kinds)
+    trace = [Arrival(0.0, expert=stands_for[expert]) for expert in work.experts]
+    first_uses = {arrival.expert: (arrival, image) for arrival, image in zip(trace, work.images, strict=True)}
+    bytes_held = sum(sizes[expert] for expert in held)
+    setup = AgentSetup(
+        profile=agent.stored,
+        executors=agent.executors,
+        pools=[replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.pools],
+        usage={expert: float(expert in held) for expert in agent.config.catalog.experts},  # no other takes their room
+    )
+    with player(replace(agent.config, policy=POLICY), held, setup, progress) as stage:
+        stage.play([arrival for arrival, _ in first_uses.values()], [image for _, image in first_uses.values()])
+        for _ in range(PASSES):
+            played = stage.play(trace, work.images)
+            loads = sum(played.loads().values())
+            if not loads:
+                break
+    substituted = sum(stands_for[expert] != expert for expert in work.experts)
+    return Compute(played.seconds, loads, len(held), substituted)
+
+
+def io_bytes(agent: Agent, played: Played, work: Work) -> int:
+    """Bytes of the distinct experts that a trace needed and no memory held at its start, shared parts once."""
+    copies = packed_copies(agent)
+    there = {copies[name].expert for name in played.resident_at_start}
+    held = {segment.sha256 for name in played.resident_at_start for segment in copies[name].segments}
+    missing: dict[str, int] = {}
+    for expert in set(work.experts) - there:
+        forms = [packed for packed in copies.values() if packed.expert == expert]
+        smallest = min(forms, key=lambda packed: sum(segment.size_bytes for segment in packed.segments))
+        missing |= {segment.sha256: segment.size_bytes for segment in smallest.segments}
+    return sum(size_bytes for sha256, size_bytes in missing.items() if sha256 not in held)
+
+
+def measure_bandwidth(agent: Agent) -> float:
+    """Bytes per second of direct reads over the line's own packed files, the largest first, one after another."""
+    segments: dict[str, tuple[Segment, str]] = {}
+    for packed in packed_copies(agent).values():
+        segments |= {segment.sha256: (segment, packed.expert) for segment in packed.segments}
+    largest_first = sorted(segments.values(), key=lambda each: -each[0].size_bytes)
+    reader, buffer = DirectReader(), AlignedBuffer(largest_first[0][0].size_bytes)
+    read_bytes, seconds = 0, 0.0
+    try:
+        buffer.tensor.zero_()  # memory that was never touched would be paid for by the first read
+        for segment, expert in largest_first:
+            path, target = agent.segments.segment_path(segment.sha256), buffer.view[: segment.size_bytes]
+            started = time.perf_counter()
+            reader.read(path, target, expert)
+            seconds += time.perf_counter() - started
+            read_bytes += segment.size_bytes
+            if read_bytes >= READ_BYTES:
+                break
+    finally:
+        reader.close()
+        buffer.close()
+    return read_bytes / seconds
+
+
+def reads_directly(file: Path) -> bool:
+    """Does the filesystem of a packed file let it be read past the page cache?"""
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        return hasattr(fcntl, "F_NOCACHE")
+    buffer = AlignedBuffer(ALIGNMENT_BYTES)
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flag)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    try:
+        os.preadv(descriptor, [buffer.view], 0)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        os.close(descriptor)
+        buffer.close()
+    return True
+
+
+def _sizes(copies: Mapping[str, PackedExpert]) -> dict[str, int]:
+    """What holding each expert costs, all of its copies, shared parts counted for each."""
+    sizes: Counter[str] = Counter()
+    for packed in copies.values():
+        sizes[packed.expert] += sum(segment.slot_bytes for segment in packed.segments)
+    return dict(sizes)
+
+
+def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, Kind]:
+    """What kind each expert is of: those of one kind run alike, by the layout of every copy and by their input."""
+    layouts: defaultdict[str, set[str]] = defaultdict(set)
+    for packed in copies.values():
+        layouts[packed.expert].add(packed.layout)
+    return {expert: (frozenset(found), config.catalog.experts[expert].input) for expert, found in layouts.items()}
+
+
+def _held(agent: Agent, work: Work, sizes: Mapping[str, int], kinds: Mapping[str, Kind]) -> list[str]:
+    """The experts that stay resident: the most used one of each kind, then the most used ones that still fit."""
+    capacity_bytes = int(RAM_FRACTION * min(agent.box.size_of(pool).available_bytes for pool in agent.box.pools))
+    by_use = [expert for expert, _ in Counter(work.experts).most_common()]
+    firsts = list({kinds[expert]: expert for expert in reversed(by_use)}.values())
+    needed_bytes = sum(sizes[expert] for expert in firsts)
+    if needed_bytes > capacity_bytes:
+        raise ConfigError(
+            f"one expert of each kind needs {needed_bytes} bytes, {capacity_bytes} are free for measuring what they "
+            "cost to run: end what else runs here, or take an architecture off the trace"
+        )
+    held, left_bytes = set(firsts), capacity_bytes - needed_bytes
+    for expert in by_use:
+        if expert not in held and sizes[expert] <= left_bytes:
+            held.add(expert)
+            left_bytes -= sizes[expert]
+    return [expert for expert in by_use if expert in held]
+
+
+def _substitutes(work: Work, held: Sequence[str], kinds: Mapping[str, Kind]) -> dict[str, str]:
+    """Who runs each expert's requests: itself, or in turn those of its kind that are held, the least used first."""
+    turns = {
+        kind: cycle([expert for expert in reversed(held) if kinds[expert] == kind])
+        for kind in {kinds[expert] for expert in held}
+    }
+    return {expert: expert if expert in held else next(turns[kinds[expert]]) for expert in dict.fromkeys(work.experts)}

@@ -1,0 +1,295 @@
+"""What runs of a line came to: figures of one run, rows of one policy each, and the whole measurement in words.
+
+A row is told by medians, field by field, so its figures need not all be of one run; counts are those of a run that was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from agent.core import events
+from profiler.replay.player import QUIET_FRACTION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from profiler.bench.naive import NaivePlayed
+    from profiler.replay.player import Decision, Played
+
+TARGET_ROOFLINE_FRACTION = 0.95
+TARGET_PREDICTION_ERROR = 0.10
+PATHS = ("ssd_host", "host_device", "ssd_device")
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of decisions, in microseconds."""
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the simulator says: how long the trace takes, and how long its executors are busy together."""
+
+    seconds: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run of one policy, or the medians of several. None where it does not apply, or was not asked for.
+
+    ``scheduling_s`` and ``expert_management_s``: the deciding thread's processor time; ``decision_us``: as the clock
+    on the wall has it. ``prediction_error``: predicted over measured, less one. ``batch_slowness``: how long executors
+    were busy over how long the profile says, which is the part of that error that is due to K and B.
+    """
+
+    seconds: float
+    images_per_s: float
+    switches: int
+    loads: Mapping[str, int]
+    evictions: int
+    bytes_read: int
+    roofline_images_per_s: float | None
+    roofline_fraction: float | None
+    decision_us: Percentiles | None
+    scheduling_s: float
+    expert_management_s: float
+    wait_p50_s: float
+    wait_p99_s: float
+    busy_s: float  # of all executors together
+    peak_rss_bytes: int
+    others_fraction: float  # of all cores, that other processes had meanwhile
+    predicted_images_per_s: float | None
+    prediction_error: float | None
+    batch_slowness: float | None
+    unknown: int
+    outputs_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """One policy: the medians of its runs, and each of them."""
+
+    policy: str
+    requests: int
+    precision: str
+    memory: Mapping[str, int]  # bytes of weights and of workspaces, by pool
+    executors: Mapping[str, int]
+    medians: Figures
+    runs: tuple[Figures, ...]
+    unknown_reasons: tuple[str, ...]
+
+    @property
+    def outputs_agree(self) -> bool:
+        """Did every run judge every request alike?"""
+        return len({run.outputs_sha256 for run in self.runs}) == 1
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that scripts read, the medians' own on top, and all runs below."""
+        return {
+            "policy": self.policy,
+            "requests": self.requests,
+            **asdict(self.medians),
+            "precision": self.precision,
+            "memory": dict(self.memory),
+            "executors": dict(self.executors),
+            "outputs_agree": self.outputs_agree,
+            "unknown_reasons": list(self.unknown_reasons),
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a line made of a trace. Bandwidth is that of direct reads, or of the rate that loads were held to."""
+
+    line: str
+    machine: str
+    rows: tuple[PolicyRow, ...]
+    direct_io: bool
+    ssd_bytes_per_s: float | None
+    is_held: bool
+    compute_s: float | None
+    notes: tuple[str, ...]
+
+    def row(self, policy: str) -> PolicyRow:
+        """One policy's. Raises KeyError for one that was not run."""
+        for row in self.rows:
+            if row.policy == policy:
+                return row
+        raise KeyError(policy)
+
+    def as_json(self) -> dict[str, Any]:
+        """One object, ``rows`` first."""
+        return {"rows": [row.as_json() for row in self.rows]} | {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name != "rows"
+        }
+
+
+def percentiles_us(decisions: Sequence[Decision]) -> Percentiles | None:
+    """Of the time that decisions took, by the clock on the wall; None without one."""
+    if not decisions:
+        return None
+    ordered = sorted(decision.seconds for decision in decisions)
+    return Percentiles(ordered[len(ordered) // 2] * 1e6, ordered[len(ordered) * 99 // 100] * 1e6)
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """The value that this fraction of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)]
+
+
+def engine_figures(
+    played: Played, unknown: int, digest: str, predicted: Predicted, roofline_s: float | None
+) -> Figures:
+    """The figures of a trace on the real engine; what was not judged does not count as an image."""
+    requests = len(played.outcomes)
+    images_per_s = (requests - unknown) / played.seconds
+    managing = [decision.cpu_s for decision in played.decisions if decision.is_expert_management]
+    arriving = [
+        decision.cpu_s
+        for decision in played.decisions
+        if decision.event is events.Arrived and not decision.is_expert_management
+    ]
+    return Figures(
+        seconds=played.seconds,
+        images_per_s=images_per_s,
+        switches=played.counted(lambda each: each.engine.switches),
+        loads={path: played.loads().get(path, 0) for path in PATHS},
+        evictions=played.counted(lambda each: each.engine.evictions),
+        bytes_read=played.counted(lambda each: each.transfers.bytes_read),
+        roofline_images_per_s=_rate(requests, roofline_s),
+        roofline_fraction=None if roofline_s is None else images_per_s / (requests / roofline_s),
+        decision_us=percentiles_us(played.decisions),
+        scheduling_s=sum(arriving),
+        expert_management_s=sum(managing),
+        wait_p50_s=quantile(played.waits_s, 0.5),
+        wait_p99_s=quantile(played.waits_s, 0.99),
+        busy_s=busy_s(played),
+        peak_rss_bytes=played.peak_rss_bytes,
+        others_fraction=played.others_fraction,
+        predicted_images_per_s=requests / predicted.seconds,
+        prediction_error=played.seconds / predicted.seconds - 1,
+        batch_slowness=busy_s(played) / predicted.busy_s if predicted.busy_s else None,
+        unknown=unknown,
+        outputs_sha256=digest,
+    )
+
+
+def naive_figures(played: NaivePlayed, digest: str, roofline_s: float | None) -> Figures:
+    """The figures of the general model server; every load is one that a request waited for, and nothing is decided."""
+    requests = len(played.labels)
+    unknown = played.labels.count(None)
+    images_per_s = (requests - unknown) / played.seconds
+    return Figures(
+        seconds=played.seconds,
+        images_per_s=images_per_s,
+        switches=played.loads,
+        loads=dict.fromkeys(PATHS, 0) | {"ssd_host": played.loads},
+        evictions=played.evictions,
+        bytes_read=played.bytes_read,
+        roofline_images_per_s=_rate(requests, roofline_s),
+        roofline_fraction=None if roofline_s is None else images_per_s / (requests / roofline_s),
+        decision_us=None,
+        scheduling_s=0.0,
+        expert_management_s=0.0,
+        wait_p50_s=quantile(played.waits_s, 0.5),
+        wait_p99_s=quantile(played.waits_s, 0.99),
+        busy_s=played.seconds,
+        peak_rss_bytes=played.peak_rss_bytes,
+        others_fraction=played.others_fraction,
+        predicted_images_per_s=None,
+        prediction_error=None,
+        batch_slowness=None,
+        unknown=unknown,
+        outputs_sha256=digest,
+    )
+
+
+def medians(runs: Sequence[Figures]) -> Figures:
+    """Field by field; a count is one that was counted, never a mean of two; a digest is the first run's."""
+    values = {one.name: [getattr(run, one.name) for run in runs] for one in fields(Figures)}
+    return Figures(**{name: _median(column) for name, column in values.items()})
+
+
+def report(measurement: Measurement) -> str:
+    """The rows as a table, with the machine they come from, and whether they reach the targets."""
+    cache = "past the page cache" if measurement.direct_io else "THROUGH the page cache: this disk refuses direct reads"
+    speed = f"{(measurement.ssd_bytes_per_s or 0) / 1e6:.0f} MB/s"
+    lines = [
+        f"machine    {measurement.machine}",
+        f"line       {measurement.line}; packed files read {cache}, {speed}{', held' if measurement.is_held else ''}",
+        f"{'policy':<15} {'precision':<9} {'images/s':>8} {'roofline':>8} {'predicted':>9} {'switches':>8} "
+        f"{'loads':>6} {'evicted':>7} {'read GB':>8} {'p99 us':>7} {'RSS MB':>7} {'outputs':<8}",
+    ]
+    lines += [_line(row) for row in measurement.rows]
+    lines += [f"note       {note}" for note in measurement.notes]
+    for row in measurement.rows:
+        lines += _remarks(row)
+    return "\n".join(lines)
+
+
+def _line(row: PolicyRow) -> str:
+    figures = row.medians
+    fraction = "-" if figures.roofline_fraction is None else f"{figures.roofline_fraction:.3f}"
+    predicted = "-" if figures.predicted_images_per_s is None else f"{figures.predicted_images_per_s:.2f}"
+    p99 = "-" if figures.decision_us is None else f"{figures.decision_us.p99:.0f}"
+    return (
+        f"{row.policy:<15} {row.precision:<9} {figures.images_per_s:8.2f} {fraction:>8} {predicted:>9} "
+        f"{figures.switches:8d} {sum(figures.loads.values()):6d} {figures.evictions:7d} "
+        f"{figures.bytes_read / 1e9:8.2f} {p99:>7} {figures.peak_rss_bytes / 1e6:7.0f} {figures.outputs_sha256[:8]}"
+    )
+
+
+def _remarks(row: PolicyRow) -> list[str]:
+    """Targets, and whatever makes a row less than comparable."""
+    figures, remarks = row.medians, []
+    if row.policy == "coserve" and figures.roofline_fraction is not None:
+        reached = figures.roofline_fraction >= TARGET_ROOFLINE_FRACTION
+        verdict = "reached" if reached else "SHORT of its target"
+        remarks.append(f"target     {row.policy}: roofline fraction at least {TARGET_ROOFLINE_FRACTION}: {verdict}")
+    if figures.prediction_error is not None:
+        reached = abs(figures.prediction_error) <= TARGET_PREDICTION_ERROR
+        verdict = "reached" if reached else "SHORT of its target"
+        error = (
+            f"predicted {figures.prediction_error:+.1%} (batches took {figures.batch_slowness:.2f} of their profile)"
+        )
+        remarks.append(f"target     {row.policy}: {error}, within {TARGET_PREDICTION_ERROR:.0%}: {verdict}")
+    if figures.others_fraction > QUIET_FRACTION:
+        others = f"other processes had {figures.others_fraction:.0%} of the cores"
+        remarks.append(f"SHARED     {row.policy}: {others}: compare rows of one run only")
+    if figures.unknown:
+        reasons = "; ".join(row.unknown_reasons)
+        remarks.append(f"UNKNOWN    {row.policy}: {figures.unknown} of {row.requests} were not judged: {reasons}")
+    if not row.outputs_agree:
+        remarks.append(f"OUTPUTS    {row.policy}: its runs did not judge every request alike")
+    return remarks
+
+
+def _rate(requests: int, seconds: float | None) -> float | None:
+    return None if seconds is None else requests / seconds
+
+
+def busy_s(played: Played) -> float:
+    """How long all executors together were busy with a trace."""
+    before = sum(each.busy_s for each in played.before.executors)
+    return sum(each.busy_s for each in played.after.executors) - before
+
+
+def _median(column: Sequence[Any]) -> Any:  # noqa: ANN401  # of whatever a field holds
+    first = column[0]
+    if first is None or isinstance(first, str):
+        return first
+    if isinstance(first, Percentiles):
+        return Percentiles(
+            statistics.median(each.p50 for each in column), statistics.median(each.p99 for each in column)
+        )
+    if isinstance(first, dict):
+        return {key: statistics.median_low(each[key] for each in column) for key in first}
+    return statistics.median_low(column) if isinstance(first, int) else statistics.median(column)

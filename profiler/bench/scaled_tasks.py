@@ -1,0 +1,163 @@
+"""The paper's tasks scaled down: all its policies on the real engine of this box, with fewer experts and requests.
+
+Kept of section 5.1: ResNet101 classifiers, one for each component type, a few YOLOv5m and YOLOv5l detectors in the
+paper's proportion that every third type shares, log-normal quantities, a request every 4 ms, and memory for a tenth of
+the experts. Changed: the numbers, the processors, and that loads read packed weights in the place of a framework's.
+
+Guarantees: every policy plays the same trace over the same packed files, each once, in one run with the floor; what
+was generated is removed, however it ends; a figure below the paper's stands there as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from agent.config import read_line
+from agent.runtime.machine.detection import detect
+from experts.errors import ConfigError
+from profiler.bench import rows
+from profiler.bench.policy_runs import RunOptions, run_line
+from profiler.paper.evaluation import (
+    ABLATIONS,
+    COSERVE,
+    LEAST_RATIO,
+    MOST_RATIO,
+    PAPER,
+    SAMBA,
+    SAMBA_FIFO,
+    SAMBA_PARALLEL,
+    fewer_switches,
+)
+from profiler.paper.tasks import BOARDS, CLASSIFIER, DETECTORS, DETECTORS_OF_EACH, INTERVAL_S, PASS_RATE, SIGMA
+from profiler.workload.generated_line import EVERY_DETECTED, LineRecipe, generate_line, removed_afterwards
+from profiler.workload.traces import read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from profiler.bench.rows import Measurement
+
+    Progress = Callable[[str, int, int], None]
+
+POLICIES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, *ABLATIONS, COSERVE)
+TASK = "scaled"  # the task's name in rows
+TYPES = BOARDS["A"].types
+PAPER_HELD = 35  # experts that board A does best with in GPU memory (section 5.3, figure 18)
+LEAST_HELD = 2
+LEAST_EXPERTS = LEAST_HELD + 1  # or all of them fit, and nothing is ever switched
+DETECTED_FROM = 8  # experts: from here on one detector of each architecture at least
+DETECTOR_PX, CPU_DETECTOR_PX = 640, 320  # four times the pixels are four times the time, which a CPU has not
+PAPER_LEAST_FEWER = 0.785  # switches, against Samba-CoE (section 5.2)
+
+
+def measure_scaled(directory: Path, experts: int, requests: int, progress: Progress) -> Measurement:
+    """The paper's tasks with so many experts and requests, generated in ``directory`` and removed afterwards.
+
+    Raises ConfigError for too few experts, a folder that is not there, or a disk without room; AgentCrashed.
+    """
+    return measure_recipe(directory, scaled_recipe(experts, requests), progress)
+
+
+def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = None) -> LineRecipe:
+    """What is generated for so many experts in all. ``is_cpu_only``: None asks the box."""
+    if experts < LEAST_EXPERTS:
+        raise ConfigError(
+            f"--experts: {experts} is too few - memory holds {LEAST_HELD} at least, take {LEAST_EXPERTS} or more"
+        )
+    if is_cpu_only is None:
+        is_cpu_only = detect().processors == ("cpu",)
+    shared = DETECTORS_OF_EACH * len(DETECTORS)
+    least = len(DETECTORS) if experts >= DETECTED_FROM else 0
+    detectors = max(round(experts * shared / (TYPES + shared)), least)
+    return LineRecipe(
+        classifiers=experts - detectors,
+        architecture=CLASSIFIER,
+        detectors=detectors,
+        detector_architectures=DETECTORS,
+        requests=requests,
+        every_s=INTERVAL_S,
+        sigma=SIGMA,
+        memory_for=max(round(experts * PAPER_HELD / TYPES), LEAST_HELD),
+        detector_px=CPU_DETECTOR_PX if is_cpu_only else DETECTOR_PX,
+    )
+
+
+def measure_recipe(directory: Path, recipe: LineRecipe, progress: Progress) -> Measurement:
+    """All policies once on a generated line, which is removed afterwards; what it consists of is in the notes.
+
+    Raises ConfigError, AgentCrashed.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such folder - name one on the SSD to measure")
+    with removed_afterwards(directory) as folder:
+        progress("generate", 0, 1)
+        made = generate_line(folder / "line", recipe)
+        progress("generate", 1, 1)
+        config = read_line(made.line)
+        measured = run_line(config, read_trace(made.trace, config.catalog), RunOptions(POLICIES), progress)
+    return replace(measured, notes=(*_statements(recipe), *measured.notes))
+
+
+def scaled_table(measurement: Measurement) -> str:
+    """The rows and what they ran on, then each against Samba-CoE, the paper's own figures beside CoServe's."""
+    samba = measurement.row(SAMBA).medians
+    lines = [
+        rows.report(measurement),
+        "",
+        f"{'policy':<15} {'over samba':>10} {'the paper':>9} {'switches':>8} {'fewer':>7} {'the paper':>14}  executors",
+    ]
+    for row in measurement.rows:
+        figures, is_paper = row.medians, row.policy == PAPER
+        ratio = f"{LEAST_RATIO} to {MOST_RATIO:g}" if is_paper else "-"
+        least = f"{PAPER_LEAST_FEWER:.1%} at least" if is_paper else "-"
+        fewer = "-" if row.policy == SAMBA else f"{fewer_switches(figures, samba):.1%}"
+        executors = ", ".join(f"{count} {name}" for name, count in row.executors.items())
+        lines.append(
+            f"{row.policy:<15} {figures.images_per_s / samba.images_per_s:10.2f} {ratio:>9} "
+            f"{figures.switches:8d} {fewer:>7} {least:>14}  {executors}"
+        )
+    return "\n".join((*lines, *_compared(measurement)))
+
+
+def scaled_json(measurement: Measurement) -> dict[str, Any]:
+    """As the measurement is, each row with the task and the device that rows of tasks have."""
+    found = measurement.as_json()
+    named = {"task": TASK, "device": measurement.machine}
+    return found | {"rows": [named | row for row in found["rows"]]}
+
+
+def _compared(measurement: Measurement) -> tuple[str, str]:
+    """The paper's policy beside what the paper says of it."""
+    samba, paper = measurement.row(SAMBA).medians, measurement.row(PAPER).medians
+    ratio, fewer = paper.images_per_s / samba.images_per_s, fewer_switches(paper, samba)
+    reached = "below it" if ratio < LEAST_RATIO else "above it" if ratio > MOST_RATIO else "within it"
+    return (
+        f"the paper  {PAPER} is {ratio:.2f} times samba, {LEAST_RATIO} to {MOST_RATIO:g} there at full size: {reached}",
+        f"the paper  {PAPER} has {fewer:.1%} fewer switches, {PAPER_LEAST_FEWER:.1%} at least there: "
+        f"{'reached' if fewer >= PAPER_LEAST_FEWER else 'below it'}",
+    )
+
+
+def _statements(recipe: LineRecipe) -> tuple[str, ...]:
+    """What was generated, for whoever compares it with the paper."""
+    kinds = recipe.detector_architectures
+    detectors = Counter(kinds[number % len(kinds)] for number in range(recipe.detectors))
+    told = [f"{recipe.classifiers} {recipe.architecture} at {recipe.classifier_px} px"]
+    told += [f"{count} {name} at {recipe.detector_px} px" for name, count in detectors.items()]
+    count = recipe.classifiers + recipe.detectors
+    statements = [
+        f"{', '.join(told)}; memory for {recipe.memory_for} of {count}",
+        f"{recipe.requests} requests, one every {recipe.every_s * 1e3:g} ms; quantities log-normal, "
+        f"sigma {recipe.sigma:g}; each policy once",
+    ]
+    if recipe.detectors:
+        statements.append(
+            f"one type in {EVERY_DETECTED} goes on to a detector and there its classifier passes every image, in the "
+            f"paper's tasks {PASS_RATE:.0%}: weights are random, and so are all other verdicts"
+        )
+    else:
+        statements.append("no detectors with so few experts; weights are random, and so are the verdicts")
+    return tuple(statements)

@@ -1,0 +1,214 @@
+"""Batches of growing size on one expert, timed and weighed: the runs behind a kind's curve.
+
+Guarantees: sizes are tried upwards, and the next one is not when the average latency has not improved for STOP_AFTER
+sizes, when all its runs would not fit into what is left of the time, or when it would need more than MEMORY_FRACTION of
+the free memory; a batch that fails for memory ends the growing and nothing else. Times are of whole rounds over all
+sizes, upwards and downwards in turn; the runs of the growing warm up, and count only where no round fitted in. The
+smallest size is run again between the others of a round, as often as that costs at most EXTRA_FRACTION of its time:
+a batch of one is what an agent runs most often, after whatever came before, and short times vary most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.core.events import BatchFailed
+from agent.device_profile.records import BatchTimes
+from agent.runtime.executor import ImageFile
+from agent.runtime.measuring.rig import noise
+from experts.backends import backend_for
+from experts.errors import LoadError
+from experts.expert import Precision
+from profiler.microbench.fits import typical_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from agent.runtime.executor import ImageSource
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.measuring.meter import WorkspaceMeter
+    from agent.runtime.measuring.rig import MeasuringRig, TimedBatch
+    from profiler.workload.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+STOP_AFTER = 3
+PEAK_RUNS = 2  # each batch size is weighed so often; the largest counts
+TRIAL_RUNS = 2  # and timed so often while sizes grow; the fastest decides whether to go on
+LEAST_ROUNDS = 3  # that must fit into the time for a size to be tried
+EXTRA_RUNS = 4  # of the smallest size in a round, at most
+EXTRA_FRACTION = 0.08  # of a round's time that they may take
+MEMORY_FRACTION = 0.5
+NEARLY = 0.9  # of the limit: what is judged afterwards is judged by rounds, and first runs are slower
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How long to measure. ``limit_s``: for all batches of one kind; the smallest size is always run."""
+
+    sizes: tuple[int, ...] = SIZES
+    repeats: int = 7
+    limit_s: float = 60.0
+
+
+def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_bytes: int) -> str:
+    """Why nothing larger than these, ascending, was run while the average latency still fell, as far as they tell.
+
+    By the rules of ``BatchRuns``, from what was measured; ``free_bytes`` as they are now.
+    """
+    largest = batches[-1]
+    following = min((size for size in options.sizes if size > largest.batch_size), default=None)
+    if following is None:
+        return "no larger ones are tried"
+    times = {batch.batch_size: typical_s(batch.seconds) for batch in batches}
+    spent_s = (PEAK_RUNS + TRIAL_RUNS) * sum(times.values())
+    average_s = times[largest.batch_size] / largest.batch_size
+    if spent_s + _needed_s(following, times, average_s) > NEARLY * options.limit_s:
+        return f"those of {following} would not fit into the {options.limit_s:g} s that a kind is measured for"
+    if largest.workspace_bytes * following / largest.batch_size > MEMORY_FRACTION * free_bytes:
+        return f"those of {following} would need more than half of the free memory"
+    return "memory did not suffice, or an earlier version tried no larger ones: --fresh measures anew"
+
+
+class ImageCycle:
+    """Images for one batch after the other, over again from the first: an expert's samples, or noise without any."""
+
+    def __init__(self, copy: ExpertCopy, samples: Sequence[Sample]) -> None:
+        sources: list[ImageSource] = [ImageFile(sample.path, sample.max_pixels) for sample in samples]
+        self._endless = itertools.cycle(sources or [noise(copy)])
+
+    def next(self, count: int) -> list[ImageSource]:
+        """The next ``count`` images."""
+        return list(itertools.islice(self._endless, count))
+
+
+class BatchRuns:
+    """The runs of one expert, which the rig holds ready. ``meter`` was made before its first batch.
+
+    ``free_bytes``: of the memory that its processor runs from.
+    """
+
+    def __init__(
+        self,
+        rig: MeasuringRig,
+        copy: ExpertCopy,
+        images: ImageCycle,
+        meter: WorkspaceMeter | None,
+        free_bytes: int,
+        options: BatchOptions,
+    ) -> None:
+        self._rig = rig
+        self._copy = copy
+        self._images = images
+        self._meter = meter
+        self._most_bytes = free_bytes * MEMORY_FRACTION
+        self._options = options
+        self._workspaces: dict[int, int] = {}
+        self._trials: dict[int, list[float]] = {}
+        self._rounds: list[dict[int, float]] = []
+        self._spent_s = 0.0
+
+    def measure(self) -> tuple[BatchTimes, ...]:
+        """All of it, ascending by size. Raises LoadError when not even the smallest batch runs."""
+        for size in sorted(self._options.sizes):
+            if self._trials and not self._is_worth_trying(size):
+                break
+            if not self._try(size):
+                break
+        times: dict[int, list[float]] = {size: [] for size in self._trials}
+        round_s = sum(min(trials) for trials in self._trials.values())
+        rounds = 0
+        while rounds < self._options.repeats and self._spent_s + round_s <= self._options.limit_s:
+            wanted_s = max(LEAST_ROUNDS - rounds, 1) * round_s
+            extra = self._extra_runs(round_s, self._options.limit_s - self._spent_s - wanted_s)
+            for size in _round_of(sorted(self._trials), extra, downwards=rounds % 2 == 1):
+                times[size].append(self._time(size))
+            rounds += 1
+        return tuple(
+            BatchTimes(size, tuple(times[size] or trials), self._workspaces[size])
+            for size, trials in self._trials.items()
+        )
+
+    def _is_worth_trying(self, size: int) -> bool:
+        """Would a batch of this size fit, into time and memory, and may it still make an image cheaper?"""
+        averages = [min(times) / tried for tried, times in self._trials.items()]
+        since_best = len(averages) - 1 - averages.index(min(averages))
+        largest = max(self._trials)
+        needed_s = _needed_s(size, self._trials, averages[-1])
+        reasons = {
+            "average": since_best >= STOP_AFTER,
+            "time": self._spent_s + needed_s > self._options.limit_s,
+            "memory": self._workspaces[largest] * size / largest > self._most_bytes,
+        }
+        for reason in (reason for reason, applies in reasons.items() if applies):
+            logger.info("sizes_end copy=%s largest=%d reason=%s", self._copy.name, largest, reason)
+            return False
+        return True
+
+    def _try(self, size: int) -> bool:
+        """Weigh and time a size for the first time. False where memory did not suffice for it."""
+        peaks = []
+        for _ in range(PEAK_RUNS):
+            peak_bytes = self._peak_bytes(size)
+            if peak_bytes is None:
+                return False
+            peaks.append(peak_bytes)
+            if self._spent_s > self._options.limit_s:
+                break
+        times = [self._time(size)]
+        while len(times) < TRIAL_RUNS and self._spent_s + times[0] <= self._options.limit_s:
+            times.append(self._time(size))
+        self._workspaces[size], self._trials[size] = max(peaks), times
+        return True
+
+    def _extra_runs(self, round_s: float, left_s: float) -> int:
+        """How often the smallest size is run again in a round; ``left_s``: what the rounds leave of the time."""
+        smallest_s = min(self._trials[min(self._trials)])
+        return max(min(EXTRA_RUNS, int(EXTRA_FRACTION * round_s / smallest_s), int(left_s / smallest_s)), 0)
+
+    def _peak_bytes(self, size: int) -> int | None:
+        """The workspace of one batch, measured or estimated; None where memory did not suffice for it."""
+        answers: list[TimedBatch | BatchFailed] = []
+
+        def run() -> None:
+            answers.append(self._rig.attempt(self._copy, self._images.next(size)))
+
+        peak_bytes = self._estimated_bytes(size)
+        if self._meter is None:
+            run()
+        else:
+            peak_bytes = self._meter.peak_bytes(run)
+        (answer,) = answers
+        if isinstance(answer, BatchFailed):
+            if answer.out_of_memory and self._trials:
+                logger.info("sizes_end copy=%s largest=%d reason=out of memory", self._copy.name, max(self._trials))
+                return None
+            raise LoadError(self._copy.expert.id, answer.reason)
+        self._spent_s += answer.seconds
+        return peak_bytes
+
+    def _time(self, size: int) -> float:
+        seconds = self._rig.timed_s(self._copy, self._images.next(size))
+        self._spent_s += seconds
+        return seconds
+
+    def _estimated_bytes(self, size: int) -> int:
+        expert, packed = self._copy.expert, self._copy.packed
+        return backend_for(expert.architecture).workspace_bytes(expert, Precision(packed.precision), size)
+
+
+def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]:
+    """Every size once, ``sizes`` ascending, and the smallest again at so many places, evenly spread."""
+    order = list(reversed(sizes)) if downwards else list(sizes)
+    for number in range(extra, 0, -1):
+        order.insert(number * len(sizes) // (extra + 1), sizes[0])
+    return order
+
+
+def _needed_s(size: int, tried: Iterable[int], average_s: float) -> float:
+    """What the runs of a further size take, and the least rounds over it and all that were tried before."""
+    return ((PEAK_RUNS + TRIAL_RUNS) * size + LEAST_ROUNDS * (size + sum(tried))) * average_s

@@ -1,0 +1,260 @@
+"""Microbenchmarks: what one kind of experts costs on one processor in one precision (CoServe, section 4.5).
+
+Guarantees: everything is measured over the agent's own path (its rig): batches with the decoding and preparation of
+their images, loads with direct I/O past the page cache, of files known to be sound as after an agent's first load.
+Each function measures one thing and returns it; nothing is kept between two calls, and nothing is written.
+
+Which batch sizes are run, and how often: ``profiler.microbench.batches``. How K, B, the maximum batch and the workspace follow:
+``profiler.microbench.fits``. A workspace is the most that was held during a batch of that size above what was held before the
+expert's first batch; where it cannot be measured it is the backend's estimate, and ``KindProfile.samples`` says so.
+A kind is best measured before anything else runs it in the process: what a runtime keeps is then seen as it is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+from agent.core.performance import HOST, SSD, ExecutorSpec
+from agent.device_profile.identity import kind_name
+from agent.device_profile.records import KindProfile, LinkSpeed
+from agent.runtime.executor import threads_per_executor
+from agent.runtime.expert_copy import footprint_of
+from agent.runtime.machine.detection import host_memory
+from agent.runtime.measuring.meter import meter_for
+from agent.runtime.measuring.rig import MeasuringRig
+from experts.backends import family
+from experts.errors import BackendUnavailable, ExpertError
+from profiler.microbench.batches import BatchOptions, BatchRuns, ImageCycle
+from profiler.microbench.fits import fit_latency, fit_workspace, plateau
+from profiler.workload.samples import described
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.runtime.executor import ImageSource
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
+    from agent.runtime.measuring.meter import WorkspaceMeter
+    from experts.weights import SegmentStore
+    from profiler.workload.samples import LineSamples
+
+logger = logging.getLogger(__name__)
+
+LOADS = 8
+BATCHES_TOGETHER = 12  # at least, by all executors that are timed at once
+LOADED_FILES = 4  # in turn, so that a drive's own cache does not answer for all
+ESTIMATED = "workspace estimated from shapes"
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where and on what experts are measured. ``threads``: as each executor of the processor will have.
+
+    ``meter``: what weighs a processor's batches, None where they can only be estimated.
+    """
+
+    box: Box
+    processor: str
+    segments: SegmentStore
+    samples: LineSamples
+    threads: int
+    options: BatchOptions = field(default_factory=BatchOptions)
+    meter: Callable[[str], WorkspaceMeter | None] = meter_for
+
+    def rig(self, copies: Sequence[ExpertCopy]) -> MeasuringRig:
+        """What loads and runs these copies, one at a time."""
+        return MeasuringRig(self.box, self.processor, copies, self.segments, self.threads)
+
+
+class KindMeasurer(Protocol):
+    """Measures experts of one family. A further one, such as an LLM's (prefill and decode by tokens, key-value cache by
+    tokens), joins with an entry in MEASURERS; until then nothing pretends that batches of images tell of it."""
+
+    def __call__(self, bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
+        """The kind of these copies, all in one precision. Raises ExpertError when none of them can be run."""
+
+
+def measure_images(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
+    """The kind of experts that judge images in batches; see ``measure_kind``."""
+    reasons: list[ExpertError] = []
+    for copy in sorted(copies, key=lambda copy: not bench.samples.of(copy.expert.id)):
+        try:
+            with bench.rig(copies).opened() as rig:
+                return _measure(rig, bench, copy, copies)
+        except ExpertError as error:
+            logger.warning("cannot_measure copy=%s processor=%s reason=%s", copy.name, bench.processor, error.message)
+            reasons.append(error)
+    raise reasons[0]
+
+
+MEASURERS: Mapping[str, KindMeasurer] = {
+    "classifier": measure_images,
+    "detector": measure_images,
+    "onnx": measure_images,
+    "fake": measure_images,
+}
+
+
+def measure_kind(
+    bench: Bench, copies: Sequence[ExpertCopy], measurers: Mapping[str, KindMeasurer] = MEASURERS
+) -> KindProfile:
+    """One kind on one processor: of ``copies``, its experts in one precision, the first that runs is measured.
+
+    Those with samples come first. Raises ExpertError when none can be run, BackendUnavailable for a family of experts
+    without a measurer, ValueError for no copy at all.
+    """
+    if not copies:
+        raise ValueError("no copy to measure")
+    architecture = copies[0].expert.architecture
+    measurer = measurers.get(family(architecture))
+    if measurer is None:
+        raise BackendUnavailable(architecture, "experts of this family cannot be profiled: take them off the line")
+    return measurer(bench, copies)
+
+
+def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = LOADS) -> dict[str, float]:
+    """Median seconds of loading all bytes of a copy into the memory that its processor runs from, by where from.
+
+    "ssd", and where memory is split also "host". The first load of a file is hashed and does not count; files take
+    turns, LOADED_FILES of them; one that cannot be loaded is left out. Leaves the rig empty. Raises ExpertError when
+    none can be loaded.
+    """
+    turns = list(itertools.islice(itertools.cycle(_loadable(rig, copies)), max(loads, 1)))
+    times = {SSD: median([_load_once_s(rig, copy, rig.target) for copy in turns])}
+    if rig.target != HOST:
+        times[HOST] = median([_copy_once_s(rig, copy) for copy in turns])
+    return times
+
+
+def measure_links(
+    box: Box, copies: Sequence[ExpertCopy], segments: SegmentStore, loads: int = LOADS
+) -> tuple[LinkSpeed, ...]:
+    """Bytes per second from the SSD, and to the device where memory is split: medians over the largest experts.
+
+    ``copies`` of all processors. Empty when none of them can be loaded.
+    """
+    largest_first = sorted({copy.name: copy for copy in copies}.values(), key=lambda copy: -_file_bytes(copy))
+    for copy in largest_first:
+        alike = [copy, *(each for each in largest_first if each is not copy and _is_alike(each, copy))]
+        with MeasuringRig(box, box.processors[0], alike, segments, threads=1).opened() as rig:
+            try:
+                times = measure_loads(rig, alike, loads)
+            except ExpertError as error:
+                logger.warning("cannot_load copy=%s reason=%s", copy.name, error.message)
+                continue
+            return tuple(LinkSpeed(link, _file_bytes(copy) / seconds) for link, seconds in times.items())
+    return ()
+
+
+def measure_speedups(
+    bench: Bench, copies: Sequence[ExpertCopy], most: int, batch_size: int = 1, rounds: int = 3
+) -> tuple[float, ...]:
+    """How much faster n executors of a processor are together than one alone, for n from 1 to ``most``.
+
+    Each number of executors runs about as many batches, the same number on each; every executor has the threads that
+    ``threads_per_executor`` gives it among so many, and an expert of its own as far as there are copies. Medians of
+    some rounds over all numbers in turn. Source: section 5.3, Figure 17. Raises ExpertError, ValueError.
+    """
+    if most < 1 or not copies:
+        raise ValueError(f"{most} executors of {len(copies)} experts cannot be measured")
+    images = ImageCycle(copies[0], bench.samples.of(copies[0].expert.id))
+    batch_s: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
+    for _ in range(rounds):
+        for count, times in batch_s.items():
+            works = [images.next(batch_size) for _ in range(count * math.ceil(BATCHES_TOGETHER / count))]
+            times.append(_together_s(bench, copies[:count], count, works) / len(works))
+    alone_s = median(batch_s[1])
+    return tuple(alone_s / median(times) for times in batch_s.values())
+
+
+def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy]) -> KindProfile:
+    alike = [copy, *(each for each in copies if each is not copy and _is_alike(each, copy))]
+    load_s = measure_loads(rig, alike)
+    rig.bring(copy)
+    samples = bench.samples.of(copy.expert.id)
+    meter = bench.meter(bench.processor)
+    free_bytes = (host_memory() if rig.target == HOST else bench.box.size_of(rig.target)).available_bytes
+    runs = BatchRuns(rig, copy, ImageCycle(copy, samples), meter, free_bytes, bench.options)
+    batches = runs.measure()
+    max_batch = plateau(batches)
+    line = fit_latency([batch for batch in batches if batch.batch_size <= max_batch])
+    workspace = fit_workspace(batches)
+    return KindProfile(
+        kind=kind_name(copy.expert, copy.packed.program_sha256),
+        architecture=copy.expert.architecture,
+        processor=bench.processor,
+        precision=copy.packed.precision,
+        threads=bench.threads,
+        K_s=line.K_s,
+        B_s=line.B_s,
+        fit_error=line.error,
+        max_batch=max_batch,
+        weight_bytes=footprint_of(copy.packed).total_bytes,
+        workspace_base_bytes=workspace.base_bytes,
+        workspace_bytes=workspace.per_image_bytes,
+        load_s=load_s,
+        batches=batches,
+        samples=described(samples) if meter else f"{described(samples)}; {ESTIMATED}",
+    )
+
+
+def _together_s(
+    bench: Bench, copies: Sequence[ExpertCopy], count: int, works: Sequence[Sequence[ImageSource]]
+) -> float:
+    """The seconds that so many executors take for these batches, after one each to warm up."""
+    box, processor = bench.box, bench.processor
+    specs = [ExecutorSpec(number, processor, box.pool_of(processor)) for number in range(count)]
+    threads = threads_per_executor(box, specs)
+    rig = MeasuringRig(box, processor, copies, bench.segments, threads, executors=count, held=len(copies))
+    with rig.opened():
+        for copy in copies:
+            rig.bring(copy)
+        rig.all_s(copies, works[:count])
+        return rig.all_s(copies, works)
+
+
+def _loadable(rig: MeasuringRig, copies: Sequence[ExpertCopy]) -> list[ExpertCopy]:
+    """The first LOADED_FILES that can be loaded, each hashed by its first load. Raises ExpertError without one."""
+    found: list[ExpertCopy] = []
+    reasons: list[ExpertError] = []
+    for copy in copies:
+        try:
+            _load_once_s(rig, copy, rig.target)
+        except ExpertError as error:
+            reasons.append(error)
+        else:
+            found.append(copy)
+        if len(found) == LOADED_FILES:
+            break
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def _load_once_s(rig: MeasuringRig, copy: ExpertCopy, pool: str) -> float:
+    """From the SSD straight into a memory, and out again."""
+    seconds = rig.load(copy, pool, SSD)
+    rig.evict(copy, pool)
+    return seconds
+
+
+def _copy_once_s(rig: MeasuringRig, copy: ExpertCopy) -> float:
+    """From the host's copy into the device's memory, and out again."""
+    rig.load(copy, HOST)
+    seconds = rig.load(copy, rig.target, HOST)
+    rig.clear()
+    return seconds
+
+
+def _is_alike(one: ExpertCopy, other: ExpertCopy) -> bool:
+    """Do they load into one another's place, for as many bytes?"""
+    return one.packed.layout == other.packed.layout
+
+
+def _file_bytes(copy: ExpertCopy) -> int:
+    return sum(segment.size_bytes for segment in copy.packed.segments)

@@ -1,0 +1,172 @@
+"""The forms that a line's experts are packed in while it is profiled: what to try, what to compare with, what to keep.
+
+Guarantees: every expert lies packed in its reference, which is fp32 unless the line file gives another precision; in
+further forms only those lie packed that are asked for, and after ``keep`` only those that the agent will run. An expert
+that cannot be packed is told once, and stops no other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.deployment.memory_split import pool_budgets
+from agent.deployment.packed_copies import copy_name
+from agent.deployment.performance_matrix import kind_of
+from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.machine.box import torch_device
+from experts.backends import family
+from experts.errors import BackendUnavailable, ConfigError
+from experts.expert import Precision
+from experts.packing import forget_other_forms, pack_line
+from profiler.microbench.agreement import candidate_precisions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.runtime.machine.box import Box
+    from experts.packing import PackingStep
+    from experts.weights import SegmentStore
+    from profiler.workload.samples import LineSamples
+
+    Copies: TypeAlias = "defaultdict[Precision, list[ExpertCopy]]"
+
+REPRESENTATIVES = 4  # experts of a kind that are packed in every form; one is timed, and their files load in turn
+ONE_FORM = frozenset({"onnx", "fake"})  # families that the line's `precision` does not concern
+MISSING_RUNTIME = "install it, or take the experts that need it off the line"
+
+
+class LinePacking:
+    """A line's packed weights. ``failed``: experts that cannot be served, and why.
+
+    Those are the ones that cannot be packed in their reference, or in no form that they are to run in; that one cannot
+    be packed in a form that was only to be tried says nothing. Whoever finds another reason adds it.
+    """
+
+    def __init__(
+        self,
+        config: LineConfig,
+        segments: SegmentStore,
+        samples: LineSamples,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.failed: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # experts that could not be packed in one form at least, and why
+        self._config = config
+        self._segments = segments
+        self._samples = samples
+        self._progress = progress
+
+    def reference(self, expert: str) -> Precision:
+        """The form that every expert is packed in: others are compared with it."""
+        architecture = self._config.catalog.experts[expert].architecture
+        given = self._config.precision
+        return Precision.FP32 if given is None or family(architecture) in ONE_FORM else given
+
+    def references(self, copies: Copies) -> list[ExpertCopy]:
+        """The copies in their experts' references."""
+        return [copy for form in copies for copy in copies[form] if form == self.reference(copy.expert.id)]
+
+    def representatives(self, processors: Sequence[str]) -> dict[str, set[Precision]]:
+        """A few experts of each kind, those with samples first, and the forms to try: they stand for all others of it.
+
+        Raises ConfigError for a runtime that is not there.
+        """
+        found: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+        for name, expert in self._config.catalog.experts.items():
+            own = name if family(expert.architecture) in ONE_FORM else None
+            found[expert.architecture, expert.stem, expert.input, own].append(name)
+        ordered = (sorted(names, key=lambda name: not self._samples.of(name)) for names in found.values())
+        return {name: self._forms(name, processors) for names in ordered for name in names[:REPRESENTATIVES]}
+
+    def pack(self, wanted: Mapping[str, set[Precision]], stage: str | None = "pack") -> Copies:
+        """The line's copies in the forms wanted and in the reference, by form.
+
+        ``stage``: what progress calls it; None for what is there already, and takes no time.
+        """
+        experts = self._config.catalog.experts
+        forms = {name: wanted.get(name, set()) | {self.reference(name)} for name in experts}
+
+        def step(step: PackingStep) -> None:
+            if stage is not None:
+                self._progress(stage, step.number, step.total)
+
+        try:
+            report = pack_line(experts.values(), forms, self._segments, step)
+        except BackendUnavailable as error:
+            raise ConfigError(f"{error} - {MISSING_RUNTIME}") from error
+        self._refused.update({name: error.message for name, error in report.failed.items()})
+        lacking = [name for name in report.failed if self.reference(name) not in report.packed.get(name, {})]
+        self.failed.update({name: self._refused[name] for name in lacking})
+        found: Copies = defaultdict(list)
+        for name, by_form in report.packed.items():
+            for form, packed in by_form.items():
+                found[form].append(ExpertCopy(copy_name(name, form), experts[name], packed))
+        return found
+
+    def keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:
+        """Pack every expert as it will run, forget its other forms; the copies. ``precisions``: by kind, processor."""
+        forms: defaultdict[str, set[Precision]] = defaultdict(set)
+        for (kind, _), form in precisions.items():
+            forms[kind].add(Precision(form))
+        references = self.references(self.pack({}, None))
+        wanted = {copy.expert.id: forms[kind_of(copy)] for copy in references if forms[kind_of(copy)]}
+        copies = self.pack(wanted, "pack as chosen")
+        kept = {name: wanted.get(name, {self.reference(name)}) for name in self._config.catalog.experts}
+        forget_other_forms(kept, self._segments)
+        standing = [copy for form in copies for copy in copies[form] if form in wanted.get(copy.expert.id, ())]
+        unserved = wanted.keys() - {copy.expert.id for copy in standing}
+        self.failed.update({name: self._refused[name] for name in sorted(unserved)})
+        return standing
+
+    def _forms(self, expert: str, processors: Iterable[str]) -> set[Precision]:
+        """What an expert may run in: what the line file gives, else all that its backend has."""
+        architecture = self._config.catalog.experts[expert].architecture
+        if self._config.precision is not None:
+            reference = self.reference(expert)
+            elsewhere = reference.is_cpu_only and any(torch_device(processor) != "cpu" for processor in processors)
+            return {reference, Precision.FP32} if elsewhere else {reference}
+        try:
+            return {form for processor in processors for form in candidate_precisions(architecture, processor)}
+        except BackendUnavailable as error:
+            raise ConfigError(f"{error} - {MISSING_RUNTIME}") from error
+
+
+def refuse_what_never_fits(
+    config: LineConfig, box: Box, processors: Iterable[str], copies: Iterable[ExpertCopy]
+) -> None:
+    """Raises ConfigError for every expert that in none of these forms fits into a memory that it could run from.
+
+    To be asked before anything is timed; what batches and pinned experts take beside it is known only later.
+    """
+    least: dict[str, int] = {}
+    for copy in copies:
+        size_bytes = footprint_of(copy.packed).total_bytes
+        least[copy.expert.id] = min(size_bytes, least.get(copy.expert.id, size_bytes))
+    budgets = pool_budgets(config, box)
+    pool = max((box.pool_of(processor) for processor in processors), key=budgets.__getitem__)
+    problems = [
+        config.document.error(
+            f"needs {_mib(needed)}, but memory.{pool} is {_mib(budgets[pool])} - raise memory.{pool}, or take a "
+            "smaller model",
+            "experts",
+            name,
+        )
+        for name, needed in least.items()
+        if needed > budgets[pool]
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
+    """Copies by the name of their kind."""
+    found: defaultdict[str, list[ExpertCopy]] = defaultdict(list)
+    for copy in copies:
+        found[kind_of(copy)].append(copy)
+    return dict(found)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"

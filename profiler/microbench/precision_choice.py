@@ -1,0 +1,166 @@
+"""Which precision each kind of a line's experts runs in on a processor (``precision: auto``).
+
+The fastest that agrees with fp32 on the samples of all experts of the kind, asked in that order and no further than
+needed, and again when experts or samples are others than they were; without samples fp32. Experts of a kind run alike:
+what those with samples agree in holds for the others, and a note says for which. What the line file gives is taken as
+the agent takes it, with a profile or without: a kind that does not run in it is left off the processor, as is one of
+which no form may be taken.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from agent.deployment.performance_matrix import kind_of
+from agent.deployment.profile_in_use import precision_of
+from agent.device_profile.identity import packed_sha256
+from experts.expert import Precision
+from profiler.microbench.agreement import choose_precision, compare, image_s
+from profiler.microbench.packed_forms import by_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from agent.config import LineConfig
+    from agent.device_profile.records import Agreement, KindProfile
+    from agent.device_profile.store import ProfileDraft
+    from agent.runtime.expert_copy import ExpertCopy
+    from profiler.microbench.kinds import Bench
+    from profiler.microbench.packed_forms import LinePacking
+
+NAMED_EXPERTS = 3  # in one note; of more their number is told
+
+
+class PrecisionChoice:
+    """The choice of one profiling run; comparisons are saved in the draft.
+
+    ``notes``: what stays fp32 or is left off a processor, and why; what was chosen by some of a kind's experts only.
+    """
+
+    def __init__(
+        self,
+        config: LineConfig,
+        packing: LinePacking,
+        draft: ProfileDraft,
+        tolerance: float,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.notes: list[str] = []
+        self._config = config
+        self._packing = packing
+        self._draft = draft
+        self._tolerance = tolerance
+        self._progress = progress
+
+    def forget_changed(self, references: Sequence[ExpertCopy]) -> None:
+        """Give up agreements of kinds of which an expert came, or has other weights than when they were found."""
+        then = self._draft.packed()
+        now = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in references}
+        changed = {
+            kind_of(copy)
+            for copy, (name, digest) in zip(references, now.items(), strict=True)
+            if then.get(name) != digest
+        }
+        for agreement in self._draft.agreements():
+            if agreement.kind in changed:
+                self._draft.save_agreement(replace(agreement, images=0))
+        self._draft.save_packed({**then, **now})  # after them: were it killed between, they are given up once more
+
+    def on(self, bench: Bench, references: Sequence[ExpertCopy]) -> dict[str, str]:
+        """The form of each kind that was measured on the bench's processor, but for those that are left off it."""
+        measured: defaultdict[str, list[KindProfile]] = defaultdict(list)
+        for each in self._draft.kinds():
+            if each.processor == bench.processor:
+                measured[each.kind].append(each)
+        chosen = {
+            kind: self._given(bench.processor, measured[kind], listed)
+            if self._config.precision is not None
+            else self._fastest_that_agrees(bench, measured[kind], listed)
+            for kind, listed in by_kind(references).items()
+            if measured[kind]
+        }
+        return {kind: form for kind, form in chosen.items() if form is not None}
+
+    def _given(self, processor: str, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
+        """The form that the agent runs by the line file; None where the kind does not run in it."""
+        form = precision_of(self._config, references[0].expert.id, processor, None, None)
+        if any(profile.precision == form for profile in profiles):
+            return str(form)
+        self._left_off(
+            profiles[0], f"it does not run in {form}, which the line file gives - write `precision: auto`, or another"
+        )
+        return None
+
+    def _fastest_that_agrees(
+        self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]
+    ) -> str | None:
+        is_fp32_able = any(profile.precision == Precision.FP32 for profile in profiles)
+        sampled = [copy for copy in references if bench.samples.of(copy.expert.id)]
+        agreements: list[Agreement] = []
+        for profile in sorted(profiles, key=image_s):
+            if profile.precision == Precision.FP32:
+                break
+            if not sampled:
+                self._not_proven(profile, "no sample images", is_fp32_able=is_fp32_able)
+                break
+            agreement = self._agreement(bench, Precision(profile.precision), sampled)
+            if agreement is None:
+                continue
+            agreements.append(agreement)
+            if not agreement.images:
+                reason = "none of its sample images can be judged"
+                self._not_proven(profile, reason, is_fp32_able=is_fp32_able)
+                break
+            if agreement.agrees:
+                break
+        if not is_fp32_able and not any(each.images and each.agrees for each in agreements):
+            self._left_off(profiles[0], "fp32 does not run there, and no other precision is proven to agree with it")
+            return None
+        chosen = choose_precision(profiles, agreements)
+        if chosen != Precision.FP32 and len(sampled) < len(references):
+            self._taken_for_others(profiles[0], chosen, references, {copy.expert.id for copy in sampled})
+        return chosen
+
+    def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
+        """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form."""
+        kind = kind_of(sampled[0])
+        key = (kind, bench.processor, str(form))
+        earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)
+        terms = (self._tolerance, bench.samples.sha256(copy.expert.id for copy in sampled))
+        if earlier is not None and earlier.images and (earlier.tolerance, earlier.samples_sha256) == terms:
+            return earlier
+        wanted = {copy.expert.id: {form} for copy in sampled}
+        packed = self._packing.pack(wanted, f"pack {form} for {bench.processor}: {kind}")
+        others = [copy for copy in packed[form] if copy.expert.id in wanted]
+        if not others:
+            return None
+        stage = f"compare {form} on {bench.processor}: {kind}"
+        self._progress(stage, 0, 1)
+        agreement = compare(bench, sampled, others, self._tolerance)
+        self._draft.save_agreement(agreement)
+        self._progress(stage, 1, 1)
+        return agreement
+
+    def _not_proven(self, profile: KindProfile, reason: str, *, is_fp32_able: bool) -> None:
+        if is_fp32_able:
+            self.notes.append(
+                f"{profile.kind} on {profile.processor} stays fp32: {reason}, so {profile.precision} is not proven to "
+                "agree"
+            )
+
+    def _taken_for_others(
+        self, profile: KindProfile, form: str, references: Sequence[ExpertCopy], compared: Collection[str]
+    ) -> None:
+        others = [copy.expert.id for copy in references if copy.expert.id not in compared]
+        more = len(others) - NAMED_EXPERTS
+        named = ", ".join(others[:NAMED_EXPERTS]) + (f" and {more} more" if more > 0 else "")
+        self.notes.append(
+            f"{profile.kind} in {form} on {profile.processor}: {len(compared)} of its {len(references)} experts were "
+            f"compared with fp32, and there are no sample images of {named} - give --samples FOLDER with images of "
+            "their components, too"
+        )
+
+    def _left_off(self, profile: KindProfile, reason: str) -> None:
+        self.notes.append(f"{profile.kind} is not run on {profile.processor}: {reason}")

@@ -1,0 +1,1 @@
+"""The paper's tasks, devices, systems, ablations and figures, simulated (CoServe, section 5)."""

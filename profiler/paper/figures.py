@@ -1,0 +1,331 @@
+"""Figures 13 to 19 of the paper beside ours: tables in Markdown, charts as PNG.
+
+Guarantees: what stands under "the paper" is what its text says (CoServe, sections 5.2 and 5.3); the heights of the bars
+in its figures are in no text and are not guessed. Whatever was simulated is shown, targets that are missed included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from profiler.charts import Series, bar_chart, line_chart
+from profiler.paper.best import highest
+from profiler.paper.devices import CPU, GPU
+from profiler.paper.evaluation import (
+    ABLATIONS,
+    CASUAL,
+    COSERVE,
+    COSERVE_5S,
+    COSERVE_PACKED,
+    PAPER,
+    SAMBA,
+    SAMBA_ALL_MEMORY,
+    SAMBA_FIFO,
+    SAMBA_PARALLEL,
+    SAMBAS,
+    fewer_switches,
+    short_form,
+    shortfalls,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from profiler.paper.best import Best
+    from profiler.paper.evaluation import Evaluation
+    from profiler.paper.systems import SystemRow
+
+NAMES = {
+    SAMBA: "Samba-CoE",
+    SAMBA_ALL_MEMORY: "Samba-CoE, all memory for experts",
+    SAMBA_FIFO: "Samba-CoE FIFO",
+    SAMBA_PARALLEL: "Samba-CoE Parallel",
+    CASUAL: "CoServe Casual",
+    PAPER: "CoServe Best",
+    COSERVE: "coserve (ours)",
+    COSERVE_5S: "coserve, overtaking 5 s at most",
+    COSERVE_PACKED: "coserve, packed weights",
+    "none": "CoServe None",
+    "em": "CoServe EM",
+    "em-ra": "CoServe EM+RA",
+}
+BASELINES = (*SAMBAS, CASUAL, PAPER, COSERVE, COSERVE_PACKED)
+OURS = (COSERVE, COSERVE_5S, COSERVE_PACKED)
+SIMULATED = "simulated; constants of the paper's devices are derived from its text"
+FIGURE_19 = "Figure 19: what scheduling costs"
+FIGURE_19_SAID = (
+    "The paper: less than 3 % between scheduled and pre-scheduled inference, expert management at most 0.2 %."
+)
+NOT_SIMULATED = f"## {FIGURE_19}\n\n{FIGURE_19_SAID} Not part of the simulation: it is measured on the real engine."
+PAPER_RATIOS = {"numa": "4.5 to 10.5", "uma": "4.6 to 12"}
+PAPER_SWITCHES = {("B2", "numa"): "93.87 % (1,060 to 65)", ("B1", "uma"): "78.5 % (293 to 63)"}
+PAPER_EXECUTORS = {"A": "3 GPU + 1 CPU", "B": "4 GPU + 1 CPU"}
+PAPER_MEMORY = {
+    "A": "window 28 to 39, 35 experts chosen, 25.4 images/s, linear error 7.7 %",
+    "B": "window 31 to 42, 34 experts chosen, 26.7 images/s, linear error 7.5 %",
+}
+
+
+def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIMULATED) -> str:
+    """All figures as one Markdown text; the charts it shows are written into ``folder``.
+
+    ``figure_19``: what scheduling costs, which is measured on the real engine and not simulated.
+    """
+    sections = (
+        *_short_form(evaluation),
+        figure_13(evaluation, folder),
+        figure_14(evaluation, folder),
+        figure_15(evaluation, folder),
+        figure_16(evaluation, folder),
+        figure_17(evaluation, folder),
+        figure_18(evaluation, folder),
+        figure_19,
+        short_of(evaluation),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _short_form(evaluation: Evaluation) -> tuple[str, ...]:
+    """What a short form leaves out; nothing for a full one."""
+    note = short_form(evaluation)
+    return () if note is None else (f"Short form. {note}",)
+
+
+def figure_13(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput of every system, and over Samba-CoE."""
+    charts = _charts(evaluation, folder, 13, "Throughput", "images/s", BASELINES, _images_per_s)
+    runs = _runs(evaluation)
+    lines = [
+        *_lines(evaluation, BASELINES, lambda row: f"{row.images_per_s:.1f}"),
+        ("Best over Samba-CoE", *_ratios(evaluation, PAPER, SAMBA)),
+        ("the paper's, over all tasks", *(PAPER_RATIOS.get(device, "-") for _, device in runs)),
+        ("ours over Samba-CoE", *_ratios(evaluation, COSERVE, SAMBA)),
+        ("Best over Samba-CoE, all memory for experts", *_ratios(evaluation, PAPER, SAMBA_ALL_MEMORY)),
+        ("ours over Samba-CoE, all memory for experts", *_ratios(evaluation, COSERVE, SAMBA_ALL_MEMORY)),
+    ]
+    said = (
+        "The paper: CoServe Casual is up to 8.5 (NUMA) and 10.6 (UMA) times Samba-CoE; on NUMA it is 5.71 % (24.5 to "
+        "23.1 images/s) to 18.75 % (27.2 to 22.1) below Best."
+    )
+    return section("Figure 13: throughput, images/s", charts, _header(runs), lines, f"{said}\n\n{_split(evaluation)}")
+
+
+def figure_14(evaluation: Evaluation, folder: Path) -> str:
+    """Expert switches: loads that a request had to wait for."""
+    charts = _charts(evaluation, folder, 14, "Expert switches", "switches", BASELINES, _switches)
+    runs = _runs(evaluation)
+    lines = [
+        *_lines(evaluation, BASELINES, lambda row: str(row.switches)),
+        ("Best, fewer than Samba-CoE", *_fewer(evaluation, PAPER, SAMBA)),
+        ("the paper's", *(PAPER_SWITCHES.get(run, "78.5 to 93.87 %") for run in runs)),
+        ("ours, fewer than Samba-CoE", *_fewer(evaluation, COSERVE, SAMBA)),
+        ("Best, fewer than Samba-CoE, all memory for experts", *_fewer(evaluation, PAPER, SAMBA_ALL_MEMORY)),
+        ("ours, fewer than Samba-CoE, all memory for experts", *_fewer(evaluation, COSERVE, SAMBA_ALL_MEMORY)),
+    ]
+    said = (
+        "A switch is a load, from the SSD or from host memory, that a request had to wait for. The paper: Best has "
+        "1.28 to 18.18 % fewer than Casual on NUMA and 16.48 to 31.13 % fewer on UMA."
+    )
+    return section("Figure 14: expert switches", charts, _header(runs), lines, said)
+
+
+def figure_15(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput of the ablations, and of our policy."""
+    charts = _charts(evaluation, folder, 15, "Ablations", "images/s", ABLATIONS, _images_per_s)
+    lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: f"{row.images_per_s:.1f}")
+    said = "The paper: each optimisation adds to the throughput, None < EM < EM+RA < CoServe; its text has no figures."
+    title = "Figure 15: throughput of the ablations, images/s"
+    return section(title, charts, _header(_runs(evaluation)), lines, said)
+
+
+def figure_16(evaluation: Evaluation, folder: Path) -> str:
+    """Switches of the ablations, and of our policy."""
+    charts = _charts(evaluation, folder, 16, "Ablations: expert switches", "switches", ABLATIONS, _switches)
+    lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: str(row.switches))
+    said = "The paper: each optimisation reduces the number of switches; its text has no figures."
+    title = "Figure 16: expert switches of the ablations"
+    return section(title, charts, _header(_runs(evaluation)), lines, said)
+
+
+def figure_17(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput over the number of executors, on a sample."""
+    searches = _paper_searches(evaluation)
+    charts = []
+    for device in dict.fromkeys(best.device for best in searches):
+        sweeps = {best.board: _by_executors(best) for best in searches if best.device == device}
+        settings = sorted({setting for sweep in sweeps.values() for setting in sweep})
+        chart = folder / f"figure-17-{device}.png"
+        bar_chart(
+            chart,
+            f"Executors of CoServe on {device}, on a sample",
+            "images/s",
+            [f"{gpu}G+{cpu}C" for gpu, cpu in settings],
+            {f"board {board}": [sweep.get(setting) for setting in settings] for board, sweep in sweeps.items()},
+            SIMULATED,
+            unknown="not tried",
+        )
+        charts.append(chart)
+    lines = []
+    for best in searches:
+        chosen = f"{best.system.executors[GPU]} GPU + {best.system.executors[CPU]} CPU"
+        tried = ", ".join(f"{gpu}G+{cpu}C {value:.1f}" for (gpu, cpu), value in _by_executors(best).items())
+        lines.append((best.board, best.device, chosen, PAPER_EXECUTORS.get(best.board, "-"), tried))
+    header = ("board", "device", "best", "the paper's", "all that was run, images/s")
+    said = (
+        "G and C are executors of the GPU and of the CPU. The simulation charges one more executor the memory of its "
+        "process and its part of the processor, and nothing else that the paper's further executors may cost."
+    )
+    return section("Figure 17: executors", charts, header, lines, said)
+
+
+def figure_18(evaluation: Evaluation, folder: Path) -> str:
+    """Throughput over the number of experts that the GPU's memory has room for, on a sample."""
+    searches = [best for best in _paper_searches(evaluation) if best.memory]
+    if not searches:
+        return "## Figure 18: memory for experts\n\nNo device with a memory of the GPU's own was run."
+    series = [
+        Series(f"board {each.board}", [row.experts for row in each.memory], [row.images_per_s for row in each.memory])
+        for each in searches
+    ]
+    chart = folder / "figure-18.png"
+    line_chart(chart, "Room for experts in GPU memory, on a sample", "experts", "images/s", series, SIMULATED)
+    lines = []
+    for best in searches:
+        window, chosen = best.search.window if best.search else None, best.memory[highest(best.memory)]
+        slid = f"{window.lower} to {window.upper}, {best.search.end}" if window and best.search else "-"
+        tried = ", ".join(f"{row.experts}: {row.images_per_s:.1f}" for row in best.memory)
+        ours = f"{chosen.experts} experts, {chosen.images_per_s:.1f} images/s"
+        lines.append((best.board, best.device, slid, ours, PAPER_MEMORY.get(best.board, "-"), tried))
+    header = ("board", "device", "window of the search", "best of all windows", "the paper's", "all, images/s")
+    said = "Where the search stopped before the best window, the throughput of the sample did not rise in a line."
+    return section("Figure 18: memory for experts", [chart], header, lines, said)
+
+
+def short_of(evaluation: Evaluation) -> str:
+    """What is short of the evaluation's targets, as it is."""
+    found = shortfalls(evaluation)
+    listed = "\n".join(f"- {text}" for text in found) if found else "Nothing: every target is reached."
+    return f"## Short of its target\n\n{listed}"
+
+
+def _charts(
+    evaluation: Evaluation,
+    folder: Path,
+    figure: int,
+    title: str,
+    y_label: str,
+    policies: Sequence[str],
+    value: Callable[[SystemRow], float],
+) -> list[Path]:
+    """One chart of bars for each device, a group for each task."""
+    charts = []
+    for device in dict.fromkeys(row.device for row in evaluation.rows):
+        tasks = [task for task, on in _runs(evaluation) if on == device]
+        bars = {
+            NAMES[policy]: [_value(evaluation, (task, device), policy, value) for task in tasks] for policy in policies
+        }
+        charts.append(folder / f"figure-{figure}-{device}.png")
+        bar_chart(charts[-1], f"{title} on {device}", y_label, [f"task {task}" for task in tasks], bars, SIMULATED)
+    return charts
+
+
+def _runs(evaluation: Evaluation) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((row.task, row.device) for row in evaluation.rows))
+
+
+def _header(runs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    return ("system", *(f"{task} {device}" for task, device in runs))
+
+
+def _lines(evaluation: Evaluation, policies: Sequence[str], text: Callable[[SystemRow], str]) -> list[tuple[str, ...]]:
+    """A line for each system, a cell for each task and device."""
+    lines = []
+    for policy in policies:
+        rows = [evaluation.row(task, device, policy) for task, device in _runs(evaluation)]
+        lines.append((NAMES[policy], *("-" if row is None else text(row) for row in rows)))
+    return lines
+
+
+def _images_per_s(row: SystemRow) -> float:
+    return row.images_per_s
+
+
+def _switches(row: SystemRow) -> float:
+    return row.switches
+
+
+def _value(
+    evaluation: Evaluation, run: tuple[str, str], policy: str, value: Callable[[SystemRow], float]
+) -> float | None:
+    row = evaluation.row(*run, policy)
+    return None if row is None else value(row)
+
+
+def _split(evaluation: Evaluation) -> str:
+    """How Samba-CoE's memory is split in its main row, and what the other split does to it, row by row."""
+    calibrated = evaluation.row("B2", "numa", SAMBA)
+    here = "" if calibrated is None else f" ({calibrated.switches:,} here)"
+    said = (
+        "Samba-CoE's main row keeps 75 % of the memory for experts and 25 % for batches, as Casual does: with that, "
+        f"and with quantities of sigma 2, it makes about the paper's 1,060 switches in task B2 on NUMA{here}. But its "
+        "one executor groups no requests, nearly all of its batches have one image, and that quarter is of little use "
+        'to it. "All memory for experts" is the same with room for as many of the most used experts as fit beside one '
+        "image"
+    )
+    both = [(evaluation.row(*run, SAMBA), evaluation.row(*run, SAMBA_ALL_MEMORY)) for run in _runs(evaluation)]
+    found = [
+        f"- {main.task} {main.device}: {main.experts} to {other.experts} experts, {main.switches} to {other.switches} "
+        f"switches, Best over it{_change(evaluation, PAPER, main, other)}, "
+        f"ours{_change(evaluation, COSERVE, main, other)}"
+        for main, other in both
+        if main is not None and other is not None
+    ]
+    return "\n".join((f"{said}. From the one to the other:\n", *found)) if found else f"{said}."
+
+
+def _change(evaluation: Evaluation, policy: str, main: SystemRow, other: SystemRow) -> str:
+    """A policy's ratio over one row and over another one."""
+    row = evaluation.row(main.task, main.device, policy)
+    if row is None:
+        return " -"
+    return f" {row.images_per_s / main.images_per_s:.2f} to {row.images_per_s / other.images_per_s:.2f}"
+
+
+def _ratios(evaluation: Evaluation, policy: str, than: str) -> list[str]:
+    """The throughput of a policy over another one's, for each task and device."""
+    return [
+        "-" if row is None or other is None else f"{row.images_per_s / other.images_per_s:.1f}"
+        for row, other in _pairs(evaluation, policy, than)
+    ]
+
+
+def _fewer(evaluation: Evaluation, policy: str, than: str) -> list[str]:
+    """The part of another policy's switches that one does without, for each task and device."""
+    return [
+        "-" if row is None or other is None else f"{fewer_switches(row, other):.1%}"
+        for row, other in _pairs(evaluation, policy, than)
+    ]
+
+
+def _pairs(evaluation: Evaluation, policy: str, than: str) -> list[tuple[SystemRow | None, SystemRow | None]]:
+    return [(evaluation.row(*run, policy), evaluation.row(*run, than)) for run in _runs(evaluation)]
+
+
+def _paper_searches(evaluation: Evaluation) -> list[Best]:
+    return [best for best in evaluation.best if best.system.policy == PAPER]
+
+
+def _by_executors(best: Best) -> dict[tuple[int, int], float]:
+    """Throughput by (GPU executors, CPU executors), in the order that they were run."""
+    return {(row.executors.get(GPU, 0), row.executors.get(CPU, 0)): row.images_per_s for row in best.executors}
+
+
+def section(
+    title: str, charts: Iterable[Path], header: Sequence[str], lines: Iterable[Sequence[str]], said: str
+) -> str:
+    """A heading, the charts, a table, and what there is to say about it."""
+    table = [header, ["---"] * len(header), *lines]
+    rows = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    images = "\n".join(f"![{title}]({chart.name})" for chart in charts)
+    return f"## {title}\n\n{images}\n\n{rows}\n\n{said}"

@@ -1,0 +1,129 @@
+"""The paper's tasks A1, A2, B1 and B2, as far as its text defines them (CoServe, section 5.1), and what it leaves open.
+
+From the text: board A has 352 component types and board B 342; tasks 1 have 2 500 requests, tasks 2 3 500, one every
+4 ms; each type has a ResNet101 classifier of its own, and for some types a YOLOv5m or YOLOv5l detector, which several
+types share, follows once the classifier found nothing.
+
+Stated here, as the text does not say: quantities are log-normal with a sigma of 2, which is calibrated on the 1 060
+switches of Samba-CoE in task B2 on NUMA (section 5.2); every third type has a detector, of which there are six of each
+architecture, dealt in turn; a classifier passes 95 of 100 images. Requests are drawn one by one in proportion to the
+quantities, so a task is a random stretch of a day's images, not one board after another; a task 1 is how the task 2 of
+its board begins. Usage probabilities are computed from the quantities and the pass rate (section 4.5).
+
+Guarantees: seeded; a task is the same in every run and on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts.expert import Prediction
+from experts.graph import ExpertGraph, RouteStep
+from profiler.simulation.simulator import PASSES
+from profiler.workload.traces import Arrival
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INTERVAL_S = 0.004
+SIGMA = 2.0
+PASS_RATE = 0.95
+TYPES_PER_DETECTOR_USER = 3  # every third type goes on to a detector
+DETECTORS = ("yolov5m", "yolov5l")
+DETECTORS_OF_EACH = 6
+CLASSIFIER = "resnet101"
+FAILS = Prediction("defect", 1.0)
+SAMPLE = "sample"  # the stream of requests that searches run on, instead of a task's
+
+
+@dataclass(frozen=True, slots=True)
+class PaperBoard:
+    """One board of the paper: its component types, with a seed for everything that is drawn about it."""
+
+    name: str
+    types: int
+    seed: int
+
+
+BOARDS = {"A": PaperBoard("A", 352, seed=1), "B": PaperBoard("B", 342, seed=2)}
+REQUESTS = {"1": 2500, "2": 3500}
+TASKS = tuple(f"{board}{number}" for board in BOARDS for number in REQUESTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A line and the requests that come to it. ``architectures`` by expert; ``usage``: how often a request uses one.
+
+    ``passes[number]``: whether the classifier passes that request.
+    """
+
+    name: str
+    graph: ExpertGraph
+    architectures: Mapping[str, str]
+    usage: Mapping[str, float]
+    trace: tuple[Arrival, ...]
+    passes: tuple[bool, ...]
+
+    def predict(self, request: int, expert: str) -> Prediction:
+        """What an expert sees in a request's image; a detector, which comes last, never objects."""
+        is_classifier = self.architectures[expert] == CLASSIFIER
+        return FAILS if is_classifier and not self.passes[request] else PASSES
+
+
+def paper_task(name: str) -> Task:
+    """One of TASKS. Raises KeyError for another name."""
+    board, requests = BOARDS[name[0]], REQUESTS[name[1:]]
+    return task_of(board, requests, name)
+
+
+def sample_of(board: str, requests: int) -> Task:
+    """Other requests on a board than its tasks': what the offline phase may look at (section 4.4)."""
+    return task_of(BOARDS[board], requests, f"{board} {SAMPLE}", SAMPLE)
+
+
+def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -> Task:
+    """Requests on a board. ``stream``: another one draws other requests on the same line."""
+    components = [f"{board.name.lower()}-{number:03}" for number in range(board.types)]
+    drawn = random.Random(f"{board.seed} quantities")
+    quantities = [drawn.lognormvariate(0.0, SIGMA) for _ in components]
+    routes, architectures = _routes(board, components)
+    arriving = random.Random(f"{board.seed} {stream}")
+    trace, passes = [], []
+    for number in range(requests):
+        trace.append(Arrival(number * INTERVAL_S, arriving.choices(components, quantities)[0]))
+        passes.append(arriving.random() < PASS_RATE)
+    usage = _usage(routes, dict(zip(components, quantities, strict=True)))
+    return Task(name, ExpertGraph(architectures, routes), architectures, usage, tuple(trace), tuple(passes))
+
+
+def _routes(board: PaperBoard, components: list[str]) -> tuple[dict[str, tuple[RouteStep, ...]], dict[str, str]]:
+    """The route of each component type, and the architecture of each expert."""
+    passing = frozenset({PASSES.label})
+    architectures = {f"cls/{component}": CLASSIFIER for component in components}
+    detectors = {
+        f"det/{board.name.lower()}-{architecture}-{number}": architecture
+        for number in range(DETECTORS_OF_EACH)
+        for architecture in DETECTORS
+    }
+    routes = {}
+    for number, component in enumerate(components):
+        steps = [RouteStep(f"cls/{component}", passing)]
+        if number % TYPES_PER_DETECTOR_USER == 0:
+            detector = list(detectors)[number // TYPES_PER_DETECTOR_USER % len(detectors)]
+            steps.append(RouteStep(detector, passing))
+        routes[component] = tuple(steps)
+    return routes, architectures | detectors
+
+
+def _usage(routes: Mapping[str, tuple[RouteStep, ...]], quantities: Mapping[str, float]) -> dict[str, float]:
+    """Computed from the quantities (section 4.5): a subsequent expert gets what its preliminary ones pass on."""
+    total = sum(quantities.values())
+    usage: dict[str, float] = {}
+    for component, steps in routes.items():
+        share = quantities[component] / total
+        for step in steps:
+            usage[step.expert] = usage.get(step.expert, 0.0) + share
+            share *= PASS_RATE
+    return usage

@@ -1,0 +1,1 @@
+"""`coserve plan`."""

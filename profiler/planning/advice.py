@@ -1,0 +1,336 @@
+"""What limits a line, and which memory or which SSD would remove that: found by simulation, told in sentences.
+
+The rule. A line reaches its best when every memory has room for all experts, and for batches as large as they can be
+made use of, and each expert has been read before. If it gets to REMOVED of that as it is, loads do not limit it: its
+arrivals do when it is done about as soon as they allow, else its compute. If it does not, the SSD limits it when it
+is busy for SSD_BUSY of the time, or when there is room for all of that already; else memory does: requests wait for
+one load after another. The smallest memory, and the slowest SSD, that reach REMOVED of the best are searched by
+bisection, each alone, to a step of STEP; throughput is taken to rise with both. Every memory that is tried is shared
+out between experts and batches as the agent would do it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from agent.core.performance import DEVICE, HOST
+from profiler.simulation.bounds import bounds
+from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, with_ssd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from agent.core.performance import SharedPart
+    from agent.deployment.engine_setup import Planned
+    from agent.device_profile.records import BoxIdentity
+    from profiler.simulation.bounds import Bounds
+    from profiler.simulation.forecast import Forecast, Scenario
+
+    Split = Callable[[Mapping[str, int]], Planned]  # what is decided with, in budgets in bytes by memory
+
+REMOVED = 0.95  # of what unlimited memory gives
+SSD_BUSY = 0.8  # arbitrary: beyond it loads can hardly overlap any better
+SLACK = 1.02  # arrivals limit a line whose work takes clearly less time than they do
+STEP = 1.02  # of the bisection: sizes closer than this are one
+FASTEST_SSD = 64.0  # times today's: faster ones are not on sale
+UNLIMITED_BYTES = 2**50  # of a memory
+
+
+class Limit(StrEnum):
+    """What a line waits for most."""
+
+    ARRIVALS = "arrivals"
+    COMPUTE = "compute"
+    SSD = "ssd"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRemedy:
+    """The smallest budgets, experts and workspaces, that remove the bottleneck, and what they give. All by memory.
+
+    Only what has to grow is named: the memory that most of the work runs from where that is enough, else all of them
+    by one factor. ``box_bytes``: what this box has of each.
+    """
+
+    now_bytes: Mapping[str, int]
+    budget_bytes: Mapping[str, int]
+    box_bytes: Mapping[str, int]
+    images_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SsdRemedy:
+    """The slowest SSD that removes the bottleneck, and what it gives."""
+
+    now_bytes_per_s: float
+    bytes_per_s: float
+    images_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Takt:
+    """What the line's boards ask for, and whether it is met: with the memory there is, and with unlimited memory."""
+
+    required_images_per_s: float
+    is_met: bool
+    is_met_unlimited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself."""
+
+    policy: str
+    budget_bytes: Mapping[str, int]
+    limit: Limit
+    images_per_s: float
+    unlimited_images_per_s: float
+    switches: int
+    ssd_busy_fraction: float
+    memory: MemoryRemedy | None
+    ssd: SsdRemedy | None
+    takt: Takt | None
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """All of it in words."""
+        sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
+        rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
+        first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."
+        return (first, *_limit_sentences(self), *_takt_sentences(self))
+
+
+def advise(
+    scenario: Scenario,
+    planned: Planned,
+    policy: str,
+    box: BoxIdentity,
+    required_images_per_s: float | None = None,
+    split: Split | None = None,
+) -> Advice:
+    """What limits this scenario, and what would remove it. ``required_images_per_s``: what the line's takt needs.
+
+    ``split``: what the agent would decide with, were its memories given these budgets; None: workspaces stay as they
+    are, and experts get the rest. Raises ConfigError as ``forecast`` does.
+    """
+    split = split or _beside_workspaces(planned)
+    now = forecast(scenario, planned, policy)
+    spacious = _with_room_for_all(planned, split)
+    settled, roomy = with_ssd(scenario, spacious, math.inf)
+    unlimited = forecast(settled, roomy, policy)
+    best_images_per_s = max(unlimited.images_per_s, now.images_per_s)
+    target_images_per_s = REMOVED * best_images_per_s
+    busy_fraction = now.bytes_read / scenario.ssd_bytes_per_s / now.seconds if now.seconds > 0.0 else 0.0
+    memory = ssd = takt = None
+    if now.images_per_s >= target_images_per_s:
+        floor = bounds(scenario.requests, scenario.resources(planned))
+        limit = Limit.ARRIVALS if _waits_for_arrivals(now, floor) else Limit.COMPUTE
+    else:
+        limit = Limit.SSD if busy_fraction >= SSD_BUSY or _is_as_roomy(planned, spacious) else Limit.MEMORY
+        memory = _memory_remedy(scenario, planned, policy, box, target_images_per_s, spacious, split)
+        ssd = _ssd_remedy(scenario, planned, policy, target_images_per_s)
+    if required_images_per_s is not None:
+        is_met = reaches(scenario, planned, policy, now, required_images_per_s)
+        is_met_unlimited = is_met or reaches(settled, roomy, policy, unlimited, required_images_per_s)
+        takt = Takt(required_images_per_s, is_met, is_met_unlimited)
+    return Advice(
+        policy=policy,
+        budget_bytes=_budgets(planned),
+        limit=limit,
+        images_per_s=now.images_per_s,
+        unlimited_images_per_s=best_images_per_s,
+        switches=now.switches,
+        ssd_busy_fraction=busy_fraction,
+        memory=memory,
+        ssd=ssd,
+        takt=takt,
+    )
+
+
+def size_text(size_bytes: float) -> str:
+    """A memory's size, rounded up to a tenth: `5.1 GiB`."""
+    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
+    return f"{math.ceil(size_bytes / unit * 10) / 10:.1f} {name}"
+
+
+def speed_text(bytes_per_s: float) -> str:
+    """An SSD's bandwidth, rounded up: `1.4 GB/s`, `530 MB/s`."""
+    if bytes_per_s >= 1e9:
+        return f"{math.ceil(bytes_per_s / 1e8) / 10:.1f} GB/s"
+    return f"{math.ceil(bytes_per_s / 1e6)} MB/s"
+
+
+def _waits_for_arrivals(now: Forecast, floor: Bounds) -> bool:
+    keeps_up = now.seconds * REMOVED <= floor.arrivals_s
+    return keeps_up and floor.arrivals_s > SLACK * floor.compute_s
+
+
+def _memory_remedy(
+    scenario: Scenario,
+    planned: Planned,
+    policy: str,
+    box: BoxIdentity,
+    target_images_per_s: float,
+    spacious: Planned,
+    split: Split,
+) -> MemoryRemedy | None:
+    """The memory of the executors that do most is the device's where there is one, else the host's."""
+    used = {spec.pool for spec in planned.executors}
+    main = DEVICE if DEVICE in used else HOST
+    now_bytes, most_bytes = _budgets(planned), _budgets(spacious)
+
+    def played(budget_bytes: Mapping[str, int]) -> Forecast:
+        return forecast(scenario, split(budget_bytes), policy)
+
+    for pools in dict.fromkeys(((main,), tuple(now_bytes))):
+        now, most = ({pool: sizes[pool] for pool in pools} for sizes in (now_bytes, most_bytes))
+        found = _smallest_budgets(now, most, lambda sizes: played(sizes).images_per_s >= target_images_per_s)
+        if found is not None:
+            box_bytes = {pool: _box_bytes(box, pool) for pool in pools}
+            return MemoryRemedy(now, found, box_bytes, played(found).images_per_s)
+    return None
+
+
+def _smallest_budgets(
+    now_bytes: Mapping[str, int], most_bytes: Mapping[str, int], is_enough: Callable[[Mapping[str, int]], bool]
+) -> dict[str, int] | None:
+    """The smallest budgets that are enough, of these memories grown together; None where none are."""
+
+    def grown(factor: float) -> dict[str, int]:
+        return {pool: min(int(max(size, 1) * factor), most_bytes[pool]) for pool, size in now_bytes.items()}
+
+    most = max(most_bytes[pool] / max(size, 1) for pool, size in now_bytes.items())
+    factor = _smallest(1.0, most, lambda factor: is_enough(grown(factor)))
+    return None if factor is None else grown(factor)
+
+
+def _box_bytes(box: BoxIdentity, pool: str) -> int:
+    return box.device_bytes if pool == DEVICE and box.device_bytes is not None else box.host_bytes
+
+
+def _ssd_remedy(scenario: Scenario, planned: Planned, policy: str, target_images_per_s: float) -> SsdRemedy | None:
+    now_bytes_per_s = scenario.ssd_bytes_per_s
+
+    def with_speed(bytes_per_s: float) -> Forecast:
+        return forecast(*with_ssd(scenario, planned, bytes_per_s), policy)
+
+    fastest = now_bytes_per_s * FASTEST_SSD
+    found = _smallest(now_bytes_per_s, fastest, lambda speed: with_speed(speed).images_per_s >= target_images_per_s)
+    if found is None:
+        return None
+    return SsdRemedy(now_bytes_per_s, found, with_speed(found).images_per_s)
+
+
+def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]) -> float | None:
+    """The smallest value that is enough, to a step of STEP; None where even the most is not."""
+    if most <= too_little or not is_enough(most):
+        return None
+    enough = most
+    while enough > STEP * too_little:
+        middle = math.sqrt(too_little * enough)
+        if is_enough(middle):
+            enough = middle
+        else:
+            too_little = middle
+    return enough
+
+
+def _beside_workspaces(planned: Planned) -> Split:
+    """Experts get what the workspaces leave, which stay as they are."""
+    workspaces = {pool.name: pool.workspace_bytes for pool in planned.pools}
+    return lambda budget_bytes: with_expert_bytes(
+        planned, {pool: size - workspaces[pool] for pool, size in budget_bytes.items()}
+    )
+
+
+def _with_room_for_all(planned: Planned, split: Split) -> Planned:
+    """With what unlimited memory gives to batches, and room for all experts but no more."""
+    unlimited = split({pool.name: UNLIMITED_BYTES for pool in planned.pools})
+    return with_expert_bytes(unlimited, _bytes_of_all(planned))
+
+
+def _is_as_roomy(planned: Planned, spacious: Planned) -> bool:
+    return all(
+        pool.expert_bytes >= most.expert_bytes and pool.workspace_bytes >= most.workspace_bytes
+        for pool, most in zip(planned.pools, spacious.pools, strict=True)
+    )
+
+
+def _budgets(planned: Planned) -> dict[str, int]:
+    return {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in planned.pools}
+
+
+def _bytes_of_all(planned: Planned) -> dict[str, int]:
+    """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
+    feeds = {pool.cache: pool.name for pool in planned.pools if pool.cache is not None}
+    needed = {}
+    for pool in planned.pools:
+        served = {pool.name, feeds.get(pool.name)}
+        columns = [planned.matrix.experts[spec.processor] for spec in planned.executors if spec.pool in served]
+        footprints = {row.copy: row.footprint for column in columns for row in column.values()}
+        parts: set[SharedPart] = {part for footprint in footprints.values() for part in footprint.shared}
+        own_bytes = sum(footprint.own_bytes for footprint in footprints.values())
+        needed[pool.name] = max(own_bytes + sum(part.size_bytes for part in parts), pool.expert_bytes)
+    return needed
+
+
+# -- sentences --
+
+
+def _limit_sentences(advice: Advice) -> list[str]:
+    if advice.limit is Limit.ARRIVALS:
+        return ["Arrivals are the limit: the last images are judged about as soon as they can be after they come."]
+    if advice.limit is Limit.COMPUTE:
+        return [f"Compute is the limit: no memory and no SSD would gain more than {1 / REMOVED - 1:.0%}."]
+    if advice.limit is Limit.SSD:
+        busy = f"and it is busy {advice.ssd_busy_fraction:.0%} of the time"
+        told = [f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}."]
+    else:
+        waits = (
+            f"requests wait for {advice.switches} switches"
+            if advice.switches
+            else "batches get less of it than they can use"
+        )
+        told = [f"Memory is the limit: {waits}."]
+    return [*told, _remedy_sentence(advice)]
+
+
+def _remedy_sentence(advice: Advice) -> str:
+    memory, ssd = advice.memory, advice.ssd
+    no_ssd = f"no SSD up to {FASTEST_SSD:.0f} times as fast as this one"
+    if memory is not None and ssd is not None:
+        return f"With {_memory_words(memory)}, or with {_ssd_words(ssd)}."
+    if memory is not None:
+        return f"With {_memory_words(memory)}; {no_ssd} does as much."
+    if ssd is not None:
+        return f"With {_ssd_words(ssd)}; more memory does not do as much."
+    return f"More memory alone does not reach {REMOVED:.0%} of that, and {no_ssd} does."
+
+
+def _memory_words(remedy: MemoryRemedy) -> str:
+    words = []
+    for pool, size_bytes in remedy.budget_bytes.items():
+        box_bytes = remedy.box_bytes[pool]
+        box = f", this box has {size_text(box_bytes)}" if size_bytes > box_bytes else ""
+        words.append(f"{size_text(size_bytes)} of {pool} memory (now {size_text(remedy.now_bytes[pool])}{box})")
+    return f"{' and '.join(words)} it reaches {remedy.images_per_s:.1f} images/s"
+
+
+def _ssd_words(remedy: SsdRemedy) -> str:
+    speed, now = speed_text(remedy.bytes_per_s), speed_text(remedy.now_bytes_per_s)
+    return f"an SSD of {speed} (now {now}) it reaches {remedy.images_per_s:.1f} images/s"
+
+
+def _takt_sentences(advice: Advice) -> list[str]:
+    if advice.takt is None:
+        return []
+    asked = f"The takt asks for {advice.takt.required_images_per_s:.2f} images/s"
+    if advice.takt.is_met:
+        return [f"{asked}: met."]
+    if advice.takt.is_met_unlimited:
+        return [f"{asked}: missed now, met with unlimited memory."]
+    return [f"{asked}: missed with any memory."]

@@ -1,0 +1,305 @@
+"""The plan of a line before it is deployed: what each policy would do in each memory, beside what no policy could beat.
+
+Guarantees: the Engine that is planned with is the one that serves; every row of a plan is of the same requests, which
+run the same experts; the same inputs give the same rows. Nothing is loaded and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from agent.core.policy import PRESETS
+from agent.deployment.engine_setup import planned, profiled_box
+from experts.document import suggestion
+from experts.errors import ConfigError
+from profiler.planning.advice import advise, size_text
+from profiler.simulation.bounds import bounds, unread_bytes
+from profiler.simulation.forecast import forecast, reaches, scenario_of, with_ssd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.config import LineConfig, PolicyName
+    from agent.deployment.engine_setup import Planned
+    from agent.device_profile.records import StoredProfile
+    from agent.runtime.machine.box import Box
+    from experts.expert import Precision
+    from profiler.planning.advice import Advice
+    from profiler.simulation.bounds import Bounds
+    from profiler.simulation.forecast import Forecast, Scenario
+    from profiler.workload.traces import Arrival
+
+SHIFT_S = 8 * 3600.0
+WORKSPACE = "_workspace"
+LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
+TABLE_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One policy in one memory. Waits are from arrival to outcome.
+
+    ``memory``: bytes of weights, and of workspaces, by pool. ``switching_loads`` are those into memories that experts
+    run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where that is missed, and
+    without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``takt_met``:
+    no queue grows while the trace goes on and on at that rate, however fast or slow this trace was. ``bound``: of
+    the offline optimum, these memories full of the right experts at the start; ``roofline_images_per_s``: the same
+    floor of time, with what is there at this row's start.
+    """
+
+    policy: str
+    memory: Mapping[str, int]
+    executors: Mapping[str, int]
+    requests: int
+    seconds: float
+    images_per_s: float
+    switches: int
+    loads: Mapping[str, int]
+    switching_loads: int
+    evictions: int
+    bytes_read: int
+    bytes_read_per_shift: int
+    p50_wait_s: float
+    p99_wait_s: float
+    required_images_per_s: float | None
+    takt_met: bool | None
+    bound: Bounds
+    roofline_images_per_s: float
+
+    @property
+    def roofline_fraction(self) -> float:
+        """How much of what no schedule can beat is reached."""
+        return self.images_per_s / self.roofline_images_per_s if self.roofline_images_per_s > 0.0 else 0.0
+
+
+def plan(
+    config: LineConfig,
+    box: Box | None,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    policies: Sequence[str] = (),
+    memories: Sequence[Mapping[str, int]] = ({},),
+    *,
+    executors: Mapping[str, int] | None = None,
+    precision: Precision | None = None,
+    ssd_bytes_per_s: float | None = None,
+    seed: int = 0,
+) -> tuple[PlanRow, ...]:
+    """A row for each memory and policy asked, in that order; no policy = the line's own.
+
+    ``box``: None = the one that was profiled. ``memories``, ``executors``, ``precision``: in the place of the line's
+    own; sizes in bytes by host, device and workspace. ``ssd_bytes_per_s``: in the place of the measured speed. ``seed``
+    draws which requests a step lets pass. Raises ConfigError for what cannot run, or fit.
+    """
+    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+    required = required_images_per_s(config)
+    rows = []
+    for memory in memories:
+        for policy in policies or (config.policy,):
+            setting = _planned(config, box, profile, policy, memory, executors, precision)
+            rows.append(plan_row(*_with_ssd(scenario, setting, ssd_bytes_per_s), policy, required))
+    return tuple(rows)
+
+
+def plan_advice(
+    config: LineConfig,
+    box: Box | None,
+    profile: StoredProfile,
+    trace: Sequence[Arrival],
+    policy: str | None = None,
+    memory: Mapping[str, int] | None = None,
+    *,
+    executors: Mapping[str, int] | None = None,
+    precision: Precision | None = None,
+    ssd_bytes_per_s: float | None = None,
+    seed: int = 0,
+) -> Advice:
+    """What limits the line under one policy in one memory, and what would remove that; arguments as of ``plan``."""
+    name = policy or config.policy
+    setting = _planned(config, box, profile, name, memory or {}, executors, precision)
+    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+    _refuse_broken(scenario, setting)
+    required = required_images_per_s(config)
+
+    def split(budget_bytes: Mapping[str, int]) -> Planned:
+        given = {**(memory or {}), **budget_bytes}
+        shared_out = _planned(config, box, profile, name, given, executors, precision)
+        return _with_ssd(scenario, shared_out, ssd_bytes_per_s)[1]
+
+    return advise(*_with_ssd(scenario, setting, ssd_bytes_per_s), name, profile.box, required, split)
+
+
+def plan_row(scenario: Scenario, setting: Planned, policy: str, required_images_per_s: float | None) -> PlanRow:
+    """One row. Raises ConfigError as ``forecast`` does, and for experts that are broken."""
+    _refuse_broken(scenario, setting)
+    played = forecast(scenario, setting, policy)
+    resources = scenario.resources(setting)
+    bound = bounds(scenario.requests, resources)
+    needed = {expert for experts in scenario.steps for expert in experts}
+    io_s = unread_bytes(needed, resources, played.resident_at_start) / scenario.ssd_bytes_per_s
+    roofline_s = max(bound.compute_s, bound.arrivals_s, io_s)
+    requests = len(scenario.trace)
+    is_met = None
+    if required_images_per_s is not None:
+        is_met = reaches(scenario, setting, policy, played, required_images_per_s)
+    return PlanRow(
+        policy=policy,
+        memory={pool.name: pool.expert_bytes for pool in setting.pools}
+        | {pool.name + WORKSPACE: pool.workspace_bytes for pool in setting.pools},
+        executors=dict(Counter(spec.processor for spec in setting.executors)),
+        requests=requests,
+        seconds=played.seconds,
+        images_per_s=played.images_per_s,
+        switches=played.switches,
+        loads=_loads(played),
+        switching_loads=played.loads_to({spec.pool for spec in setting.executors}),
+        evictions=played.evictions,
+        bytes_read=played.bytes_read,
+        bytes_read_per_shift=_per_shift(played, required_images_per_s if is_met else None),
+        p50_wait_s=played.wait_s(0.5),
+        p99_wait_s=played.wait_s(0.99),
+        required_images_per_s=required_images_per_s,
+        takt_met=is_met,
+        bound=bound,
+        roofline_images_per_s=requests / roofline_s if roofline_s > 0.0 else 0.0,
+    )
+
+
+def required_images_per_s(config: LineConfig) -> float | None:
+    """What the line's boards ask for: board types take turns, each followed by the next one takt later."""
+    if not config.boards:
+        return None
+    images = sum(sum(board.components.values()) for board in config.boards.values())
+    return images / sum(board.takt_s for board in config.boards.values())
+
+
+def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, Any]:
+    """As `coserve plan --json` prints it."""
+    told = None if advice is None else asdict(advice) | {"sentences": list(advice.sentences)}
+    return {"rows": [_row_json(row) for row in rows], "advice": told}
+
+
+def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
+    """For people: a table of at most TABLE_WIDTH columns, and the advice below it."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.policy, *(text(row) for text in COLUMNS.values()))
+    out = StringIO()
+    console = Console(file=out, width=TABLE_WIDTH, force_terminal=False, color_system=None)
+    console.print(table)
+    for text in (LEGEND, *(() if advice is None else advice.sentences)):
+        console.print(text, highlight=False, markup=False)
+    return out.getvalue()
+
+
+# -- settings --
+
+
+def _planned(
+    config: LineConfig,
+    box: Box | None,
+    profile: StoredProfile,
+    policy: str,
+    memory: Mapping[str, int],
+    executors: Mapping[str, int] | None,
+    precision: Precision | None,
+) -> Planned:
+    """What an agent of the line would decide with, were it configured so."""
+    if policy not in PRESETS:
+        raise ConfigError(f"no policy {policy!r} - {suggestion(policy, PRESETS)}")
+    return planned(
+        config,
+        box or profiled_box(profile),
+        profile,
+        policy=cast("PolicyName", policy),
+        memory=memory,
+        executors=executors,
+        precision=precision,
+    )
+
+
+def _with_ssd(scenario: Scenario, setting: Planned, bytes_per_s: float | None) -> tuple[Scenario, Planned]:
+    if bytes_per_s is None:
+        return scenario, setting
+    if bytes_per_s <= 0.0:
+        raise ConfigError(f"an SSD of {bytes_per_s} bytes/s reads nothing - give more than 0")
+    return with_ssd(scenario, setting, bytes_per_s)
+
+
+def _refuse_broken(scenario: Scenario, setting: Planned) -> None:
+    needed = sorted({expert for experts in scenario.steps for expert in experts} & setting.broken.keys())
+    if needed:
+        reasons = [f"the trace needs {expert}, which cannot be served: {setting.broken[expert]}" for expert in needed]
+        raise ConfigError.of([ConfigError(reason) for reason in reasons])
+
+
+# -- figures --
+
+
+def _loads(played: Forecast) -> dict[str, int]:
+    return dict.fromkeys(LOAD_PATHS, 0) | dict(played.loads)
+
+
+def _per_shift(played: Forecast, takt_images_per_s: float | None) -> int:
+    """At the takt's rate, where it is met; else at that of the forecast."""
+    rate = played.images_per_s if takt_images_per_s is None else takt_images_per_s
+    return round(played.bytes_read / len(played.waits_s) * rate * SHIFT_S)
+
+
+def _row_json(row: PlanRow) -> dict[str, Any]:
+    bound = asdict(row.bound) | {"seconds": row.bound.seconds}
+    return asdict(row) | {"bound": bound, "roofline_fraction": row.roofline_fraction}
+
+
+# -- the table --
+
+
+def _budgets(row: PlanRow) -> str:
+    pools = [name for name in row.memory if not name.endswith(WORKSPACE)]
+    return " + ".join(size_text(row.memory[name] + row.memory[name + WORKSPACE]) for name in pools)
+
+
+def _bytes_text(size_bytes: float) -> str:
+    return f"{size_bytes / 1e12:.1f} TB" if size_bytes >= 1e12 else f"{size_bytes / 1e9:.1f} GB"
+
+
+def _wait_text(seconds: float) -> str:
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 100.0:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 3600.0 else f"{seconds / 3600:.1f} h"
+
+
+def _takt(row: PlanRow) -> str:
+    return "-" if row.takt_met is None else "met" if row.takt_met else "missed"
+
+
+COLUMNS: dict[str, Callable[[PlanRow], str]] = {
+    "memory": _budgets,
+    "images/s": lambda row: f"{row.images_per_s:.2f}",
+    "of floor": lambda row: f"{row.roofline_fraction:.0%}",
+    "switches": lambda row: str(row.switches),
+    "loads": lambda row: str(row.switching_loads),
+    "least": lambda row: str(row.bound.switches),
+    "in order": lambda row: str(row.bound.fcfs_switches),
+    "wait p50": lambda row: _wait_text(row.p50_wait_s),
+    "p99": lambda row: _wait_text(row.p99_wait_s),
+    "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
+    "takt": _takt,
+}
+LEGEND = (
+    "of floor: images/s over the most that work, bytes and arrivals allow. loads: experts brought to where they run "
+    "after the start; a request waited for those under switches. least: loads that no schedule can do without; "
+    "in order: the same when requests are served as they came. read a shift: in eight hours at the takt, at images/s "
+    "where it is missed. takt: met where no queue grows while the trace goes on and on at the takt's rate."
+)

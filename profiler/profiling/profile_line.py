@@ -1,0 +1,463 @@
+"""``coserve profile`` from start to end: the offline phase of one line on one box (CoServe, sections 4.4 and 4.5).
+
+Guarantees: nothing that was measured is lost when it is killed, the next run goes on from there; the finished profile
+replaces the earlier one as a whole or not at all; no agent of this line runs meanwhile, for both would slow the other.
+In this order: each kind of experts once on each processor, in every form that its backend has or in the one that the
+line file names; which forms agree with fp32, the fastest first, over all experts that have samples; links; one image
+on every expert as it will run, so that one that fails spoils nothing that follows; several executors at once; how long
+OpenMP's threads wait; usage; and last the split of the memories and the number of executors.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agent.core.performance import ExecutorSpec
+from agent.deployment.build import detect_box
+from agent.deployment.executors import executor_specs
+from agent.deployment.memory_split import casual_allocation, pool_budgets
+from agent.deployment.performance_matrix import kind_of
+from agent.device_profile.identity import identity_of, is_of_another_box, packed_sha256
+from agent.device_profile.records import SOURCE, StoredProfile, UsageOrigin
+from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
+from agent.records.database import StateLock
+from agent.runtime.executor import threads_per_executor
+from experts.errors import ConfigError, CoServeError, ExpertError
+from experts.weights import SegmentStore
+from profiler.allocation.search import SearchOptions
+from profiler.allocation.search_runs import RUNS
+from profiler.allocation.step import ENGINE, AllocationStep
+from profiler.microbench.agreement import TOLERANCE, candidate_precisions
+from profiler.microbench.batches import BatchOptions, why_no_larger
+from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
+from profiler.microbench.kinds import Bench, measure_kind, measure_links, measure_speedups
+from profiler.microbench.packed_forms import LinePacking, by_kind, refuse_what_never_fits
+from profiler.microbench.precision_choice import PrecisionChoice
+from profiler.microbench.smoke_test import failing_experts
+from profiler.microbench.spinning import measure_spinning, most_used, try_setting
+from profiler.replay.player import QUIET_FRACTION, CoresInUse
+from profiler.usage.probabilities import (
+    UsageFound,
+    computed_usage,
+    refuse_uncountable,
+    usage_from_results,
+    usage_from_samples,
+)
+from profiler.workload.samples import LineSamples, is_synthetic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
+    from profiler.microbench.packed_forms import Copies
+
+MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
+MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than any that was run may save without a note
+AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
+MOST_TOGETHER = 4  # executors of one processor that are measured at once, at least, where there are as many cores
+CPU = "cpu"
+SPINNING_LIMIT_S = 60.0  # after which no further round over the settings of OpenMP's waiting begins
+KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
+KEPT = {
+    UsageOrigin.SERVED: "learned from {requests} served requests",
+    UsageOrigin.COUNTED: "counted on {requests} sample requests",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingOptions:
+    """What `coserve profile` was asked for.
+
+    ``samples``: a folder of real images instead of the line's own intake. ``count_usage``: run the routes on them.
+    ``usage_from``: served history instead, which is read before anything is measured.
+    ``allocation``: ENGINE (real runs of ``engine_requests`` each), SIMULATE (in seconds), or CASUAL (no search).
+    ``fresh``: measure all anew, also in the place of a profile that is damaged or another box's.
+    ``spinning``: the setting of OpenMP's waiting that this process runs with; None: the settings are not compared.
+    """
+
+    samples: Path | None = None
+    count_usage: bool = False
+    usage_from: Path | None = None
+    allocation: str = ENGINE
+    engine_requests: int = 200
+    fresh: bool = False
+    tolerance: float = TOLERANCE
+    batches: BatchOptions = field(default_factory=lambda: BatchOptions(limit_s=KIND_LIMIT_S))
+    search: SearchOptions = field(default_factory=SearchOptions)
+    spinning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The finished profile, where it lies, and what its reader should know."""
+
+    profile: StoredProfile
+    path: Path
+    notes: tuple[str, ...]
+
+
+def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callable[[str, int, int], None]) -> Profiled:
+    """Profile a line on this box. Raises ConfigError, AlreadyRunning while its agent runs, AgentCrashed.
+
+    What lies in the profile's place and is none of this box is an error, and stays as it is, unless all is ``fresh``.
+    """
+    path = config.profile_file
+    with StateLock(config.state), closing(SegmentStore(config.packed_folder)) as segments:
+        box = detect_box(config)
+        if not options.fresh:
+            _refuse_to_replace(path, box)
+        served = None if options.usage_from is None else usage_from_results(options.usage_from, config)
+        samples = LineSamples.find(config, options.samples)
+        if options.count_usage:
+            refuse_uncountable(config, samples)
+        with ProfileDraft.open(path, config.line, identity_of(box), fresh=options.fresh) as draft:
+            kept = None if served else _kept_usage(config, options, path)
+            return _Profiling(config, options, progress, box, segments, samples, draft).run(served or kept)
+
+
+def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
+    """Put usage learned from served history into the line's finished profile, which is otherwise kept.
+
+    None where no history is given. Raises ConfigError, also for a line that has no finished profile yet.
+    """
+    if history is None:
+        return None
+    path = config.profile_file
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: no finished profile yet - run `coserve profile {config.document.file}` first, or give "
+            "--simulate or --casual to profile with this usage"
+        )
+    found = usage_from_results(history, config)
+    read_profile(path)  # what is no profile is refused before anything is replaced
+    replace_usage(path, found.usage)
+    return Profiled(read_profile(path), path, found.notes)
+
+
+def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> UsageFound | None:
+    """The usage that the line's finished profile learned or counted, unless another is asked for.
+
+    Experts that joined since are as likely as their routes make them.
+    """
+    if options.fresh or options.count_usage or not path.exists():
+        return None
+    then = read_profile(path)
+    if then.line != config.line or then.usage.origin not in KEPT:
+        return None
+    computed = computed_usage(config).probabilities
+    usage = replace(
+        then.usage,
+        probabilities={name: then.usage.probabilities.get(name, computed[name]) for name in sorted(computed)},
+        pass_rates={name: rate for name, rate in then.usage.pass_rates.items() if name in computed},
+    )
+    origin = KEPT[usage.origin].format(requests=usage.requests)
+    note = (
+        f"usage stays as it was {origin}: --fresh computes it from quantities again, --usage-from learns it anew, "
+        "--count-usage counts it anew"
+    )
+    return UsageFound(usage, (note,))
+
+
+def _refuse_to_replace(path: Path, box: Box) -> None:
+    """Raises ConfigError for a file that cannot be read as a profile, and for one of another box."""
+    if not path.exists():
+        return
+    then = read_profile(path).box
+    if is_of_another_box(then, identity_of(box)):
+        raise ConfigError(
+            f"{path} is the profile of another box: {then.device}, {then.model}, {then.cores} cores; this one is "
+            f"{box.name}, {box.model}, {box.cores} cores - move it away, or give --fresh to measure anew"
+        )
+
+
+def _broken_images(broken: Sequence[str]) -> str:
+    """``broken``: each file that could not be decoded, with its reason."""
+    if len(broken) == 1:
+        return f"one sample image is broken and was passed over: {broken[0]}"
+    return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
+
+
+class _Profiling:
+    """One run. Each step saves what it found, and leaves alone what an earlier run saved."""
+
+    def __init__(
+        self,
+        config: LineConfig,
+        options: ProfilingOptions,
+        progress: Callable[[str, int, int], None],
+        box: Box,
+        segments: SegmentStore,
+        samples: LineSamples,
+        draft: ProfileDraft,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._progress = progress
+        self._box = box
+        self._segments = segments
+        self._samples = samples
+        self._draft = draft
+        self._search = options.search.on(box)
+        self._packing = LinePacking(config, segments, samples, progress)
+        self._notes: list[str] = []
+
+    def run(self, served: UsageFound | None) -> Profiled:
+        """All steps. ``served``: the usage, where it was learned from history, now or before."""
+        if self._samples.broken:
+            self._notes.append(_broken_images(self._samples.broken))
+        processors = self._processors()
+        representatives = self._packing.representatives(processors)
+        copies = self._packing.pack(representatives)
+        standing = [copy for form in copies for copy in copies[form] if copy.expert.id in representatives]
+        refuse_what_never_fits(self._config, self._box, processors, standing)
+        for processor in processors:
+            self._measure_kinds(processor, copies)
+        precisions = self._choose(processors, self._packing.references(copies))
+        self._measure_links(copies)
+        able = self._able(processors, precisions, self._keep(precisions))
+        for processor in processors:
+            self._measure_speedups(processor, able[processor])
+        if self._options.spinning is not None:
+            shares = served.usage if served else computed_usage(self._config)
+            self._measure_spinning(able.get(CPU, []), shares, self._options.spinning)
+        usage = served or self._usage(self._interim(precisions, computed_usage(self._config)))
+        self._draft.save_usage(usage.usage)
+        self._draft.save_allocation(self._allocation(self._interim(precisions, usage.usage)))
+        self._draft.save_trials(RUNS, ())
+        profile = self._draft.finish()
+        broken = [f"{name} cannot be served: {reason}" for name, reason in self._packing.failed.items()]
+        return Profiled(profile, self._config.profile_file, (*self._notes, *broken, *usage.notes))
+
+    def _processors(self) -> tuple[str, ...]:
+        """Those that the line may use, fastest first. Raises ConfigError for one that the box does not have."""
+        given = self._config.executors
+        if given is not None:
+            executor_specs(self._config, self._box)
+        return tuple(name for name in self._box.processors if given is None or given.get(name, 0) > 0)
+
+    def _measure_kinds(self, processor: str, copies: Copies) -> None:
+        """Every kind in every form that runs there; what an earlier run measured stays.
+
+        Only what it measured on synthetic images is measured again, once there are real ones.
+        """
+        there = {(each.kind, each.processor, each.precision): each for each in self._draft.kinds()}
+        jobs = [
+            (kind, form, listed)
+            for form in copies
+            for kind, listed in by_kind(copies[form]).items()
+            if form in candidate_precisions(listed[0].expert.architecture, processor)
+        ]
+        for number, (kind, form, listed) in enumerate(jobs):
+            self._progress(f"measure on {processor}", number, len(jobs))
+            earlier = there.get((kind, processor, str(form)))
+            if earlier is not None and not (is_synthetic(earlier.samples) and self._is_sampled(listed)):
+                continue
+            try:
+                with self._noticing_others(f"{kind} in {form} on {processor}"):
+                    measured = measure_kind(self._bench(processor), listed)
+                self._draft.save_kind(measured)
+            except ExpertError as error:
+                self._notes.append(f"{kind} in {form} does not run on {processor}: {error.message}")
+        if jobs:
+            self._progress(f"measure on {processor}", len(jobs), len(jobs))
+
+    def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> dict[tuple[str, str], str]:
+        """The precision of each kind on each processor."""
+        choice = PrecisionChoice(self._config, self._packing, self._draft, self._options.tolerance, self._progress)
+        choice.forget_changed(references)
+        chosen = {processor: choice.on(self._bench(processor), references) for processor in processors}
+        self._notes += choice.notes
+        precisions = {(kind, processor): form for processor, forms in chosen.items() for kind, form in forms.items()}
+        if not precisions:
+            reasons = "\n".join([*self._notes, *self._packing.failed.values()])
+            raise ConfigError(f"no expert of this line can be run on this box:\n{reasons}")
+        for kind in sorted({kind for kind, _ in precisions}):
+            runs = [f"{name} in {precisions[kind, name]}" for name in processors if (kind, name) in precisions]
+            if len(runs) < len(processors):
+                self._notes.append(f"{kind} runs on {' and '.join(runs)} only")
+        able = {kind for kind, _ in precisions}
+        for copy in references:
+            if kind_of(copy) not in able:
+                self._packing.failed.setdefault(copy.expert.id, f"its kind ({kind_of(copy)}) runs on no processor")
+        self._draft.save_precisions(precisions)
+        run = [each for each in self._draft.kinds() if precisions.get((each.kind, each.processor)) == each.precision]
+        self._notes += [
+            f"{each.kind} in {each.precision} on {each.processor}: batches were up to {each.fit_error:.0%} off K n + B "
+            f"- {AGAIN_IN_QUIET}"
+            for each in run
+            if each.fit_error > MOST_FIT_ERROR
+        ]
+        self._notes += [note for each in run if (note := self._unused(each))]
+        return precisions
+
+    def _unused(self, kind: KindProfile) -> str | None:
+        """That its maximum batch is only the largest that was run, where by its line larger ones may save more."""
+        most = kind.max_batch
+        batch_s = kind.K_s * most + kind.B_s
+        is_largest = most == max((batch.batch_size for batch in kind.batches), default=None)
+        if not is_largest or kind.B_s <= MOST_UNUSED * batch_s:
+            return None
+        free_bytes = self._box.size_of(self._box.pool_of(kind.processor)).available_bytes
+        reason = why_no_larger(kind.batches, self._options.batches, free_bytes)
+        return (
+            f"{kind.kind} in {kind.precision} on {kind.processor}: batches of more than {most} were not run: {reason}; "
+            f"by its line larger ones might take up to {kind.B_s / batch_s:.0%} less for an image"
+        )
+
+    def _measure_links(self, copies: Copies) -> None:
+        if not self._draft.links():
+            self._draft.save_links(measure_links(self._box, self._packing.references(copies), self._segments))
+
+    def _able(
+        self, processors: Sequence[str], precisions: Mapping[tuple[str, str], str], kept: Sequence[ExpertCopy]
+    ) -> dict[str, list[ExpertCopy]]:
+        """The copies that each processor will run, without those of experts that fail on any; these are noted."""
+        copies = {
+            processor: [copy for copy in kept if precisions.get((kind_of(copy), processor)) == copy.packed.precision]
+            for processor in processors
+        }
+        for processor, listed in copies.items():
+            report = partial(self._progress, f"try on {processor}")
+            for name, reason in failing_experts(self._bench(processor), listed, report).items():
+                self._packing.failed.setdefault(name, f"on {processor}: {reason}")
+        failed = self._packing.failed
+        return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
+
+    def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
+        """By the kind with the most experts, without those that fail at it; where all do, one alone counts."""
+        most = min(self._box.cores, max(MOST_TOGETHER, self._search.most_cpu_executors))
+        if len(self._draft.speedups().get(processor, ())) >= most:
+            return
+        self._progress(f"executors of {processor}", 0, 1)
+        reason = "" if copies else "none of the experts runs there"
+        speedups: tuple[float, ...] = (1.0,)
+        left = max(by_kind(copies).values(), key=len, default=[])
+        while left:
+            try:
+                with self._noticing_others(f"the gain of several executors of {processor}"):
+                    speedups = measure_speedups(self._bench(processor), left, most)
+                reason = ""
+                break
+            except ExpertError as error:
+                reason, failing = error.message, error.expert
+                left = [copy for copy in left if copy.expert.id != failing]
+        if reason:
+            self._notes.append(
+                f"executors of {processor} were not measured together, and are taken to gain nothing: {reason}"
+            )
+        self._draft.save_speedups(processor, speedups)
+        self._progress(f"executors of {processor}", 1, 1)
+
+    def _measure_spinning(self, copies: Sequence[ExpertCopy], usage: UsageProfile, running: str) -> None:
+        """The settings of OpenMP's waiting, unless an earlier run has; where it fails, no other than now is chosen."""
+        chosen = [kind for kind in self._draft.kinds() if kind.processor == CPU]
+        found = None if self._draft.spinning() else most_used(copies, chosen, usage.probabilities)
+        if found is not None:
+            self._progress("OpenMP's waiting", 0, 1)
+            cores, started = CoresInUse(), time.monotonic()
+
+            def is_quiet() -> bool:
+                return cores.others_fraction() <= QUIET_FRACTION
+
+            def may_go_on() -> bool:
+                return is_quiet() and time.monotonic() - started < SPINNING_LIMIT_S
+
+            try:
+                run = partial(try_setting, self._config.document.file, *found)
+                times = measure_spinning(run, may_go_on=may_go_on)
+                if is_quiet():
+                    self._draft.save_spinning(times)
+                else:  # where others have the cores, whoever waits less does better, and only there
+                    self._notes.append(
+                        "how long OpenMP's threads wait stays as the library has it, as other processes had "
+                        f"{cores.others_fraction():.0%} of the cores while that was measured - {AGAIN_IN_QUIET}"
+                    )
+            except CoServeError as error:
+                self._notes.append(f"how long OpenMP's threads wait stays as the library has it: {error}")
+            self._progress("OpenMP's waiting", 1, 1)
+        setting = next((each.setting for each in self._draft.spinning() if each.is_chosen), running)
+        if setting != running:
+            self._notes.append(
+                f"batches were timed with OpenMP's waiting {running!r}, and will run with {setting!r}, which is faster:"
+                f" `coserve profile {self._config.document.file} --fresh` times them with it"
+            )
+
+    def _keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:
+        """Every expert as it will run; noted as what was profiled, with what it was compared with."""
+        references = {name: digest for name, digest in self._draft.packed().items() if self._is_reference(*name)}
+        kept = self._packing.keep(precisions)
+        digests = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in kept}
+        sources = {(copy.expert.id, SOURCE): copy.packed.source_sha256 for copy in kept}
+        self._draft.save_packed({**references, **digests, **sources})
+        return kept
+
+    def _usage(self, interim: StoredProfile) -> UsageFound:
+        if self._options.count_usage:
+            return usage_from_samples(self._config, self._options.samples, self._progress, profile=interim)
+        return UsageFound(computed_usage(self._config))
+
+    def _allocation(self, interim: StoredProfile) -> Allocation:
+        step = AllocationStep(
+            self._config,
+            self._box,
+            self._samples,
+            self._draft,
+            self._packing.failed,
+            self._search,
+            self._options.engine_requests,
+            self._progress,
+        )
+        allocation = step.allocate(self._options.allocation, interim)
+        self._notes += step.notes
+        return allocation
+
+    # -- small answers --
+
+    @contextmanager
+    def _noticing_others(self, what: str) -> Iterator[None]:
+        """Note where other processes took what was being measured."""
+        cores = CoresInUse()
+        yield
+        others = cores.others_fraction()
+        if others > QUIET_FRACTION:
+            self._notes.append(
+                f"other processes had {others:.0%} of the cores while {what} was measured - {AGAIN_IN_QUIET}"
+            )
+
+    def _bench(self, processor: str) -> Bench:
+        executors = [ExecutorSpec(0, processor, self._box.pool_of(processor))]
+        threads = threads_per_executor(self._box, executors)
+        return Bench(self._box, processor, self._segments, self._samples, threads, self._options.batches)
+
+    def _is_sampled(self, copies: Sequence[ExpertCopy]) -> bool:
+        return any(self._samples.of(copy.expert.id) for copy in copies)
+
+    def _is_reference(self, expert: str, precision: str) -> bool:
+        return expert in self._config.catalog.experts and precision == self._packing.reference(expert)
+
+    def _interim(self, precisions: Mapping[tuple[str, str], str], usage: UsageProfile) -> StoredProfile:
+        """What is known before the search, with the casual allocation in the place of the searched one."""
+        draft, config = self._draft, self._config
+        casual = casual_allocation(self._box, pool_budgets(config, self._box))
+        return StoredProfile(
+            line=config.line,
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            box=identity_of(self._box),
+            links=draft.links(),
+            kinds=draft.kinds(),
+            agreements=draft.agreements(),
+            precisions=precisions,
+            packed=draft.packed(),
+            usage=usage,
+            allocation=casual,
+            speedups=draft.speedups(),
+        )

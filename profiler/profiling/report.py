@@ -1,0 +1,302 @@
+"""What `coserve profile` shows: a table for people, one object for scripts, and charts as PNG.
+
+Guarantees: everything shown is read from the stored profile; a chart whose data was not measured is not drawn.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, defaultdict
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from profiler.allocation.memory_shares import usage_cdf
+from profiler.charts import Series, line_chart
+from profiler.microbench.fits import typical_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from agent.device_profile.records import KindProfile, StoredProfile, Trial
+
+WIDTH = 120
+NORMALIZATIONS = {"imagenet", "unit"}
+MOST_CURVES = 6  # in one chart: more could not be told apart
+MOST_TRIALS = 12  # of one search in the table; the chart and the database hold all of them
+
+
+def profile_json(profile: StoredProfile) -> dict[str, Any]:
+    """The object of `coserve profile --json`. Rows of ``architectures`` are those of the chosen precisions.
+
+    An architecture of which the line has several kinds (input sizes, stems) is named by its kind.
+    """
+    several = defaultdict(set)
+    for kind in profile.chosen_kinds:
+        several[kind.architecture].add(kind.kind)
+    architectures: dict[str, dict[str, Any]] = {}
+    for kind in profile.chosen_kinds:
+        name = kind.architecture if len(several[kind.architecture]) == 1 else kind.kind
+        architectures.setdefault(name, {})[kind.processor] = _kind_json(kind)
+    allocation = profile.allocation
+    return {
+        "device": {
+            "name": profile.box.device,
+            "model": profile.box.model,
+            "processors": list(profile.box.processors),
+            "cores": profile.box.cores,
+            "versions": dict(profile.box.versions),
+            "links_bytes_per_s": {link.link: link.bytes_per_s for link in profile.links},
+            "speedups": {name: list(values) for name, values in profile.speedups.items()},
+            "spinning": {
+                "setting": profile.spinning_setting,
+                "tried": {
+                    each.setting: {"one_s": list(each.one_s), "largest_s": list(each.largest_s)}
+                    for each in profile.spinning
+                },
+            },
+        },
+        "architectures": architectures,
+        "usage": dict(profile.usage.probabilities),
+        "usage_origin": profile.usage.origin,
+        "pass_rates": dict(profile.usage.pass_rates),
+        "allocation": {
+            "origin": allocation.origin,
+            "budget_bytes": dict(allocation.budget_bytes),
+            "pools": {
+                pool.pool: {
+                    "expert_bytes": pool.expert_bytes,
+                    "workspace_bytes": pool.workspace_bytes,
+                    "experts": pool.experts,
+                }
+                for pool in allocation.pools
+            },
+        },
+        "executors": dict(allocation.executors),
+    }
+
+
+def profile_table(profile: StoredProfile) -> str:
+    """The profile for people."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=WIDTH, force_terminal=False, color_system=None)
+    box = profile.box
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(box.versions.items()))
+    console.print(f"{box.device}: {box.model}, {box.cores} cores; {versions}", highlight=False)
+    console.print(_kinds_table(profile))
+    for line in _closing_lines(profile):
+        console.print(line, highlight=False)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def profile_charts(profile: StoredProfile, folder: Path) -> list[Path]:
+    """Figures 5, 6 and 12 of the paper for this box, its usage CDF (11) and what the searches tried (17, 18)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    shown = _most_used_kinds(profile)
+    note = f"{profile.box.model}; means over repeats, outliers drawn in"
+    if shown:
+        path = folder / "average-latency.png"
+        averages = [Series(_label(kind), *_points(kind, per_image=True)) for kind in shown]
+        line_chart(path, "Average latency against batch size", "images in a batch", "ms per image", averages, note)
+        drawn.append(path)
+        path = folder / "batch-latency.png"
+        line_chart(
+            path,
+            "Latency against batch size, with K n + B",
+            "images in a batch",
+            "ms",
+            _fitted(shown),
+            f"{note}; dashed: fit",
+        )
+        drawn.append(path)
+        path = folder / "footprint.png"
+        held = [Series(_label(kind), *_footprint(kind)) for kind in shown]
+        line_chart(path, "Memory of one expert and its batch", "images in a batch", "MiB", held, "weights + workspace")
+        drawn.append(path)
+    drawn += _usage_chart(profile, folder)
+    drawn += _search_charts(profile, folder)
+    return drawn
+
+
+def _kind_json(kind: KindProfile) -> dict[str, Any]:
+    return {
+        "precision": kind.precision,
+        "threads": kind.threads,
+        "K_s": kind.K_s,
+        "B_s": kind.B_s,
+        "fit_error": kind.fit_error,
+        "max_batch": kind.max_batch,
+        "weight_bytes": kind.weight_bytes,
+        "workspace_bytes": [batch.workspace_bytes for batch in kind.batches],
+        "batch_sizes": [batch.batch_size for batch in kind.batches],
+        "workspace_base_bytes": kind.workspace_base_bytes,
+        "workspace_per_image_bytes": kind.workspace_bytes,
+        "load_s": {"ssd": None, "host": None} | dict(kind.load_s),
+        "samples": kind.samples,
+    }
+
+
+def _kinds_table(profile: StoredProfile) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
+    table.add_column("kind", overflow="fold")
+    for name in (
+        "on",
+        "precision",
+        "K ms",
+        "B ms",
+        "fit",
+        "batch",
+        "weights",
+        "per image",
+        "SSD ms",
+        "agrees with fp32",
+    ):
+        table.add_column(
+            name, justify="left" if name in {"on", "precision", "agrees with fp32"} else "right", no_wrap=True
+        )
+    agreements = {(each.kind, each.processor, each.precision): each for each in profile.agreements}
+    on_the_line = {kind for kind, _ in profile.precisions}
+    names = _short_names(on_the_line)
+    for kind in (each for each in profile.kinds if each.kind in on_the_line):
+        agreement = agreements.get((kind.kind, kind.processor, kind.precision))
+        is_chosen = profile.precisions.get((kind.kind, kind.processor)) == kind.precision
+        told = "" if agreement is None else _agreement(agreement.images, agreement.labels_differ, agreement.agrees)
+        table.add_row(
+            ("* " if is_chosen else "  ") + names[kind.kind],
+            kind.processor,
+            kind.precision,
+            f"{kind.K_s * 1e3:.2f}",
+            f"{kind.B_s * 1e3:.2f}",
+            f"{kind.fit_error:.1%}",
+            str(kind.max_batch),
+            _mib(kind.weight_bytes),
+            _mib(kind.workspace_bytes),
+            f"{kind.load_s['ssd'] * 1e3:.1f}" if "ssd" in kind.load_s else "-",
+            told,
+        )
+    return table
+
+
+def _short_names(kinds: set[str]) -> dict[str, str]:
+    """Without how pixels are normalised, which follows from the architecture as a rule; whole where it does not."""
+    short = {kind: " ".join(part for part in kind.split() if part not in NORMALIZATIONS) for kind in kinds}
+    times = Counter(short.values())
+    return {kind: name if times[name] == 1 else kind for kind, name in short.items()}
+
+
+def _agreement(images: int, differ: int, agrees: bool) -> str:
+    if not images:
+        return "not proven"
+    return f"yes, {images} images" if agrees else f"NO: {differ} labels of {images}" if differ else "NO: scores"
+
+
+def _closing_lines(profile: StoredProfile) -> Iterable[str]:
+    yield "* = what the agent will run; a batch of n takes K n + B; fit = largest distance of a size's mean from that"
+    samples = sorted({kind.samples for kind in profile.chosen_kinds})
+    yield f"measured on  {'; '.join(samples)}"
+    yield "links        " + ", ".join(f"{link.link} {link.bytes_per_s / 1e6:,.0f} MB/s" for link in profile.links)
+    for processor, speedups in profile.speedups.items():
+        told = ", ".join(f"{number} x{speedup:.2f}" for number, speedup in enumerate(speedups, start=1))
+        yield f"together     {processor} executors against one: {told}"
+    if profile.spinning:
+        told = ", ".join(
+            f"{each.setting} {fmean(each.one_s) * 1e3:.1f} and {fmean(each.largest_s) * 1e3:.1f}"
+            for each in profile.spinning
+        )
+        yield f"waiting      OpenMP {profile.spinning_setting}; ms of a batch of one and of the largest: {told}"
+    cdf = usage_cdf(profile.usage.probabilities)
+    half = next((number for number, share in enumerate(cdf, start=1) if share >= 0.5), len(cdf))
+    requests = f", {profile.usage.requests} requests" if profile.usage.requests else ""
+    yield f"usage        {profile.usage.origin}{requests}: {half} of {len(cdf)} experts take half of all uses"
+    allocation = profile.allocation
+    executors = ", ".join(f"{count} {processor}" for processor, count in allocation.executors.items() if count)
+    yield f"executors    {executors} ({allocation.origin})"
+    for pool in allocation.pools:
+        yield (
+            f"memory       {pool.pool}: {_mib(pool.expert_bytes)} for the {pool.experts} most used experts, "
+            f"{_mib(pool.workspace_bytes)} for batches"
+        )
+    for search, trials in _by_search(profile.trials).items():
+        told = ", ".join(f"{trial.setting} {trial.images_per_s:.1f}" for trial in trials[:MOST_TRIALS])
+        yield f"tried        {search}, images/s: {told}"
+
+
+def _most_used_kinds(profile: StoredProfile) -> list[KindProfile]:
+    """At most as many as one chart can hold; those with the largest weights, which cost most."""
+    return sorted(profile.chosen_kinds, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
+
+
+def _label(kind: KindProfile) -> str:
+    return f"{kind.architecture} {kind.kind.split()[1]} {kind.precision} on {kind.processor}"
+
+
+def _points(kind: KindProfile, *, per_image: bool) -> tuple[list[float], list[float]]:
+    sizes = [float(batch.batch_size) for batch in kind.batches]
+    times = [typical_s(batch.seconds) * 1e3 for batch in kind.batches]
+    return sizes, [each / size for each, size in zip(times, sizes, strict=True)] if per_image else times
+
+
+def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
+    sizes = [float(batch.batch_size) for batch in kind.batches]
+    return sizes, [(kind.weight_bytes + batch.workspace_bytes) / 2**20 for batch in kind.batches]
+
+
+def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
+    """Each kind's times, and its line up to its maximum batch."""
+    measured = [
+        Series(_label(kind), *_points(kind, per_image=False), kind="points", colour=number)
+        for number, kind in enumerate(kinds)
+    ]
+    lines = [
+        Series(
+            f"{kind.K_s * 1e3:.2f} n + {kind.B_s * 1e3:.2f}",
+            [1.0, float(kind.max_batch)],
+            [(kind.K_s + kind.B_s) * 1e3, (kind.K_s * kind.max_batch + kind.B_s) * 1e3],
+            kind="dashed",
+            colour=number,
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    return measured + lines
+
+
+def _usage_chart(profile: StoredProfile, folder: Path) -> list[Path]:
+    cdf = usage_cdf(profile.usage.probabilities)
+    if not cdf:
+        return []
+    path = folder / "usage.png"
+    counts = [float(number) for number in range(len(cdf) + 1)]
+    actual = Series("this line", counts, [0.0, *cdf])
+    even = Series("all experts alike", [0.0, float(len(cdf))], [0.0, 1.0], kind="dashed")
+    note = f"{profile.usage.origin}"
+    line_chart(path, "Expert usage", "experts, the most used first", "share of all uses", [actual, even], note)
+    return [path]
+
+
+def _search_charts(profile: StoredProfile, folder: Path) -> list[Path]:
+    drawn = []
+    for search, trials in _by_search(profile.trials).items():
+        if not search.startswith("memory:") or len(trials) < 2:
+            continue
+        path = folder / f"{search.replace(':', '-')}.png"
+        points = sorted({(float(trial.setting.split()[0]), trial.images_per_s) for trial in trials})
+        series = [Series("images/s", [count for count, _ in points], [speed for _, speed in points])]
+        note = f"{profile.allocation.origin}; the decay window of section 4.4"
+        line_chart(path, f"Throughput against experts in memory, {search}", "experts", "images/s", series, note)
+        drawn.append(path)
+    return drawn
+
+
+def _by_search(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
+    found: defaultdict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        found[trial.search].append(trial)
+    return dict(found)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"

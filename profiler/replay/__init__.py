@@ -1,0 +1,1 @@
+"""A trace on the real agent."""

@@ -1,0 +1,385 @@
+"""One trace played on the real engine, and what that took.
+
+Guarantees: the clock starts after the initial placement is complete, and everything that is counted is the difference
+to that moment; packed files are verified before, as a long-running agent has them, so that no load is hashed on the
+way; every request has its outcome, or the error that ended the agent is raised. Images are decoded before the clock
+starts; what is measured is deciding, loading, preparing and running.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import psutil
+
+from agent.core import events
+from agent.core.effects import Evict, StartLoad
+from agent.deployment.build import build_agent
+from agent.deployment.packed_copies import copy_name, packed_manifests
+from agent.runtime.loop import LoopOptions
+from experts.errors import AgentCrashed, ConfigError, ExpertError
+from experts.expert import Precision, Verdict
+from experts.images import read_image
+from profiler.workload.generated_line import synthetic_pixels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from agent.config import LineConfig
+    from agent.core.effects import Effect
+    from agent.core.engine import EngineStatistics
+    from agent.core.events import Event
+    from agent.core.performance import ExecutorSpec, PoolSpec
+    from agent.core.request import Outcome
+    from agent.deployment.build import Agent
+    from agent.device_profile.records import StoredProfile
+    from agent.runtime.loop import Decider, LoopStatistics
+    from experts.catalog import Catalog
+    from experts.weights import PackedExpert
+    from profiler.workload.traces import Arrival
+
+    Progress = Callable[[str, int, int], None]
+
+PLACEMENT_LIMIT_S = 900.0  # 40 GB from a SATA drive take less
+SETTLE_LIMIT_S = 60.0  # for loads that are under way when the last outcome comes
+VERIFIERS = 2
+PEAK_RESET = "5"  # what /proc/self/clear_refs takes to forget the peak of resident memory (proc(5))
+
+QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the report says so
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One call of the Engine. ``cpu_s`` is the deciding thread's own: the rest of ``seconds`` others had the core."""
+
+    event: type
+    moves_experts: bool  # it started a load, or evicted
+    seconds: float
+    cpu_s: float
+
+    @property
+    def is_expert_management(self) -> bool:
+        """Does its time count for moving experts (CoServe, section 4.3), not for scheduling requests (4.2)?"""
+        return self.moves_experts or self.event in (events.Loaded, events.LoadFailed, events.Quarantined)
+
+
+class TimedDecider:
+    """A Decider that times another one. ``decisions`` grows on the loop's thread."""
+
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
+        self.decisions: list[Decision] = []
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """As the other one does."""
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        effects = self._decider.handle(event, now)
+        cpu_s, seconds = time.thread_time() - cpu_started, time.perf_counter() - started
+        moves = any(isinstance(effect, StartLoad | Evict) for effect in effects)
+        self.decisions.append(Decision(type(event), moves, seconds, cpu_s))
+        return effects
+
+    def next_wakeup_s(self) -> float | None:
+        """As the other one does."""
+        return self._decider.next_wakeup_s()
+
+    def statistics(self) -> EngineStatistics:
+        """As the other one does."""
+        return self._decider.statistics()
+
+    def check_invariants(self) -> None:
+        """As the other one does."""
+        self._decider.check_invariants()
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What happened to a trace, from its first arrival to its last outcome. Requests are in the trace's order."""
+
+    seconds: float
+    outcomes: tuple[Outcome, ...]
+    waits_s: tuple[float, ...]  # from arrival to outcome
+    decisions: tuple[Decision, ...]
+    before: LoopStatistics
+    after: LoopStatistics
+    peak_rss_bytes: int
+    others_fraction: float  # of all cores, that other processes had meanwhile
+
+    @property
+    def labels(self) -> tuple[str | None, ...]:
+        """What each request was judged to be."""
+        return tuple(outcome.label for outcome in self.outcomes)
+
+    @property
+    def resident_at_start(self) -> frozenset[str]:
+        """The copies that lay in any memory when the first request came."""
+        return frozenset(copy for pool in self.before.engine.pools for copy in pool.resident)
+
+    def counted(self, count: Callable[[LoopStatistics], int]) -> int:
+        """How much a counter grew."""
+        return count(self.after) - count(self.before)
+
+    def loads(self) -> dict[str, int]:
+        """Loads by path, such as ssd_host."""
+        before, after = self.before.engine.loads, self.after.engine.loads
+        return {path: count - before.get(path, 0) for path, count in after.items()}
+
+    def unjudged(self, trace: Sequence[Arrival]) -> tuple[int, ...]:
+        """Which requests were not judged, from 0; a request of one expert is judged when the expert answered."""
+        return tuple(
+            number
+            for number, (outcome, arrival) in enumerate(zip(self.outcomes, trace, strict=True))
+            if outcome.verdict is Verdict.UNKNOWN and (arrival.expert is None or outcome.label is None)
+        )
+
+    def unknown_reasons(self, trace: Sequence[Arrival]) -> tuple[str, ...]:
+        """Why requests were not judged."""
+        return tuple(self.outcomes[number].reason or "no reason given" for number in self.unjudged(trace))
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An outcome and when it came, monotonic."""
+
+    number: int
+    outcome: Outcome
+    at_s: float
+
+
+@dataclass(slots=True)
+class Player:
+    """A running agent that traces can be played on, one after another."""
+
+    agent: Agent
+    timer: TimedDecider
+    _ended: SimpleQueue[Ended | AgentCrashed] = field(default_factory=SimpleQueue)
+
+    def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> Played:
+        """Submit every request at its time and wait for every outcome. Raises AgentCrashed."""
+        before = self.agent.loop.statistics()
+        decided = len(self.timer.decisions)
+        forget_peak_rss()
+        cores = CoresInUse()
+        started_s = time.monotonic()
+        numbers = [
+            self._submit(arrival, image, started_s + arrival.at_s) for arrival, image in zip(trace, images, strict=True)
+        ]
+        ended = self._collect(len(numbers))
+        peak_rss_bytes, others_fraction = peak_resident_bytes(), cores.others_fraction()
+        decisions = tuple(self.timer.decisions[decided:])
+        self.agent.loop.wait_until_idle(SETTLE_LIMIT_S)
+        return Played(
+            seconds=max(ended[number].at_s for number in numbers) - started_s,
+            outcomes=tuple(ended[number].outcome for number in numbers),
+            waits_s=tuple(
+                ended[number].at_s - started_s - arrival.at_s for number, arrival in zip(numbers, trace, strict=True)
+            ),
+            decisions=decisions,
+            before=before,
+            after=self.agent.loop.statistics(),
+            peak_rss_bytes=peak_rss_bytes,
+            others_fraction=others_fraction,
+        )
+
+    def _submit(self, arrival: Arrival, image: NDArray[np.uint8], due_s: float) -> int:
+        loop = self.agent.loop
+        delay_s = due_s - time.monotonic()
+        if delay_s > 0:
+            time.sleep(delay_s)
+        if loop.crash is not None:
+            raise loop.crash
+        return loop.submit(image, component=arrival.component, expert=arrival.expert)
+
+    def _collect(self, count: int) -> dict[int, Ended]:
+        ended: dict[int, Ended] = {}
+        while len(ended) < count:
+            end = self._ended.get()
+            if isinstance(end, AgentCrashed):
+                raise end
+            ended[end.number] = end
+        return ended
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSetup:
+    """How an agent is built, beside its line: as ``build_agent`` takes it. ``decider`` stands before its Engine.
+
+    ``is_strict``: experts that cannot be served are refused before anything is played; else their requests end UNKNOWN.
+    """
+
+    loop: LoopOptions = field(default_factory=LoopOptions)
+    profile: StoredProfile | Literal["auto"] | None = "auto"
+    executors: Sequence[ExecutorSpec] | None = None
+    pools: Sequence[PoolSpec] | None = None
+    usage: Mapping[str, float] | None = None
+    decider: Callable[[Decider], Decider] = lambda engine: engine
+    is_strict: bool = True
+
+
+@contextmanager
+def player(
+    config: LineConfig, experts: Iterable[str], setup: AgentSetup, progress: Progress = lambda *_: None
+) -> Iterator[Player]:
+    """An agent whose initial placement is complete, stopped in the end.
+
+    ``experts``: those that traces will need. A strict setup raises ConfigError naming each of them that cannot be
+    served, and WeightsError for a packed file that is damaged or gone.
+    """
+    ended: SimpleQueue[Ended | AgentCrashed] = SimpleQueue()
+    timers: list[TimedDecider] = []
+
+    def timed(engine: Decider) -> Decider:
+        timers.append(TimedDecider(setup.decider(engine)))
+        return timers[0]
+
+    def tell(number: int, outcome: Outcome) -> None:
+        ended.put(Ended(number, outcome, time.monotonic()))
+
+    agent = build_agent(
+        config,
+        tell,
+        progress,
+        setup.loop,
+        profile=setup.profile,
+        executors=setup.executors,
+        pools=setup.pools,
+        usage=setup.usage,
+        decider=timed,
+    )
+    agent.loop.when_crashed(ended.put)
+    needed = sorted(set(experts))
+    try:
+        if setup.is_strict:
+            _refuse_broken(config, needed, agent.broken)
+        _verify(agent, needed, is_strict=setup.is_strict)
+        agent.start()
+        if not agent.loop.wait_until_idle(PLACEMENT_LIMIT_S):
+            raise ConfigError(f"{config.document.file}: experts were not placed within {PLACEMENT_LIMIT_S:.0f} s")
+        if setup.is_strict:
+            engine = agent.loop.statistics().engine
+            _refuse_broken(config, needed, {**engine.on_probation, **engine.quarantined})
+        yield Player(agent, timers[0], ended)
+    finally:
+        agent.stop()
+
+
+class CoresInUse:
+    """Who has the cores from now on: this process and those it started and waited for, or others.
+
+    What others take makes figures worse than they are.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._busy, self._own = self._times()
+
+    def others_fraction(self) -> float:
+        """The share of all cores' time that went to other processes since; 0 where nothing is known yet."""
+        everything, busy, own = self._times()
+        passed_s = everything - self._all
+        return min(max((busy - self._busy - (own - self._own)) / passed_s, 0.0), 1.0) if passed_s > 0 else 0.0
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds of all cores, of those that were busy, and of this process with its ended children."""
+        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # also in user
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        return everything, everything - idle, own.user + own.system + own.children_user + own.children_system
+
+
+def experts_of(trace: Iterable[Arrival], catalog: Catalog) -> set[str]:
+    """Every expert that a trace may need: those it names, and all on the routes of its components."""
+    arrivals = tuple(trace)
+    named = {arrival.expert for arrival in arrivals if arrival.expert is not None}
+    components = {arrival.component for arrival in arrivals if arrival.component is not None}
+    return named | {step.expert for component in components for step in catalog.graph.routes[component]}
+
+
+def images_of(trace: Sequence[Arrival], catalog: Catalog) -> tuple[NDArray[np.uint8], ...]:
+    """The decoded image of every arrival: its own, or a synthetic one of its first expert's input size.
+
+    Each file is decoded once. Raises ImageError for one that cannot be.
+    """
+    decoded: dict[Path, NDArray[np.uint8]] = {}
+    synthetic: dict[str, NDArray[np.uint8]] = {}
+    images = []
+    for arrival in trace:
+        if arrival.image is not None:
+            if arrival.image not in decoded:
+                decoded[arrival.image] = read_image(arrival.image, str(arrival.image))
+            images.append(decoded[arrival.image])
+            continue
+        expert = arrival.expert or catalog.graph.routes[str(arrival.component)][0].expert
+        if expert not in synthetic:
+            wanted = catalog.experts[expert].input
+            chance = np.random.default_rng(list(expert.encode()))
+            synthetic[expert] = synthetic_pixels(chance, wanted.height, wanted.width)
+        images.append(synthetic[expert])
+    return tuple(images)
+
+
+def packed_copies(agent: Agent) -> dict[str, PackedExpert]:
+    """What this agent may load, by the name of the copy."""
+    copies = {row.copy for column in agent.matrix.experts.values() for row in column.values()}
+    found = {
+        copy_name(expert, Precision(manifest.packed.precision)): manifest.packed
+        for expert, manifests in packed_manifests(agent.config).items()
+        for manifest in manifests
+    }
+    return {copy: found[copy] for copy in copies}
+
+
+def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
+    """Hash the packed files of these experts once: an agent does so at their first load, and then never again.
+
+    Where it is not strict, one that is not sound is left to its load, which fails for the same reason.
+    """
+    segments = {
+        segment.sha256: (segment, packed.expert)
+        for packed in packed_copies(agent).values()
+        if packed.expert in experts
+        for segment in packed.segments
+    }
+    with ThreadPoolExecutor(VERIFIERS, thread_name_prefix="verify") as threads:
+        for done in [threads.submit(agent.segments.verify, *each) for each in segments.values()]:
+            error = done.exception()
+            if error is not None and (is_strict or not isinstance(error, ExpertError)):
+                raise error
+
+
+def _refuse_broken(config: LineConfig, needed: Sequence[str], broken: Mapping[str, str]) -> None:
+    problems = [
+        config.document.error(f"cannot be served, and the trace needs it: {broken[expert]}", "experts", expert)
+        for expert in needed
+        if expert in broken
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def forget_peak_rss() -> None:
+    """Where the system can: elsewhere the peak is that of the whole process."""
+    try:
+        Path("/proc/self/clear_refs").write_text(PEAK_RESET)
+    except OSError:
+        return
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory since it was last forgotten."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -1,0 +1,1 @@
+"""The same Engine under virtual time, and what no schedule can beat."""

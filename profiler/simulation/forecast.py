@@ -1,0 +1,278 @@
+"""What a line would do with a trace: its own Engine under virtual time, counted from the first arrival on.
+
+Guarantees: the same line, profile, trace and seed give the same forecast, and each request runs the same experts
+whatever the policy, the memories and the order: whether a step lets it pass is drawn once, by the profile's pass rates.
+The initial placement is complete before the trace starts and is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from agent.core.effects import Assigned, Evict, Fail, StartLoad
+from agent.core.engine import Engine
+from agent.core.performance import SSD, PerformanceMatrix
+from agent.core.policy import PRESETS
+from experts.document import suggestion
+from experts.errors import ConfigError, MemoryExceeded
+from experts.expert import NOTHING_FOUND, Prediction
+from profiler.simulation.bounds import RequestSteps, Resources
+from profiler.simulation.simulator import Simulator
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from agent.core.effects import Effect
+    from agent.deployment.engine_setup import Planned
+    from agent.device_profile.records import StoredProfile
+    from experts.graph import ExpertGraph
+    from profiler.workload.traces import Arrival
+
+ROUNDING = 1e-9  # 0.99 * 100 is 99 requests, not a hundredth one
+LEAST_PASSES = 6  # of a trace, to see whether a queue grows
+LEAST_REQUESTS = 2000  # in all of them: by then one that grows by a hundredth is longer than batches make one vary
+SHARING_PROCESSORS = frozenset({"cuda", "mps"})  # elsewhere the matrix holds what the number of executors costs
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is asked of a line, and how fast its links and processors are; whatever its memories and its policy.
+
+    ``steps``: the experts that each request of the trace runs, in order. ``link_bytes_per_s`` by source.
+    """
+
+    graph: ExpertGraph
+    trace: tuple[Arrival, ...]
+    steps: tuple[tuple[str, ...], ...]
+    link_bytes_per_s: Mapping[str, float]
+    speedups: Mapping[str, tuple[float, ...]]
+
+    @property
+    def requests(self) -> list[RequestSteps]:
+        """The same, as the bounds take it."""
+        return [RequestSteps(arrival.at_s, experts) for arrival, experts in zip(self.trace, self.steps, strict=True)]
+
+    @property
+    def offered_images_per_s(self) -> float:
+        """At which rate the trace's requests come; infinite for one that brings all at once."""
+        span_s = self.trace[-1].at_s - self.trace[0].at_s
+        return (len(self.trace) - 1) / span_s if span_s > 0.0 else math.inf
+
+    def repeated(self, passes: int, images_per_s: float) -> Scenario:
+        """The same requests so many times, at this rate on average: a trace that is slower is played faster."""
+        start_s, factor = self.trace[0].at_s, min(self.offered_images_per_s / images_per_s, 1.0)
+        offsets_s = [(arrival.at_s - start_s) * factor for arrival in self.trace]
+        trace = tuple(
+            replace(arrival, at_s=len(self.trace) * number / images_per_s + offset_s)
+            for number in range(passes)
+            for arrival, offset_s in zip(self.trace, offsets_s, strict=True)
+        )
+        return replace(self, trace=trace, steps=self.steps * passes)
+
+    @property
+    def ssd_bytes_per_s(self) -> float:
+        """What the SSD gives."""
+        return self.link_bytes_per_s[SSD]
+
+    def resources(self, planned: Planned) -> Resources:
+        """What a schedule has to work with, as the bounds take it."""
+        return Resources(
+            tuple(planned.executors), tuple(planned.pools), planned.matrix, self.ssd_bytes_per_s, self.speedups
+        )
+
+    def predict(self, request: int, expert: str) -> Prediction:
+        """What lets a request go on to the steps that were drawn for it, and no further."""
+        component, experts = self.trace[request].component, self.steps[request]
+        if component is None:
+            return Prediction("", 1.0)
+        route = self.graph.routes[component]
+        if expert == experts[-1] and len(experts) < len(route):
+            return Prediction(NOTHING_FOUND, 0.0)
+        return Prediction(min(route[experts.index(expert)].passing), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What happened from the trace's start to its last outcome. ``loads`` by path, source_pool, such as ssd_host.
+
+    ``resident_at_start``: the copies in any memory when the first request came.
+    """
+
+    seconds: float
+    waits_s: tuple[float, ...]
+    switches: int
+    loads: Mapping[str, int]
+    evictions: int
+    bytes_read: int
+    resident_at_start: frozenset[str]
+
+    @property
+    def images_per_s(self) -> float:
+        """Requests over seconds."""
+        return len(self.waits_s) / self.seconds if self.seconds > 0.0 else 0.0
+
+    def loads_to(self, pools: Collection[str]) -> int:
+        """Loads into these memories, wherever from."""
+        return sum(count for path, count in self.loads.items() if path.partition("_")[2] in pools)
+
+    def wait_s(self, quantile: float) -> float:
+        """The wait that this share of all requests does not exceed (nearest rank)."""
+        ordered = sorted(self.waits_s)
+        return ordered[max(math.ceil(quantile * len(ordered) - ROUNDING), 1) - 1]
+
+
+def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arrival], seed: int = 0) -> Scenario:
+    """What this trace asks of a line with this profile.
+
+    Raises ConfigError for an empty trace, for one that names what the line does not have, and for a profile without
+    the speed of its SSD.
+    """
+    if not trace:
+        raise ConfigError("an empty queue: the trace holds no request - there is nothing to plan")
+    links = {link.link: link.bytes_per_s for link in profile.links}
+    if links.get(SSD, 0.0) <= 0.0:
+        raise ConfigError("the device profile has no speed of its SSD - run `coserve profile` for this line again")
+    steps = draw_steps(trace, graph, profile.usage.pass_rates, seed)
+    speedups = {name: each for name, each in profile.speedups.items() if name in SHARING_PROCESSORS and each}
+    return Scenario(graph, tuple(trace), steps, links, speedups)
+
+
+def draw_steps(
+    trace: Sequence[Arrival], graph: ExpertGraph, pass_rates: Mapping[str, float], seed: int
+) -> tuple[tuple[str, ...], ...]:
+    """The experts that each request runs: it goes on at the rate of the step before, 1 where none is known.
+
+    Raises ConfigError naming every component and expert that the line does not have.
+    """
+    strangers = [*_strangers(trace, graph)]
+    if strangers:
+        raise ConfigError.of([ConfigError(text) for text in dict.fromkeys(strangers)])
+    drawn: list[tuple[str, ...]] = []
+    for number, arrival in enumerate(trace):
+        if arrival.component is None:
+            drawn.append((arrival.expert or "",))
+            continue
+        rng = random.Random(f"{seed} {number}")
+        experts: list[str] = []
+        for step in graph.routes[arrival.component]:
+            experts.append(step.expert)
+            if rng.random() >= pass_rates.get(step.expert, 1.0):
+                break
+        drawn.append(tuple(experts))
+    return tuple(drawn)
+
+
+def forecast(scenario: Scenario, planned: Planned, policy: str) -> Forecast:
+    """Play the trace. Raises ConfigError when an expert cannot fit, or no executor can run one that is needed."""
+    _refuse_unable(scenario, planned)
+    try:
+        engine = Engine(scenario.graph, planned.matrix, planned.executors, PRESETS[policy], planned.limits)
+    except MemoryExceeded as error:
+        raise ConfigError(f"{error} - plan with more memory, or with a smaller model") from error
+    simulator = Simulator(
+        engine,
+        planned.matrix,
+        planned.executors,
+        predict=scenario.predict,
+        link_bytes_per_s=scenario.link_bytes_per_s,
+        speedups=scenario.speedups,
+    )
+    simulation = simulator.run(scenario.trace)
+    effects = [effect for _, effect in simulation.effects]
+    start = next(at for at, effect in enumerate(effects) if isinstance(effect, Assigned | Fail))
+    loads = [effect for effect in effects[start:] if isinstance(effect, StartLoad)]
+    return Forecast(
+        seconds=max(simulation.finished_s.values()),
+        waits_s=simulation.waits_s(scenario.trace),
+        switches=engine.statistics().switches,  # before the trace nobody waits for a load
+        loads=dict(sorted(Counter(f"{load.source}_{load.pool}" for load in loads).items())),
+        evictions=sum(isinstance(effect, Evict) for effect in effects[start:]),
+        bytes_read=sum(load.size_bytes for load in loads if load.source == SSD),
+        resident_at_start=_resident(effects[:start]),
+    )
+
+
+def reaches(scenario: Scenario, planned: Planned, policy: str, played: Forecast, images_per_s: float) -> bool:
+    """Does the line keep up with that many images a second? ``played``: the forecast of this scenario.
+
+    The trace is played over and over at that rate. That its last images come late tells nothing: they wait for their
+    batches and loads. The line falls behind where its queue grows: where more requests are open after each of the last
+    third of all passes than after any of the first third, one aside.
+    """
+    requests = len(scenario.trace)
+    if not played.loads and played.images_per_s >= images_per_s:
+        return True  # in time, and the next pass would find the same experts in memory
+    passes = max(LEAST_PASSES, math.ceil(LEAST_REQUESTS / requests))
+    repeated = scenario.repeated(passes, images_per_s)
+    waits_s = forecast(repeated, planned, policy).waits_s
+    ends_s = sorted(arrival.at_s + wait_s for arrival, wait_s in zip(repeated.trace, waits_s, strict=True))
+    came = [requests * (each + 1) for each in range(passes)]
+    still_open = [count - bisect_right(ends_s, count / images_per_s * (1.0 + ROUNDING)) for count in came]
+    third = passes // 3
+    return min(still_open[-third:]) <= max(still_open[:third]) + 1
+
+
+def with_ssd(scenario: Scenario, planned: Planned, bytes_per_s: float) -> tuple[Scenario, Planned]:
+    """The same with another SSD: what a load takes beside reading its bytes stays as it is."""
+    links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
+    gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
+    experts = {}
+    for processor, column in planned.matrix.experts.items():
+        experts[processor] = {
+            name: replace(
+                row,
+                load_s={
+                    **row.load_s,
+                    SSD: max(row.load_s[SSD] + row.footprint.own_bytes * gain_s_per_byte, 0.0),
+                },
+            )
+            for name, row in column.items()
+        }
+    profile = PerformanceMatrix(experts, planned.matrix.usage)
+    return replace(scenario, link_bytes_per_s=links), replace(planned, matrix=profile)
+
+
+def with_expert_bytes(planned: Planned, expert_bytes: Mapping[str, int]) -> Planned:
+    """The same with other room for experts, by memory; workspaces stay as they are."""
+    pools = tuple(replace(pool, expert_bytes=expert_bytes.get(pool.name, pool.expert_bytes)) for pool in planned.pools)
+    return replace(planned, pools=pools, limits=replace(planned.limits, pools=pools))
+
+
+def _strangers(trace: Iterable[Arrival], graph: ExpertGraph) -> Iterable[str]:
+    for arrival in trace:
+        if arrival.component is not None and arrival.component not in graph.routes:
+            hint = suggestion(arrival.component, graph.routes)
+            yield f"the trace asks for component {arrival.component!r}, which has no route on this line - {hint}"
+        elif arrival.component is None and arrival.expert not in graph.experts:
+            hint = suggestion(str(arrival.expert), graph.experts)
+            yield f"the trace asks for expert {arrival.expert!r}, which this line does not have - {hint}"
+
+
+def _refuse_unable(scenario: Scenario, planned: Planned) -> None:
+    processors = dict.fromkeys(spec.processor for spec in planned.executors)
+    able = {expert for processor in processors for expert in planned.matrix.experts.get(processor, {})}
+    unable = sorted({expert for experts in scenario.steps for expert in experts} - able)
+    if unable:
+        there = ", ".join(processors) or "none"
+        raise ConfigError.of(
+            [
+                ConfigError(f"no executor can run {expert}, executors are on: {there} - add one, or profile it there")
+                for expert in unable
+            ]
+        )
+
+
+def _resident(effects: Iterable[Effect]) -> frozenset[str]:
+    """The copies that are in any memory after these effects."""
+    held: set[tuple[str, str]] = set()
+    for effect in effects:
+        if isinstance(effect, StartLoad):
+            held.add((effect.pool, effect.copy))
+        elif isinstance(effect, Evict):
+            held.discard((effect.pool, effect.copy))
+    return frozenset(copy for _, copy in held)

@@ -1,0 +1,229 @@
+"""The same Engine under virtual time: loads and batches take what the profile says, and nothing else happens.
+
+Guarantees: no clock, thread or file; the same trace gives the same effects.
+
+Loads. A source whose bandwidth is given is a wire that carries one load after another, each for its bytes over that
+bandwidth; a load ends when its bytes are there, and no sooner than the profiled time after it started, so what a
+framework does beside reading overlaps between loads. Any other source is one link that serves one load after another,
+each for its profiled time: loads that overlap share it and none is served for free.
+
+Batches. On a processor whose speedups are given, the batches that run at once share it evenly: with m of them each
+goes at ``speedups[m - 1] / m`` of its speed alone, and whoever starts or finishes changes the pace of the others from
+that moment on. On any other processor batches do not feel one another.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from agent.core.effects import Complete, Evict, Fail, StartBatch, StartLoad
+from agent.core.events import Arrived, Finished, Loaded, Started, Tick
+from experts.expert import Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.core.effects import Effect
+    from agent.core.engine import Engine
+    from agent.core.events import Event
+    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
+    from agent.core.request import Batch, Outcome
+    from profiler.workload.traces import Arrival
+
+PASSES = Prediction("ok", 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What happened: the virtual seconds it took, every effect with its time, every outcome by request number.
+
+    ``finished_s``: when each request's outcome came, in seconds since the trace's start, which on the clock of the
+    effects was at ``started_s``: what comes before is the initial placement.
+    """
+
+    seconds: float
+    effects: tuple[tuple[float, Effect], ...]
+    outcomes: dict[int, Outcome]
+    finished_s: Mapping[int, float]
+    started_s: float
+
+    def waits_s(self, trace: Sequence[Arrival]) -> tuple[float, ...]:
+        """From arrival to outcome, of each request of the trace that was simulated, in its order."""
+        return tuple(self.finished_s[number] - arrival.at_s for number, arrival in enumerate(trace))
+
+
+def always_passes(request: int, expert: str) -> Prediction:
+    """A prediction for simulations that are about time only; it passes any route whose steps pass ``ok``."""
+    return PASSES
+
+
+@dataclass(slots=True)
+class SharedProcessor:
+    """Batches that run at once on one processor, and when the next of them ends.
+
+    All of them go at one pace, so one clock of work done since each began stands for all: ``_done_s`` counts the
+    seconds of work that any batch would have got done, alone and at full speed, since the processor was last idle.
+    """
+
+    speedups: tuple[float, ...]
+    _done_s: float = 0.0
+    _at_s: float = 0.0
+    _ends: list[tuple[float, int, Finished]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.speedups or min(self.speedups) <= 0.0:
+            raise ValueError(f"speedups {self.speedups} - give at least one, each above 0")
+
+    def start(self, now: float, work_s: float, answer: Finished) -> None:
+        """Another batch, which alone would take ``work_s``."""
+        if not self._ends:
+            self._done_s = 0.0  # no rounding outlives an idle processor
+        else:
+            self._done_s += (now - self._at_s) * self._pace()
+        self._at_s = now
+        heapq.heappush(self._ends, (self._done_s + work_s, answer.batch, answer))
+
+    def next_end_s(self) -> float:
+        """When the first batch ends, if none starts before; infinity when none runs."""
+        if not self._ends:
+            return math.inf
+        return self._at_s + max(self._ends[0][0] - self._done_s, 0.0) / self._pace()
+
+    def end_next(self) -> Finished:
+        """The first batch ends, at ``next_end_s``; the others go on at their new pace."""
+        self._at_s = self.next_end_s()
+        self._done_s, _, answer = heapq.heappop(self._ends)
+        return answer
+
+    def _pace(self) -> float:
+        running = len(self._ends)
+        return self.speedups[min(running, len(self.speedups)) - 1] / running
+
+
+@dataclass(slots=True)
+class Simulator:
+    """Runs one Engine once. ``predict(request, expert)`` says what an expert would have seen.
+
+    ``link_bytes_per_s`` by source, ``speedups`` by processor (as ``StoredProfile.speedups``): see the module.
+    """
+
+    engine: Engine
+    profile: PerformanceMatrix
+    executors: Sequence[ExecutorSpec]
+    predict: Callable[[int, str], Prediction] = always_passes
+    link_bytes_per_s: Mapping[str, float] | None = None
+    speedups: Mapping[str, tuple[float, ...]] | None = None
+    check_every_step: bool = False
+    _agenda: list[tuple[float, int, Event]] = field(default_factory=list)
+    _ticket: count[int] = field(default_factory=count)
+    _start_s: float = 0.0
+    _link_free_s: dict[str, float] = field(default_factory=dict)
+    _shared: dict[str, SharedProcessor] = field(default_factory=dict)
+    _processors: dict[int, str] = field(default_factory=dict)
+    _rows: dict[tuple[str, str], ExpertProfile] = field(default_factory=dict)
+    _log: list[tuple[float, Effect]] = field(default_factory=list)
+    _outcomes: dict[int, Outcome] = field(default_factory=dict)
+    _finished_s: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for source, bytes_per_s in (self.link_bytes_per_s or {}).items():
+            if bytes_per_s <= 0.0:
+                raise ValueError(f"the link from {source} has {bytes_per_s} bytes/s - give more than 0")
+        self._shared = {name: SharedProcessor(each) for name, each in (self.speedups or {}).items()}
+        self._processors = {spec.id: spec.processor for spec in self.executors}
+
+    def run(self, trace: Sequence[Arrival], *, warm_s: float | None = None) -> Simulation:
+        """Play a trace to its end. ``warm_s``: how long experts may be placed before it starts; None = until done."""
+        self._post(0.0, Started())
+        self._start_s = self._play(until_s=warm_s)
+        for number, arrival in enumerate(trace):
+            self._post(self._start_s + arrival.at_s, Arrived(number, arrival.component, arrival.expert))
+        seconds = self._play(until_s=None) - self._start_s
+        return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s), self._start_s)
+
+    def _play(self, until_s: float | None) -> float:
+        """Let everything happen up to ``until_s``, or all of it; the time it is then."""
+        now = self._start_s
+        limit_s = math.inf if until_s is None else until_s
+        while (at_s := self._next_s()) <= limit_s and at_s < math.inf:
+            now, event = at_s, self._take_next()
+            for effect in self.engine.handle(event, now):
+                self._log.append((now, effect))
+                self._carry_out(effect, now)
+            if self.check_every_step:
+                self.engine.check_invariants()
+            wakeup_s = self.engine.next_wakeup_s()
+            if wakeup_s is not None and self._next_s() == math.inf:
+                self._post(wakeup_s, Tick())
+        return now if until_s is None else until_s
+
+    def _next_s(self) -> float:
+        posted_s = self._agenda[0][0] if self._agenda else math.inf
+        return min((posted_s, *(shared.next_end_s() for shared in self._shared.values())))
+
+    def _take_next(self) -> Event:
+        posted_s = self._agenda[0][0] if self._agenda else math.inf
+        for shared in self._shared.values():
+            if shared.next_end_s() < posted_s and shared.next_end_s() == self._next_s():
+                return shared.end_next()
+        return heapq.heappop(self._agenda)[2]
+
+    def _post(self, at_s: float, event: Event) -> None:
+        heapq.heappush(self._agenda, (at_s, next(self._ticket), event))
+
+    def _carry_out(self, effect: Effect, now: float) -> None:
+        if isinstance(effect, StartLoad):
+            self._post(self._load_end_s(effect, now), Loaded(effect.load))
+        elif isinstance(effect, StartBatch):
+            self._start_batch(effect.batch, now)
+        elif isinstance(effect, Complete | Fail):
+            self._outcomes[effect.request] = effect.outcome
+            self._finished_s[effect.request] = now - self._start_s
+
+    def _start_batch(self, batch: Batch, now: float) -> None:
+        processor = self._processors[batch.executor]
+        work_s = self.profile.experts[processor][batch.expert].performance.latency_s(len(batch.requests))
+        answer = Finished(batch.id, tuple(self.predict(request, batch.expert) for request in batch.requests))
+        shared = self._shared.get(processor)
+        if shared is None:
+            self._post(now + work_s, answer)
+        else:
+            shared.start(now, work_s, answer)
+
+    def _load_end_s(self, effect: StartLoad, now: float) -> float:
+        takes_s = self._row(effect).load_s[effect.source]
+        starts_s = max(now, self._link_free_s.get(effect.source, 0.0))
+        bytes_per_s = (self.link_bytes_per_s or {}).get(effect.source)
+        if bytes_per_s is None:
+            self._link_free_s[effect.source] = starts_s + takes_s
+            return starts_s + takes_s
+        arrives_s = starts_s + effect.size_bytes / bytes_per_s
+        self._link_free_s[effect.source] = arrives_s
+        return max(arrives_s, now + takes_s)
+
+    def _row(self, effect: StartLoad) -> ExpertProfile:
+        """The profile that tells how long this load takes: of a processor that runs from the memory it goes to.
+
+        For a memory that is only a cache: of one that does not load from it; where there is none, of any.
+        """
+        key = (effect.copy, effect.pool)
+        if key not in self._rows:
+            users = {spec.processor for spec in self.executors if spec.pool == effect.pool}
+            rows = [
+                (processor not in users, effect.pool in row.load_s, number, row)
+                for number, (processor, column) in enumerate(self.profile.experts.items())
+                if (row := column.get(effect.expert)) is not None
+                and row.copy == effect.copy
+                and effect.source in row.load_s
+            ]
+            self._rows[key] = min(rows, key=lambda each: each[:3])[3]
+        return self._rows[key]
+
+
+def evictions(simulation: Simulation) -> list[Evict]:
+    """The evictions of a simulation, in order."""
+    return [effect for _, effect in simulation.effects if isinstance(effect, Evict)]

@@ -1,0 +1,258 @@
+"""Usage probabilities: how likely a request is to use each expert, and where that is known from (CoServe, section 4.5).
+
+Three ways: computed from routes and quantities; counted by running the routes on samples; learned from what a line has
+served. Guarantees: the probabilities of the experts that come first on their routes add up to 1, unless one comes
+later on another route too; what a count left out is said in its notes; an expert that a count did not meet is unlikely,
+never impossible. The rule:
+    pass rates    every expert counts one request more than came, which passed at the rate of all experts together;
+                  all experts together count one more too, which passed by half
+    served        one request more than came, spread evenly over the routes, and passing at those rates
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from agent.config import component_shares, usage_probabilities
+from agent.deployment.build import build_agent
+from agent.device_profile.records import UsageOrigin, UsageProfile
+from agent.runtime.executor import ImageFile
+from experts.errors import AgentCrashed, ConfigError
+from experts.expert import Verdict
+from profiler.usage.history import served_requests
+from profiler.workload.samples import LineSamples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.core.request import Outcome
+    from agent.device_profile.records import StoredProfile
+    from experts.graph import ExpertGraph
+    from profiler.workload.samples import Sample
+
+FEW_REQUESTS = 200  # below it a note says so: chance alone moves a tenth of them by two hundredths
+MOST_SAMPLES = 1000  # of each expert: a folder's own mix of good and bad parts counts, not an equal share of each label
+NAMED = 3  # experts that a note names
+
+
+@dataclass(frozen=True, slots=True)
+class UsageFound:
+    """Usage probabilities, and what whoever relies on them should know, a sentence each."""
+
+    usage: UsageProfile
+    notes: tuple[str, ...] = ()
+
+
+def computed_usage(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> UsageProfile:
+    """From routes and board quantities; an expert without a pass rate lets every request pass (section 4.5)."""
+    rates = dict(pass_rates or {})
+    return UsageProfile(usage_probabilities(config, rates), rates, UsageOrigin.COMPUTED)
+
+
+def usage_from_results(path: Path, config: LineConfig) -> UsageFound:
+    """From what this line has served: its results.db, also beside a running agent, or what `coserve results` printed.
+
+    Rows of other lines, rows without an expert (broken images) and rows that name experts the line does not have are
+    left out and counted in the notes. Raises ConfigError where the file is no history, or holds nothing of this line.
+    """
+    count = RouteCount()
+    lines: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    strangers: Counter[str] = Counter()
+    for request in served_requests(path):
+        lines[request.line] += 1
+        if request.line != config.line:
+            continue
+        unknown = [name for name in request.experts if name not in config.catalog.experts]
+        if unknown:
+            strangers.update(unknown)
+            left_out["unknown"] += 1
+        elif not request.experts:
+            left_out["empty"] += 1
+        else:
+            count.add(request.experts, request.verdict)
+    if not count.requests:
+        raise ConfigError(f"{path}: {_nothing_to_count(config.line, lines)}")
+    notes = [f"rows of other lines: {total} of {name}" for name, total in lines.items() if name != config.line]
+    if left_out["unknown"]:
+        notes.append(f"{left_out['unknown']} rows name experts that this line does not have: {_most(strangers)}")
+    if left_out["empty"]:
+        notes.append(f"{left_out['empty']} rows have no expert: their images could not be judged")
+    rates = count.pass_rates(config.catalog.experts)
+    usage = UsageProfile(count.probabilities(config.catalog.graph, rates), rates, UsageOrigin.SERVED, count.requests)
+    return UsageFound(usage, (*notes, *_few(count.requests)))
+
+
+def usage_from_samples(
+    config: LineConfig,
+    folder: Path | None,
+    progress: Callable[[str, int, int], None],
+    packed: Path | None = None,
+    most: int = MOST_SAMPLES,
+    profile: StoredProfile | None = None,
+) -> UsageFound:
+    """By running each component's route on its sample images, on this box's real engine.
+
+    How often each component comes is told by the boards' quantities, not by how many samples of it there are; how
+    often its experts let it pass is counted, so defects should be as rare among the samples as on the line. At most
+    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``; ``packed`` and ``profile``: as for
+    ``build_agent``, and without a profile it probes: the line's own need not hold any more while it is made anew.
+    Raises ConfigError where no image can be judged, AgentCrashed.
+    """
+    samples = LineSamples.find(config, folder, most, is_label_even=False)
+    refuse_uncountable(config, samples)
+    chosen = {(each.component, each.path): each for listed in samples.by_expert.values() for each in listed}
+    requests = [chosen[place] for place in sorted(chosen)]
+    outcomes = _outcomes(config, requests, progress, packed, profile)
+    judged = _judged([sample.component for sample in requests], outcomes)
+    weights = _weights(config, Counter(component for component, _ in judged))
+    count = RouteCount()
+    for component, outcome in judged:
+        count.add([step.expert for step in outcome.steps], outcome.verdict, weights[component])
+    rates = count.pass_rates(config.catalog.experts)
+    usage = UsageProfile(usage_probabilities(config, rates), rates, UsageOrigin.COUNTED, count.requests)
+    return UsageFound(usage, tuple(_sample_notes(config, samples, len(requests), count)))
+
+
+def refuse_uncountable(config: LineConfig, samples: LineSamples) -> None:
+    """Raises ConfigError where there is no sample image, of which usage could be counted."""
+    if samples.by_expert:
+        return
+    broken = samples.broken
+    found = f"only {len(broken)} that cannot be decoded ({broken[0]})" if broken else "no sample image yet"
+    raise ConfigError(f"line {config.line} has {found} - let it serve first, or name a sample folder")
+
+
+@dataclass(slots=True)
+class RouteCount:
+    """How often experts were used, and how often they let a request pass."""
+
+    requests: int = 0
+    _weight: float = 0.0
+    _uses: dict[str, float] = field(default_factory=dict)
+    _reached: dict[str, float] = field(default_factory=dict)
+    _passed: dict[str, float] = field(default_factory=dict)
+
+    def add(self, experts: Sequence[str], verdict: Verdict, weight: float = 1.0) -> None:
+        """One request: every expert before the last let it pass, and the last one if it is OK.
+
+        One that ended UNKNOWN says nothing about its last expert.
+        """
+        self.requests += 1
+        self._weight += weight
+        for place, expert in enumerate(experts, start=1):
+            self._uses[expert] = self._uses.get(expert, 0.0) + weight
+            is_last = place == len(experts)
+            if is_last and verdict is Verdict.UNKNOWN:
+                continue
+            self._reached[expert] = self._reached.get(expert, 0.0) + weight
+            if not is_last or verdict is Verdict.OK:
+                self._passed[expert] = self._passed.get(expert, 0.0) + weight
+
+    def pass_rates(self, experts: Mapping[str, object]) -> dict[str, float]:
+        """Of each of these experts, smoothed: see the module."""
+        together = (sum(self._passed.values()) + 0.5) / (sum(self._reached.values()) + 1)
+        return {name: (self._passed.get(name, 0.0) + together) / (self._reached.get(name, 0.0) + 1) for name in experts}
+
+    def probabilities(self, graph: ExpertGraph, pass_rates: Mapping[str, float]) -> dict[str, float]:
+        """Of each expert, smoothed: see the module."""
+        one_more = dict.fromkeys(graph.experts, 0.0)
+        for steps in graph.routes.values():
+            share = 1 / len(graph.routes)
+            for step in steps:
+                one_more[step.expert] += share
+                share *= pass_rates[step.expert]
+        return {name: (self._uses.get(name, 0.0) + one_more[name]) / (self._weight + 1) for name in sorted(one_more)}
+
+
+def _outcomes(
+    config: LineConfig,
+    requests: Sequence[Sample],
+    progress: Callable[[str, int, int], None],
+    packed: Path | None,
+    profile: StoredProfile | None,
+) -> list[Outcome]:
+    """What became of each request, in order."""
+    ended: SimpleQueue[tuple[int, Outcome] | AgentCrashed] = SimpleQueue()
+    agent = build_agent(
+        config, lambda number, outcome: ended.put((number, outcome)), progress, packed=packed, profile=profile
+    )
+    agent.loop.when_crashed(ended.put)
+    agent.start()
+    try:
+        numbers = [
+            agent.loop.submit(ImageFile(sample.path, sample.max_pixels), component=sample.component)
+            for sample in requests
+        ]
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(numbers):
+            end = ended.get()
+            if isinstance(end, AgentCrashed):
+                raise end
+            outcomes[end[0]] = end[1]
+            progress("usage", len(outcomes), len(numbers))
+    finally:
+        agent.stop()
+    return [outcomes[number] for number in numbers]
+
+
+def _judged(components: Sequence[str], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
+    """Those images of which anything can be learned. Raises ConfigError where there is none."""
+    pairs = zip(components, outcomes, strict=True)
+    judged = [(component, outcome) for component, outcome in pairs if outcome.verdict is not Verdict.UNKNOWN]
+    if not judged:
+        reasons = Counter(str(outcome.reason) for outcome in outcomes)
+        raise ConfigError(
+            f"none of {len(outcomes)} sample images could be judged: {_most(reasons)} - give images of this line"
+        )
+    return judged
+
+
+def _sample_notes(config: LineConfig, samples: LineSamples, images: int, count: RouteCount) -> Iterator[str]:
+    if samples.broken:
+        yield f"{len(samples.broken)} files are broken and were left out: {samples.broken[0]}"
+    if count.requests < images:
+        yield f"{images - count.requests} of {images} images could not be judged and were left out"
+    sampled = {each.component for listed in samples.by_expert.values() for each in listed}
+    without = sorted(component_shares(config).keys() - sampled)
+    if without:
+        named = ", ".join(without[:NAMED]) + (", ..." if len(without) > NAMED else "")
+        yield f"no sample of {len(without)} components, whose experts pass at the rate of all together: {named}"
+    yield from _few(count.requests)
+
+
+def _weights(config: LineConfig, counted: Counter[str]) -> dict[str, float]:
+    """What one image of each component stands for, so that components weigh as on the boards; 1 on average."""
+    shares = component_shares(config)
+    total = sum(shares.get(component, 0.0) for component in counted)
+    if total <= 0:
+        return dict.fromkeys(counted, 1.0)
+    return {
+        component: shares.get(component, 0.0) / total * counted.total() / images
+        for component, images in counted.items()
+    }
+
+
+def _nothing_to_count(line: str, lines: Counter[str]) -> str:
+    if not lines:
+        return "holds no result yet - let the line serve first"
+    if line not in lines:
+        return f"no row of line {line!r}, only of {_most(lines)} - name the results of this line"
+    return f"none of its {lines[line]} rows of line {line!r} names an expert of it - name newer results"
+
+
+def _few(requests: int) -> tuple[str, ...]:
+    if requests >= FEW_REQUESTS:
+        return ()
+    return (f"only {requests} requests were counted: rough until there are {FEW_REQUESTS}",)
+
+
+def _most(counted: Counter[str]) -> str:
+    """The most frequent of them, with how often each came."""
+    named = ", ".join(f"{name} ({times})" for name, times in counted.most_common(NAMED))
+    return named + (", ..." if len(counted) > NAMED else "")

@@ -1,0 +1,1 @@
+"""What a line is asked to do: traces, generated lines, sample images."""

@@ -1,0 +1,207 @@
+"""The decay-window search: the paper's equations on hand-worked throughputs, and what it does beyond them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experts.errors import ConfigError
+from profiler.allocation.decay_window import SearchEnd, Window, decay_window_search, decay_windows
+
+
+def upper_bounds(most, initial_window=15):
+    return [window.upper for window in decay_windows(most, initial_window)]
+
+
+class Measured:
+    """Throughputs by number of experts; anything between two given ones lies on the line between them."""
+
+    def __init__(self, **by_count):
+        self.points = sorted((int(name.removeprefix("n")), value) for name, value in by_count.items())
+        self.asked = []
+
+    def __call__(self, experts):
+        self.asked.append(experts)
+        below = [point for point in self.points if point[0] <= experts]
+        above = [point for point in self.points if point[0] >= experts]
+        (left, low), (right, high) = (below or above)[-1 if below else 0], (above or below)[0 if above else -1]
+        return low if left == right else low + (high - low) * (experts - left) / (right - left)
+
+
+def test_each_window_is_0_85_times_as_wide_as_the_one_before():
+    """15; 15 + 12.75 = 27.75; + 10.8375 = 38.5875; + 9.211875 = 47.799...; + 7.830... = 55.629..."""
+    assert upper_bounds(60) == [15, 28, 39, 48, 56, 60]
+
+
+def test_a_wider_first_window_decays_faster():
+    """40, then 0.6 times as wide each: 24, 14.4, 8.64."""
+    assert upper_bounds(80, 40) == [40, 64, 78, 80]
+
+
+def test_windows_start_anew_where_one_would_be_narrower_than_an_expert():
+    """50 + 25 + 12.5 + 6.25 + 3.125 + 1.5625 = 98.4375; the next would be 0.78 wide, so it is 50 again."""
+    assert upper_bounds(160, 50) == [50, 75, 88, 94, 97, 98, 148, 160]
+
+
+@given(st.integers(1, 1000), st.integers(1, 99))
+def test_windows_lie_side_by_side_from_none_to_most(most, initial_window):
+    windows = list(decay_windows(most, initial_window))
+    assert [window.lower for window in windows] == [0, *(window.upper for window in windows[:-1])]
+    assert windows[-1].upper == most
+    assert all(window.lower < window.upper for window in windows)
+
+
+def test_the_papers_task_a():
+    """18 and 22 predict 26; 23.998 is 7.7 % short of it: the window is 28 to 39 (section 5.3)."""
+    search = decay_window_search(Measured(n15=18.0, n28=22.0, n39=26 * (1 - 0.077), n40=1.0), most=60)
+    assert search.window == Window(28, 39)
+    assert search.end is SearchEnd.BEND
+    assert [(step.number, step.window.upper) for step in search.steps] == [(1, 15), (2, 28), (3, 39)]
+    assert [step.predicted for step in search.steps] == [None, None, pytest.approx(26.0)]
+    assert search.steps[2].error == pytest.approx(0.077)
+
+
+def test_the_line_is_the_least_squares_one_through_all_values_so_far():
+    """10, 12, 13 fit 1.5 N + 26/3, so f(4) = 14.6667; 13 is 11.4 % short of it, and 13 of f(3) = 14 only 7.1 %."""
+    measured = Measured(n15=10.0, n28=12.0, n39=13.0, n48=13.0)
+    search = decay_window_search(measured, most=90, error_margin=0.08)
+    assert [step.predicted for step in search.steps[2:]] == [pytest.approx(14.0), pytest.approx(14 + 2 / 3)]
+    assert [step.error for step in search.steps[2:]] == [pytest.approx(1 / 14), pytest.approx(1 - 39 / 44)]
+    assert search.window == Window(39, 48)
+
+
+@pytest.mark.parametrize(("value", "end"), [(9.4999, SearchEnd.BEND), (9.5001, SearchEnd.MEMORY)])
+def test_the_margin_is_five_percent_of_the_line(value, end):
+    search = decay_window_search(Measured(n15=6.0, n28=8.0, n39=value), most=39)
+    assert search.end is end
+
+
+@pytest.mark.parametrize("fit_values", [2, 3, 4])
+def test_no_line_is_fitted_to_fewer_values_than_asked(fit_values):
+    search = decay_window_search(lambda n: 100.0 - abs(n - 47), most=60, fit_values=fit_values)
+    assert [step.number for step in search.steps if step.predicted is None] == list(range(1, fit_values + 1))
+
+
+def test_the_best_of_bounds_and_middle_is_chosen():
+    middle = Measured(n15=18.0, n28=22.0, n34=25.4, n39=23.9)
+    assert decay_window_search(middle, most=60).chosen == 34
+    lower = Measured(n15=18.0, n28=25.0, n39=23.0)
+    assert decay_window_search(lower, most=60).chosen == 28
+    upper = Measured(n15=18.0, n28=22.0, n39=23.9)
+    assert decay_window_search(upper, most=60).chosen == 39
+    assert upper.asked == [15, 28, 39, 34]
+
+
+def test_of_equal_throughputs_more_experts_are_chosen():
+    assert decay_window_search(Measured(n15=18.0, n28=22.0, n39=22.0), most=60).chosen == 39
+
+
+def test_a_throughput_that_drops_at_once_leads_to_the_first_window():
+    search = decay_window_search(Measured(n15=20.0, n28=10.0, n39=5.0), most=60)
+    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, Window(0, 15), 15)
+    assert len(search.steps) == 2
+
+
+def test_a_throughput_that_rises_with_every_window_leads_to_the_end_of_the_memory():
+    bounds = {bound: number for number, bound in enumerate(upper_bounds(60), start=1)}
+    search = decay_window_search(lambda n: 10.0 + bounds.get(n, 0), most=60)
+    assert (search.end, search.window, search.chosen) == (SearchEnd.MEMORY, Window(56, 60), 60)
+
+
+def test_a_memory_smaller_than_the_first_window_is_the_window():
+    search = decay_window_search(float, most=4)
+    assert (search.end, search.window, search.chosen, dict(search.tried)) == (
+        SearchEnd.MEMORY,
+        Window(0, 4),
+        4,
+        {4: 4.0, 2: 2.0},
+    )
+
+
+def test_room_for_one_expert_is_run_once():
+    measured = Measured(n1=3.0)
+    assert decay_window_search(measured, most=1).chosen == 1
+    assert measured.asked == [1]
+
+
+def test_a_decline_within_the_margin_leads_to_the_window_of_the_highest():
+    """Each value is less than 5 % short of its line, yet the line through all five falls; the highest was at 28."""
+    search = decay_window_search(Measured(n15=10.0, n28=10.4, n39=10.3, n48=10.1, n56=9.8, n62=9.5), most=90)
+    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, Window(15, 28), 28)
+
+
+def test_windows_below_the_least_are_passed_over():
+    measured = Measured(n15=1.0, n39=10.0, n48=12.0, n56=9.0)
+    search = decay_window_search(measured, most=60, least=30)
+    assert measured.asked[:3] == [39, 48, 56]
+    assert (search.window, search.chosen) == (Window(48, 56), 48)
+
+
+def test_a_bend_in_a_rise_stops_the_window_unless_it_slides_on():
+    rising = Measured(n15=10.0, n28=20.0, n39=24.0, n48=26.0, n56=22.0)
+    assert decay_window_search(rising, most=60).window == Window(28, 39)
+    assert decay_window_search(rising, most=60, slides_on=True).window == Window(48, 56)
+    assert decay_window_search(rising, most=60, slides_on=True).chosen == 48
+
+
+@given(
+    most=st.integers(1, 300),
+    peak=st.integers(1, 300),
+    rise=st.floats(0.001, 10.0),
+    fall=st.floats(0.001, 10.0),
+    bend=st.floats(0.3, 3.0),
+    initial_window=st.integers(5, 60),
+)
+def test_what_is_chosen_is_within_one_window_of_the_optimum(most, peak, rise, fall, bend, initial_window):
+    """Any throughput that rises to one peak and falls after it, in a curve, is found by the window that slides on."""
+    peak = min(peak, most)
+
+    def throughput(experts):
+        steep = rise if experts <= peak else fall
+        return 1000.0 * 2.0 ** (-steep * (abs(experts - peak) / most) ** bend)
+
+    search = decay_window_search(throughput, most, initial_window=initial_window, slides_on=True)
+    windows = list(decay_windows(most, initial_window))
+
+    def number_of(experts):
+        return next(number for number, window in enumerate(windows) if experts <= window.upper)
+
+    assert abs(number_of(search.chosen) - number_of(peak)) <= 1
+
+
+@given(most=st.integers(40, 200), knee=st.integers(30, 200), start=st.floats(1.0, 50.0), drop=st.floats(0.2, 0.9))
+def test_the_window_exactly_as_in_the_paper_finds_the_end_of_a_straight_rise(most, knee, start, drop):
+    """Where each window adds as much as the one before, up to the knee, the search ends at the knee's window."""
+    bounds = upper_bounds(most)
+    reached = [number for number, bound in enumerate(bounds) if bound <= knee]
+    last = len(reached)
+
+    def throughput(experts):
+        number = next(number for number, bound in enumerate(bounds) if experts <= bound) + 1
+        return start + number if number <= last else (start + last) * (1 - drop)
+
+    search = decay_window_search(throughput, most)
+    if last < len(bounds):
+        assert (search.end, search.window) == (SearchEnd.BEND, Window(bounds[last - 1], bounds[last]))
+        assert search.chosen == bounds[last - 1]
+    else:
+        assert (search.end, search.chosen) == (SearchEnd.MEMORY, most)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"most": 0}, "no expert fits into this memory - raise its budget"),
+        ({"initial_window": 0}, "--initial-window: 0 does not decay - take 1 to 99 experts"),
+        ({"initial_window": 100}, "--initial-window: 100 does not decay"),
+        ({"error_margin": 0.0}, "--error-margin: 0.0 never decides"),
+        ({"error_margin": 1.0}, "take a fraction between 0 and 1"),
+        ({"fit_values": 1}, "--fit-values: 1 throughputs make no line - take 2 or more"),
+    ],
+)
+def test_options_without_meaning_are_refused_before_anything_runs(options, message):
+    asked = Measured(n1=1.0)
+    with pytest.raises(ConfigError, match=message):
+        decay_window_search(asked, **({"most": 60} | options))
+    assert asked.asked == []

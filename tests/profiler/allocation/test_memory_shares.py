@@ -1,0 +1,164 @@
+"""What one memory must and can hold: bytes, the CDF and shares that an Engine accepts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+    SharedPart,
+)
+from agent.core.policy import PRESETS
+from experts.errors import MemoryExceeded
+from experts.graph import ExpertGraph, RouteStep
+from profiler.allocation.memory_shares import held_bytes, memory_needs, usage_cdf
+
+CPU = (ExecutorSpec(0, "cpu", "host"),)
+SPLIT = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cuda", "device"), ExecutorSpec(2, "cpu", "host"))
+
+
+def row(copy, own_bytes, shared=(), workspace_bytes=10, max_batch=4, base_bytes=0):
+    performance = Performance(0.01, 0.01, max_batch, workspace_bytes, base_bytes)
+    parts = tuple(SharedPart(*part) for part in shared)
+    return ExpertProfile(copy, performance, Footprint(own_bytes, parts), {SSD: 0.1, "host": 0.1})
+
+
+def one_memory(budget_bytes, column, usage=None, executors=CPU, pinned=()):
+    profile = PerformanceMatrix({"cpu": column}, usage or {})
+    return memory_needs("host", ("host",), budget_bytes, executors, profile, frozenset(pinned))
+
+
+def test_the_cdf_of_hand_worked_probabilities():
+    """Sorted 0.5, 0.3, 0.2 and one that follows half of the requests: 0.5; all 1.5 uses."""
+    cdf = usage_cdf({"a": 0.2, "b": 0.5, "c": 0.3, "after-b": 0.5})
+    assert cdf == (pytest.approx(1 / 3), pytest.approx(2 / 3), pytest.approx(1.3 / 1.5), pytest.approx(1.0))
+
+
+def test_the_papers_two_extreme_cdfs():
+    """All alike: a straight line; one expert only: a step (section 4.4)."""
+    assert usage_cdf(dict.fromkeys("abcd", 0.25)) == (0.25, 0.5, 0.75, 1.0)
+    assert usage_cdf({"a": 0.0, "b": 1.0, "c": 0.0}) == (1.0, 1.0, 1.0)
+    assert usage_cdf(dict.fromkeys("ab", 0.0)) == (0.5, 1.0)
+    assert usage_cdf({}) == ()
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1))
+def test_a_cdf_rises_ever_more_slowly_to_one(probabilities):
+    cdf = usage_cdf(probabilities)
+    steps = [after - before for before, after in zip((0.0, *cdf), cdf, strict=False)]
+    assert cdf[-1] == pytest.approx(1.0)
+    assert all(step >= -1e-12 for step in steps)
+    assert all(later <= earlier + 1e-9 for earlier, later in pairwise(steps))
+
+
+def test_a_shared_part_is_held_once():
+    parts = (SharedPart("trunk", 100),)
+    assert held_bytes([Footprint(5, parts), Footprint(7), Footprint(6, parts)]) == (105, 112, 118)
+
+
+def test_the_most_used_come_first_and_equal_ones_by_name():
+    column = {"a": row("a", 1), "b": row("b", 10), "c": row("c", 100), "d": row("d", 1000)}
+    needs = one_memory(10_000, column, {"d": 0.1, "c": 0.5, "a": 0.1, "b": 0.1})
+    assert needs.held_bytes == (100, 101, 111, 1111)
+
+
+def test_how_many_fit_leaves_one_image_to_each_executor():
+    column = {name: row(name, 100, workspace_bytes=40, base_bytes=10) for name in "abcd"}
+    executors = (ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "cpu", "host"))
+    needs = one_memory(400, column, executors=executors)
+    assert (needs.one_image_bytes, needs.maximum_batch_bytes) == (2 * 50, 2 * 170)
+    assert needs.most == 3
+    assert needs.keeping(2) == PoolSpec("host", 200, 200)
+    assert needs.keeping(3) == needs.keeping(4) == PoolSpec("host", 300, 100)
+
+
+def test_the_largest_expert_always_fits_however_few_are_kept():
+    column = {"often": row("often", 10), "rare": row("rare", 70)}
+    needs = one_memory(100, column, {"often": 0.9, "rare": 0.1})
+    assert (needs.largest, needs.largest_bytes, needs.least) == ("rare", 70, 1)
+    assert needs.keeping(1) == PoolSpec("host", 70, 30)
+    assert needs.leaving(1000) == PoolSpec("host", 70, 30)
+    assert needs.leaving(0) == PoolSpec("host", 90, 10)
+
+
+def test_pinned_experts_leave_less_to_the_largest():
+    column = {"pin": row("pin", 50, [("trunk", 5)]), "other": row("other", 30, [("trunk", 5)])}
+    needs = one_memory(96, column, pinned={"pin"})
+    assert (needs.largest, needs.largest_bytes) == ("other", 85)
+    assert needs.is_enough
+    assert not one_memory(94, column, pinned={"pin"}).is_enough
+
+
+def test_two_processors_in_one_memory_share_copies_of_one_precision():
+    columns = {
+        "cuda": {"a": row("a@fp16", 10), "b": row("b@fp32", 20)},
+        "cpu": {"a": row("a@fp32", 20), "b": row("b@fp32", 20)},
+    }
+    executors = (ExecutorSpec(0, "cuda", "host"), ExecutorSpec(1, "cpu", "host"))
+    profile = PerformanceMatrix(columns, {"a": 0.6, "b": 0.4})
+    needs = memory_needs("host", ("host",), 1000, executors, profile, frozenset())
+    assert needs.held_bytes == (10, 30, 50)
+
+
+def test_the_memory_in_front_of_the_device_is_filled_with_what_the_device_runs():
+    column = {"a": row("a", 10), "b": row("b", 20)}
+    profile = PerformanceMatrix({"cuda": column}, {"a": 0.6, "b": 0.4})
+    host, device = (
+        memory_needs(pool, ("host", "device"), 100, SPLIT[:2], profile, frozenset()) for pool in ("host", "device")
+    )
+    assert (host.cache, host.held_bytes, host.largest_bytes, host.one_image_bytes) == (None, (10, 30), 0, 0)
+    assert (device.cache, device.held_bytes, device.largest_bytes, device.one_image_bytes) == ("host", (10, 30), 20, 20)
+    assert host.leaving(0) == PoolSpec("host", 100, 0)
+
+
+@pytest.mark.parametrize(("budget_bytes", "is_limited"), [(399, False), (400, True)])
+def test_maximum_batches_are_small_up_to_a_tenth_of_the_memory(budget_bytes, is_limited):
+    assert one_memory(budget_bytes, {"a": row("a", 1)}).is_limited is is_limited
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.booleans(), st.booleans()), min_size=1, max_size=8),
+    st.integers(0, 60),
+    st.integers(1, 3),
+    st.integers(1, 700),
+    st.integers(0, 900),
+    st.integers(1, 9),
+)
+def test_every_share_is_the_whole_budget_and_one_an_engine_accepts(
+    drawn, workspace_bytes, cpus, budget_bytes, asked_bytes, count
+):
+    """And where the needs say that a budget is not enough, no split of it is accepted."""
+    column = {
+        f"e{number}": row(f"e{number}", own, [("trunk", 25)] if shares else [], workspace_bytes)
+        for number, (own, shares, _) in enumerate(drawn)
+    }
+    pinned = frozenset(f"e{number}" for number, (_, _, is_pinned) in enumerate(drawn) if is_pinned)
+    executors = tuple(ExecutorSpec(number, "cpu", "host") for number in range(cpus))
+    profile = PerformanceMatrix({"cpu": column}, {})
+    needs = memory_needs("host", ("host",), budget_bytes, executors, profile, pinned)
+    graph = ExpertGraph(column, {name: (RouteStep(name, frozenset({"ok"})),) for name in column})
+
+    def engine_of(spec):
+        return Engine(graph, profile, executors, PRESETS["coserve"], Limits((spec,), pinned=pinned))
+
+    if needs.is_enough:
+        assert needs.most >= max(needs.least, 1)
+        for spec in (needs.leaving(asked_bytes), needs.keeping(count)):
+            assert spec.expert_bytes + spec.workspace_bytes == budget_bytes
+            engine_of(spec).check_invariants()
+    else:
+        for workspace in {0, needs.one_image_bytes, max(budget_bytes - needs.largest_bytes, 0), budget_bytes}:
+            with pytest.raises(MemoryExceeded):
+                engine_of(PoolSpec("host", budget_bytes - workspace, workspace))

@@ -1,0 +1,384 @@
+"""The whole search over made-up throughputs: what is run, what is found, and that an Engine accepts it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.config import read_line
+from agent.core.engine import Engine
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Limits, Performance, PerformanceMatrix
+from agent.core.performance import PoolSpec as Pool
+from agent.core.policy import PRESETS
+from agent.device_profile.records import PoolAllocation, Trial
+from agent.runtime.machine.box import Box, MemorySize
+from experts.errors import ConfigError
+from profiler.allocation.decay_window import Window
+from profiler.allocation.search import SearchOptions, search_allocation
+
+MIB = 2**20
+SIZE = MemorySize(10**12, 10**12)
+SPLIT = Box("cuda", "made up", ("cuda", "cpu"), 4, SIZE, SIZE, ())
+UNIFIED = Box("jetson", "made up", ("cuda", "cpu"), 4, SIZE, None, ())
+CPU_ONLY = Box("cpu", "made up", ("cpu",), 4, SIZE, None, ())
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lines")
+
+
+def line_of(folder, experts, pinned=(), **changes):
+    """A line with one route for each of its experts e0, e1..."""
+    fake = {"architecture": "fake", "weights": "any.yaml", "labels": ["ok"], "input": {"size": [8, 8]}}
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {f"cls/e{n}": {**fake, "pin": n in pinned} for n in range(experts)},
+        "routes": {f"c{n}": [{"expert": f"cls/e{n}", "pass": ["ok"]}] for n in range(experts)},
+        **changes,
+    }
+    file = folder / "line.yaml"
+    file.write_text(json.dumps(document))
+    assert yaml.safe_load(file.read_text()) == document
+    return read_line(file, {})
+
+
+def device_of(experts, processors=("cuda", "cpu"), own_bytes=MIB, workspace_bytes=MIB, max_batch=4, larger=None):
+    """Experts of one size, each half as likely as the one before it."""
+    performance = Performance(0.01, 0.02, max_batch, workspace_bytes)
+    column = {
+        f"cls/e{n}": ExpertProfile(
+            f"cls/e{n}@fp32", performance, Footprint((larger or {}).get(n, own_bytes)), {SSD: 0.1, "host": 0.02}
+        )
+        for n in range(experts)
+    }
+    return PerformanceMatrix(dict.fromkeys(processors, column), {f"cls/e{n}": 2.0**-n for n in range(experts)})
+
+
+def count_of(executors, processor):
+    return sum(spec.processor == processor for spec in executors)
+
+
+def pool_of(pools, name):
+    return next(pool for pool in pools if pool.name == name)
+
+
+class MadeUp:
+    """images/s by a formula, and what it was asked."""
+
+    def __init__(self, formula):
+        self.formula = formula
+        self.asked = []
+
+    def __call__(self, executors, pools):
+        self.asked.append((tuple(executors), tuple(pools)))
+        return self.formula(executors, pools)
+
+
+def peaked(executors, pools):
+    """Best with 3 executors of the device and 1 of the CPU, and with 34 MiB of experts on the device."""
+    rates = {1: 10.0, 2: 14.0, 3: 16.0, 4: 15.0, 5: 14.0}
+    aside = abs(count_of(executors, "cpu") - 1)
+    experts = pool_of(pools, "device").expert_bytes / MIB
+    return rates[count_of(executors, "cuda")] - aside + (experts if experts <= 34 else 68 - 2 * (experts - 17)) / 10
+
+
+def test_a_split_box_executors_first_then_the_device_memory_by_windows(folder):
+    made_up = MadeUp(peaked)
+    config, device = line_of(folder, 80), device_of(80, max_batch=16)
+    found = search_allocation(config, SPLIT, device, made_up, {"host": 400 * MIB, "device": 64 * MIB}, "made up")
+    assert (found.allocation.origin, dict(found.allocation.executors)) == ("made up", {"cuda": 3, "cpu": 1})
+    assert dict(found.allocation.budget_bytes) == {"host": 400 * MIB, "device": 64 * MIB}
+    assert found.windows["device"].window == Window(28, 39)
+    assert found.windows["device"].chosen == 34
+    assert found.allocation.pools == (
+        PoolAllocation("host", 384 * MIB, 16 * MIB, 80),
+        PoolAllocation("device", 34 * MIB, 30 * MIB, 34),
+    )
+    assert found.images_per_s == pytest.approx(19.4)
+    assert len(made_up.asked) == len(set(made_up.asked))
+
+
+def test_the_trials_tell_the_whole_search(folder):
+    config, device = line_of(folder, 80), device_of(80, max_batch=16)
+    found = search_allocation(config, SPLIT, device, peaked, {"host": 400 * MIB, "device": 64 * MIB}, "made up")
+    executors = [trial for trial in found.trials if trial.search == "executors"]
+    assert [trial.setting for trial in executors] == [
+        *(f"{count} cuda + 1 cpu" for count in (1, 2, 3, 4, 5)),
+        *(f"3 cuda + {count} cpu" for count in (0, 2, 3)),
+    ]
+    assert [trial.number for trial in executors if trial.note == "best"] == [3]
+    memory = [trial for trial in found.trials if trial.search == "memory:device"]
+    assert [trial.number for trial in memory] == [1, 2, 3, 4, 5]
+    assert [(trial.setting, round(trial.images_per_s, 2)) for trial in memory] == [
+        ("15 experts", 17.5),
+        ("28 experts", 18.8),
+        ("39 experts", 18.4),
+        ("34 experts", 19.4),
+        ("48 experts", 16.6),
+    ]
+    assert [trial.note for trial in memory] == [
+        "window 0-15",
+        "window 15-28",
+        "window 28-39, 8.5% short of the line's 20.10",
+        "the middle of window 28-39, chosen",
+        "the casual split, a quarter for workspaces",
+    ]
+    assert not [trial for trial in found.trials if trial.search == "memory:host"]
+
+
+def test_small_maximum_batches_are_given_in_full_and_nothing_is_searched(folder):
+    """4 images of 1 MiB on each of 2 executors are 8 of 100 MiB."""
+    found = search_allocation(
+        line_of(folder, 9, executors={"cpu": 2}),
+        CPU_ONLY,
+        device_of(9, ("cpu",)),
+        lambda executors, pools: 1.0,
+        {"host": 100 * MIB},
+        "made up",
+    )
+    assert found.allocation.pools == (PoolAllocation("host", 92 * MIB, 8 * MIB, 9),)
+    assert (found.windows, found.trials) == ({}, ())
+
+
+def test_one_memory_for_device_and_cpu_is_searched_as_one(folder):
+    def by_workspace(executors, pools):
+        return 50.0 - abs(pool_of(pools, "host").workspace_bytes / MIB - 20)
+
+    found = search_allocation(
+        line_of(folder, 40, executors={"cuda": 2, "cpu": 1}),
+        UNIFIED,
+        device_of(40, max_batch=20),
+        by_workspace,
+        {"host": 48 * MIB},
+        "made up",
+    )
+    assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 1}
+    assert found.windows["host"].window == Window(28, 39)
+    assert found.allocation.pools == (PoolAllocation("host", 28 * MIB, 20 * MIB, 28),)
+
+
+def test_what_no_batch_can_use_is_the_experts(folder):
+    """All that counts is 12 MiB of workspace, which is all that 3 executors can use: the rest is for experts."""
+
+    def by_useful_workspace(executors, pools):
+        pool = pool_of(pools, "host")
+        return min(pool.workspace_bytes / MIB, 12) * 10 + pool.expert_bytes / MIB / 1000
+
+    found = search_allocation(
+        line_of(folder, 60, executors={"cpu": 3}),
+        CPU_ONLY,
+        device_of(60, ("cpu",)),
+        by_useful_workspace,
+        {"host": 60 * MIB},
+        "made up",
+    )
+    assert found.allocation.pools == (PoolAllocation("host", 48 * MIB, 12 * MIB, 48),)
+
+
+def test_room_that_no_batch_can_use_goes_to_experts_even_where_chance_is_against_it(folder):
+    """15 experts seem a little better than 45, and leave 45 MiB of workspace, of which batches can use 15."""
+
+    def by_chance(executors, pools):
+        return 10.1 if pool_of(pools, "host").expert_bytes == 15 * MIB else 10.0
+
+    found = search_allocation(
+        line_of(folder, 60, executors={"cpu": 1}),
+        CPU_ONLY,
+        device_of(60, ("cpu",), max_batch=15),
+        by_chance,
+        {"host": 60 * MIB},
+        "made up",
+    )
+    assert found.windows["host"].chosen == 15
+    assert found.allocation.pools == (PoolAllocation("host", 45 * MIB, 15 * MIB, 45),)
+
+
+def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
+    """A quarter of 80 MiB, which no window's bound meets."""
+
+    def only_casual(executors, pools):
+        return 100.0 if pool_of(pools, "host").workspace_bytes == 20 * MIB else 1.0
+
+    found = search_allocation(
+        line_of(folder, 90, executors={"cpu": 1}),
+        CPU_ONLY,
+        device_of(90, ("cpu",), max_batch=40),
+        only_casual,
+        {"host": 80 * MIB},
+        "made up",
+    )
+    assert found.allocation.pools == (PoolAllocation("host", 60 * MIB, 20 * MIB, 60),)
+    assert found.images_per_s == 100.0
+    assert found.trials[2] == Trial("memory:host", 3, "22 experts", 1.0, "the middle of window 15-28")
+    kept = "the casual split, a quarter for workspaces, kept as the best"
+    assert found.trials[-1] == Trial("memory:host", 5, "60 experts", 100.0, kept)
+
+
+def test_what_the_line_file_gives_stays(folder):
+    config = line_of(folder, 60, executors={"cuda": 2}, memory={"workspace": "7MiB"})
+    found = search_allocation(
+        config, SPLIT, device_of(60), lambda executors, pools: 1.0, {"host": 50 * MIB, "device": 20 * MIB}, "made up"
+    )
+    assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 0}
+    assert [(pool.pool, pool.workspace_bytes) for pool in found.allocation.pools] == [
+        ("host", 7 * MIB),
+        ("device", 7 * MIB),
+    ]
+    assert found.windows == {}
+
+
+def test_executors_on_a_processor_that_was_not_profiled_are_refused(folder):
+    config = line_of(folder, 2, executors={"cuda": 1, "cpu": 1})
+    budgets = {"host": 50 * MIB, "device": 50 * MIB}
+    with pytest.raises(ConfigError, match=r"executors\.cuda: the device profile has no times on cuda - run"):
+        search_allocation(config, SPLIT, device_of(2, ("cpu",)), lambda executors, pools: 1.0, budgets, "made up")
+
+
+def test_a_policy_of_one_executor_gets_one(folder):
+    config = line_of(folder, 3, policy="samba")
+    found = search_allocation(
+        config, SPLIT, device_of(3), lambda executors, pools: 1.0, {"host": 50 * MIB, "device": 50 * MIB}, "made up"
+    )
+    assert dict(found.allocation.executors) == {"cuda": 1, "cpu": 0}
+
+
+def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(folder):
+    """e1 runs on the CPU only, and the device has workspace for two images beside its largest expert."""
+    everything = device_of(2)
+    device = PerformanceMatrix(
+        {"cuda": {"cls/e0": everything.experts["cuda"]["cls/e0"]}, "cpu": everything.experts["cpu"]}
+    )
+    found = search_allocation(
+        line_of(folder, 2),
+        SPLIT,
+        device,
+        lambda executors, pools: float(len(executors)),
+        {"host": 90 * MIB, "device": 3 * MIB},
+        "made up",
+    )
+    notes = {trial.setting: trial.note for trial in found.trials if trial.search == "executors"}
+    assert notes["3 cuda + 1 cpu"] == notes["2 cuda + 0 cpu"] == "does not fit"
+    assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 4}
+
+
+def test_a_budget_below_the_largest_expert_names_it_and_its_place(folder):
+    config = line_of(folder, 3, memory={"host": "10MiB"})
+    with pytest.raises(ConfigError) as caught:
+        search_allocation(
+            config,
+            CPU_ONLY,
+            device_of(3, ("cpu",), larger={1: 12 * MIB}),
+            lambda executors, pools: 1.0,
+            {"host": 10 * MIB},
+            "made up",
+        )
+    assert caught.value.place is not None
+    assert caught.value.place.key == "memory.host"
+    assert caught.value.message == (
+        "10.0 MiB are too little: cls/e1 needs 12.0 MiB beside what is pinned, and batches 1.0 MiB for one image on "
+        "each of its executors - raise memory.host, or take a smaller model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("workspace", "told"), [("1MiB", "1.0 MiB is not between 2.0 MiB"), ("9MiB", "and the 8.0 MiB")]
+)
+def test_a_given_workspace_that_cannot_be_is_refused(folder, workspace, told):
+    config = line_of(folder, 2, executors={"cpu": 2}, memory={"workspace": workspace})
+    with pytest.raises(ConfigError, match=r"memory\.workspace: ") as caught:
+        search_allocation(
+            config,
+            CPU_ONLY,
+            device_of(2, ("cpu",), own_bytes=2 * MIB),
+            lambda executors, pools: 1.0,
+            {"host": 10 * MIB},
+            "made up",
+        )
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("processors", "cores", "most"),
+    [(("cpu",), 2, 4), (("cpu",), 16, 4), (("cpu",), 64, 16), (("cuda", "cpu"), 64, 4), (("emulated", "cpu"), 64, 4)],
+)
+def test_on_a_large_box_of_a_cpu_only_more_executors_are_tried(processors, cores, most):
+    box = Box(processors[0], "made up", processors, cores, SIZE, None, ())
+    assert SearchOptions().on(box) == SearchOptions(most_cpu_executors=most)
+
+
+@pytest.mark.parametrize(("best", "tried"), [(11, 13), (1, 3), (16, 16)])
+def test_executors_of_a_large_box_end_with_two_declines(folder, best, tried):
+    box = Box("cpu", "made up", ("cpu",), 64, SIZE, None, ())
+    found = search_allocation(
+        line_of(folder, 9),
+        box,
+        device_of(9, ("cpu",)),
+        lambda executors, pools: 100.0 - abs(len(executors) - best),
+        {"host": 400 * MIB},
+        "made up",
+        SearchOptions().on(box),
+    )
+    assert dict(found.allocation.executors) == {"cpu": best}
+    swept = [trial.setting for trial in found.trials if trial.search == "executors"]
+    assert swept == [f"{count} cpu" for count in range(1, tried + 1)]
+
+
+def test_the_windows_are_as_the_options_say(folder):
+    config, device = line_of(folder, 80, executors={"cpu": 1}), device_of(80, ("cpu",), max_batch=40)
+    options = SearchOptions(initial_window=40, error_margin=0.5, fit_values=3)
+    found = search_allocation(
+        config, CPU_ONLY, device, lambda executors, pools: 1.0 + pools[0].expert_bytes, {"host": 81 * MIB}, "", options
+    )
+    assert [step.window.upper for step in found.windows["host"].steps] == [40, 64, 78, 80]
+    assert [step.predicted is None for step in found.windows["host"].steps] == [True, True, True, False]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([SPLIT, UNIFIED, CPU_ONLY]),
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.integers(0, 20),
+    st.integers(1, 12),
+    st.integers(10, 600),
+    st.integers(10, 600),
+    st.sets(st.integers(0, 11), max_size=2),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_found_is_the_budget_and_accepted_by_an_engine_or_refused(
+    folder, box, sizes, workspace, max_batch, host_bytes, device_bytes, pinned, random
+):
+    config = line_of(folder, len(sizes), pinned)
+    device = device_of(len(sizes), box.processors, 1, workspace, max_batch, dict(enumerate(sizes)))
+    budgets = {"host": host_bytes, "device": device_bytes} if box.is_split else {"host": host_bytes}
+    pins = frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
+
+    def engine_of(executors, pools):
+        return Engine(config.catalog.graph, device, executors, PRESETS["coserve"], Limits(tuple(pools), pinned=pins))
+
+    def throughput(executors, pools):
+        engine_of(executors, pools)
+        return random.uniform(1, 100)
+
+    try:
+        found = search_allocation(config, box, device, throughput, budgets, "made up").allocation
+    except ConfigError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert "too little" in refusal
+        return
+    names = [name for name in box.processors for _ in range(found.executors[name])]
+    executors = [ExecutorSpec(number, name, box.pool_of(name)) for number, name in enumerate(names)]
+    pools = [
+        Pool(each.pool, each.expert_bytes, each.workspace_bytes, "host" if each.pool == "device" else None)
+        for each in found.pools
+    ]
+    engine_of(executors, pools).check_invariants()
+    assert {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in pools} == budgets

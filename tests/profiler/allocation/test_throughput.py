@@ -1,0 +1,345 @@
+"""The sample of requests, and searches over real sources of throughput: the simulator, and an agent that runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.config import read_line
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
+from agent.deployment.build import pack
+from agent.deployment.engine_setup import planned
+from agent.deployment.memory_split import casual_allocation
+from agent.deployment.packed_copies import packed_manifests
+from agent.device_profile.identity import identity_of, kind_name
+from agent.device_profile.records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
+from agent.runtime.machine.box import Box, MemorySize
+from agent.runtime.machine.detection import detect
+from experts.errors import ConfigError, SampleUnfit
+from experts.expert import Precision
+from experts.weights import SegmentStore
+from profiler.allocation.search import SearchOptions
+from profiler.allocation.throughput import (
+    busy_interval_s,
+    device_matrix,
+    engine_throughput,
+    sample_requests,
+    search_in_simulation,
+    search_on_engine,
+    simulated_throughput,
+)
+from profiler.usage.probabilities import computed_usage
+
+KIB = 1024
+EXPERTS = 30
+OWN_BYTES = 64 * KIB
+SIZE = MemorySize(10**9, 10**9)
+SPLIT = Box("cuda", "made up", ("cuda", "cpu"), 4, SIZE, SIZE, ())
+
+
+def quiet(stage, done, total):
+    pass
+
+
+def line_in(folder, experts=EXPERTS, workspace_bytes=48 * KIB, **changes):
+    """A line of fakes, its first component the most frequent, every third one with a detector after its classifier."""
+    declared = {"weight_bytes": OWN_BYTES, "workspace_bytes": workspace_bytes, "label": "ok"}
+    (folder / "fake.yaml").write_text(json.dumps(declared))
+    fake = {"architecture": "fake", "weights": "fake.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    names = [f"cls/e{number}" for number in range(experts)]
+    after = [{"expert": "det/x", "pass": ["ok"]}]
+    routes = {
+        f"c{number}": [{"expert": name, "pass": ["ok"]}, *(after if number % 3 == 0 else [])]
+        for number, name in enumerate(names)
+    }
+    quantities = {f"c{number}": max(round(200 * 0.8**number), 1) for number in range(experts)}
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {**dict.fromkeys(names, fake), "det/x": fake},
+        "routes": routes,
+        "boards": {"one": {"components": quantities}},
+        **changes,
+    }
+    file = folder / "line.yaml"
+    file.write_text(json.dumps(document))
+    return read_line(file, {})
+
+
+def packed_line(folder, **changes):
+    return packed(line_in(folder, **changes))
+
+
+def packed(config):
+    precisions = {"cpu": dict.fromkeys(config.catalog.experts, Precision.FP32)}
+    with closing(SegmentStore(config.packed_folder)) as segments:
+        pack(config, segments, precisions, quiet)
+    return config
+
+
+def profile_of(config, box, workspace_bytes=48 * KIB, rates=None):
+    """Every kind on every processor: 2 ms an image, 4 ms a batch, at most 8; loads of 20 ms from the SSD."""
+    packed = next(iter(packed_manifests(config)["det/x"])).packed
+    kind = kind_name(config.catalog.experts["det/x"], packed.program_sha256)
+    rows = [
+        KindProfile(
+            kind=kind,
+            architecture="fake",
+            processor=processor,
+            precision="fp32",
+            threads=box.cores,
+            K_s=0.002 if processor == "cuda" else 0.008,
+            B_s=0.004,
+            fit_error=0.0,
+            max_batch=8,
+            weight_bytes=OWN_BYTES,
+            workspace_base_bytes=0,
+            workspace_bytes=workspace_bytes,
+            load_s={SSD: 0.02, "host": 0.005},
+            batches=(),
+            samples="synthetic",
+        )
+        for processor in box.processors
+    ]
+    usage = computed_usage(config, rates)
+    links = (LinkSpeed(SSD, 5e6), LinkSpeed("host", 2e7))
+    allocation = casual_allocation(box, {})
+    return StoredProfile("test", "now", identity_of(box), links, tuple(rows), (), {}, {}, usage, allocation)
+
+
+# -- the sample --
+
+
+def test_a_sample_holds_each_component_by_its_share(tmp_path):
+    config = line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 5, "c1": 3, "c2": 2}}})
+    sample = sample_requests(config, 100, seed=4)
+    assert Counter(arrival.component for arrival in sample) == {"c0": 50, "c1": 30, "c2": 20}
+    assert [arrival.at_s for arrival in sample[:3]] == [0.0, 0.004, 0.008]
+    assert sample == sample_requests(config, 100, seed=4)
+    assert sample != sample_requests(config, 100, seed=5)
+    assert {arrival.component for arrival in sample[:20]} == {"c0", "c1", "c2"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 1000), st.lists(st.integers(1, 1000), min_size=1, max_size=9))
+def test_a_sample_is_off_by_less_than_one_request_for_each_component(tmp_path_factory, count, seed, quantities):
+    folder = tmp_path_factory.mktemp("line")
+    components = {f"c{number}": quantity for number, quantity in enumerate(quantities)}
+    config = line_in(folder, experts=len(quantities), boards={"one": {"components": components}})
+    drawn = Counter(arrival.component for arrival in sample_requests(config, count, seed))
+    assert drawn.total() == count
+    for component, quantity in components.items():
+        assert abs(drawn[component] - count * quantity / sum(quantities)) < 1 + 1e-6
+
+
+def test_a_sample_takes_images_in_turn_and_leaves_out_what_cannot_be_served(tmp_path):
+    config = line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 1, "c1": 1, "c2": 1}}})
+    images = {"c1": [Path("a.png"), Path("b.png")], "c2": []}
+    sample = sample_requests(config, 9, images=images)
+    assert [each.image for each in sample if each.component == "c1"] == [Path("a.png"), Path("b.png"), Path("a.png")]
+    assert {each.image for each in sample if each.component != "c1"} == {None}
+    endless = (Path(f"{number}.png") for number in itertools.count())
+    asked = sample_requests(config, 9, images={"c1": endless})
+    assert [each.image for each in asked if each.component == "c1"] == [Path("0.png"), Path("1.png"), Path("2.png")]
+    assert next(endless) == Path("3.png")
+    without = sample_requests(config, 9, without={"det/x": "broken"})
+    assert {each.component for each in without} == {"c1", "c2"}
+    with pytest.raises(ConfigError, match=r"every route has an expert that cannot be served.*\n  - cls/e0: broken\n"):
+        sample_requests(config, 9, without=dict.fromkeys(config.catalog.experts, "broken"))
+    with pytest.raises(ConfigError, match="a sample of 0 requests measures nothing"):
+        sample_requests(config, 0)
+
+
+def drawn(config, probabilities, origin=UsageOrigin.SERVED, requests=999, count=1000, **options):
+    """How often each component is drawn by this usage."""
+    usage = UsageProfile(probabilities, {}, origin, requests)
+    return Counter(arrival.component for arrival in sample_requests(config, count, usage=usage, **options))
+
+
+class TestASampleByUsage:
+    @pytest.fixture
+    def config(self, tmp_path):
+        return line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 5, "c1": 3, "c2": 2}}})
+
+    @pytest.mark.parametrize("origin", [UsageOrigin.SERVED, UsageOrigin.COUNTED])
+    def test_that_was_seen_follows_it_and_not_the_boards(self, config, origin):
+        seen = {"cls/e0": 0.1, "cls/e1": 0.2, "cls/e2": 0.7, "det/x": 0.1}
+        assert drawn(config, seen, origin) == {"c0": 100, "c1": 200, "c2": 700}
+
+    def test_that_was_computed_is_the_boards(self, config):
+        assert drawn(config, {"cls/e2": 1.0}, UsageOrigin.COMPUTED) == {"c0": 500, "c1": 300, "c2": 200}
+
+    def test_is_shared_by_quantity_where_components_share_their_first_expert(self, config, tmp_path):
+        """c0 and c1 begin with cls/e0, three and one of them on a board; c2 with cls/e2."""
+        document = json.loads(config.document.file.read_text())
+        document["routes"]["c1"] = document["routes"]["c0"]
+        document["boards"]["one"]["components"] = {"c0": 3, "c1": 1, "c2": 9}
+        config.document.file.write_text(json.dumps(document))
+        shared = read_line(config.document.file, {})
+        assert drawn(shared, {"cls/e0": 0.8, "cls/e2": 0.2}) == {"c0": 600, "c1": 200, "c2": 200}
+        document["boards"]["one"]["components"] = {"c2": 9}
+        config.document.file.write_text(json.dumps(document))
+        off_board = read_line(config.document.file, {})
+        assert drawn(off_board, {"cls/e0": 0.8, "cls/e2": 0.2}) == {"c0": 400, "c1": 400, "c2": 200}
+
+    def test_gives_an_expert_without_a_record_a_small_share_and_not_none(self, config):
+        """One request more than 9 that came, over three routes: 1/30; and never more than the rarest that has one."""
+        few = drawn(config, {"cls/e0": 0.5, "cls/e1": 0.5}, requests=9, count=3100)
+        assert few["c2"] in {100, 101}
+        rare = drawn(config, {"cls/e0": 0.99, "cls/e1": 0.01, "cls/e2": 0.0}, requests=9, count=1010)
+        assert rare["c2"] == rare["c1"] == 10
+
+    def test_leaves_out_what_cannot_be_served(self, config):
+        seen = {"cls/e0": 0.5, "cls/e1": 0.1, "cls/e2": 0.4}
+        assert drawn(config, seen, without={"det/x": "broken"}) == {"c1": 200, "c2": 800}
+
+
+def test_requests_come_twice_as_fast_as_all_executors_could_work():
+    """1 ms + 8 ms / 8 an image, and half of the requests run a second expert: 3 ms a request; on 3 executors 1 ms."""
+    row = ExpertProfile("a", Performance(0.001, 0.008, 8, 0), Footprint(1), {SSD: 0.1})
+    device = PerformanceMatrix({"cuda": {"a": row, "b": row}}, {"a": 1.0, "b": 0.5})
+    assert busy_interval_s(device, {"cuda": 3}) == pytest.approx(0.0005)
+    assert busy_interval_s(device, {"cuda": 3, "cpu": 9}) == pytest.approx(0.0005)
+    slow = PerformanceMatrix({"cpu": {"a": replace(row, performance=Performance(0.1, 0.1, 4, 0))}}, {"a": 1.0})
+    assert busy_interval_s(slow, {"cpu": 2}) == 0.004
+    assert busy_interval_s(slow, {}) == 0.004
+
+
+# -- simulated --
+
+
+def test_a_trace_that_would_leave_executors_idle_is_played_faster(tmp_path):
+    """Requests a second apart measure the clock; played faster they measure the box."""
+    config = packed_line(tmp_path, experts=2, boards={}, memory={"host": "4MiB", "device": "4MiB"})
+    profile = profile_of(config, SPLIT)
+    found = search_in_simulation(config, SPLIT, profile, sample_requests(config, 60, interval_s=1.0))
+    assert found.images_per_s > 100
+
+
+def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
+    """12 of 31 experts fit beside two images: more executors and larger batches cost experts."""
+    config = packed_line(tmp_path, memory={"host": "4MiB", "device": "1MiB"})
+    profile = profile_of(config, SPLIT)
+    trace = sample_requests(config, 300, interval_s=0.0005)
+    found = search_in_simulation(config, SPLIT, profile, trace)
+    assert found == search_in_simulation(config, SPLIT, profile, trace)
+    assert found.allocation.origin == "searched in simulation"
+    assert dict(found.allocation.budget_bytes) == {"host": 4 * 2**20, "device": 2**20}
+    assert "device" in found.windows
+    tried = [trial.images_per_s for trial in found.trials if trial.search == "executors"]
+    assert found.images_per_s >= max(tried)
+    plan = planned(config, SPLIT, replace(profile, allocation=found.allocation))
+    assert [(pool.name, pool.expert_bytes, pool.workspace_bytes) for pool in plan.pools] == [
+        (pool.pool, pool.expert_bytes, pool.workspace_bytes) for pool in found.allocation.pools
+    ]
+    assert Counter(spec.processor for spec in plan.executors) == Counter(dict(found.allocation.executors))
+
+
+def test_a_simulated_throughput_by_hand(tmp_path):
+    """One executor that holds all, and 8 requests of one expert at once: 4 ms + 8 x 2 ms."""
+    config = packed_line(tmp_path, experts=1, boards={})
+    profile = profile_of(config, SPLIT, rates={"cls/e0": 0.0})
+    trace = [replace(arrival, at_s=0.0) for arrival in sample_requests(config, 8)]
+    throughput = simulated_throughput(config, SPLIT, profile, trace)
+    executors = (ExecutorSpec(0, "cuda", "device"),)
+    pools = (PoolSpec("host", 2**22, 0), PoolSpec("device", 2**22, 2**20, "host"))
+    first_alone_s, seven_s = 0.006, 0.018  # the first request starts a batch of its own, the others wait for it
+    assert throughput(executors, pools) == pytest.approx(8 / (first_alone_s + seven_s))
+
+
+def test_a_budget_below_the_largest_expert_is_refused_with_its_place(tmp_path):
+    config = packed_line(tmp_path, memory={"host": "4MiB", "device": "100KiB"})
+    profile = profile_of(config, SPLIT)
+    with pytest.raises(ConfigError, match=r"line\.yaml:1:\d+: memory\.device: 0\.1 MiB are too little: .* needs"):
+        search_in_simulation(config, SPLIT, profile, sample_requests(config, 10))
+
+
+def test_only_what_was_profiled_and_is_allowed_is_searched(tmp_path):
+    config = packed_line(tmp_path, experts=2, boards={})
+    profile = profile_of(config, SPLIT)
+    assert set(device_matrix(config, SPLIT, profile).experts) == {"cuda", "cpu"}
+    no_cpu = replace(profile, kinds=tuple(kind for kind in profile.kinds if kind.processor != "cpu"))
+    assert set(device_matrix(config, SPLIT, no_cpu).experts) == {"cuda"}
+    only_cpu = replace(config, executors={"cpu": 1, "cuda": 0})
+    assert set(device_matrix(only_cpu, SPLIT, profile).experts) == {"cpu"}
+    with pytest.raises(ConfigError, match="the device profile has no times on cpu - run `coserve profile` again"):
+        device_matrix(only_cpu, SPLIT, no_cpu)
+
+
+# -- on the engine --
+
+
+def test_a_search_on_the_engine_finds_what_an_agent_starts_with(tmp_path):
+    memory = {"host": "1MiB"}
+    config = packed_line(tmp_path, experts=8, device="cpu", memory=memory, boards={})
+    box = detect("cpu")
+    profile = profile_of(config, box)
+    trace = sample_requests(config, 24, interval_s=0.0)
+    options = SearchOptions(most_cpu_executors=2)
+    found = search_on_engine(config, box, profile, trace, quiet, options)
+    assert found.allocation.origin == "searched on the engine"
+    assert all(trial.images_per_s > 0 for trial in found.trials)
+    assert found.windows["host"].window.upper <= 9
+    plan = planned(config, box, replace(profile, allocation=found.allocation))
+    assert sum(pool.expert_bytes + pool.workspace_bytes for pool in plan.pools) == 2**20
+    assert len(plan.executors) == found.allocation.executors["cpu"]
+
+
+ONE_EXECUTOR = (ExecutorSpec(0, "cpu", "host"),)
+
+
+def refusal(config, trace):
+    """Why a sample measures nothing on one executor."""
+    pools = (PoolSpec("host", 512 * KIB, 512 * KIB),)
+    with pytest.raises(SampleUnfit) as caught:
+        engine_throughput(config, profile_of(config, detect("cpu")), trace, quiet)(ONE_EXECUTOR, pools)
+    return caught.value
+
+
+def test_requests_that_are_not_judged_make_no_throughput_and_each_expert_is_told_with_its_file(tmp_path):
+    config = packed_line(tmp_path, experts=3, device="cpu", memory={"host": "1MiB"}, boards={})
+    damaged = {}
+    for name in ("cls/e0", "cls/e2"):
+        (manifest,) = packed_manifests(config)[name]
+        path = config.state / "packed" / "segments" / f"{manifest.packed.own.sha256}.bin"
+        path.write_bytes(b"0" * path.stat().st_size)
+        anew = f"start again, and it is packed anew from {config.catalog.experts[name].weights}"
+        damaged[name] = f"{path} was not what was packed and has been removed: {anew}"
+    found = refusal(config, sample_requests(config, 6))
+    assert str(found).startswith("4 of 6 sample requests were not judged: ")
+    assert (found.experts, found.images) == (damaged, {})
+
+
+def test_an_image_that_cannot_be_read_is_told_and_no_expert(tmp_path):
+    config = packed_line(tmp_path, experts=1, device="cpu", memory={"host": "1MiB"}, boards={})
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no image")
+    found = refusal(config, sample_requests(config, 3, images={"c0": [broken]}))
+    assert found.experts == {}
+    assert list(found.images) == [broken]
+    assert "broken.png" in str(found)
+
+
+def test_an_empty_sample_is_refused_by_both_sources(tmp_path):
+    config = packed_line(tmp_path, experts=2, device="cpu", memory={"host": "1MiB"}, boards={})
+    box = detect("cpu")
+    profile = profile_of(config, box)
+    with pytest.raises(ConfigError, match="an empty queue"):
+        search_in_simulation(config, box, profile, ())
+    with pytest.raises(ConfigError, match="an empty queue"):
+        search_on_engine(config, box, profile, (), quiet)
+
+
+def test_usage_in_the_profile_decides_who_is_held(tmp_path):
+    config = packed_line(tmp_path, experts=3, boards={})
+    profile = profile_of(config, SPLIT)
+    served = UsageProfile({"cls/e2": 0.9, "cls/e0": 0.1}, {}, "served", 500)
+    assert device_matrix(config, SPLIT, replace(profile, usage=served)).usage["cls/e2"] == 0.9

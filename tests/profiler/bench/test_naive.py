@@ -1,0 +1,201 @@
+"""The general model server: what it counts by hand, what it answers, what it leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agent.config import read_line
+from experts.backends import backend_for
+from experts.errors import ConfigError
+from experts.expert import NOTHING_FOUND, Precision
+from profiler.bench.naive import NaiveServer, build, drop_from_cache, infer, naive_files
+from profiler.replay.player import AgentSetup, experts_of, images_of, player
+from profiler.workload.generated_line import LineRecipe, generate_line
+from profiler.workload.traces import Arrival
+
+ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
+RECIPE = LineRecipe(
+    classifiers=4,
+    architecture="squeezenet1_1",
+    detectors=1,
+    detector_architectures=("yolov5n",),
+    requests=12,
+    memory_for=2,
+    classifier_px=64,
+    detector_px=64,
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return read_line(generate_line(tmp_path_factory.mktemp("naive") / "line", RECIPE).line, ON_CPU)
+
+
+def asking(*experts):
+    return tuple(Arrival(0.0, expert=expert) for expert in experts)
+
+
+USAGE = {"cls/000": 0.1, "cls/001": 0.2, "cls/002": 0.5}
+NO_ROOM, ALL_ROOM = 0, 10**9  # bytes: for one model, as it cannot serve otherwise, and for all of them
+
+
+def server_of(config, files, expert_bytes, usage=USAGE, ssd_bytes_per_s=None):
+    return NaiveServer(
+        config.catalog.experts, config.catalog.graph, files, expert_bytes, usage, "cpu", 2, ssd_bytes_per_s
+    )
+
+
+def played(config, trace, capacity, usage=USAGE):
+    """A trace on a server that holds so many models."""
+    experts = experts_of(trace, config.catalog)
+    with naive_files(config, experts) as files:
+        largest = max(file.stat().st_size for file in files.values())
+        return server_of(config, files, capacity * largest, usage).play(trace, images_of(trace, config.catalog))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "loads", "evictions"),
+    [
+        (1, 6, 6),  # 2 is there, and every change of expert is a load
+        (2, 5, 5),  # 1 and 2 are there: 0 evicts 1 | 1 evicts 2 | 0 | 2 evicts 1 | 1 evicts 0 | 0 evicts 2
+        (3, 0, 0),
+    ],
+)
+def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
+    trace = asking("cls/000", "cls/001", "cls/000", "cls/002", "cls/001", "cls/000")
+    result = played(config, trace, capacity)
+    assert (result.loads, result.evictions, result.capacity) == (loads, evictions, capacity)
+    assert result.bytes_read == pytest.approx(
+        loads * config.catalog.experts["cls/000"].weights.stat().st_size, rel=0.05
+    )
+
+
+def test_a_memory_smaller_than_any_model_holds_one(config):
+    result = played(config, asking("cls/000", "cls/000", "cls/001"), 0)
+    assert (result.resident_at_start, result.loads) == ({"cls/001"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "there"),
+    [(1, {"cls/002"}), (2, {"cls/001", "cls/002"}), (3, {"cls/000", "cls/001", "cls/002"})],
+)
+def test_the_most_used_models_are_there_when_its_clock_starts_and_are_not_counted(config, capacity, there):
+    trace = asking("cls/002", "cls/001", "cls/000")
+    result = played(config, trace, capacity)
+    assert result.resident_at_start == there
+    assert (result.loads, result.evictions) == (3 - capacity, 3 - capacity)
+    assert (result.load_s > 0) == (result.loads > 0)
+    assert result.missing_bytes == result.bytes_read
+
+
+def test_models_used_alike_are_placed_by_name_and_others_than_the_traces_are_not(config):
+    used_elsewhere = {"cls/003": 1.0}
+    assert played(config, asking("cls/002", "cls/001"), 1, used_elsewhere).resident_at_start == {"cls/001"}
+
+
+def test_the_least_used_of_the_placed_models_goes_first(config):
+    """Model 0 needs room: 1 goes, as 2 is used more, so that 2 is still there."""
+    assert played(config, asking("cls/000", "cls/002", "cls/001"), 2).loads == 2
+
+
+def test_what_no_server_could_do_without_reading_counts_each_expert_once(config):
+    trace = asking("cls/000", "cls/001", "cls/000", "cls/001")
+    with naive_files(config, ["cls/000", "cls/001"]) as files:
+        result = server_of(config, files, NO_ROOM).play(trace, images_of(trace, config.catalog))
+        sizes = [files[expert].stat().st_size for expert in ("cls/000", "cls/001")]
+    assert (result.resident_at_start, result.loads) == ({"cls/001"}, 4)
+    assert (result.missing_bytes, result.bytes_read) == (sizes[0], 2 * sum(sizes))
+
+
+def test_it_plays_again_from_the_same_memory(config):
+    trace = asking("cls/000", "cls/001", "cls/000")
+    with naive_files(config, ["cls/000", "cls/001"]) as files:
+        server, images = server_of(config, files, NO_ROOM), images_of(trace, config.catalog)
+        first, second = server.play(trace, images), server.play(trace, images)
+    assert (first.loads, second.loads) == (3, 3)
+    assert first.resident_at_start == second.resident_at_start == {"cls/001"}
+    assert first.labels == second.labels
+
+
+def test_it_follows_routes_and_judges_as_the_engine_does(config):
+    """Component 0 goes on to the detector; the others end with their classifier."""
+    trace = tuple(Arrival(0.0, component=f"part-00{number % 4}") for number in range(8))
+    images = [picture(number) for number in range(8)]
+    experts = experts_of(trace, config.catalog)
+    assert "det/000" in experts
+    with player(config, experts, AgentSetup()) as stage:
+        engine = stage.play(trace, images)
+    with naive_files(config, experts) as files:
+        naive = server_of(config, files, ALL_ROOM).play(trace, images)
+        turns = server_of(config, files, NO_ROOM).play(trace, images)
+    assert naive.labels == turns.labels == engine.labels
+    assert (naive.resident_at_start, naive.loads) == (experts, 0)
+
+
+def picture(seed):
+    return np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+
+
+def test_a_detectors_boxes_are_those_of_its_backend(config, tmp_path):
+    """It sees things everywhere, so that there are boxes to be compared, and no two of them are seen alike.
+
+    Random weights hardly answer to an image: amplified, their scores are further apart than rounding can put them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = build(config.catalog.experts["det/000"]).eval()
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if ".cv3." in name and name.endswith(".2.bias"):
+            tensor.copy_(0.5 + 0.5 * torch.arange(len(tensor)))
+        if ".cv3." in name and name.endswith(".2.weight"):
+            tensor.mul_(1e6)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "seeing.safetensors")
+    expert = replace(config.catalog.experts["det/000"], weights=tmp_path / "seeing.safetensors")
+    backend = backend_for(expert.architecture)
+    skeleton = backend.skeleton(expert, Precision.FP32, b"", "cpu")
+    skeleton.bind(backend.pack(expert, Precision.FP32).tensors)
+    image = picture(1)
+    naive = infer(model, expert, image, "cpu")
+    (known,) = skeleton.infer(expert, [backend.prepare(expert, image)])
+    assert naive.label == known.label != NOTHING_FOUND
+    assert naive.score == pytest.approx(known.score, rel=1e-4)
+    assert [box.label for box in naive.boxes] == [box.label for box in known.boxes]
+    assert [box.score for box in naive.boxes] == pytest.approx([box.score for box in known.boxes], rel=1e-4)
+
+
+def test_its_files_are_gone_afterwards_also_when_it_breaks(config):
+    with naive_files(config, ["cls/000"]) as files:
+        assert all(file.is_file() for file in files.values())
+        drop_from_cache(files["cls/000"])
+    assert not any(file.exists() for file in files.values())
+    assert not list(config.state.glob("naive-*"))
+
+
+def test_what_it_cannot_run_is_told_with_its_place(tmp_path):
+    (tmp_path / "f.yaml").write_text("{weight_bytes: 1000}")
+    (tmp_path / "line.yaml").write_text(
+        "line: l\nstate: ./state\n"
+        "experts:\n  cls/f: {architecture: fake, weights: f.yaml, labels: [ok], input: {size: [8, 8]}}\n"
+        "routes:\n  c: [{expert: cls/f, pass: [ok]}]\n"
+    )
+    fake = read_line(tmp_path / "line.yaml", ON_CPU)
+    files = naive_files(fake, ["cls/f"])
+    with pytest.raises(ConfigError, match=r"line\.yaml:4:\d+: experts\.cls/f: the naive server runs"):
+        files.__enter__()
+
+
+def test_a_rate_holds_its_loads(config):
+    """Two loads of the same size through a link: the second cannot end before both are through."""
+    trace = asking("cls/000", "cls/001")
+    with naive_files(config, ["cls/000", "cls/001"]) as files:
+        size_bytes = sum(file.stat().st_size for file in files.values())
+        server = server_of(config, files, NO_ROOM, ssd_bytes_per_s=100e6)
+        result = server.play(trace, images_of(trace, config.catalog))
+    assert result.seconds >= size_bytes / 100e6
+    assert result.bytes_read == size_bytes

@@ -1,0 +1,142 @@
+"""The offline commands where a path is bad or a disk refuses: told in a line, nothing lost, and never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coserve import app
+from profiler.workload.generated_line import LineRecipe, generate_line
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 120.0
+FAILED, CONFIGURATION = 1, 78
+SMALL = ("--architecture", "squeezenet1_1")
+RECIPE = LineRecipe(classifiers=1, architecture=SMALL[1], requests=2, memory_for=1, classifier_px=64, images=1)
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Runs a command in a folder that holds one file, `afile`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COSERVE__DEVICE", "cpu")
+    (tmp_path / "afile").write_text("mine")
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+
+
+def told(done, code):
+    """What a command that ends with this code says, without what is shown of its progress."""
+    assert done.exit_code == code, done.stderr
+    assert isinstance(done.exception, SystemExit)
+    return [line for line in done.stderr.splitlines() if " after " not in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["bench", "load", "--dir", "none"], CONFIGURATION, "none: no such folder - name one on the SSD to measure"),
+        (["bench", "load", "--dir", "afile"], CONFIGURATION, "afile: no such folder - name one on the SSD to measure"),
+        (["bench", "start", "--dir", "none"], CONFIGURATION, "none: no such folder - name one on the SSD to measure"),
+        (["bench", "start", "--dir", "afile"], CONFIGURATION, "afile: no such folder - name one on the SSD to measure"),
+        (["bench", "report", "--dir", "none"], CONFIGURATION, "none: no such folder - name one on the SSD to measure"),
+        (["bench", "report", "--out", "afile"], CONFIGURATION, "afile: is a file - name a folder, it is made where"),
+        (["bench", "report", "--out", "afile/x"], FAILED, "afile/x: Not a directory - make room or correct the path"),
+        (["bench", "tasks", "--out", "afile"], CONFIGURATION, "afile: is a file - name a folder, it is made where"),
+        (["bench", "tasks", "--out", "afile/x"], FAILED, "afile/x: Not a directory - make room or correct the path"),
+        (["bench", "generate", "afile"], CONFIGURATION, "afile is a file: name a new folder, nothing is overwritten"),
+        (["bench", "generate", "afile/x"], FAILED, "afile/x: Not a directory - make room or correct the path"),
+        (["bench", "generate", "/proc/x"], FAILED, "/proc/x: No such file or directory - make room or correct the"),
+        (["bench", "load", "--architecture", "foo"], CONFIGURATION, "foo: torchvision has no classifier 'foo'"),
+    ],
+)
+def test_a_bad_path_is_told_before_anything_is_measured(words, code, said, offline, tmp_path):
+    (line,) = told(offline(*words), code)
+    assert line.startswith(said)
+    assert "it resumes" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+@pytest.mark.parametrize("words", [["--requests", "9"], ["--dir", "."]])
+def test_a_simulation_takes_nothing_that_only_a_real_run_would_use(words, offline):
+    done = offline("bench", "tasks", *words)
+    (line,) = [line for line in done.stderr.splitlines() if "Invalid value" in line]
+    assert done.exit_code == 2
+    assert f"Invalid value for {words[0]}: a simulation has neither" in line
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    made = generate_line(tmp_path_factory.mktemp("generated") / "line", RECIPE)
+    state = made.line.with_name("state")
+    state.rename(made.line.with_name("elsewhere"))
+    state.write_text("mine")
+    return made
+
+
+@pytest.mark.parametrize("command", ["line", "overhead", "profile"])
+def test_a_state_that_cannot_be_written_is_told(command, generated, offline):
+    state = generated.line.with_name("state")
+    words = {
+        "line": ["bench", generated.line, "--trace", generated.trace, "--policy", "paper"],
+        "overhead": ["bench", "overhead", generated.line, "--trace", generated.trace],
+        "profile": ["profile", generated.line, "--casual"],
+    }[command]
+    (line,) = told(offline(*words), FAILED)
+    assert line.startswith(
+        f"{state}: is there, and is no folder - make room or correct the path, then run the command "
+    )
+    assert line.endswith("it resumes") == (command == "profile")
+    assert state.read_text() == "mine"
+
+
+LIMITED = """
+import resource, sys
+sys.path.insert(0, sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+from coserve import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [["load", "--files", "1", *SMALL], ["generate", "new", "--experts", "1", "--requests", "2", *SMALL]]
+)
+def test_a_disk_that_takes_no_more_is_told_and_what_was_begun_is_removed(words, tmp_path):
+    """A limit on the size of files is refused where a full disk is."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(ROOT), "bench", *words],
+        cwd=tmp_path,
+        env=os.environ | {"COSERVE__DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == FAILED, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.endswith(
+        "squeezenet1_1.safetensors: File too large - make room or correct the path, then run the command again\n"
+    )
+    assert "Traceback" not in done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.name != "new"] == []
+
+
+@pytest.mark.slow
+def test_figures_that_cannot_be_written_lose_no_table_and_each_stage_is_told_to_its_end(offline, tmp_path):
+    out = tmp_path / "out"
+    (out / "tasks.md").mkdir(parents=True)
+    done = offline("bench", "tasks", "--short", "--device", "uma", "--out", "out")
+    (line,) = told(done, FAILED)
+    assert line == "out/tasks.md: Is a directory - make room or correct the path, then run the command again"
+    assert "task A1 on uma" in done.stdout
+    assert "Tasks A1, B1 only, and executors and memory were searched for on 750 requests" in done.stdout
+    for stage in ("search for board A", "search for board B"):
+        assert f"{stage} on uma: 0/1 after " in done.stderr
+        assert f"{stage} on uma: 1/1 after " in done.stderr
+    assert "task B1 on uma: 12/12 after " in done.stderr

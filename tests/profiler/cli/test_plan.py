@@ -1,0 +1,316 @@
+"""``coserve plan`` as it is typed: what it prints, from manifests and a profile alone, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from agent.config import read_line
+from agent.core.policy import PRESETS
+from agent.device_profile.identity import identity_of
+from agent.device_profile.store import ProfileDraft, partial_of
+from agent.runtime.machine.detection import detect
+from coserve import app
+from profiler.allocation.step import CASUAL
+from profiler.microbench.batches import BatchOptions
+from profiler.profiling.profile_line import ProfilingOptions, profile_line
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 120.0
+MIB = 2**20
+EXPERTS = 4
+ROW = {"policy", "requests", "seconds", "images_per_s", "switches", "loads", "evictions", "bytes_read", "p99_wait_s"}
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """A line of four fakes of 3 MiB, one route each, profiled; tests copy it."""
+    folder = tmp_path_factory.mktemp("line")
+    fake = {"architecture": "fake", "weights": "fake.yaml", "labels": ["ok"], "input": {"size": [8, 8]}}
+    (folder / "fake.yaml").write_text(json.dumps({"weight_bytes": 3 * MIB, "workspace_bytes": 1000}))
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {f"cls/f{number}": fake for number in range(EXPERTS)},
+        "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
+        "boards": {"main": {"components": {"c0": 4, "c1": 3, "c2": 2, "c3": 1}, "takt_s": 5.0}},
+        "memory": {"host": "64MiB"},
+        "precision": "fp32",
+        "executors": {"cpu": 1},
+    }
+    (folder / "line.yaml").write_text(yaml.safe_dump(document))
+    options = ProfilingOptions(allocation=CASUAL, batches=BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5))
+    profile_line(read_line(folder / "line.yaml", {}), options, lambda *_: None)
+    return folder
+
+
+@pytest.fixture
+def line(profiled, tmp_path):
+    shutil.copytree(profiled, tmp_path / "line")
+    return tmp_path / "line" / "line.yaml"
+
+
+def plan(line, *words, check=0):
+    """The command in this process. No error of ours may come out as an exception."""
+    done = CliRunner().invoke(app, ["plan", str(line), *map(str, words)])
+    assert done.exit_code == check, done.stderr
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert "Traceback" not in done.output
+    return done
+
+
+def rows(line, *words):
+    return json.loads(plan(line, *words, "--json").stdout)["rows"]
+
+
+def trace(line, *arrivals):
+    """A trace file of these objects, or of lines as they are."""
+    file = line.parent / "trace.jsonl"
+    file.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in arrivals))
+    return file
+
+
+def snapshot(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def test_one_object_with_the_documented_keys_and_nothing_else_on_stdout(line):
+    file = trace(line, *({"t": number * 0.01, "component": f"c{number % EXPERTS}"} for number in range(12)))
+    (row,) = rows(line, "--trace", file)
+    assert row.keys() >= ROW
+    assert row["bound"].keys() >= {"switches", "seconds"}
+    assert row["loads"].keys() == {"ssd_host", "host_device", "ssd_device"}
+    assert (row["policy"], row["requests"], row["executors"]) == ("coserve", 12, {"cpu": 1})
+    assert row["seconds"] >= row["bound"]["seconds"] - 1e-9 > 0.0
+    assert row["images_per_s"] == pytest.approx(12 / row["seconds"])
+
+
+def test_a_row_for_each_policy_and_memory_asked(line):
+    found = rows(line, "--policy", "coserve", "--policy", "samba", "--memory", "46MiB", "--memory", "host=1GiB")
+    told = [(row["policy"], row["memory"]["host"] + row["memory"]["host_workspace"]) for row in found]
+    sizes = (46 * MIB, 1024 * MIB)
+    assert told == [(policy, size) for size in sizes for policy in ("coserve", "samba")]
+    assert all(row["requests"] == 20 * 10 for row in found)  # twenty boards, where no trace is given
+    assert found[2]["bound"]["switches"] == 0
+    assert found == rows(line, "--policy", "coserve", "--policy", "samba", "--memory", "46MiB", "--memory", "host=1GiB")
+
+
+def test_a_profile_that_the_agent_would_refuse_is_planned_with_and_said_to_be_refused(line):
+    assert "note:" not in plan(line, "--boards", "2").stderr
+    document = yaml.safe_load(line.read_text())
+    weights = line.parent / "fake.yaml"
+    weights.write_text(weights.read_text() + " ")
+    with sqlite3.connect(read_line(line, {}).profile_file) as database:
+        database.execute("UPDATE profile SET cores = cores + 1")
+    told = plan(line, "--boards", "2").stderr
+    assert told.count("note: an agent that starts now may refuse this profile: ") == 1 + len(document["experts"])
+    assert "the weights of cls/f0 were written to after they were packed" in told
+
+
+def test_of_several_memories_those_that_are_too_small_hide_no_row(line):
+    words = ("--policy", "coserve", "--policy", "samba", "--memory", "2MiB", "--memory", "46MiB", "--boards", "2")
+    done = plan(line, *words, "--json")
+    told = json.loads(done.stdout)
+    assert [row["policy"] for row in told["rows"]] == ["coserve", "samba"]
+    assert {row["memory"]["host"] + row["memory"]["host_workspace"] for row in told["rows"]} == {46 * MIB}
+    assert told["rows"] == rows(line, *words[:4], *words[6:])
+    assert told["advice"]["budget_bytes"] == {"host": 46 * MIB}  # of the first that was planned
+    assert [(each["policy"], each["memory"]) for each in told["refused"]] == [("coserve", "2MiB"), ("samba", "2MiB")]
+    for each in told["refused"]:
+        assert "experts.cls/f0: needs 3.0 MiB, but memory.host leaves" in each["reason"]
+        assert f"not planned: {each['policy']} with --memory 2MiB: {each['reason']}" in done.stderr
+    table = plan(line, *words)
+    assert [text.split()[:3] for text in table.stdout.splitlines()[1:3]] == [
+        ["coserve", "46.0", "MiB"],
+        ["samba", "46.0", "MiB"],
+    ]
+    assert table.stderr.count("not planned: ") == 2
+    assert json.loads(plan(line, "--boards", "2", "--json").stdout)["refused"] == []
+
+
+def test_memories_that_are_all_too_small_are_refused_each_reason_once(line):
+    done = plan(line, "--policy", "coserve", "--policy", "samba", "--memory", "1MiB", "--memory", "2MiB", check=78)
+    assert done.stdout == ""
+    assert "not planned" not in done.stderr
+    for size in ("1.0 MiB", "2.0 MiB"):
+        (told,) = [each for each in done.stderr.splitlines() if f"of its {size} to experts" in each and "/f0:" in each]
+        assert "experts.cls/f0: needs 3.0 MiB, but memory.host leaves" in told
+
+
+def test_a_policy_that_is_none_is_told_before_any_is_planned(line):
+    done = plan(line, "--policy", "coserve", "--policy", "coserv", check=78)
+    assert done.stdout == ""
+    assert done.stderr == "no policy 'coserv' - did you mean 'coserve'?\n"
+
+
+def test_the_ssd_that_is_asked_about_is_told_apart_from_one_that_is_held_to_a_rate(line):
+    options = {name: " ".join(help_of(name).replace("│", " ").split()) for name in ("plan", "bench line")}
+    assert "plan with an SSD of this speed" in options["plan"]
+    assert "hold loads from the SSD to a rate" in options["bench line"]
+    assert "hold loads" not in options["plan"]
+
+
+def help_of(command):
+    done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_every_preset_can_be_planned(line):
+    words = [word for policy in sorted(PRESETS) for word in ("--policy", policy)]
+    assert [row["policy"] for row in rows(line, *words, "--boards", "2")] == sorted(PRESETS)
+
+
+def test_what_is_given_stands_in_the_place_of_the_lines_own(line):
+    (slow,) = rows(line, "--ssd-bandwidth", "1MB/s", "--executors", "cpu=2", "--boards", "2")
+    assert slow["executors"] == {"cpu": 2}
+    file = trace(line, {"t": 0.0, "expert": "cls/f2"})
+    (one,) = rows(line, "--trace", file, "--policy", "samba", "--memory", "host=64MiB,workspace=61000000B")
+    assert one["memory"]["host_workspace"] == 61_000_000
+
+
+def test_what_runs_is_told_on_stderr_to_its_end(line):
+    told = plan(line, "--policy", "coserve", "--policy", "samba", "--boards", "3").stderr
+    assert "plan for 30 requests: 0/3 after " in told
+    assert "plan for 30 requests: 3/3 after " in told
+
+
+def test_boards_beside_a_trace_are_refused(line):
+    file = trace(line, {"t": 0.0, "expert": "cls/f2"})
+    told = plan(line, "--trace", file, "--boards", "7", check=2).stderr
+    assert "Invalid value for --boards: boards are of the made-up trace" in " ".join(told.replace("│", " ").split())
+
+
+def test_people_read_a_table_and_what_would_help(line):
+    text = plan(line, "--policy", "coserve", "--policy", "samba").stdout
+    header, first, second, *_ = text.splitlines()
+    assert header.split()[:3] == ["policy", "memory", "images/s"]
+    assert [first.split()[0], second.split()[0]] == ["coserve", "samba"]
+    assert "The takt asks for 2.00 images/s" in text
+    assert max(len(each) for each in text.splitlines()) <= 120
+
+
+def test_it_needs_no_weights_and_writes_nothing(line):
+    """The owner's files and the packed segments may be elsewhere: manifests and the profile are enough."""
+    (line.parent / "fake.yaml").unlink()
+    shutil.rmtree(read_line(line, {}).packed_folder / "segments")
+    before = snapshot(line.parent)
+    assert rows(line, "--boards", "1")
+    assert snapshot(line.parent) == before
+
+
+LOOKING = """
+import sys
+sys.path.insert(0, {root!r})
+sys.argv = ["coserve", "plan", {line!r}, "--json"]
+from coserve import main
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 0, end.code
+for name in ("torchvision", "ultralytics", "onnxruntime", "matplotlib"):
+    assert name not in sys.modules, name
+"""
+
+
+def test_in_its_own_process_it_imports_no_backend(line):
+    script = LOOKING.format(root=str(ROOT), line=str(line))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]
+
+
+def test_a_profile_from_elsewhere_can_be_named(line, tmp_path):
+    elsewhere = read_line(line, {}).profile_file.rename(tmp_path / "box.db")
+    assert "no device profile - run `coserve profile LINE.yaml`" in plan(line, check=78).stderr
+    assert rows(line, "--profile", elsewhere)
+
+
+# -- what is refused --
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "place", "reason"),
+    [
+        ([{"t": 0, "component": "c0"}, {"t": 1, "component": "c7"}], 2, "component: no route for 'c7'"),
+        ([{"t": 0, "component": "c0"}, "", {"t": -1, "component": "c1"}], 3, "t: -1 is before the start"),
+        ([{"t": 2, "component": "c0"}, {"t": 1, "component": "c1"}], 2, "t: 1 runs backwards, line 1 has 2.0"),
+        ([{"t": 0, "expert": "cls/f9"}], 1, "expert: no expert 'cls/f9'"),
+        ([{"t": 0, "component": "c0", "image": "gone.png"}], 1, "gone.png is not there"),
+        (["not json"], 1, "not JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_trace_is_told_with_file_and_line(line, arrivals, place, reason):
+    file = trace(line, *arrivals)
+    error = plan(line, "--trace", file, check=78).stderr
+    assert f"{file}:{place}:" in error
+    assert reason in error
+
+
+def test_an_empty_queue_and_a_trace_that_is_not_there(line):
+    file = trace(line)
+    assert f"{file}: an empty queue: no arrival in it" in plan(line, "--trace", file, check=78).stderr
+    assert "gone.jsonl: cannot be read" in plan(line, "--trace", line.parent / "gone.jsonl", check=78).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--memory", "2MiB"), "experts.cls/f0: needs 3."),
+        (("--memory", "lots"), "--memory: 'lots' is not understood"),
+        (("--policy", "coserv"), "no policy 'coserv' - did you mean 'coserve'?"),
+        (("--executors", "cuda=1"), "cuda"),
+        (("--precision", "bf16"), None),
+        (("--ssd-bandwidth", "0MB/s"), "lets nothing through"),
+        (("--memory", "device=2GiB"), "--memory device: this box has one memory for all its processors"),
+    ],
+)
+def test_what_cannot_be_is_told(line, words, reason):
+    before = snapshot(line.parent)
+    if reason is None:  # fakes do not follow a precision: they are fp32, and planned so
+        assert plan(line, *words)
+    else:
+        assert reason in plan(line, *words, check=78).stderr
+    assert snapshot(line.parent) == before
+
+
+def test_a_budget_below_the_largest_expert_names_it_its_bytes_and_the_budget(line):
+    error = plan(line, "--memory", "2MiB", check=78).stderr
+    assert "needs 3.0 MiB, but memory.host leaves " in error
+    assert "of its 2.0 MiB to experts - raise memory.host, or take a smaller model" in error
+
+
+def test_a_profile_that_is_no_whole_one_is_refused_and_stays(line):
+    path = read_line(line, {}).profile_file
+    content = path.read_bytes()
+    for broken in (content[:5000], b"", b"rubbish" * 100):
+        path.write_bytes(broken)
+        error = plan(line, check=78).stderr
+        assert str(path) in error
+        assert "run `coserve profile LINE.yaml` again with --fresh" in error
+        assert path.read_bytes() == broken
+    path.unlink()
+    with ProfileDraft.open(path, "test", identity_of(detect("cpu"))):
+        pass
+    error = plan(line, check=78).stderr
+    assert f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it" in error
+
+
+def test_an_expert_that_came_after_profiling_is_told_with_its_line(line):
+    document = yaml.safe_load(line.read_text())
+    document["experts"]["cls/new"] = document["experts"]["cls/f0"]
+    document["routes"]["c9"] = [{"expert": "cls/new", "pass": ["ok"]}]
+    line.write_text(yaml.safe_dump(document))
+    error = plan(line, check=78).stderr
+    assert f"{line}:" in error
+    assert "experts.cls/new: not packed in fp32 - run `coserve profile" in error

@@ -1,0 +1,244 @@
+"""Which batch sizes are run, and when to stop: on a rig whose clock is a table, so that no machine has a say."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent.core.events import BatchFailed
+from agent.device_profile.records import BatchTimes
+from agent.runtime.executor import ImageFile
+from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.measuring.rig import TimedBatch
+from experts.errors import LoadError
+from experts.expert import Expert, InputSpec
+from experts.weights import PackedExpert, Segment
+from profiler.microbench.batches import (
+    EXTRA_FRACTION,
+    EXTRA_RUNS,
+    LEAST_ROUNDS,
+    PEAK_RUNS,
+    STOP_AFTER,
+    TRIAL_RUNS,
+    BatchOptions,
+    BatchRuns,
+    ImageCycle,
+    why_no_larger,
+)
+from profiler.microbench.fits import plateau
+from profiler.workload.samples import Sample
+
+MIB = 2**20
+PER_IMAGE = 1000  # bytes that the fake declares
+
+
+class ScriptedRig:
+    """Answers with the seconds that a table or a function gives a batch size, and remembers the sizes asked for."""
+
+    def __init__(self, latency_s, memory_for=10**9, failure="no memory left", out_of_memory=True):
+        self.latency_s = latency_s
+        self.memory_for = memory_for
+        self.failure = BatchFailed(0, failure, out_of_memory)
+        self.sizes = []
+
+    def attempt(self, copy, images):
+        self.sizes.append(len(images))
+        if len(images) > self.memory_for:
+            return self.failure
+        return TimedBatch((), self.latency_s(len(images)))
+
+    def timed_s(self, copy, images):
+        return self.attempt(copy, images).seconds
+
+
+class ScriptedMeter:
+    """Runs, and answers with bytes from a list."""
+
+    def __init__(self, peaks):
+        self.peaks = itertools.cycle(peaks)
+
+    def peak_bytes(self, run):
+        run()
+        return next(self.peaks)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    weights = tmp_path / "fake.yaml"
+    weights.write_text(f"{{weight_bytes: 8, workspace_bytes: {PER_IMAGE}}}")
+    expert = Expert("cls/fake", "fake", weights, ("ok", "bad"), InputSpec(8, 12))
+    return ExpertCopy("cls/fake@fp32", expert, PackedExpert("cls/fake", "fake", "fp32", "", "", Segment("", 0, ()), ()))
+
+
+@pytest.fixture
+def runs_of(copy):
+    def build(rig, meter=None, free_bytes=10**12, **options):
+        return BatchRuns(rig, copy, ImageCycle(copy, ()), meter, free_bytes, BatchOptions(**options))
+
+    return build
+
+
+def sizes_of(batches):
+    return [batch.batch_size for batch in batches]
+
+
+def test_all_sizes_are_run_while_the_average_falls(runs_of):
+    rig = ScriptedRig(lambda size: 0.010 + 0.001 * size)
+    batches = runs_of(rig, repeats=5).measure()
+    assert sizes_of(batches) == list(BatchOptions().sizes)
+    assert all(set(batch.seconds) == {0.010 + 0.001 * batch.batch_size} for batch in batches)
+    assert [len(batch.seconds) for batch in batches] == [5 * (1 + EXTRA_RUNS)] + [5] * (len(batches) - 1)
+
+
+@pytest.mark.parametrize(("K_ms", "B_ms", "expected"), [(0.87, 13.87, 128), (10.0, 10.0, 32), (1.0, 20.0, 128)])
+def test_the_maximum_batch_of_small_experts_is_their_plateau(runs_of, K_ms, B_ms, expected):
+    """By hand, 3 % above the average at 128: 10 (1 + 1/n) against 10 (1 + 1/128) * 1.03 holds from n = 27 on."""
+    batches = runs_of(ScriptedRig(lambda size: (K_ms * size + B_ms) / 1e3)).measure()
+    assert plateau(batches) == expected
+
+
+@pytest.mark.parametrize("image_s", [0.0005, 0.005, 0.05, 0.5])
+def test_what_a_kind_takes_stays_within_its_time(runs_of, image_s):
+    rig = ScriptedRig(lambda size: image_s * (size + 1))
+    batches = runs_of(rig, limit_s=20.0).measure()
+    assert sum(rig.latency_s(size) for size in rig.sizes) <= 20.0
+    assert all(len(batch.seconds) >= LEAST_ROUNDS for batch in batches)
+
+
+def batches_of(latency_s, sizes, per_image_bytes=PER_IMAGE):
+    return [BatchTimes(size, (latency_s(size),), per_image_bytes * size) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "free_bytes", "said"),
+    [
+        ((1, 2, 4), {}, 10**12, "no larger ones are tried"),
+        ((1, 2), {"limit_s": 40.0}, 10**12, "those of 4 would not fit into the 40 s that a kind is measured for"),
+        ((1, 2), {"limit_s": 50.0}, 7 * PER_IMAGE, "those of 4 would need more than half of the free memory"),
+        ((1, 2), {"limit_s": 50.0}, 10**12, "memory did not suffice, or an earlier version tried no larger ones"),
+    ],
+)
+def test_why_no_larger_ones_were_run_is_told_by_what_was_measured(sizes, options, free_bytes, said):
+    """By hand, 0.9 s per image: 4 runs each of 1 and 2 took 10.8 s; 4 of 4 and 3 rounds of all take 33.3 s: 44.1 s."""
+    measured = batches_of(lambda size: 0.9 * size, sizes)
+    assert why_no_larger(measured, BatchOptions(sizes=(1, 2, 4), **options), free_bytes).startswith(said)
+
+
+def test_sizes_end_when_the_average_has_not_fallen_for_some(runs_of):
+    averages = {1: 9.0, 2: 7.0, 3: 6.0, 4: 6.5, 5: 6.1, 6: 6.0}
+    batches = runs_of(ScriptedRig(lambda size: size * averages.get(size, 1.0) / 1e3)).measure()
+    assert sizes_of(batches) == [1, 2, 3, 4, 5, 6]
+    assert STOP_AFTER == 3
+
+
+def test_one_that_falls_again_in_time_goes_on(runs_of):
+    averages = {1: 9.0, 2: 7.0, 3: 7.5, 4: 7.5, 5: 6.9, 6: 7.0, 8: 7.0, 10: 7.0}
+    assert sizes_of(runs_of(ScriptedRig(lambda size: size * averages[size] / 1e3)).measure()) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        8,
+        10,
+    ]
+
+
+def test_rounds_go_up_and_down_in_turn(runs_of):
+    rig = ScriptedRig(lambda size: 0.01)
+    runs_of(rig, sizes=(1, 2, 4), repeats=3).measure()
+    growing = [size for size in (1, 2, 4) for _ in range(PEAK_RUNS + TRIAL_RUNS)]
+    assert rig.sizes == [*growing, 1, 2, 4, 4, 2, 1, 1, 2, 4]
+
+
+def test_the_smallest_size_is_run_again_between_the_others_of_a_round(runs_of):
+    """By hand, n + 0.25 s: rounds of 64.5 s, of which 8 % are 5.2 s; four runs of 1.25 s, at even places."""
+    assert (EXTRA_RUNS, EXTRA_FRACTION) == (4, 0.08)
+    rig = ScriptedRig(lambda size: size + 0.25)
+    batches = runs_of(rig, sizes=(1, 2, 4, 8, 16, 32), repeats=2, limit_s=1e6).measure()
+    growing = sum(PEAK_RUNS + TRIAL_RUNS for _ in batches)
+    assert rig.sizes[growing:] == [1, 1, 2, 1, 4, 1, 8, 1, 16, 32, 32, 1, 16, 1, 8, 1, 4, 1, 2, 1]
+    assert [len(batch.seconds) for batch in batches] == [10, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("image_s", [0.0005, 0.01])
+def test_what_the_smallest_size_is_run_again_costs_less_than_a_tenth(runs_of, monkeypatch, fixed_s, image_s):
+    def spent_s(extra):
+        monkeypatch.setattr("profiler.microbench.batches.EXTRA_RUNS", extra)
+        rig = ScriptedRig(lambda size: fixed_s + image_s * size)
+        runs_of(rig, limit_s=1e6).measure()
+        return sum(rig.latency_s(size) for size in rig.sizes)
+
+    assert spent_s(EXTRA_RUNS) <= 1.1 * spent_s(0)
+
+
+def test_where_the_time_is_short_rounds_come_first(runs_of):
+    """By hand, n + 0.25 s: 258 s of growing, 193.5 s of three rounds; what is left is enough for three runs more."""
+    rig = ScriptedRig(lambda size: size + 0.25)
+    batches = runs_of(rig, sizes=(1, 2, 4, 8, 16, 32), limit_s=258.0 + 193.5 + 3.9).measure()
+    assert [len(batch.seconds) for batch in batches] == [6, 3, 3, 3, 3, 3]
+
+
+def test_the_smallest_size_is_run_however_short_the_time(runs_of):
+    rig = ScriptedRig(lambda size: 10.0)
+    (batch,) = runs_of(rig, limit_s=0.0).measure()
+    assert (batch.batch_size, batch.seconds) == (1, (10.0,))
+    assert rig.sizes == [1, 1], "once to weigh it, once to time it"
+
+
+def test_a_size_is_tried_only_where_rounds_of_all_fit_into_the_time(runs_of):
+    """By hand, 1 s per image: size 1 takes 4 s; size 2 needs 4 * 2 + 3 * (1 + 2) = 17 s more; size 3 needs 30 s."""
+    assert (PEAK_RUNS, TRIAL_RUNS, LEAST_ROUNDS) == (2, 2, 3)
+    rig = ScriptedRig(lambda size: 1.0 * size)
+    batches = runs_of(rig, limit_s=22.0).measure()
+    assert sizes_of(batches) == [1, 2]
+    assert [len(batch.seconds) for batch in batches] == [3, 3], "4 + 8 s, then rounds of 3 s up to 22"
+    assert sizes_of(runs_of(rig, limit_s=20.0).measure()) == [1]
+
+
+def test_a_size_beyond_the_free_memory_is_not_tried(runs_of):
+    """The fake's estimate is 1000 bytes an image, half of 8000 may be taken: 4 images fit, 8 do not."""
+    rig = ScriptedRig(lambda size: 0.01)
+    batches = runs_of(rig, sizes=(1, 2, 4, 8), free_bytes=8 * PER_IMAGE).measure()
+    assert sizes_of(batches) == [1, 2, 4]
+    assert [batch.workspace_bytes for batch in batches] == [PER_IMAGE, 2 * PER_IMAGE, 4 * PER_IMAGE]
+    assert max(rig.sizes) == 4
+
+
+def test_a_batch_that_fails_for_memory_ends_the_growing(runs_of):
+    batches = runs_of(ScriptedRig(lambda size: 0.01, memory_for=3), repeats=2).measure()
+    assert sizes_of(batches) == [1, 2, 3]
+    assert all(len(batch.seconds) == 2 for batch in batches)
+
+
+@pytest.mark.parametrize(
+    "rig",
+    [ScriptedRig(lambda size: 0.01, memory_for=0), ScriptedRig(lambda size: 0.01, 2, "it broke", out_of_memory=False)],
+)
+def test_any_other_failure_is_one(runs_of, rig):
+    with pytest.raises(LoadError, match=r"cls/fake: (no memory left|it broke)"):
+        runs_of(rig).measure()
+
+
+def test_the_largest_of_the_weighings_counts(runs_of):
+    batches = runs_of(ScriptedRig(lambda size: 0.01), ScriptedMeter([3 * MIB, 5 * MIB]), sizes=(1, 2)).measure()
+    assert [batch.workspace_bytes for batch in batches] == [5 * MIB, 5 * MIB]
+
+
+def test_samples_take_turns(copy):
+    samples = [Sample(Path(f"{name}.png"), "r", None, "inbox", max_pixels=9) for name in "abc"]
+    images = ImageCycle(copy, samples)
+    taken = Counter(image for _ in range(3) for image in images.next(2))
+    assert taken == {ImageFile(Path(f"{name}.png"), 9): 2 for name in "abc"}
+
+
+def test_without_samples_there_is_noise_of_the_experts_size(copy):
+    (image,) = ImageCycle(copy, ()).next(1)
+    assert image.shape == (8, 12, 3)
+    assert image.dtype == np.uint8

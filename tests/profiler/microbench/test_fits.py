@@ -1,0 +1,266 @@
+"""Fits and plateau: on lines and hyperbolas known beforehand, with noise and without, and on what hardware makes."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from agent.device_profile.records import BatchTimes
+from agent.runtime.measuring.rig import LEAST_S as LEAST_S_OF_THE_PROBE
+from profiler.microbench.fits import (
+    LEAST_S,
+    WORKSPACE_QUANTUM_BYTES,
+    average_latencies,
+    fit_latency,
+    fit_workspace,
+    plateau,
+    typical_s,
+    uncertainty,
+)
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+MIB = 2**20
+
+
+def batches_of(latency_s, sizes=SIZES, repeats=5, workspace=lambda size: 0):
+    return [BatchTimes(size, (latency_s(size),) * repeats, workspace(size)) for size in sizes]
+
+
+def averaging(averages, repeats=5):
+    """Batches whose average latencies are these, in milliseconds, by size."""
+    return [BatchTimes(size, (size * average / 1e3,) * repeats, 0) for size, average in averages.items()]
+
+
+def noisy(latency_s, seed, deviation, repeats=7):
+    draw = random.Random(seed)
+    return [
+        BatchTimes(size, tuple(latency_s(size) * (1 + draw.gauss(0, deviation)) for _ in range(repeats)), 0)
+        for size in SIZES
+    ]
+
+
+def near_end(slope_s, intercept_s, tolerance=0.03, sizes=SIZES):
+    """The plateau of a line by the definition: the smallest size worth as much as the largest, but for a tolerance."""
+    lowest = slope_s + intercept_s / sizes[-1]
+    return next(size for size in sizes if slope_s + intercept_s / size <= lowest * (1 + tolerance))
+
+
+class TestTypicalTimes:
+    def test_without_outliers_it_is_the_mean(self):
+        assert typical_s([0.010, 0.011, 0.013]) == pytest.approx(0.034 / 3)
+        assert typical_s([0.010]) == 0.010
+
+    def test_an_outlier_is_drawn_in_and_cannot_ruin_it(self):
+        """By hand: median 12, MAD 1, so 4.4478 may be the distance: 900 counts as 16.4478."""
+        assert typical_s([10, 11, 12, 13, 900]) == pytest.approx((10 + 11 + 12 + 13 + 12 + 3 * 1.4826) / 5)
+        assert typical_s([0.014, 0.014, 9.0]) == 0.014
+
+    @settings(deadline=None)
+    @given(st.lists(st.floats(0.5, 1.5), min_size=4, max_size=9), st.lists(st.floats(1e-3, 1e6), max_size=3), st.data())
+    def test_less_than_half_of_the_repeats_have_little_to_say(self, good, bad, data):
+        seconds = data.draw(st.permutations(good + bad[: (len(good) - 1) // 2]))
+        assert 0 <= typical_s(seconds) <= 1.5 + 3 * 1.4826 * 1.0
+
+    def test_of_times_with_a_long_tail_it_is_near_the_mean_where_the_median_is_not(self):
+        """Batches of one that take half as long again each fifth time: 10 % above the fastest, where medians say 0."""
+        draw = random.Random(3)
+        pauses = [1.0 + draw.expovariate(1 / 0.1) for _ in range(2000)]
+        runs = [pauses[start : start + 21] for start in range(0, len(pauses) - 20, 21)]
+        found = sum(typical_s(run) for run in runs) / len(runs)
+        medians = sum(median(run) for run in runs) / len(runs)
+        assert medians < 1.075
+        assert found == pytest.approx(1.1, abs=0.012)
+
+
+class TestLatency:
+    def test_a_line_is_found_as_it_is(self):
+        fit = fit_latency(batches_of(lambda n: 0.010 * n + 0.004))
+        assert (fit.K_s, fit.B_s) == pytest.approx((0.010, 0.004))
+        assert fit.error == pytest.approx(0.0, abs=1e-9)
+        assert fit.latency_s(3) == pytest.approx(0.034)
+
+    def test_outliers_do_not_count(self):
+        batches = [BatchTimes(n, (0.01 * n + 0.004, 0.01 * n + 0.004, 9.0), 0) for n in (1, 2, 4)]
+        assert fit_latency(batches).K_s == pytest.approx(0.010)
+
+    def test_distances_are_relative(self):
+        """By hand: sizes 1 and 2 at 1 s and 3 s, 4 at 4 s. Weights 1, 1/9, 1/16 give K = 267/218, B = -27/218 < 0."""
+        fit = fit_latency(batches_of({1: 1.0, 2: 3.0, 4: 4.0}.__getitem__, sizes=(1, 2, 4)))
+        along_the_floor = (1 * 1 * 1.0 + 2 * 3.0 / 9 + 4 * 4.0 / 16) / (1 + 4 / 9 + 16 / 16)
+        assert pytest.approx(along_the_floor, rel=1e-3) == fit.K_s
+        assert fit.B_s == LEAST_S
+        assert fit.error == pytest.approx((3.0 - 2 * along_the_floor) / 3.0, abs=1e-3)
+
+    def test_a_size_that_was_run_more_often_counts_more(self):
+        """By hand: 10, 22 and 30 ms at 1, 2 and 3 are on no line; were 1 run without end, its distance would be 0."""
+        often = [BatchTimes(1, (0.010,) * 900, 0), BatchTimes(2, (0.022,), 0), BatchTimes(3, (0.030,), 0)]
+        once = [BatchTimes(batch.batch_size, batch.seconds[:1], 0) for batch in often]
+        assert fit_latency(often).latency_s(1) == pytest.approx(0.010, rel=2e-3)
+        assert abs(fit_latency(once).latency_s(1) - 0.010) > 0.0001
+
+    def test_a_latency_that_falls_with_the_size_costs_nothing_more_per_image(self):
+        fit = fit_latency(batches_of({1: 0.020, 2: 0.018, 4: 0.016}.__getitem__, sizes=(1, 2, 4)))
+        assert fit.K_s == LEAST_S
+        assert 0.016 <= fit.B_s <= 0.020
+
+    def test_a_single_size_has_no_slope_to_tell(self):
+        fit = fit_latency([BatchTimes(4, (0.0401,), 0)])
+        assert (fit.K_s, fit.B_s) == pytest.approx((0.010, LEAST_S))
+        assert fit.error == pytest.approx(0.0, abs=1e-9)
+        assert fit_latency([BatchTimes(1, (1e-6,), 0)]).K_s == LEAST_S
+
+    def test_the_floors_are_those_of_the_probe(self):
+        assert LEAST_S == LEAST_S_OF_THE_PROBE
+
+    @pytest.mark.parametrize("batches", [[], [BatchTimes(1, (), 0)], [BatchTimes(1, (0.0,), 0)]])
+    def test_nothing_measured_is_an_error(self, batches):
+        with pytest.raises(ValueError, match=r"measured|above 0"):
+            fit_latency(batches)
+
+    @settings(deadline=None)
+    @given(
+        slope_s=st.floats(2e-4, 1.0),
+        intercept_s=st.floats(2e-4, 1.0),
+        sizes=st.lists(st.sampled_from(SIZES), min_size=2, unique=True),
+    )
+    def test_every_line_is_recovered(self, slope_s, intercept_s, sizes):
+        fit = fit_latency(batches_of(lambda n: slope_s * n + intercept_s, sizes))
+        assert fit.error < 1e-6
+        assert fit.K_s == pytest.approx(slope_s, rel=1e-3)
+
+    @settings(deadline=None)
+    @given(st.dictionaries(st.sampled_from(SIZES), st.floats(1e-5, 10.0), min_size=1))
+    def test_no_times_make_work_free_and_no_line_along_the_floors_is_better(self, times):
+        batches = batches_of(times.__getitem__, sizes=tuple(times))
+        fit = fit_latency(batches)
+        assert fit.K_s >= LEAST_S
+        assert fit.B_s >= LEAST_S
+        assume(len(times) > 1)
+
+        def distance(slope_s, intercept_s):
+            return sum(((slope_s * n + intercept_s - seconds) / seconds) ** 2 for n, seconds in times.items())
+
+        found = distance(fit.K_s, fit.B_s)
+        for factor in (0.9, 0.99, 1.01, 1.1):
+            assert found <= distance(max(fit.K_s * factor, LEAST_S), fit.B_s) * (1 + 1e-6) + 1e-9
+            assert found <= distance(fit.K_s, max(fit.B_s * factor, LEAST_S)) * (1 + 1e-6) + 1e-9
+
+
+class TestPlateau:
+    @settings(deadline=None)
+    @given(slope_s=st.floats(1e-4, 0.1), intercept_s=st.floats(0.0, 0.5))
+    def test_a_hyperbola_without_noise(self, slope_s, intercept_s):
+        expected = near_end(slope_s, intercept_s)
+        found = plateau(batches_of(lambda n: slope_s * n + intercept_s))
+        assert found == expected or abs(slope_s + intercept_s / found - 1.03 * (slope_s + intercept_s / 32)) < 1e-9
+
+    def test_a_hyperbola_by_hand(self):
+        """10 ms + 4 ms / n is 10.125 ms at 32; 3 % more is 10.43 ms, first undercut by 10 + 4/10 = 10.4 ms."""
+        assert plateau(batches_of(lambda n: 0.010 * n + 0.004)) == 10
+
+    @settings(deadline=None)
+    @given(
+        seed=st.integers(0, 2**32),
+        fraction=st.floats(0.0, 2.0),
+        deviation=st.sampled_from([0.005, 0.02, 0.05]),
+    )
+    def test_noise_costs_little_whichever_size_it_makes_us_choose(self, seed, fraction, deviation):
+        """What counts is the true average at the chosen size: near the lowest, whatever the draw."""
+        batches = noisy(lambda n: 0.010 * n + 0.010 * fraction, seed, deviation)
+        true = {size: 0.010 + 0.010 * fraction / size for size in SIZES}
+        assert true[plateau(batches)] <= min(true.values()) * (1.03 + 8 * deviation)
+
+    def test_noise_does_not_stretch_a_flat_curve(self):
+        """Of 200 draws, the plateau of a flat curve is at its very start in nearly all."""
+        chosen = [plateau(noisy(lambda n: 0.010 * n, seed, 0.02)) for seed in range(200)]
+        assert sum(size == 1 for size in chosen) >= 195
+        assert max(chosen) <= 4
+
+    def test_a_flat_curve_needs_no_batch(self):
+        assert plateau(batches_of(lambda n: 0.010 * n)) == 1
+
+    def test_a_single_size_is_its_own_plateau(self):
+        assert plateau([BatchTimes(1, (0.5, 0.6), 0)]) == 1
+        assert plateau([BatchTimes(8, (0.5,), 0)]) == 8
+
+    def test_a_curve_that_rises_again_is_left_at_its_lowest(self):
+        falling_then_rising = {1: 20.0, 2: 14.0, 4: 11.0, 6: 10.0, 8: 12.0, 12: 15.0, 16: 15.5}
+        assert plateau(averaging(falling_then_rising)) == 6
+
+    def test_a_curve_that_only_rises_needs_no_batch(self):
+        assert plateau(averaging({1: 10.0, 2: 12.0, 4: 15.0})) == 1
+
+    def test_a_dip_that_is_not_there_for_good_is_smoothed(self):
+        """A lone lucky size between slower ones counts with its neighbours: 10 and 9.4 around 9.9 are no trough."""
+        averages = {1: 14.0, 2: 10.0, 3: 9.9, 4: 10.1, 5: 10.0, 6: 9.9, 8: 10.0}
+        assert plateau(averaging(averages)) == 2
+
+    def test_the_tolerance_is_the_callers(self):
+        batches = batches_of(lambda n: 0.010 * n + 0.004)
+        assert plateau(batches, tolerance=0.10) == 4
+        assert plateau(batches, tolerance=0.0) == 32
+
+    def test_spread_repeats_widen_the_tolerance(self):
+        """Repeats of 1 +- 0.2: MAD 0.2, so 1.4826 * 0.2 / sqrt(5) = 13.3 %: 13.2 ms are then near 10.25."""
+        spread = (0.8, 0.8, 1.0, 1.2, 1.2)
+        batches = [BatchTimes(n, tuple((0.010 * n + 0.004) * factor for factor in spread), 0) for n in (1, 2, 4, 8, 16)]
+        assert uncertainty(batches) == pytest.approx(1.4826 * 0.2 / 5**0.5)
+        assert plateau(batches) == 2
+        assert plateau(batches_of(lambda n: 0.010 * n + 0.004, (1, 2, 4, 8, 16))) == 8
+
+    def test_single_repeats_tell_no_uncertainty(self):
+        assert uncertainty(batches_of(lambda n: 0.01 * n, repeats=1)) == 0.0
+
+    @settings(deadline=None)
+    @given(st.dictionaries(st.sampled_from(SIZES), st.floats(1e-4, 10.0), min_size=1))
+    def test_it_is_a_measured_size_and_no_larger_than_the_lowest_average_asks(self, times):
+        batches = batches_of(times.__getitem__, sizes=tuple(times), repeats=1)
+        assert plateau(batches) in times
+
+    def test_averages_are_what_the_chart_shows(self):
+        assert average_latencies(batches_of(lambda n: 0.01 * n + 0.02, (4, 1))) == pytest.approx({1: 0.03, 4: 0.015})
+
+
+class TestWorkspace:
+    def test_a_line_of_whole_quanta_is_found_as_it_is(self):
+        fit = fit_workspace(batches_of(lambda n: 0.01, workspace=lambda n: 3 * MIB + n * MIB))
+        assert (fit.base_bytes, fit.per_image_bytes) == (3 * MIB, MIB)
+
+    def test_it_runs_above_the_points(self):
+        """By hand: 1 -> 4, 2 -> 9, 4 -> 10 MiB. The hull's edge over the mean size 7/3 is 2 -> 4: 0.5 n + 8."""
+        points = {1: 4 * MIB, 2: 9 * MIB, 4: 10 * MIB}
+        fit = fit_workspace(batches_of(lambda n: 0.01, (1, 2, 4), workspace=points.__getitem__))
+        assert (fit.base_bytes, fit.per_image_bytes) == (8 * MIB, MIB // 2)
+
+    def test_a_workspace_that_falls_is_covered_by_a_constant(self):
+        points = {1: 9 * MIB, 2: 5 * MIB, 4: 4 * MIB}
+        fit = fit_workspace(batches_of(lambda n: 0.01, (1, 2, 4), workspace=points.__getitem__))
+        assert (fit.base_bytes, fit.per_image_bytes) == (9 * MIB, 0)
+
+    def test_a_base_is_never_negative(self):
+        points = {1: 1 * MIB, 2: 8 * MIB, 4: 32 * MIB}
+        fit = fit_workspace(batches_of(lambda n: 0.01, (1, 2, 4), workspace=points.__getitem__))
+        assert (fit.base_bytes, fit.per_image_bytes) == (0, 8 * MIB)
+
+    def test_a_single_size_is_covered(self):
+        fit = fit_workspace([BatchTimes(4, (0.1,), 5 * MIB)])
+        assert fit.bytes_for(4) == 5 * MIB
+
+    def test_nothing_measured_is_an_error(self):
+        with pytest.raises(ValueError, match="no batch"):
+            fit_workspace([])
+
+    @settings(deadline=None)
+    @given(st.dictionaries(st.sampled_from(SIZES), st.integers(0, 2**34), min_size=1))
+    def test_no_point_is_above_the_line(self, points):
+        fit = fit_workspace(batches_of(lambda n: 0.01, tuple(points), workspace=points.__getitem__))
+        assert fit.base_bytes >= 0
+        assert fit.per_image_bytes >= 0
+        assert fit.base_bytes % WORKSPACE_QUANTUM_BYTES == fit.per_image_bytes % WORKSPACE_QUANTUM_BYTES == 0
+        slack = [fit.bytes_for(size) - needed for size, needed in points.items()]
+        assert min(slack) >= 0
+        assert min(slack) <= WORKSPACE_QUANTUM_BYTES * (1 + max(points)), "and it touches one, but for the rounding"

@@ -1,0 +1,214 @@
+"""Microbenchmarks on real files, memories and threads: what is measured is whole, and nothing is said of its speed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from agent.device_profile.identity import kind_name
+from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.machine.detection import detect
+from agent.runtime.measuring import rig
+from agent.runtime.measuring.meter import ResidentMeter
+from experts import backends
+from experts.backends.classifier import build_trainable
+from experts.errors import BackendUnavailable, LoadError
+from experts.expert import Expert, InputSpec, Precision
+from experts.packing import pack_line
+from experts.weights import SegmentStore
+from profiler.microbench.batches import BatchOptions
+from profiler.microbench.fits import LEAST_S
+from profiler.microbench.kinds import (
+    ESTIMATED,
+    MEASURERS,
+    Bench,
+    measure_kind,
+    measure_links,
+    measure_loads,
+    measure_speedups,
+)
+from profiler.workload.samples import LineSamples, Sample
+
+LABELS = ("ok", "missing", "shifted")
+SHORT = BatchOptions(sizes=(1, 2, 4), repeats=2)
+
+
+@pytest.fixture
+def fakes(tmp_path, store):
+    """Copies of fakes, by name; each with bytes of its own and some that all share."""
+
+    def build(*names, workspace_bytes=70_000, **weight_bytes):
+        experts = []
+        for name in names:
+            weights = tmp_path / f"{name}.yaml"
+            own = {"weight_bytes": weight_bytes.get(name, 1_000_000), "workspace_bytes": workspace_bytes}
+            weights.write_text(json.dumps(own | {"shared": {"trunk": 1_200_000}}))
+            experts.append(Expert(f"cls/{name}", "fake", weights, LABELS, InputSpec(16, 16)))
+        report = pack_line(experts, lambda _: {Precision.FP32}, store)
+        return [ExpertCopy(f"{each.id}@fp32", each, report.packed[each.id][Precision.FP32]) for each in experts]
+
+    return build
+
+
+@pytest.fixture
+def bench(store):
+    return Bench(detect("cpu"), "cpu", store, LineSamples(), threads=1, options=SHORT)
+
+
+def image_file(path):
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+class TestARealClassifier:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def resnets(cls, tmp_path_factory):
+        """A resnet18 for crops of 64 px, packed in two precisions."""
+        folder = tmp_path_factory.mktemp("resnet")
+        torch.manual_seed(0)
+        save_file(build_trainable("resnet18", len(LABELS), "3x3").state_dict(), folder / "w.safetensors")
+        expert = Expert("cls/r", "resnet18", folder / "w.safetensors", LABELS, InputSpec(64, 64), stem="3x3")
+        store = SegmentStore(folder / "packed")
+        packed = pack_line([expert], lambda _: {Precision.FP32, Precision.BF16}, store).packed["cls/r"]
+        yield store, {precision: ExpertCopy(f"cls/r@{precision}", expert, form) for precision, form in packed.items()}
+        store.close()
+
+    @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+    def test_its_row_is_whole(self, resnets, precision, tmp_path):
+        store, copies = resnets
+        sample = Sample(image_file(tmp_path / "a.png"), "r", None, "crops")
+        bench = Bench(detect("cpu"), "cpu", store, LineSamples({"cls/r": (sample,)}), threads=2, options=SHORT)
+        kind = measure_kind(bench, [copies[precision]])
+        assert kind.kind == kind_name(copies[precision].expert, None)
+        assert (kind.architecture, kind.processor, kind.precision) == ("resnet18", "cpu", precision)
+        assert (kind.threads, kind.samples.split(";")[0]) == (2, "1 image from crops")
+        assert [batch.batch_size for batch in kind.batches] == [1, 2, 4]
+        assert all(len(batch.seconds) == 2 and min(batch.seconds) > 0 for batch in kind.batches)
+        assert kind.max_batch in {1, 2, 4}
+        assert min(kind.K_s, kind.B_s) >= LEAST_S
+        assert kind.load_s.keys() == {"ssd"}
+        assert kind.load_s["ssd"] > 0
+        assert kind.weight_bytes == footprint_of(copies[precision].packed).total_bytes
+
+    def test_its_workspace_is_weighed_and_covered(self, resnets):
+        """Its first feature map alone is 64 x 32 x 32 floats an image: 96 images need 24 MiB at the very least."""
+        store, copies = resnets
+        options = BatchOptions(sizes=(1, 8, 96), repeats=2)
+        bench = Bench(detect("cpu"), "cpu", store, LineSamples(), threads=2, options=options)
+        kind = measure_kind(replace(bench, meter=lambda processor: ResidentMeter()), [copies[Precision.FP32]])
+        weighed = {batch.batch_size: batch.workspace_bytes for batch in kind.batches}
+        assert 24 * 2**20 < weighed[96] < 400 * 2**20
+        assert all(
+            kind.workspace_base_bytes + size * kind.workspace_bytes >= needed for size, needed in weighed.items()
+        )
+        assert kind.samples == "synthetic"
+
+
+class TestAKind:
+    def test_shared_bytes_are_part_of_the_weights_and_of_the_load_time(self, bench, fakes, monkeypatch):
+        """No load takes less than what is said here: a share of it would."""
+        monkeypatch.setattr(rig, "LEAST_S", 1.0)
+        copies = fakes("a", "b")
+        copy, footprint = copies[0], footprint_of(copies[0].packed)
+        assert footprint.own_bytes < footprint.total_bytes
+        kind = measure_kind(bench, copies)
+        assert kind.weight_bytes == footprint.total_bytes
+        assert kind.load_s["ssd"] >= 1.0
+        assert kind.kind == kind_name(copy.expert, copy.packed.program_sha256)
+        assert "program=" in kind.kind
+
+    def test_without_a_meter_the_workspace_is_the_backends_and_the_record_says_so(self, bench, fakes):
+        kind = measure_kind(replace(bench, meter=lambda processor: None), fakes("a", workspace_bytes=2**17))
+        assert {batch.batch_size: batch.workspace_bytes for batch in kind.batches} == {1: 2**17, 2: 2**18, 4: 2**19}
+        assert (kind.workspace_base_bytes, kind.workspace_bytes) == (0, 2**17)
+        assert kind.samples == f"synthetic; {ESTIMATED}"
+
+    @pytest.mark.parametrize("processor", ["emulated", "cpu"])
+    def test_where_memory_is_split_a_device_is_loaded_from_the_host_too(self, store, fakes, processor):
+        bench = Bench(detect("emulated"), processor, store, LineSamples(), threads=1, options=SHORT)
+        kind = measure_kind(bench, fakes("a", "b"))
+        assert kind.load_s.keys() == ({"ssd", "host"} if processor == "emulated" else {"ssd"})
+        assert all(seconds > 0 for seconds in kind.load_s.values())
+
+    def test_an_expert_with_samples_speaks_for_its_kind(self, bench, fakes, tmp_path):
+        samples = LineSamples({"cls/b": (Sample(image_file(tmp_path / "b.png"), "r", None, "inbox"),)})
+        kind = measure_kind(replace(bench, samples=samples), fakes("a", "b"))
+        assert kind.samples.split(";")[0] == "1 image from inbox"
+
+    def test_a_broken_expert_does_not(self, bench, fakes):
+        first, second = fakes("a", "b")
+        bench.segments.segment_path(first.packed.own.sha256).unlink()
+        assert measure_kind(bench, [first, second]).batches
+
+    def test_a_kind_of_which_nothing_runs_is_an_error_that_names_an_expert(self, bench, fakes):
+        (copy,) = fakes("a")
+        bench.segments.segment_path(copy.packed.own.sha256).unlink()
+        with pytest.raises(LoadError, match=r"expert cls/a: .*pack the line again"):
+            measure_kind(bench, [copy])
+
+    def test_samples_that_vanish_are_no_time(self, bench, fakes, tmp_path):
+        samples = LineSamples({"cls/a": (Sample(tmp_path / "gone.png", "r", None, "inbox"),)})
+        with pytest.raises(LoadError, match=r"gone\.png"):
+            measure_kind(replace(bench, samples=samples), fakes("a"))
+
+    def test_nothing_to_measure_is_the_callers_error(self, bench):
+        with pytest.raises(ValueError, match="no copy"):
+            measure_kind(bench, [])
+
+
+class TestFamilies:
+    def test_every_family_of_backends_has_a_measurer(self):
+        assert MEASURERS.keys() == {backends.family(name) for name in ("fake", "onnx", "yolov5m", "resnet18")}
+
+    def test_a_family_joins_with_an_entry(self, bench, fakes):
+        copies = fakes("a")
+        kind = measure_kind(bench, copies)
+        assert measure_kind(bench, copies, {"fake": lambda bench, copies: kind}) is kind
+
+    def test_one_without_is_refused(self, bench, fakes):
+        with pytest.raises(BackendUnavailable, match="fake: experts of this family cannot be profiled"):
+            measure_kind(bench, fakes("a"), {})
+
+
+class TestLoadsAndLinks:
+    def test_the_rig_is_empty_afterwards(self, bench, fakes):
+        copies = fakes(*"abcde")
+        with bench.rig(copies).opened() as opened:
+            for _ in range(2):
+                assert measure_loads(opened, copies, loads=3).keys() == {"ssd"}
+
+    @pytest.mark.parametrize(("device", "links"), [("cpu", ["ssd"]), ("emulated", ["ssd", "host"])])
+    def test_every_link_of_the_box_has_a_speed(self, store, fakes, device, links):
+        speeds = measure_links(detect(device), 2 * fakes("a", "b"), store, loads=2)
+        assert [speed.link for speed in speeds] == links
+        assert all(speed.bytes_per_s > 0 for speed in speeds)
+
+    def test_an_expert_that_cannot_be_loaded_is_passed_over(self, store, fakes):
+        large, small = fakes("a", "b", a=3_000_000)
+        store.segment_path(large.packed.own.sha256).unlink()
+        assert measure_links(detect("cpu"), [small, large], store, loads=1)
+        assert measure_links(detect("cpu"), [large], store, loads=1) == ()
+
+
+class TestSpeedups:
+    def test_there_is_one_for_each_number_of_executors(self, bench, fakes):
+        speedups = measure_speedups(bench, fakes("a", "b"), most=3, batch_size=2, rounds=1)
+        assert len(speedups) == 3
+        assert speedups[0] == 1.0
+        assert min(speedups) > 0
+
+    def test_on_a_split_box_too(self, store, fakes):
+        bench = Bench(detect("emulated"), "emulated", store, LineSamples(), threads=1)
+        assert len(measure_speedups(bench, fakes("a"), most=2, rounds=1)) == 2
+
+    @pytest.mark.parametrize("most", [0, -1])
+    def test_no_executor_is_the_callers_error(self, bench, fakes, most):
+        with pytest.raises(ValueError, match="cannot be measured"):
+            measure_speedups(bench, fakes("a"), most=most)

@@ -1,0 +1,319 @@
+"""Advice: each limit on a line made for it, remedies that do what they say, and sentences with sizes."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import closing
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.config import read_line
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+    SharedPart,
+)
+from agent.deployment.engine_setup import Planned, planned, profiled_box
+from agent.device_profile.identity import kind_name
+from agent.device_profile.records import (
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    StoredProfile,
+    UsageProfile,
+)
+from experts.expert import Precision
+from experts.graph import ExpertGraph, RouteStep
+from experts.packing import pack_line
+from experts.weights import SegmentStore
+from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, size_text, speed_text
+from profiler.simulation.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
+from profiler.workload.traces import Arrival
+
+MIB = 2**20
+EXPERT_BYTES = 100 * MIB
+WORKSPACE_BYTES = 64 * MIB
+EXPERTS = 20
+NAMES = tuple(f"e{number:02d}" for number in range(EXPERTS))
+GRAPH = ExpertGraph(NAMES, {name: (RouteStep(name, frozenset({"ok"})),) for name in NAMES})
+PERFORMANCE = Performance(K_s=0.02, B_s=0.01, max_batch=4, workspace_bytes=MIB)
+BOX = BoxIdentity("cpu", "test", ("cpu",), 2, 1024 * MIB, 4096 * MIB, {})
+
+
+def profile_of(ssd_bytes_per_s):
+    links = (LinkSpeed(SSD, ssd_bytes_per_s), LinkSpeed("host", 1e10))
+    usage = UsageProfile({}, {}, "computed from quantities")
+    return StoredProfile("t", "now", BOX, links, (), (), {}, {}, usage, Allocation("casual", {}, (), {}))
+
+
+def setting(places, ssd_bytes_per_s, parts=(), split=False):
+    load_s = {SSD: EXPERT_BYTES / ssd_bytes_per_s} | ({"host": EXPERT_BYTES / 1e10} if split else {})
+    footprint = Footprint(EXPERT_BYTES, parts)
+    column = {name: ExpertProfile(name, PERFORMANCE, footprint, load_s) for name in NAMES}
+    room_bytes = places * EXPERT_BYTES + sum(part.size_bytes for part in parts)
+    host = PoolSpec("host", room_bytes, WORKSPACE_BYTES)
+    pools = (host, PoolSpec("device", room_bytes, WORKSPACE_BYTES, cache="host")) if split else (host,)
+    executors = (ExecutorSpec(0, "cuda", "device"),) if split else (ExecutorSpec(0, "cpu", "host"),)
+    profile = PerformanceMatrix({executors[0].processor: column}, dict.fromkeys(NAMES, 1 / EXPERTS))
+    return Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
+
+
+def even_trace(requests=200, every_s=0.004, seed=1):
+    rng = random.Random(seed)
+    return [Arrival(every_s * number, rng.choice(NAMES)) for number in range(requests)]
+
+
+def advised(trace, places, ssd_bytes_per_s, policy="paper", required=None, **more):
+    plain = setting(places, ssd_bytes_per_s, **more)
+    scenario = scenario_of(GRAPH, profile_of(ssd_bytes_per_s), trace)
+    return scenario, plain, advise(scenario, plain, policy, BOX, required)
+
+
+def test_everything_in_memory_leaves_compute():
+    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8)
+    assert (advice.limit, advice.memory, advice.ssd) == (Limit.COMPUTE, None, None)
+    assert advice.images_per_s == pytest.approx(advice.unlimited_images_per_s)
+    assert advice.sentences[1] == "Compute is the limit: no memory and no SSD would gain more than 5%."
+
+
+def test_a_line_that_keeps_up_waits_for_its_arrivals():
+    _, _, advice = advised(even_trace(every_s=0.5), places=EXPERTS, ssd_bytes_per_s=1e8, required=1.9)
+    assert advice.limit is Limit.ARRIVALS
+    assert advice.sentences[1].startswith("Arrivals are the limit")
+    assert advice.sentences[2] == "The takt asks for 1.90 images/s: met."
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_too_little_memory_is_told_with_what_would_do(split):
+    """Five places for twenty experts: the remedies reach 95 % of the best, and a step less of each does not."""
+    scenario, plain, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, split=split)
+    assert advice.limit is Limit.MEMORY
+    memory, ssd = advice.memory, advice.ssd
+    target = REMOVED * advice.unlimited_images_per_s
+    assert advice.images_per_s < target <= min(memory.images_per_s, ssd.images_per_s)
+    pool = "device" if split else "host"
+    assert memory.box_bytes == {pool: 4096 * MIB if split else 1024 * MIB}
+    assert memory.now_bytes == {pool: 5 * EXPERT_BYTES + WORKSPACE_BYTES}
+    assert memory.now_bytes[pool] < memory.budget_bytes[pool] <= EXPERTS * EXPERT_BYTES + WORKSPACE_BYTES
+
+    def with_room(expert_bytes):
+        return forecast(scenario, with_expert_bytes(plain, {pool: int(expert_bytes)}), "paper").images_per_s
+
+    assert with_room(memory.budget_bytes[pool] - WORKSPACE_BYTES) == memory.images_per_s
+    assert with_room(memory.budget_bytes[pool] / STEP - WORKSPACE_BYTES) < target
+    faster = forecast(*with_ssd(scenario, plain, ssd.bytes_per_s), "paper").images_per_s
+    assert faster == ssd.images_per_s
+    assert forecast(*with_ssd(scenario, plain, ssd.bytes_per_s / STEP), "paper").images_per_s < target
+
+
+def test_where_one_memory_is_not_enough_all_of_them_grow():
+    """Half of the experts are placed with the CPU, and its memory has room for two: the device's alone is no help."""
+    column = setting(5, 5e8, split=True).matrix.experts["cuda"]
+    executors = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", "host"))
+    host = PoolSpec("host", 2 * EXPERT_BYTES, WORKSPACE_BYTES)
+    pools = (host, PoolSpec("device", 4 * EXPERT_BYTES, WORKSPACE_BYTES, cache="host"))
+    profile = PerformanceMatrix({"cuda": column, "cpu": column}, dict.fromkeys(NAMES, 1 / EXPERTS))
+    plain = Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
+    advice = advise(scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, "paper", BOX)
+    assert list(advice.memory.budget_bytes) == ["host", "device"]
+    assert advice.memory.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert "of host memory (now 264.0 MiB" in advice.sentences[2]
+    assert "of device memory (now 464.0 MiB" in advice.sentences[2]
+
+
+SLOT_BYTES = 262_144  # a multiple of the slots' alignment
+
+
+class AutoLine:
+    """Eight packed fakes of SLOT_BYTES, no memory given, and a profile whose search found room for six of them.
+
+    A batch at its maximum takes as much as two experts.
+    """
+
+    def __init__(self, folder):
+        weights = folder / "fake.yaml"
+        weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": SLOT_BYTES // 4}))
+        expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
+        document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": expert for number in range(8)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(8)},
+        }
+        (folder / "line.yaml").write_text(json.dumps(document))
+        self.config = read_line(folder / "line.yaml", {})
+        experts = self.config.catalog.experts
+        with closing(SegmentStore(self.config.packed_folder)) as store:
+            report = pack_line(experts.values(), lambda expert: {Precision.FP32}, store)
+        program = report.packed["cls/f0"][Precision.FP32].program_sha256
+        kind = KindProfile(
+            kind=kind_name(experts["cls/f0"], program),
+            architecture="fake",
+            processor="cpu",
+            precision="fp32",
+            threads=1,
+            K_s=0.01,
+            B_s=0.02,
+            fit_error=0.0,
+            max_batch=8,
+            weight_bytes=SLOT_BYTES,
+            workspace_base_bytes=0,
+            workspace_bytes=SLOT_BYTES // 4,
+            load_s={SSD: 0.1},
+            batches=(BatchTimes(1, (0.03,), 1_000),),
+            samples="synthetic",
+        )
+        searched = PoolAllocation("host", 6 * SLOT_BYTES, 2 * SLOT_BYTES, 6)
+        self.profile = replace(
+            profile_of(SLOT_BYTES / 0.1),
+            kinds=(kind,),
+            packed={(name, "fp32"): "sha" for name in experts},
+            allocation=Allocation("searched", {"host": 8 * SLOT_BYTES}, (searched,), {"cpu": 1}),
+        )
+
+    def split(self, budget_bytes):
+        return planned(self.config, profiled_box(self.profile), self.profile, memory=budget_bytes)
+
+
+@pytest.mark.parametrize("policy", ["paper", "coserve"])
+def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tmp_path):
+    """Batches get their part of more memory, too: experts need more than their own bytes beside today's batches."""
+    line = AutoLine(tmp_path)
+    rng = random.Random(3)
+    trace = [Arrival(0.02 * number, f"c{rng.randrange(8)}") for number in range(120)]
+    scenario = scenario_of(line.config.catalog.graph, line.profile, trace)
+    small = line.split({"host": 3 * SLOT_BYTES})
+    assert small.pools[0].workspace_bytes == 3 * SLOT_BYTES // 4
+    advice = advise(scenario, small, policy, line.profile.box, split=line.split)
+    assert advice.limit in (Limit.MEMORY, Limit.SSD)
+    target = REMOVED * advice.unlimited_images_per_s
+    followed = line.split(advice.memory.budget_bytes)
+    assert forecast(scenario, followed, policy).images_per_s == advice.memory.images_per_s >= target
+    less = line.split({"host": int(advice.memory.budget_bytes["host"] / STEP)})
+    assert forecast(scenario, less, policy).images_per_s < target
+    unlimited = line.split({"host": 2**40})
+    assert forecast(*with_ssd(scenario, unlimited, 1e15), policy).images_per_s == pytest.approx(
+        advice.unlimited_images_per_s, rel=1e-3
+    )
+    beside = advise(scenario, small, policy, line.profile.box).memory  # workspaces as they are, which they do not stay
+    assert forecast(scenario, line.split(beside.budget_bytes), policy).images_per_s < beside.images_per_s
+
+
+def test_room_for_batches_is_memory_too(tmp_path):
+    """All experts have room, batches that for two images of eight."""
+    line = AutoLine(tmp_path)
+    small = planned(
+        line.config,
+        profiled_box(line.profile),
+        line.profile,
+        pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),),
+    )
+    scenario = scenario_of(line.config.catalog.graph, line.profile, [Arrival(0.0, "c0")] * 64)
+    advice = advise(scenario, small, "paper", line.profile.box, split=line.split)
+    assert (advice.limit, advice.switches, advice.ssd) == (Limit.MEMORY, 0, None)
+    assert advice.sentences[1] == "Memory is the limit: batches get less of it than they can use."
+    followed = forecast(scenario, line.split(advice.memory.budget_bytes), "paper")
+    assert followed.images_per_s == advice.memory.images_per_s
+
+
+def test_the_sentences_name_sizes_and_what_the_box_has():
+    _, _, advice = advised(even_trace(), places=5, ssd_bytes_per_s=1e9, required=40.0)
+    first, second, third, takt = advice.sentences
+    now, best = advice.images_per_s, advice.unlimited_images_per_s
+    assert first == (
+        f"paper with 564.0 MiB of host memory reaches {now:.1f} of the {best:.1f} images/s that unlimited memory gives."
+    )
+    assert second == f"Memory is the limit: requests wait for {advice.switches} switches."
+    size, speed = size_text(advice.memory.budget_bytes["host"]), speed_text(advice.ssd.bytes_per_s)
+    assert third == (
+        f"With {size} of host memory (now 564.0 MiB, this box has 1.0 GiB) it reaches "
+        f"{advice.memory.images_per_s:.1f} images/s, or with an SSD of {speed} (now 1.0 GB/s) it reaches "
+        f"{advice.ssd.images_per_s:.1f} images/s."
+    )
+    assert takt == "The takt asks for 40.00 images/s: missed now, met with unlimited memory."
+
+
+def test_a_saturated_ssd_is_the_limit_of_a_policy_that_overlaps():
+    _, _, advice = advised(even_trace(), places=5, ssd_bytes_per_s=5e7, policy="coserve")
+    assert advice.limit is Limit.SSD
+    assert advice.ssd_busy_fraction > 0.8
+    busy = f"and it is busy {advice.ssd_busy_fraction:.0%} of the time."
+    assert advice.sentences[1] == f"The SSD is the limit: requests wait for {advice.switches} switches, {busy}"
+
+
+def test_reading_experts_for_the_first_time_is_no_matter_of_memory():
+    """A policy that places nothing before the first request loads all twenty, in whatever memory."""
+    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=5e8, policy="samba")
+    assert (advice.limit, advice.switches, advice.memory) == (Limit.SSD, EXPERTS, None)
+    assert advice.ssd.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert advice.sentences[2].endswith("; more memory does not do as much.")
+
+
+def test_an_ssd_that_no_factor_saves_is_said_so():
+    """Even 64 times as fast it needs 3 s for one expert; only memory helps."""
+    slow = EXPERT_BYTES / (3.0 * FASTEST_SSD)
+    _, _, advice = advised(even_trace(requests=60), places=5, ssd_bytes_per_s=slow, required=1000.0)
+    assert advice.ssd is None
+    assert advice.memory is not None
+    assert "; no SSD up to 64 times as fast as this one does as much." in advice.sentences[2]
+    assert advice.sentences[3] == "The takt asks for 1000.00 images/s: missed with any memory."
+
+
+def test_memory_for_all_experts_counts_shared_parts_once():
+    """All twenty and one backbone fit exactly: nothing is left to gain."""
+    parts = (SharedPart("backbone", 300 * MIB),)
+    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8, parts=parts)
+    assert advice.budget_bytes == {"host": EXPERTS * EXPERT_BYTES + 300 * MIB + WORKSPACE_BYTES}
+    assert advice.limit is Limit.COMPUTE
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, EXPERTS),
+    st.sampled_from([5e7, 5e8, 5e9]),
+    st.sampled_from(["paper", "coserve", "samba"]),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_whatever_the_line_the_advice_is_consistent(places, ssd_bytes_per_s, policy, seed, split):
+    trace = even_trace(requests=60, seed=seed)
+    _, _, advice = advised(trace, places, ssd_bytes_per_s, policy, required=10.0, split=split)
+    assert advice == advised(trace, places, ssd_bytes_per_s, policy, required=10.0, split=split)[2]
+    assert advice.images_per_s <= advice.unlimited_images_per_s
+    is_free = advice.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert is_free == (advice.limit in (Limit.COMPUTE, Limit.ARRIVALS))
+    if is_free:
+        assert advice.memory is None
+        assert advice.ssd is None
+    for remedy in (advice.memory, advice.ssd):
+        assert remedy is None or remedy.images_per_s >= REMOVED * advice.unlimited_images_per_s
+    assert len(advice.sentences) == (3 if is_free else 4)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(5 * 2**30, "5.0 GiB"), (5 * 2**30 + 1, "5.1 GiB"), (512 * MIB, "512.0 MiB"), (1, "0.1 MiB")],
+)
+def test_sizes_are_rounded_up(size_bytes, text):
+    assert size_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"), [(530e6, "530 MB/s"), (1.31e9, "1.4 GB/s"), (999.5e6, "1000 MB/s"), (1e9, "1.0 GB/s")]
+)
+def test_speeds_are_rounded_up(bytes_per_s, text):
+    assert speed_text(bytes_per_s) == text

@@ -1,0 +1,356 @@
+"""The plan of a packed line of fakes: figures by hand, every policy, what people and scripts read, what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from agent.config import read_line
+from agent.core.performance import SSD
+from agent.core.policy import PRESETS
+from agent.device_profile.identity import kind_name
+from agent.device_profile.records import (
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    StoredProfile,
+    UsageOrigin,
+    UsageProfile,
+)
+from experts.errors import ConfigError
+from experts.expert import Precision
+from experts.packing import pack_line
+from experts.weights import SegmentStore
+from profiler.planning.advice import Limit
+from profiler.planning.plan import SHIFT_S, TABLE_WIDTH, as_json, plan, plan_advice, plan_table, required_images_per_s
+from profiler.workload.traces import Arrival, board_trace, read_trace
+
+SLOT_BYTES = 262_144  # a multiple of the slots' alignment
+SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s
+WORKSPACE_BYTES = 4_000
+EXPERTS = 4
+BOARD = {"main": {"components": {"c0": 4, "c1": 3, "c2": 2, "c3": 1}, "takt_s": 5.0}}
+
+
+class PackedLine:
+    """Four fakes of SLOT_BYTES, packed, one route each; and the profile of a box that they were measured on."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        weights = folder / "fake.yaml"
+        weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": 1_000}))
+        expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
+        self.document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": expert for number in range(EXPERTS)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
+            "boards": BOARD,
+            "memory": self.memory(places=2),
+        }
+        self.programs = self.pack()
+
+    def memory(self, places):
+        return {"host": f"{places * SLOT_BYTES + WORKSPACE_BYTES}B", "workspace": f"{WORKSPACE_BYTES}B"}
+
+    def pack(self):
+        with closing(SegmentStore(self.config.packed_folder)) as store:
+            experts = self.config.catalog.experts.values()
+            report = pack_line(experts, lambda expert: {Precision.FP32}, store)
+        packed = [report.packed[name][Precision.FP32] for name in self.config.catalog.experts]
+        assert {each.own.slot_bytes for each in packed} == {SLOT_BYTES}
+        return {each.expert: each.program_sha256 for each in packed}
+
+    @property
+    def config(self):
+        (self.folder / "line.yaml").write_text(json.dumps(self.document))
+        return read_line(self.folder / "line.yaml", {})
+
+    @property
+    def profile(self):
+        expert = next(iter(self.config.catalog.experts.values()))
+        kind = KindProfile(
+            kind=kind_name(expert, self.programs[expert.id]),
+            architecture="fake",
+            processor="cpu",
+            precision="fp32",
+            threads=1,
+            K_s=0.01,
+            B_s=0.02,
+            fit_error=0.0,
+            max_batch=4,
+            weight_bytes=SLOT_BYTES,
+            workspace_base_bytes=0,
+            workspace_bytes=1_000,
+            load_s={SSD: SLOT_BYTES / SSD_BYTES_PER_S},
+            batches=(BatchTimes(1, (0.03,), 1_000),),
+            samples="synthetic",
+        )
+        return StoredProfile(
+            line="test",
+            written_at="2026-01-01T00:00:00+00:00",
+            box=BoxIdentity("cpu", "test", ("cpu",), 1, 2**30, None, {}),
+            links=(LinkSpeed(SSD, SSD_BYTES_PER_S),),
+            kinds=(kind,),
+            agreements=(),
+            precisions={},
+            packed={(name, "fp32"): "sha" for name in self.config.catalog.experts},
+            usage=UsageProfile({}, {}, "computed from quantities"),
+            allocation=Allocation(
+                "casual", {"host": 2**20}, (PoolAllocation("host", 2**19, WORKSPACE_BYTES, EXPERTS),), {"cpu": 1}
+            ),
+        )
+
+
+@pytest.fixture(scope="module")
+def packed_line(tmp_path_factory):
+    return PackedLine(tmp_path_factory.mktemp("line"))
+
+
+def trace_of(components, every_s=0.0):
+    return [Arrival(every_s * number, f"c{component}") for number, component in enumerate(components)]
+
+
+def test_a_row_by_hand(packed_line):
+    """Samba in a memory for one: three loads of 0.1 s, each before one image of 0.03 s.
+
+    Two experts have to be read, 0.2 s of the SSD, as none is there at the start; the best start holds one of them.
+    """
+    memory = {"host": SLOT_BYTES + WORKSPACE_BYTES}
+    (row,) = plan(packed_line.config, None, packed_line.profile, trace_of("010"), ["samba"], [memory])
+    assert (row.policy, row.requests, row.executors) == ("samba", 3, {"cpu": 1})
+    assert row.memory == {"host": SLOT_BYTES, "host_workspace": WORKSPACE_BYTES}
+    assert row.seconds == pytest.approx(0.39)
+    assert row.images_per_s == pytest.approx(3 / 0.39)
+    assert (row.switches, row.switching_loads, row.evictions, row.bytes_read) == (3, 3, 2, 3 * SLOT_BYTES)
+    assert row.loads == {"ssd_host": 3, "host_device": 0, "ssd_device": 0}
+    assert (row.p50_wait_s, row.p99_wait_s) == pytest.approx((0.26, 0.39))
+    assert (row.bound.switches, row.bound.fcfs_switches) == (1, 2)
+    assert (row.bound.compute_s, row.bound.io_s) == pytest.approx((0.04 + 0.03, 0.1))
+    assert row.bound.seconds == row.bound.io_s
+    assert row.roofline_images_per_s == pytest.approx(3 / 0.2)
+    assert row.roofline_fraction == pytest.approx(0.2 / 0.39)
+    assert row.required_images_per_s == pytest.approx(10 / 5)
+    assert row.takt_met is True
+    assert row.bytes_read_per_shift == round(SLOT_BYTES * 2 * SHIFT_S)
+
+
+def test_a_takt_that_is_too_short_is_missed(packed_line):
+    """Ten images, 0.01 s each at the very best, every 50 ms."""
+    boards = {"main": BOARD["main"] | {"takt_s": 0.05}}
+    config = replace_boards(packed_line, boards)
+    (row,) = plan(config, None, packed_line.profile, board_trace(config, 3, seed=0))
+    assert row.required_images_per_s == pytest.approx(200.0)
+    assert row.takt_met is False
+    assert row.bytes_read_per_shift == round(row.bytes_read / row.requests * row.images_per_s * SHIFT_S)
+
+
+def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
+    """Ten images every 0.25 s: 40 images/s, of which batches of four allow 66, and one image after another 33."""
+    config = replace_boards(packed_line, {"main": BOARD["main"] | {"takt_s": 0.25}})
+    roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
+    trace = trace_of("0123" * 10, every_s=1.0)
+    rows = plan(config, None, packed_line.profile, trace, ["coserve", "samba"], [roomy])
+    assert [row.required_images_per_s for row in rows] == pytest.approx([40.0, 40.0])
+    assert all(row.images_per_s < 1.1 for row in rows)
+    assert [row.takt_met for row in rows] == [True, False]
+
+
+def test_an_hour_cut_out_of_a_day_is_planned_as_one_that_begins_at_once(packed_line):
+    """Four images a second, from eight o'clock on and from the start: the same figures, and a floor below both."""
+    config, rows = packed_line.config, []
+    for start_s in (0, 28_800):
+        file = packed_line.folder / f"from-{start_s}.jsonl"
+        file.write_text("".join(f'{{"t": {start_s + n / 4}, "component": "c{n % 4}"}}\n' for n in range(40)))
+        rows += plan(config, None, packed_line.profile, read_trace(file, config.catalog))
+    assert rows[1] == rows[0]
+    assert rows[1].seconds < 11.0
+    assert rows[1].bound.arrivals_s == pytest.approx(39 / 4 + 0.03)
+    assert rows[1].takt_met is True
+    limits = [
+        plan_advice(
+            config, None, packed_line.profile, read_trace(packed_line.folder / f"from-{start_s}.jsonl", config.catalog)
+        )
+        for start_s in (0, 28_800)
+    ]
+    assert limits[1] == limits[0]
+
+
+def replace_boards(packed_line, boards):
+    document = packed_line.document | {"boards": boards}
+    file = packed_line.folder / "other.yaml"
+    file.write_text(json.dumps(document))
+    return read_line(file, {})
+
+
+def test_board_types_take_turns_in_what_the_takt_asks_for(packed_line):
+    boards = {
+        "one": {"components": {"c0": 30}, "takt_s": 10.0},
+        "two": {"components": {"c1": 6}, "takt_s": 2.0},
+    }
+    assert required_images_per_s(replace_boards(packed_line, boards)) == pytest.approx(36 / 12)
+
+
+def test_a_line_without_boards_has_no_takt_and_reads_at_the_rate_it_reaches(packed_line):
+    config = replace_boards(packed_line, {})
+    (row,) = plan(config, None, packed_line.profile, trace_of("0123" * 5))
+    assert (row.required_images_per_s, row.takt_met) == (None, None)
+    assert row.bytes_read_per_shift == round(row.bytes_read / 20 * row.images_per_s * SHIFT_S)
+
+
+def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
+    trace = board_trace(packed_line.config, boards=6, seed=1)
+    memories = [{"host": places * SLOT_BYTES + WORKSPACE_BYTES} for places in (1, 2, 4)]
+    rows = plan(packed_line.config, None, packed_line.profile, trace, sorted(PRESETS), memories)
+    assert [(row.policy, row.memory["host"]) for row in rows] == [
+        (policy, places * SLOT_BYTES) for places in (1, 2, 4) for policy in sorted(PRESETS)
+    ]
+    for row in rows:
+        assert row.switching_loads >= row.bound.switches
+        assert row.seconds >= row.bound.seconds - 1e-9
+        assert 0.0 < row.roofline_fraction <= 1.0 + 1e-9
+        assert row.p50_wait_s <= row.p99_wait_s
+    bounds = [rows[at].bound for at in (0, len(PRESETS), 2 * len(PRESETS))]
+    assert [bound.switches for bound in bounds] == [3, 2, 0]
+    assert [bound.seconds for bound in bounds] == sorted((bound.seconds for bound in bounds), reverse=True)
+    assert rows == plan(packed_line.config, None, packed_line.profile, trace, sorted(PRESETS), memories)
+
+
+def test_the_lines_own_policy_and_memory_are_planned_when_none_is_asked(packed_line):
+    (row,) = plan(packed_line.config, None, packed_line.profile, trace_of("01"))
+    assert (row.policy, row.memory["host"]) == ("coserve", 2 * SLOT_BYTES)
+
+
+def test_pass_rates_of_the_profile_decide_who_goes_on(packed_line):
+    document = packed_line.document | {
+        "routes": {"c0": [{"expert": "cls/f0", "pass": ["ok"]}, {"expert": "cls/f1", "pass": ["ok"]}]},
+        "boards": {},
+    }
+    file = packed_line.folder / "routes.yaml"
+    file.write_text(json.dumps(document))
+    never = replace(packed_line.profile, usage=UsageProfile({}, {"cls/f0": 0.0}, UsageOrigin.COMPUTED))
+    config, trace = read_line(file, {}), trace_of("0" * 8)
+    (stopped,), (passed,) = plan(config, None, never, trace), plan(config, None, packed_line.profile, trace)
+    assert stopped.bound.compute_s == pytest.approx(8 * 0.01 + 2 * 0.02)
+    assert passed.bound.compute_s == pytest.approx(2 * stopped.bound.compute_s)
+
+
+def test_a_faster_ssd_can_be_asked_about(packed_line):
+    trace = trace_of("0123" * 5)
+    (today,) = plan(packed_line.config, None, packed_line.profile, trace, ["samba"])
+    (faster,) = plan(
+        packed_line.config, None, packed_line.profile, trace, ["samba"], ssd_bytes_per_s=10 * SSD_BYTES_PER_S
+    )
+    assert faster.images_per_s > 2 * today.images_per_s
+    assert faster.bound.io_s == pytest.approx(today.bound.io_s / 10)
+    with pytest.raises(ConfigError, match="an SSD of 0 bytes/s reads nothing"):
+        plan(packed_line.config, None, packed_line.profile, trace, ssd_bytes_per_s=0)
+
+
+def test_advice_says_what_would_help(packed_line):
+    advice = plan_advice(packed_line.config, None, packed_line.profile, trace_of("0123" * 10), "paper")
+    assert advice.limit is Limit.MEMORY
+    assert advice.memory.budget_bytes["host"] <= EXPERTS * SLOT_BYTES + WORKSPACE_BYTES
+    assert advice.takt.is_met
+    roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
+    advice = plan_advice(packed_line.config, None, packed_line.profile, trace_of("0123" * 10), "paper", roomy)
+    assert advice.limit is Limit.COMPUTE
+
+
+def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(packed_line):
+    """Workspaces are auto, and grow with the memory: a batch at its maximum takes as much as one expert."""
+    file = packed_line.folder / "auto.yaml"
+    file.write_text(json.dumps(packed_line.document | {"memory": {}}))
+    searched = PoolAllocation("host", 3 * SLOT_BYTES, SLOT_BYTES, 3)
+    profile = replace(
+        packed_line.profile,
+        kinds=(replace(packed_line.profile.kinds[0], workspace_bytes=SLOT_BYTES // 4),),
+        allocation=Allocation("searched", {"host": 4 * SLOT_BYTES}, (searched,), {"cpu": 1}),
+    )
+    config, trace = read_line(file, {}), trace_of("0123" * 10)
+    advice = plan_advice(config, None, profile, trace, "paper", {"host": 2 * SLOT_BYTES}, ssd_bytes_per_s=1e6)
+    advised = [advice.memory.budget_bytes]
+    (row,) = plan(config, None, profile, trace, ["paper"], advised, ssd_bytes_per_s=1e6)
+    assert row.images_per_s == advice.memory.images_per_s
+
+
+def test_the_table_fits_and_holds_every_row(packed_line):
+    trace = trace_of("0123" * 5)
+    rows = plan(packed_line.config, None, packed_line.profile, trace, ["coserve", "samba-parallel"])
+    advice = plan_advice(packed_line.config, None, packed_line.profile, trace, "samba")
+    text = plan_table(rows, advice)
+    assert max(len(line) for line in text.splitlines()) <= TABLE_WIDTH
+    header, first, second, *_ = text.splitlines()
+    assert header.split()[:3] == ["policy", "memory", "images/s"]
+    assert first.split()[:4] == ["coserve", "0.6", "MiB", f"{rows[0].images_per_s:.2f}"]
+    assert second.startswith("samba-parallel ")
+    words = " ".join(text.split())
+    assert all(" ".join(sentence.split()) in words for sentence in advice.sentences)
+
+
+def test_scripts_read_plain_json(packed_line):
+    trace = trace_of("0123" * 5)
+    rows = plan(packed_line.config, None, packed_line.profile, trace)
+    advice = plan_advice(packed_line.config, None, packed_line.profile, trace)
+    read = json.loads(json.dumps(as_json(rows, advice)))
+    (row,) = read["rows"]
+    assert row["bound"].keys() >= {"switches", "fcfs_switches", "seconds"}
+    expected = {"policy", "requests", "seconds", "images_per_s", "switches", "loads", "evictions", "bytes_read"}
+    expected |= {"p50_wait_s", "p99_wait_s", "takt_met", "required_images_per_s", "bytes_read_per_shift"}
+    assert row.keys() >= expected | {"roofline_images_per_s", "roofline_fraction", "memory", "executors"}
+    assert read["advice"]["limit"] == advice.limit
+    assert read["advice"]["sentences"] == list(advice.sentences)
+    assert as_json(rows)["advice"] is None
+
+
+# -- what is refused --
+
+
+def refused(packed_line, trace=None, policies=(), memory=None, config=None, profile=None):
+    with pytest.raises(ConfigError) as caught:
+        plan(
+            config or packed_line.config,
+            None,
+            profile or packed_line.profile,
+            trace_of("01") if trace is None else trace,
+            policies,
+            [memory or {}],
+        )
+    return str(caught.value)
+
+
+def test_a_budget_below_the_largest_expert_is_refused(packed_line):
+    told = refused(packed_line, memory={"host": SLOT_BYTES // 2 + WORKSPACE_BYTES})
+    assert "experts.cls/f0: needs 0.2 MiB, but memory.host leaves 0.1 MiB" in told
+
+
+def test_a_policy_or_memory_that_is_none_is_refused(packed_line):
+    assert refused(packed_line, policies=["coserv"]) == "no policy 'coserv' - did you mean 'coserve'?"
+    assert "no memory is called hots" in refused(packed_line, memory={"hots": 5})
+
+
+def test_an_empty_or_foreign_trace_is_refused(packed_line):
+    assert refused(packed_line, trace=[]).startswith("an empty queue")
+    assert "component 'c9', which has no route" in refused(packed_line, trace=[Arrival(0.0, "c9")])
+
+
+def test_what_is_not_packed_is_refused(packed_line):
+    document = packed_line.document | {"state": "./elsewhere"}
+    file = packed_line.folder / "unpacked.yaml"
+    file.write_text(json.dumps(document))
+    assert "not packed in fp32 - run `coserve profile" in refused(packed_line, config=read_line(file, {}))
+
+
+def test_an_expert_that_the_profiler_could_not_run_is_refused_where_the_trace_needs_it(packed_line):
+    """Its kind has no row in the profile, though the profiler knew it."""
+    config = packed_line.config
+    kind = packed_line.profile.kinds[0]
+    other = replace(packed_line.profile, kinds=(replace(kind, kind="another"),))
+    told = refused(packed_line, config=config, profile=other, trace=trace_of("0"))
+    assert told.startswith("the trace needs cls/f0, which cannot be served: no expert of its kind")

@@ -1,0 +1,1200 @@
+"""``coserve profile`` from start to end on real files, processes and engines: what it writes, keeps, resumes, refuses.
+
+Nothing is said of how fast anything was: where a test needs one precision to be the fastest, it seeds the draft.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from agent.commands.inspection import inspect_images
+from agent.config import read_line
+from agent.deployment.build import build_agent, detect_box
+from agent.device_profile.identity import identity_of
+from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
+from agent.device_profile.store import ProfileDraft, partial_of, read_profile
+from agent.records.database import StateLock
+from agent.records.results import Result, ResultStore
+from agent.runtime.machine.detection import detect
+from coserve import app
+from experts.backends.classifier import write_random_weights
+from experts.errors import AlreadyRunning, ConfigError, CoServeError
+from experts.expert import Verdict
+from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
+from profiler.allocation.search_runs import RUNS
+from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
+from profiler.cli.commands import disk_explained
+from profiler.microbench.batches import BatchOptions
+from profiler.microbench.spinning import ROUNDS, SpinTrial, try_setting
+from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
+from profiler.profiling.profile_line import profile_line as profiling
+from profiler.workload.samples import SYNTHETIC
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 120.0
+SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
+COMPONENTS = 3
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+class Line:
+    """Fakes cls/f0 to cls/f2 with a route each; three kinds, as each declares another size."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        for number in range(COMPONENTS):
+            self.declare(number)
+        fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+        self.document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": fake | {"weights": f"f{number}.yaml"} for number in range(COMPONENTS)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(COMPONENTS)},
+            "boards": {"main": {"components": {"c0": 3, "c1": 2, "c2": 1}, "takt_s": 5.0}},
+            "memory": {"host": "512MiB"},
+            "precision": "fp32",
+        }
+
+    def declare(self, number, weight_bytes=300_000, **declared):
+        document = {"weight_bytes": weight_bytes + number, "workspace_bytes": 1000, "label": "ok"} | declared
+        (self.folder / f"f{number}.yaml").write_text(json.dumps(document))
+
+    @property
+    def file(self):
+        file = self.folder / "line.yaml"
+        file.write_text(yaml.safe_dump(self.document))
+        return file
+
+    @property
+    def config(self):
+        return read_line(self.file, {})
+
+    @property
+    def path(self):
+        return self.config.profile_file
+
+    @property
+    def identity(self):
+        return identity_of(detect_box(self.config))
+
+    def profiled(self, stages=None, **options):
+        """Profiled in the quickest way that the options leave."""
+        found = {"allocation": CASUAL, "batches": SHORT} | options
+        return profile_line(self.config, ProfilingOptions(**found), told(stages))
+
+    def refusal(self, **options):
+        """Why it is refused before anything was measured or packed."""
+        stages = []
+        with pytest.raises(ConfigError) as caught:
+            self.profiled(stages, **options)
+        assert not [stage for stage in stages if stage != "pack"]
+        return str(caught.value)
+
+    def seed(self, kinds=(), **seconds):
+        """Kinds as a killed run left them, as fast as is said here of each precision: none is left to measure.
+
+        Those of the finished profile, with all else that it holds, or these alone.
+        """
+        with ProfileDraft.open(self.path, "test", self.identity) as draft:
+            for kind in kinds or draft.kinds():
+                draft.save_kind(replace(kind, K_s=seconds[kind.precision], B_s=seconds[kind.precision]))
+
+    def crops(self, name="crops", **sizes):
+        """A sample folder: two images of each component, or as many as are given."""
+        for component in self.document["routes"]:
+            for number in range(sizes.get(component, 2)):
+                place = self.folder / name / component / "ok"
+                place.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (8, 8), (40 * number, 100, 30)).save(place / f"{number}.png")
+        return self.folder / name
+
+    def classify(self, *numbers):
+        """Make these experts squeezenets of one kind."""
+        for number in numbers:
+            write_random_weights(self.weights(number), "squeezenet1_1", 2, seed=number)
+            expert = {"architecture": "squeezenet1_1", "weights": self.weights(number).name}
+            self.document["experts"][f"cls/f{number}"] |= expert | {"input": {"size": [64, 64]}}
+
+    def weights(self, number):
+        return self.folder / f"s{number}.safetensors"
+
+    def overflow(self, number, weights=1e12, biases=1e12):
+        """Finite weights whose answers are not: it can be packed, but not in fp16, and not be run."""
+        tensors = load_file(self.weights(number))
+        scaled = {name: each * (biases if name.endswith("bias") else weights) for name, each in tensors.items()}
+        save_file(scaled, self.weights(number))
+
+    def leave(self, *numbers):
+        """These components only, without boards."""
+        self.document.pop("boards", None)
+        for number in set(range(COMPONENTS)) - set(numbers):
+            del self.document["experts"][f"cls/f{number}"], self.document["routes"][f"c{number}"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_box(monkeypatch):
+    """Notes on who else had the cores, on how straight a curve was and where it ended depend on the moment."""
+    monkeypatch.setattr(profiling, "QUIET_FRACTION", 1.0)
+    monkeypatch.setattr(profiling, "MOST_FIT_ERROR", math.inf)
+    monkeypatch.setattr(profiling, "MOST_UNUSED", 1.0)
+
+
+def told(stages):
+    return lambda stage, done, total: None if stages is None else stages.append(stage)
+
+
+@pytest.fixture
+def line(tmp_path):
+    return Line(tmp_path / "line")
+
+
+@contextmanager
+def serving(config):
+    """An agent of the line, and the stages that its start went through."""
+    stages = []
+    agent = build_agent(config, lambda *_: None, lambda stage, *_: stages.append(stage))
+    agent.start()
+    try:
+        yield agent, stages
+    finally:
+        agent.stop()
+
+
+def times(profile):
+    """What was measured of each kind: equal only if it was not measured again."""
+    return {(kind.kind, kind.processor, kind.precision): kind.batches for kind in profile.kinds}
+
+
+def run(*words, check):
+    """A command in this process; stdout and stderr. No error of ours may come out as an exception."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == check, done.stderr
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert "Traceback" not in done.output
+    return done
+
+
+class TestAWholeProfile:
+    @pytest.mark.parametrize(
+        ("allocation", "origin"),
+        [(SIMULATE, SEARCHED_IN_SIMULATION), (ENGINE, SEARCHED_ON_ENGINE), (CASUAL, "casual")],
+    )
+    def test_is_written_whole_and_an_agent_starts_from_it_without_a_probe(self, line, allocation, origin):
+        done = line.profiled(allocation=allocation, engine_requests=12)
+        assert read_profile(line.path) == done.profile
+        assert not partial_of(line.path).exists()
+        assert done.notes == ()
+        assert done.profile.box == line.identity
+        assert {(kind.processor, kind.precision) for kind in done.profile.kinds} == {("cpu", "fp32")}
+        assert len(done.profile.kinds) == len(done.profile.precisions) == COMPONENTS
+        assert done.profile.packed.keys() == {
+            (f"cls/f{number}", form) for number in range(COMPONENTS) for form in ("fp32", SOURCE)
+        }
+        assert (done.profile.usage.origin, done.profile.allocation.origin) == (UsageOrigin.COMPUTED, origin)
+        assert done.profile.usage.probabilities == pytest.approx({"cls/f0": 1 / 2, "cls/f1": 1 / 3, "cls/f2": 1 / 6})
+        (pool,) = done.profile.allocation.pools
+        assert pool.expert_bytes + pool.workspace_bytes == done.profile.allocation.budget_bytes["host"] == 512 * 2**20
+        assert pool.experts == COMPONENTS
+        assert sum(done.profile.allocation.executors.values()) >= 1
+        assert {trial.search for trial in done.profile.trials} >= (set() if allocation == CASUAL else {"executors"})
+        with serving(line.config) as (agent, stages):
+            assert agent.stored == done.profile
+            assert "probe" not in stages
+            assert set(agent.precisions["cpu"].values()) == {"fp32"}
+            assert {spec.processor for spec in agent.executors} == {"cpu"}
+            assert len(agent.executors) == done.profile.allocation.executors["cpu"]
+
+    def test_the_chosen_precision_is_the_one_that_is_packed_and_run(self, line):
+        line.document["precision"] = "bf16"
+        write_random_weights(line.folder / "s.safetensors", "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": "s.safetensors"}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        profile = line.profiled().profile
+        assert profile.packed.keys() - {(f"cls/f{number}", SOURCE) for number in range(COMPONENTS)} == {
+            ("cls/f0", "bf16"),
+            ("cls/f1", "fp32"),
+            ("cls/f2", "fp32"),
+        }
+        assert {kind.architecture: kind.precision for kind in profile.kinds} == {
+            "squeezenet1_1": "bf16",
+            "fake": "fp32",
+        }
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+
+    def test_a_precision_that_was_measured_may_be_asked_for_afterwards(self, line):
+        weights = line.folder / "s.safetensors"
+        write_random_weights(weights, "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": weights.name}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        line.document["precision"] = "auto"
+        assert set(line.profiled().profile.precisions.values()) == {"fp32"}
+        asked = run("plan", line.file, "--precision", "bf16", check=78).stderr
+        advice = f"write `precision: bf16` into the line file, then run `coserve profile {line.file}`"
+        assert f"experts.cls/f0: not packed in bf16 - {advice}" in asked
+        assert "cls/f1" not in asked
+        line.document["precision"] = "bf16"
+        assert "not packed in bf16 - run `coserve profile" in run("plan", line.file, check=78).stderr
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+            assert agent.broken == {}
+        write_random_weights(weights, "squeezenet1_1", 2, seed=4)
+        with pytest.raises(ConfigError, match="expert cls/f0 has other weights than those that were profiled"):
+            build_agent(line.config, lambda *_: None, lambda *_: None)
+
+    def test_a_precision_that_was_not_measured_is_refused(self, line):
+        write_random_weights(line.folder / "s.safetensors", "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": "s.safetensors"}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        line.profiled()
+        line.document["precision"] = "bf16"
+        with pytest.raises(ConfigError, match="expert cls/f0 was not profiled in bf16") as caught:
+            build_agent(line.config, lambda *_: None, lambda *_: None)
+        assert "cls/f1" not in str(caught.value)
+
+    def test_an_expert_that_cannot_be_served_is_a_note_and_stops_no_other(self, line):
+        (line.folder / "f1.yaml").unlink()
+        for allocation in (CASUAL, SIMULATE):
+            done = line.profiled(allocation=allocation)
+            assert [note for note in done.notes if note.startswith("cls/f1 cannot be served: ")] == list(done.notes)
+            assert len(done.notes) == 1
+            assert {expert for expert, _ in done.profile.packed} == {"cls/f0", "cls/f2"}
+
+    def test_a_line_of_which_nothing_can_be_served_says_why(self, line):
+        for number in range(COMPONENTS):
+            (line.folder / f"f{number}.yaml").unlink()
+        assert "f0.yaml is not there" in line.refusal()
+        assert not line.path.exists()
+
+
+class TestAnExpertThatFailsWhenItIsRun:
+    @pytest.mark.parametrize("allocation", [SIMULATE, ENGINE, CASUAL])
+    @pytest.mark.parametrize("precision", ["fp32", "auto"])
+    def test_is_told_and_stops_no_other(self, line, allocation, precision):
+        """The first of its kind, so that it would be the first to be run with others."""
+        line.classify(0, 1)
+        line.overflow(0)
+        line.document["precision"] = precision
+        done = line.profiled(allocation=allocation, engine_requests=12)
+        told_of = [note for note in done.notes if "cannot be served" in note]
+        assert told_of == [
+            "cls/f0 cannot be served: on cpu: its output is not a number: check its weights, or use precision fp32"
+        ]
+        assert len(done.profile.kinds) == (2 if precision == "fp32" else 8)
+        assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.broken == {}
+
+    def test_on_another_image_than_the_one_it_is_tried_with_leaves_the_search_with_its_components(self, line):
+        """Its answer on black is a number, as there are no biases, and on anything else it is none."""
+        line.classify(0, 1)
+        line.overflow(0, biases=0.0)
+        for number in (0, 1):
+            line.document["experts"][f"cls/f{number}"]["input"] = {"size": [64, 64], "normalize": "unit"}
+        crops = line.crops()
+        Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
+        done = line.profiled(allocation=ENGINE, engine_requests=12, samples=crops)
+        served = [note for note in done.notes if "cannot be served" in note]
+        assert len(served) == 1
+        assert served[0].startswith("cls/f0 cannot be served: on ")
+        assert served[0].endswith(".png: its output is not a number: check its weights, or use precision fp32")
+        (left_out,) = [note for note in done.notes if note.startswith("the allocation was searched without")]
+        assert left_out.startswith("the allocation was searched without cls/f0 and the components on whose routes it")
+        assert "put it right and profile again, or take it off the line" in left_out
+        assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
+        assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
+        assert not [note for note in done.notes if "not measured together" in note]
+
+    def test_and_without_which_nothing_is_left_to_be_searched_with_is_an_error_that_says_why(self, line):
+        line.classify(0)
+        line.leave(0)
+        line.overflow(0, biases=0.0)
+        line.document["experts"]["cls/f0"]["input"] |= {"normalize": "unit"}
+        crops = line.crops(c0=1)
+        Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
+        line.profiled(samples=crops)
+        line.crops(c0=3)
+        Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
+        with pytest.raises(ConfigError, match="every route has an expert that cannot be served") as caught:
+            line.profiled(allocation=ENGINE, engine_requests=12, samples=crops)
+        assert "cls/f0: on " in str(caught.value)
+        assert "its output is not a number" in str(caught.value)
+        assert line.path.exists()
+
+    def test_of_which_there_are_no_others_is_told(self, line):
+        """Its kind was measured, and with its executors not, while its weights were sound."""
+        line.classify(0)
+        line.leave(0)
+        line.profiled()
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("DELETE FROM speedups")
+        line.overflow(0)
+        done = line.profiled()
+        assert done.profile.speedups == {"cpu": (1.0,)}
+        gain = "executors of cpu were not measured together, and are taken to gain nothing: none of the experts runs"
+        assert [note for note in done.notes if note.startswith(gain)]
+        write_random_weights(line.weights(0), "squeezenet1_1", 2, seed=0)
+        assert len(line.profiled().profile.speedups["cpu"]) == min(line.identity.cores, 4)
+
+
+class ScriptedTrials:
+    """In the place of processes: what each setting of OpenMP's waiting takes, and what was asked for."""
+
+    def __init__(self, monkeypatch, **one_s):
+        self.one_s = one_s
+        self.asked = []
+        monkeypatch.setattr(profiling, "try_setting", self.run)
+
+    def run(self, file, copy, kind, setting):
+        self.asked.append((file, copy.expert.id, kind.kind, setting))
+        return SpinTrial(self.one_s[setting], 8 * self.one_s[setting])
+
+
+class TestWaitingBetweenOperators:
+    def test_is_compared_on_the_most_used_kind_that_torch_runs_and_kept_until_all_is_measured_anew(
+        self, line, monkeypatch
+    ):
+        line.classify(1, 2)
+        line.document["experts"]["cls/f2"]["input"] = {"size": [72, 72]}
+        trials = ScriptedTrials(monkeypatch, default=1.0, short=0.8, none=0.9)
+        done = line.profiled(spinning="default")
+        file, expert, kind, _ = trials.asked[0]
+        assert (file, expert, kind) == (line.file, "cls/f1", "squeezenet1_1 64x64 imagenet"), "c1 comes twice as often"
+        assert len(trials.asked) == 3 + 3 * (ROUNDS - 1)
+        assert done.profile.spinning_setting == "short"
+        assert [(each.setting, len(each.one_s)) for each in done.profile.spinning] == [
+            (setting, ROUNDS) for setting in ("default", "short", "none")
+        ]
+        told = [note for note in done.notes if "OpenMP" in note]
+        assert told == [
+            "batches were timed with OpenMP's waiting 'default', and will run with 'short', which is faster: "
+            f"`coserve profile {line.file} --fresh` times them with it"
+        ]
+        again = line.profiled(spinning="short")
+        assert len(trials.asked) == 3 + 3 * (ROUNDS - 1)
+        assert again.profile.spinning == done.profile.spinning
+        assert not [note for note in again.notes if "OpenMP" in note]
+        assert line.profiled(spinning="short", fresh=True).profile.spinning_setting == "short"
+        assert len(trials.asked) == 2 * (3 + 3 * (ROUNDS - 1))
+
+    def test_is_not_compared_where_nobody_waits_or_the_environment_says_how(self, line, monkeypatch):
+        trials = ScriptedTrials(monkeypatch)
+        assert line.profiled(spinning="default").profile.spinning == ()
+        line.classify(0)
+        assert line.profiled(spinning=None).profile.spinning == ()
+        assert trials.asked == []
+
+    def test_that_cannot_be_compared_stays_and_is_told(self, line, monkeypatch):
+        def fail(*_):
+            raise CoServeError("a trial of cls/f0 failed: killed")
+
+        monkeypatch.setattr(profiling, "try_setting", fail)
+        line.classify(0)
+        done = line.profiled(spinning="default")
+        assert done.profile.spinning_setting == "default"
+        assert (
+            "how long OpenMP's threads wait stays as the library has it: a trial of cls/f0 failed: killed" in done.notes
+        )
+
+    def test_on_a_busy_box_stays_as_it_is_and_is_compared_the_next_time(self, line, monkeypatch):
+        """Spinning takes cores from whoever else wants them: a busy box would choose for its neighbours."""
+        line.classify(0)
+        trials = ScriptedTrials(monkeypatch, default=1.0, short=0.2, none=0.1)
+        with monkeypatch.context() as busy:
+            busy.setattr(profiling, "QUIET_FRACTION", -1.0)
+            done = line.profiled(spinning="default")
+        assert (done.profile.spinning, len(trials.asked)) == ((), 3)
+        assert [note for note in done.notes if note.startswith("how long OpenMP's threads wait stays")]
+        assert line.profiled(spinning="default").profile.spinning_setting == "none"
+
+    def test_is_really_tried_in_a_process_of_its_own(self, line, monkeypatch):
+        found = []
+
+        def once(*asked):
+            found.append(try_setting(*asked) if not found else found[0])
+            return found[0]
+
+        monkeypatch.setattr(profiling, "try_setting", once)
+        line.classify(0)
+        (default, *_) = line.profiled(spinning="default").profile.spinning
+        assert 0 < default.one_s[0] <= default.largest_s[0] * 10
+        assert (default.one_s[0], default.largest_s[0]) == (found[0].one_s, found[0].largest_s)
+
+
+class TestABusyBox:
+    def test_is_told_of_each_kind_and_of_executors_together_once(self, line, monkeypatch):
+        monkeypatch.setattr(profiling, "QUIET_FRACTION", -1.0)
+        done = line.profiled()
+        notes = [note for note in done.notes if note.startswith("other processes had ")]
+        measured = sorted(note.split(" while ")[1] for note in notes)
+        rest = "was measured - profile again with --fresh when the box is quiet"
+        kinds = sorted(f"{kind.kind} in fp32 on cpu {rest}" for kind in done.profile.kinds)
+        assert measured == [*kinds, f"the gain of several executors of cpu {rest}"]
+        assert not [note for note in line.profiled().notes if note.startswith("other processes had ")]
+
+    def test_is_suspected_where_a_chosen_kind_has_no_straight_curve(self, line, monkeypatch):
+        monkeypatch.setattr(profiling, "MOST_FIT_ERROR", 0.15)
+        line.document["precision"] = "auto"
+        line.profiled()
+        errors = {"fp32": 0.15, "bf16": 0.9, "fp16": 0.9, "onnxruntime": 0.9}
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            kinds = draft.kinds()
+            crooked = kinds[0].kind
+            for kind in kinds:
+                off = 0.163 if (kind.kind, kind.precision) == (crooked, "fp32") else errors[kind.precision]
+                draft.save_kind(replace(kind, fit_error=off))
+        notes = [note for note in line.profiled().notes if "off K n + B" in note]
+        assert notes == [
+            f"{crooked} in fp32 on cpu: batches were up to 16% off K n + B - profile again with --fresh when the box "
+            "is quiet"
+        ]
+
+
+class TestAMaximumBatchThatIsOnlyTheLargestThatWasRun:
+    @pytest.mark.parametrize(
+        ("max_batch", "B_s", "ends"),
+        [
+            (2, 0.002, ["no larger ones are tried; by its line larger ones might take up to 50% less for an image"]),
+            (1, 0.002, []),
+            (2, 0.00002, []),
+        ],
+        ids=["end of the grid", "a plateau before it", "nothing left to gain"],
+    )
+    def test_is_told_with_the_reason(self, line, monkeypatch, max_batch, B_s, ends):
+        monkeypatch.setattr(profiling, "MOST_UNUSED", 0.03)
+        line.leave(0)
+        line.profiled()
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            (kind,) = draft.kinds()
+            batches = tuple(BatchTimes(size, (0.001 * size + B_s,), 1000 * size) for size in (1, 2))
+            draft.save_kind(replace(kind, K_s=0.001, B_s=B_s, max_batch=max_batch, batches=batches))
+        notes = [note for note in line.profiled().notes if "were not run" in note]
+        begin = f"{kind.kind} in fp32 on cpu: batches of more than 2 were not run: "
+        assert notes == [begin + end for end in ends]
+
+
+class TestAKindThatRunsInNoFormThatMayBeTaken:
+    """A squeezenet of which a killed run measured fp16, that fits fp16 no more, and that does not run in fp32."""
+
+    @pytest.fixture
+    def options(self, line):
+        line.classify(0)
+        line.document["precision"] = "fp16"
+        options = {"samples": line.crops()}
+        kinds = line.profiled(**options).profile.kinds
+        line.path.unlink()
+        line.seed([kind for kind in kinds if kind.architecture == "squeezenet1_1"], fp16=0.001)
+        line.overflow(0)
+        return options
+
+    @pytest.mark.parametrize(
+        ("precision", "reason"),
+        [
+            ("auto", "fp32 does not run there, and no other precision is proven to agree with it"),
+            ("bf16", "it does not run in bf16, which the line file gives - write `precision: auto`, or another"),
+        ],
+    )
+    def test_is_left_off_and_told_and_stops_no_other(self, line, options, precision, reason):
+        line.document["precision"] = precision
+        done = line.profiled(**options, allocation=SIMULATE)
+        (kind,) = {kind.kind for kind in done.profile.kinds if kind.architecture == "squeezenet1_1"}
+        assert f"{kind} is not run on cpu: {reason}" in done.notes
+        assert f"cls/f0 cannot be served: its kind ({kind}) runs on no processor" in done.notes
+        assert {name.split()[0] for name, _ in done.profile.precisions} == {"fake"}
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert set(agent.broken) == {"cls/f0"}
+
+    def test_it_is_run_neither_with_the_profile_nor_without(self, line):
+        """It runs in fp32, which an earlier profile measured, and in the form that the line file gives now it fails."""
+        line.classify(0)
+        line.overflow(0, weights=100.0)
+        line.document["precision"] = "auto"
+        kinds = {(kind.architecture, kind.precision) for kind in line.profiled().profile.kinds}
+        assert ("squeezenet1_1", "fp32") in kinds
+        assert ("squeezenet1_1", "fp16") not in kinds
+        line.document["precision"] = "fp16"
+        done = line.profiled()
+        (note,) = [note for note in done.notes if "is not run on cpu" in note]
+        reason = "it does not run in fp16, which the line file gives - write `precision: auto`, or another"
+        assert note == f"squeezenet1_1 64x64 imagenet is not run on cpu: {reason}"
+        assert not [kind for kind, _ in done.profile.precisions if kind.startswith("squeezenet1_1")]
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+        line.path.unlink()
+        with serving(line.config) as (agent, stages):
+            assert "probe" in stages
+            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+
+    def test_where_else_it_runs_and_in_what_is_told(self, line):
+        """Its other processor ran that form when a killed run measured it."""
+        line.classify(0)
+        line.overflow(0, weights=100.0)
+        line.document |= {"device": "emulated", "memory": {"host": "256MiB", "device": "256MiB"}, "precision": "fp32"}
+        (measured,) = (
+            kind
+            for kind in line.profiled().profile.kinds
+            if (kind.architecture, kind.processor) == ("squeezenet1_1", "emulated")
+        )
+        line.document["precision"] = "fp16"
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            draft.save_kind(replace(measured, precision="fp16"))
+        notes = line.profiled().notes
+        assert any(note.startswith(f"{measured.kind} is not run on cpu: it does not run in fp16") for note in notes)
+        assert f"{measured.kind} runs on emulated in fp16 only" in notes
+
+    def test_without_any_other_kind_nothing_is_written(self, line, options):
+        line.leave(0)
+        line.document["precision"] = "auto"
+        with pytest.raises(ConfigError, match="no expert of this line can be run on this box") as caught:
+            line.profiled(**options)
+        assert "is not run on cpu: fp32 does not run there" in str(caught.value)
+        assert not line.path.exists()
+
+
+class TestAgain:
+    def test_with_nothing_changed_nothing_is_measured_and_the_profile_is_equal(self, line):
+        line.document["precision"] = "auto"
+        options = {"allocation": SIMULATE, "samples": line.crops()}
+        first = line.profiled(**options).profile
+        stages = []
+        again = line.profiled(stages, **options).profile
+        assert replace(again, written_at=first.written_at) == first
+        assert {stage.split()[0] for stage in stages} <= {"pack", "measure", "try"}
+
+    def test_fresh_measures_all_anew(self, line):
+        first = line.profiled().profile
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("UPDATE kinds SET samples = 'of long ago'")
+        assert {kind.samples for kind in line.profiled().profile.kinds} == {"of long ago"}
+        again = line.profiled(fresh=True).profile
+        assert times(again).keys() == times(first).keys()
+        assert {kind.samples.split(";")[0] for kind in again.kinds} == {SYNTHETIC}
+
+    def test_other_weights_are_packed_and_compared_and_no_kind_is_measured(self, line):
+        """Two squeezenets of one kind, of which bf16 is made the fastest; then one of them gets other weights."""
+        weights = [line.folder / f"s{number}.safetensors" for number in range(2)]
+        for number, file in enumerate(weights):
+            write_random_weights(file, "squeezenet1_1", 2, seed=number)
+            line.document["experts"][f"cls/f{number}"] |= {"architecture": "squeezenet1_1", "weights": file.name}
+            line.document["experts"][f"cls/f{number}"]["input"] = {"size": [64, 64]}
+        del line.document["experts"]["cls/f2"], line.document["routes"]["c2"]
+        del line.document["boards"]
+        line.document["precision"] = "auto"
+        options = {"samples": line.crops(), "tolerance": 1.0}
+        line.profiled(**options)
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        stages = []
+        first = line.profiled(stages, **options).profile
+        agreement = next(each for each in first.agreements if each.precision == "bf16")
+        assert agreement.images == 4
+        assert set(first.precisions.values()) == {"bf16" if agreement.agrees else "fp32"}
+        write_random_weights(weights[0], "squeezenet1_1", 2, seed=7)
+        stages = []
+        second = line.profiled(stages, **options).profile
+        assert times(second) == times(first)
+        assert comparisons(stages)
+        changed = {name for name, digest in second.packed.items() if first.packed.get(name, digest) != digest}
+        assert {expert for expert, _ in changed} == {"cls/f0"}
+        stages = []
+        assert replace(line.profiled(stages, **options).profile, written_at="") == replace(second, written_at="")
+        assert not comparisons(stages)
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert set(agent.precisions["cpu"].values()) == set(second.precisions.values())
+
+    def test_an_expert_that_joined_is_measured_and_the_others_are_not(self, line):
+        left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
+        del line.document["boards"]
+        first = line.profiled().profile
+        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
+        second = line.profiled().profile
+        assert times(second).items() > times(first).items()
+        assert len(second.kinds) == COMPONENTS
+
+    def test_executors_are_measured_together_again_once_their_experts_run_in_another_precision(self, line):
+        line.classify(0)
+        line.leave(0)
+        line.document["precision"] = "auto"
+        line.profiled()
+        made_up = (1.0,) * min(line.identity.cores, 4)
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("UPDATE speedups SET factors = ?", (json.dumps(made_up),))
+        stages = []
+        assert line.profiled(stages).profile.speedups == {"cpu": made_up}
+        assert "executors of cpu" not in stages
+        line.document["precision"] = "bf16"
+        line.profiled(stages)
+        assert "executors of cpu" in stages
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import agent.commands.progress
+from contextlib import contextmanager
+
+@contextmanager
+def deadly():
+    def report(stage, done, total):
+        if stage == {stage!r} and done == {done}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    yield report
+
+agent.commands.progress.progress_on_stderr = deadly
+sys.argv = ["coserve", "profile", {line!r}, "--casual"]
+from coserve import main
+main()
+"""
+
+
+def comparisons(stages):
+    """How often a comparison in bf16 was told of: as it begins and as it ends."""
+    return sum(stage.startswith("compare bf16 on cpu: ") for stage in stages)
+
+
+def draft_of(line):
+    with ProfileDraft.open(line.path, "test", line.identity) as draft:
+        return {(kind.kind, kind.processor, kind.precision): kind.batches for kind in draft.kinds()}
+
+
+class TestKilled:
+    def test_half_way_it_resumes_and_measures_nothing_again(self, line):
+        script = KILLED.format(root=str(ROOT), stage="measure on cpu", done=1, line=str(line.file))
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert not line.path.exists()
+        with pytest.raises(ConfigError, match=r"profiling was not finished - `coserve profile LINE.yaml` resumes it"):
+            read_profile(line.path)
+        saved = draft_of(line)
+        assert len(saved) == 1
+        assert times(line.profiled().profile).items() > saved.items()
+        assert not partial_of(line.path).exists()
+
+    @pytest.mark.parametrize("stage", ["compare bf16 on cpu", "executors of cpu"])
+    def test_after_a_comparison_it_is_not_made_again(self, line, stage):
+        class Stopped(Exception):
+            pass
+
+        def stop(name, done, total):
+            if name.startswith(stage) and done == total:
+                raise Stopped
+
+        line.document["precision"] = "auto"
+        options = ProfilingOptions(allocation=CASUAL, batches=SHORT, samples=line.crops())
+        kinds = line.profiled(samples=options.samples).profile.kinds
+        line.path.unlink()
+        line.seed(kinds, bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        with pytest.raises(Stopped):
+            profile_line(line.config, options, stop)
+        stages = []
+        done = line.profiled(stages, samples=options.samples)
+        compared = comparisons(stages) // 2
+        assert compared == (COMPONENTS - 1 if stage.startswith("compare") else 0)
+        assert set(done.profile.precisions.values()) == {"bf16"}
+
+    @pytest.mark.skipif(detect("cpu").cores < 2, reason="one core: one run, and nothing to take up")
+    def test_in_the_search_on_the_engine_no_run_is_made_again(self, line):
+        class Stopped(Exception):
+            pass
+
+        def stop(stage, done, total):
+            """As the second run of the search begins."""
+            if stage == ON_ENGINE and done == 1:
+                raise Stopped
+
+        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT)
+        with pytest.raises(Stopped):
+            profile_line(line.config, options, stop)
+        with ProfileDraft.open(line.path, "test", line.identity) as draft:
+            (known,) = draft.trials(RUNS)
+        profile = line.profiled(allocation=ENGINE, engine_requests=12).profile
+        assert known.images_per_s in {trial.images_per_s for trial in profile.trials}
+        assert RUNS not in {trial.search for trial in profile.trials}
+
+
+class TestProgress:
+    def test_each_stage_runs_once_from_its_beginning_to_its_end(self, line):
+        line.classify(1, 2)
+        line.document["precision"] = "auto"
+        steps = {}
+
+        def report(stage, done, total):
+            steps.setdefault(stage, []).append((done, total))
+
+        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT, samples=line.crops())
+        profile_line(line.config, options, report)
+        assert {"pack", "pack as chosen", ON_ENGINE} <= steps.keys()
+        for stage, told in steps.items():
+            assert sorted(told) == told, stage
+            assert told[-1][0] == told[-1][1], stage
+
+    def test_charts_that_cannot_be_written_lose_no_profile_and_no_table(self, line):
+        place = line.path.with_name("profile")
+        line.config.state.mkdir()
+        place.write_text("in the way")
+        done = run("profile", line.file, "--casual", check=1)
+        assert "K ms" in done.stdout
+        assert done.stderr.splitlines()[-1] == (
+            f"{place}: is there, and is no folder - make room or correct the path, then run the command again: it "
+            "resumes"
+        )
+        assert read_profile(line.path).line == "test"
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("words", "named"),
+        [
+            (["--usage-from", "results.db", "--tolerance", "0.5"], ["--tolerance"]),
+            (
+                ["--usage-from", "results.db", "--initial-window", "3", "--fit-values", "2"],
+                ["--initial-window", "--fit-values"],
+            ),
+            (["--usage-from", "results.db", "--error-margin", "0.05"], ["--error-margin"]),
+            (["--casual", "--initial-window", "3"], ["--initial-window"]),
+        ],
+    )
+    def test_those_that_nothing_would_come_of_are_refused_by_name(self, line, words, named):
+        told = " ".join(run("profile", line.file, *words, check=2).stderr.replace("│", " ").split())
+        assert f"Invalid value for {' / '.join(named)}: {words[0]} " in told
+        assert not line.config.state.exists()
+
+    @pytest.mark.parametrize("words", [("--error-margin", "0"), ("--error-margin", "1")])
+    def test_those_that_no_search_can_work_with_are_refused_before_anything_is_measured(self, line, words):
+        told = run("profile", line.file, *words, "--simulate", check=78).stderr
+        assert f"{words[0]}: {float(words[1])} never decides - take a fraction between 0 and 1" in told
+        assert not line.config.state.exists()
+
+
+class TestSamples:
+    @pytest.mark.parametrize(("broken", "said"), [(1, "one sample image is"), (2, "2 sample images are")])
+    def test_a_broken_one_is_passed_over_and_named_with_its_reason(self, line, broken, said):
+        crops = line.crops()
+        paths = [crops / f"c{number}" / "ok" / "0.png" for number in range(broken)]
+        for path in paths:
+            path.write_bytes(b"")
+        (note,) = line.profiled(samples=crops).notes
+        assert note.startswith(f"{said} broken and ")
+        assert f": {paths[0]}: the file is empty" in note
+
+    def test_an_image_that_breaks_meanwhile_leaves_the_search_and_ends_nothing(self, line):
+        crops = line.crops()
+        broken = crops / "c0" / "ok" / "1.png"
+
+        def spoil(stage, done, total):
+            if stage == "executors of cpu" and done == total:
+                broken.write_bytes(b"no image")
+
+        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT, samples=crops)
+        done = profile_line(line.config, options, spoil)
+        (note,) = done.notes
+        assert note.startswith(f"sample image {broken} was left out of the search: ")
+        assert note.endswith(" - remove it from the samples, or replace it")
+        assert done.profile.allocation.origin == SEARCHED_ON_ENGINE
+
+    def test_a_precision_that_is_faster_is_taken_where_it_agrees(self, line):
+        line.document["precision"] = "auto"
+        crops = line.crops(c2=0)
+        line.profiled(samples=crops)
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        done = line.profiled(samples=crops)
+        chosen = {kind.split()[-1]: form for (kind, _), form in done.profile.precisions.items()}
+        assert sorted(chosen.values()) == ["bf16", "bf16", "fp32"]
+        assert [note for note in done.notes if "stays fp32: no sample images, so bf16 is not proven to agree" in note]
+        agreements = [each for each in done.profile.agreements if each.precision == "bf16"]
+        assert [(each.images, each.agrees) for each in agreements] == [(2, True), (2, True)]
+        assert {kind.samples.split(";")[0] for kind in done.profile.kinds} == {"2 images from crops", SYNTHETIC}
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
+
+    @pytest.mark.parametrize("change", ["another image", "other pixels", "one more"])
+    def test_what_agreed_on_others_is_compared_again(self, line, change):
+        line.document["precision"] = "auto"
+        crops = line.crops()
+        line.profiled(samples=crops)
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        first = line.profiled(samples=crops).profile
+        image = crops / "c0" / "ok" / "0.png"
+        if change == "another image":
+            image.rename(image.with_name("9.png"))
+        elif change == "other pixels":
+            Image.new("RGB", (30, 40), (200, 0, 0)).save(image)
+        else:
+            line.crops(c0=3, c1=0, c2=0)
+        stages = []
+        second = line.profiled(stages, samples=crops).profile
+        assert comparisons(stages) == 2  # the kind of c0 alone
+        images = [each.images for each in second.agreements if each.precision == "bf16"]
+        assert sorted(images) == ([2, 2, 3] if change == "one more" else [2, 2, 2])
+        assert second.precisions == first.precisions
+        assert times(second) == times(first)
+
+    def test_without_any_it_stays_fp32_and_says_so_and_samples_that_come_later_count(self, line):
+        line.document["precision"] = "auto"
+        line.profiled()
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        done = line.profiled()
+        assert set(done.profile.precisions.values()) == {"fp32"}
+        assert len([note for note in done.notes if "stays fp32: no sample images" in note]) == COMPONENTS
+        measured = line.profiled(samples=line.crops()).profile
+        assert {kind.samples.split(";")[0] for kind in measured.kinds} == {"2 images from crops"}
+        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        assert set(line.profiled(samples=line.crops()).profile.precisions.values()) == {"bf16"}
+
+    def test_a_folder_without_a_usable_image_is_refused_and_nothing_is_written(self, line):
+        (line.folder / "none" / "c0" / "ok").mkdir(parents=True)
+        (line.folder / "none" / "c0" / "ok" / "broken.png").write_bytes(b"not an image")
+        (line.folder / "none" / "readme.txt").write_text("nothing here")
+        told_of = line.refusal(samples=line.folder / "none")
+        assert told_of.startswith(f"{line.folder / 'none'} holds no usable image: 2 files were looked at")
+        assert not line.path.exists()
+        assert "is not a folder of samples" in line.refusal(samples=line.folder / "nowhere")
+
+    def test_without_any_there_is_no_usage_to_count_which_is_told_before_anything_is_measured(self, line):
+        assert "no sample image yet" in line.refusal(count_usage=True)
+        assert not partial_of(line.path).exists()
+        done = line.profiled()
+        assert "no sample image yet" in line.refusal(count_usage=True)
+        assert read_profile(line.path) == done.profile
+
+    def test_usage_can_be_counted_on_them(self, line):
+        line.declare(0, label="bad")
+        line.document["routes"]["c0"].append({"expert": "cls/f2", "pass": ["ok"]})
+        usage = line.profiled(samples=line.crops(), count_usage=True).profile.usage
+        assert (usage.origin, usage.requests) == ("counted on samples", 6)
+        assert usage.pass_rates["cls/f0"] < 0.5 < usage.pass_rates["cls/f1"]
+
+    def test_usage_that_was_counted_stays_when_the_box_is_profiled_again(self, line):
+        options = {"samples": line.crops()}
+        left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
+        del line.document["boards"]
+        counted = line.profiled(**options, count_usage=True).profile.usage
+        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
+        kept = line.profiled(**options)
+        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (UsageOrigin.COUNTED, counted.requests)
+        assert kept.profile.usage.probabilities == counted.probabilities | {"cls/f2": pytest.approx(1 / 3)}
+        assert kept.profile.usage.pass_rates == counted.pass_rates
+        (note,) = kept.notes
+        assert f"usage stays as it was counted on {counted.requests} sample requests" in note
+        assert line.profiled(**options, fresh=True).profile.usage.origin == UsageOrigin.COMPUTED
+
+
+# -- usage from history --
+
+
+def served(line, name="test"):
+    """A results database of a line of this name: each component once, c0 three times."""
+    path = line.folder / f"{name}.db"
+    with closing(ResultStore(path)) as store:
+        for number, component in enumerate((0, 0, 0, 1, 2)):
+            store.record(
+                Result(
+                    key=f"{number}",
+                    line=name,
+                    component=f"c{component}",
+                    image=f"{number}.png",
+                    verdict=Verdict.OK,
+                    arrived_at=NOON,
+                    finished_at=NOON,
+                    seconds=0.1,
+                    config_sha256="ab",
+                    experts=(f"cls/f{component}",),
+                    detail={},
+                )
+            )
+    return path
+
+
+class TestUsageFromHistory:
+    def test_alone_it_replaces_the_usage_and_nothing_else(self, line):
+        first = line.profiled().profile
+        learned = learn_usage(line.config, served(line))
+        assert learned is not None
+        assert learned.profile.usage.origin == UsageOrigin.SERVED
+        assert learned.profile.usage.requests == 5
+        assert replace(learned.profile, usage=first.usage) == first
+        assert read_profile(line.path) == learned.profile
+        assert any("only 5 requests" in note for note in learned.notes)
+
+    def test_alone_it_needs_a_profile_and_measures_none(self, line):
+        refused = run("profile", line.file, "--usage-from", served(line), check=78).stderr
+        assert f"no finished profile yet - run `coserve profile {line.file}` first" in refused
+        assert not line.path.exists()
+        assert not partial_of(line.path).exists()
+
+    def test_it_stays_when_the_box_is_profiled_again_unless_another_is_asked_for(self, line):
+        line.profiled(usage_from=served(line))
+        left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
+        del line.document["boards"]
+        learned = line.profiled().profile.usage
+        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
+        kept = line.profiled()
+        assert (kept.profile.usage.origin, kept.profile.usage.requests) == (UsageOrigin.SERVED, 5)
+        assert kept.profile.usage.probabilities == learned.probabilities | {"cls/f2": pytest.approx(1 / 3)}
+        (note,) = kept.notes
+        assert "usage stays as it was learned from 5 served requests" in note
+        assert "--fresh" in note
+        counted = line.profiled(samples=line.crops(), count_usage=True).profile.usage
+        assert counted.origin == "counted on samples"
+        learn_usage(line.config, served(line))
+        assert line.profiled(fresh=True).profile.usage.origin == UsageOrigin.COMPUTED
+
+    def test_beside_another_option_all_is_measured_with_it(self, line):
+        done = line.profiled(usage_from=served(line))
+        assert done.profile.usage.origin == UsageOrigin.SERVED
+        assert any("only 5 requests" in note for note in done.notes)
+
+    def test_beside_another_option_the_search_counts_with_it(self, line):
+        line.profiled()
+        done = run("profile", line.file, "--usage-from", served(line), "--simulate", "--json", check=0)
+        found = json.loads(done.stdout)
+        assert (found["usage_origin"], found["allocation"]["origin"]) == (UsageOrigin.SERVED, SEARCHED_IN_SIMULATION)
+
+    @pytest.mark.parametrize("profiled", [False, True], ids=["no profile yet", "a profile"])
+    def test_what_is_no_history_of_the_line_is_refused_before_anything_is_measured(self, line, profiled):
+        if profiled:
+            line.profiled()
+        before = line.path.read_bytes() if profiled else None
+        text = line.folder / "notes.txt"
+        text.write_bytes(b"\xff\xfe\x00 no rows")
+        alone = () if profiled else ("--casual",)
+        for history, reason in (
+            (line.folder / "gone.db", "gone.db: cannot be read"),
+            (text, "notes.txt"),
+            (served(line, "other"), "no row of line 'test', only of other (5)"),
+        ):
+            if profiled:
+                with pytest.raises(ConfigError) as caught:
+                    learn_usage(line.config, history)
+                assert reason in str(caught.value)
+            else:
+                assert reason in line.refusal(usage_from=history)
+            assert reason in run("profile", line.file, "--usage-from", history, *alone, check=78).stderr
+        assert (line.path.read_bytes() if profiled else None) == before
+        assert line.path.exists() is profiled
+
+
+# -- what is refused --
+
+
+def foreign(path):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE profile SET device = 'cuda', model = 'RTX 3080 Ti'")
+
+
+def half_written(path):
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE profile SET finished_at = NULL")
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+def no_database(path):
+    path.write_bytes(b"device: cuda\n")
+
+
+class TestWhatLiesInTheProfilesPlace:
+    @pytest.mark.parametrize(
+        ("spoil", "reason"),
+        [
+            (foreign, "is the profile of another box: cuda, RTX 3080 Ti"),
+            (half_written, "is a half-written profile"),
+            (truncated, "is damaged or truncated"),
+            (no_database, "is not a SQLite file"),
+        ],
+    )
+    def test_stays_unless_all_is_measured_anew(self, line, spoil, reason):
+        line.profiled()
+        spoil(line.path)
+        content = line.path.read_bytes()
+        refused = line.refusal()
+        assert str(line.path) in refused
+        assert reason in refused
+        assert "--fresh" in refused
+        image = line.crops() / "c0" / "ok" / "0.png"
+        for words in (("profile", "--casual"), ("inspect", image, "--component", "c0")):
+            error = run(words[0], line.file, *words[1:], check=78).stderr
+            assert str(line.path) in error
+            assert "--fresh" in error
+        if spoil is not foreign:  # a plan may be made for another box, from that one's profile
+            assert str(line.path) in run("plan", line.file, check=78).stderr
+        assert line.path.read_bytes() == content
+        assert not partial_of(line.path).exists()
+        assert line.profiled(fresh=True).profile.box == line.identity
+        assert inspect_images(line.config, [image], "c0", lambda *_: None)[0]["verdict"] == "OK"
+
+    @pytest.mark.parametrize(
+        ("statement", "reason"),
+        [
+            ("DROP TABLE trials", "is damaged (no such table: trials)"),
+            ("DROP TABLE profile", "is damaged (no such table: profile)"),
+            ("UPDATE kinds SET K_s = 9e999", "kinds.K_s of fake 8x8 imagenet program="),
+            ("UPDATE speedups SET factors = '[0]'", "speedups.factors of cpu: [0] is not a list"),
+        ],
+    )
+    def test_and_was_edited_is_told_by_every_command(self, line, statement, reason):
+        line.profiled()
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute(statement)
+        content = line.path.read_bytes()
+        image = line.crops() / "c0" / "ok" / "0.png"
+        for words in (["plan"], ["profile", "--casual"], ["inspect", image, "--component", "c0"]):
+            told = run(words[0], line.file, *words[1:], check=78).stderr
+            assert told.startswith(f"{line.path} ")
+            assert reason in told
+            assert "run `coserve profile LINE.yaml` again with --fresh" in told
+        assert line.path.read_bytes() == content
+
+    def test_other_libraries_of_the_same_box_are_simply_measured_anew(self, line):
+        line.profiled()
+        with closing(sqlite3.connect(line.path)) as connection, connection:
+            connection.execute("""UPDATE profile SET versions = '{"torch": "1.0"}'""")
+            connection.execute("UPDATE kinds SET samples = 'of long ago'")
+        profile = line.profiled().profile
+        assert profile.box == line.identity
+        assert {kind.samples.split(";")[0] for kind in profile.kinds} == {SYNTHETIC}
+
+    def test_a_running_agent_keeps_the_profiler_away(self, line):
+        with StateLock(line.config.state):
+            with pytest.raises(AlreadyRunning, match=r"is held by another agent or `coserve profile`: stop it first"):
+                line.profiled()
+            told = run("profile", line.file, "--casual", check=1).stderr
+            assert "is held by another agent or `coserve profile`" in told
+        assert not line.path.exists()
+
+
+@contextmanager
+def no_room():
+    """No file grows meanwhile: what is written beyond its first bytes fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class TestADiskThatIsFull:
+    def test_is_no_damage_and_what_was_measured_waits_for_room(self, line):
+        done = line.profiled()
+        line.seed(fp32=0.125)
+        file = line.file
+        with no_room():
+            told = run("profile", file, "--casual", check=1).stderr
+        assert "make room or correct the path, then run the command again: it resumes" in told
+        assert "--fresh" not in told
+        assert read_profile(line.path) == done.profile
+        assert {kind.K_s for kind in line.profiled().profile.kinds} == {0.125}
+
+    def test_keeps_the_usage_that_was_there(self, line, tmp_path):
+        done = line.profiled()
+        history = tmp_path / "rows.jsonl"
+        history.write_text(json.dumps({"line": "test", "experts": ["cls/f0"], "verdict": "OK"}) + "\n")
+        file = line.file
+        with no_room():
+            told = run("profile", file, "--usage-from", history, check=1).stderr
+        assert "make room or correct the path" in told
+        assert read_profile(line.path) == done.profile
+        assert not [file for file in line.path.parent.iterdir() if file.name.startswith("profile.db.")]
+
+    def test_is_not_blamed_for_other_errors(self):
+        missing = pytest.raises(sqlite3.OperationalError, match="no such table")
+        with closing(sqlite3.connect(":memory:")) as connection, missing, disk_explained():
+            connection.execute("SELECT * FROM trials")
+
+
+class TestMemory:
+    @pytest.mark.parametrize("allocation", [CASUAL, SIMULATE])
+    def test_a_budget_below_the_largest_expert_is_told_before_anything_is_measured(self, line, allocation):
+        line.document["memory"] = {"host": "1MiB"}
+        line.declare(1, weight_bytes=3 * 2**20)
+        refused = line.refusal(allocation=allocation)
+        assert "line.yaml:" in refused
+        assert "experts.cls/f1: needs 3." in refused
+        assert "but memory.host is 1.0 MiB" in refused
+        assert "cls/f0" not in refused
+
+    @pytest.mark.parametrize("allocation", [CASUAL, SIMULATE])
+    def test_an_expert_that_batches_leave_no_room_for_is_told(self, line, allocation):
+        line.document["memory"] = {"host": "34MiB", "workspace": "33MiB"}
+        line.declare(1, weight_bytes=2 * 2**20)
+        with pytest.raises(ConfigError, match=r"cls/f1") as caught:
+            line.profiled(allocation=allocation)
+        assert "MiB" in str(caught.value)
+        assert not line.path.exists()
+
+    def test_a_processor_that_the_box_does_not_have_is_told(self, line):
+        line.document["executors"] = {"cuda": 2}
+        line.document["device"] = "cpu"
+        assert "executors.cuda: this box has no 'cuda' - use cpu" in line.refusal()
+
+
+class TestTheCommand:
+    def test_prints_an_object_or_a_table_and_draws_charts(self, line):
+        line.profiled()  # what takes long: the command itself only searches
+        done = run("profile", line.file, "--simulate", "--json", check=0)
+        found = json.loads(done.stdout)
+        assert found.keys() >= {"device", "architectures", "usage", "allocation", "executors"}
+        charts = sorted((line.config.state / "profile").glob("*.png"))
+        assert {chart.name for chart in charts} >= {
+            "average-latency.png",
+            "batch-latency.png",
+            "footprint.png",
+            "usage.png",
+        }
+        text = run("profile", line.file, "--simulate", check=0).stdout
+        assert text.splitlines()[-1] == f"written      {line.path}, charts in {line.config.state / 'profile'}"
+        assert max(len(each) for each in text.splitlines()[:-1]) <= 120
+
+    @pytest.mark.parametrize(
+        "words", [("--simulate", "--casual"), ("--usage-from", "x.db", "--count-usage"), ("--initial-window", "0")]
+    )
+    def test_options_that_contradict_are_a_mistake_of_usage(self, line, words):
+        assert "--" in run("profile", line.file, *words, check=2).stderr
+        assert not line.config.state.exists()
+
+    def test_a_state_that_is_no_folder_is_told_without_a_traceback(self, line):
+        line.document["state"] = "./f0.yaml"
+        before = (line.folder / "f0.yaml").read_bytes()
+        assert "f0.yaml: is there, and is no folder" in run("profile", line.file, "--casual", check=1).stderr
+        assert (line.folder / "f0.yaml").read_bytes() == before
+
+    def test_notes_go_to_stderr(self, line):
+        (line.folder / "f1.yaml").unlink()
+        line.profiled()
+        done = run("profile", line.file, "--casual", "--json", check=0)
+        assert json.loads(done.stdout)["usage"]
+        assert "note: cls/f1 cannot be served: " in done.stderr
+
+    def test_in_its_own_process(self, line):
+        line.profiled()
+        command = [sys.executable, str(ROOT / "coserve.py"), "profile", str(line.file), "--casual", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["allocation"]["origin"] == "casual"
+        assert (line.config.packed_folder / "manifests").is_dir()

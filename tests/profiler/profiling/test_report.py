@@ -1,0 +1,225 @@
+"""What `coserve profile` shows: the keys that scripts read, the table, charts; all by hand, nothing is measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from agent.device_profile.records import (
+    Agreement,
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    SpinTimes,
+    StoredProfile,
+    Trial,
+    UsageProfile,
+)
+from profiler.profiling.report import MOST_CURVES, WIDTH, profile_charts, profile_json, profile_table
+
+LARGE = "resnet101 224x224 imagenet"
+SMALL = "resnet101 64x64 imagenet stem=3x3"
+BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)
+
+
+def kind(name=LARGE, processor="cuda", precision="bf16", **changes):
+    batches = (BatchTimes(1, (0.010, 0.012, 0.020), 5_000_000), BatchTimes(4, (0.030, 0.032, 0.031), 11_000_000))
+    found = KindProfile(
+        kind=name,
+        architecture=name.split()[0],
+        processor=processor,
+        precision=precision,
+        threads=2,
+        K_s=0.006,
+        B_s=0.005,
+        fit_error=0.08,
+        max_batch=4,
+        weight_bytes=85 * 2**20,
+        workspace_base_bytes=3_000_000,
+        workspace_bytes=2_000_000,
+        load_s={"ssd": 0.12, "host": 0.01},
+        batches=batches,
+        samples="24 images from inbox/done",
+    )
+    return replace(found, **changes)
+
+
+@pytest.fixture
+def profile():
+    return StoredProfile(
+        line="demo",
+        written_at="2026-01-01T00:00:00+00:00",
+        box=BoxIdentity("cuda", "RTX 3080 Ti", ("cuda", "cpu"), 8, 2**35, 2**33, {"torch": "2.10.0"}),
+        links=(LinkSpeed("ssd", 7e8), LinkSpeed("host", 1.2e10)),
+        kinds=(kind(), kind(precision="fp32"), kind(processor="cpu", precision="fp32", load_s={"ssd": 0.2})),
+        agreements=(
+            Agreement(LARGE, "cuda", "bf16", 48, 0, 0.004, 0.02, "5a"),
+            Agreement(LARGE, "cuda", "fp16", 48, 3, 0.1, 0.02, "5a"),
+        ),
+        precisions={(LARGE, "cuda"): "bf16", (LARGE, "cpu"): "fp32"},
+        packed={("cls/a", "bf16"): "1", ("cls/b", "bf16"): "2"},
+        usage=UsageProfile({"cls/a": 0.9, "cls/b": 0.1}, {"cls/a": 0.8}, "counted on samples", 240),
+        allocation=Allocation(
+            "searched in simulation",
+            {"host": 2**34, "device": 2**33},
+            (PoolAllocation("host", 2**33, 2**33, 80), PoolAllocation("device", 3 * 2**31, 2**31, 60)),
+            {"cuda": 3, "cpu": 1},
+        ),
+        speedups={"cuda": (1.0, 1.4, 1.5)},
+        trials=(
+            Trial("executors", 1, "1 cuda + 0 cpu", 80.0),
+            Trial("executors", 2, "3 cuda + 1 cpu", 120.0, "best"),
+            Trial("memory:device", 1, "40 experts", 110.0, "window 25-40"),
+            Trial("memory:device", 2, "60 experts", 125.0, "window 40-55, chosen"),
+        ),
+    )
+
+
+def test_scripts_read_the_documented_keys(profile):
+    found = json.loads(json.dumps(profile_json(profile)))
+    assert found.keys() >= {"device", "architectures", "usage", "allocation", "executors"}
+    assert found["device"]["name"] == "cuda"
+    assert found["device"]["versions"] == {"torch": "2.10.0"}
+    assert found["architectures"].keys() == {"resnet101"}
+    assert found["architectures"]["resnet101"].keys() == {"cuda", "cpu"}
+    row = found["architectures"]["resnet101"]["cuda"]
+    assert (row["precision"], row["K_s"], row["B_s"], row["max_batch"]) == ("bf16", 0.006, 0.005, 4)
+    assert row["weight_bytes"] == 85 * 2**20
+    assert (row["batch_sizes"], row["workspace_bytes"]) == ([1, 4], [5_000_000, 11_000_000])
+    assert row["load_s"] == {"ssd": 0.12, "host": 0.01}
+    assert found["architectures"]["resnet101"]["cpu"]["load_s"] == {"ssd": 0.2, "host": None}
+    assert found["usage"] == {"cls/a": 0.9, "cls/b": 0.1}
+    assert found["usage_origin"] == "counted on samples"
+    assert found["allocation"]["pools"]["device"] == {
+        "expert_bytes": 3 * 2**31,
+        "workspace_bytes": 2**31,
+        "experts": 60,
+    }
+    assert found["executors"] == {"cuda": 3, "cpu": 1}
+
+
+def test_how_long_threads_wait_is_told_where_it_was_measured(profile):
+    assert profile_json(profile)["device"]["spinning"] == {"setting": "default", "tried": {}}
+    assert "OpenMP" not in profile_table(profile)
+    tried = (SpinTimes("default", (0.010, 0.012), (0.04, 0.04), False), SpinTimes("short", (0.009,), (0.03,), True))
+    measured = replace(profile, spinning=tried)
+    assert profile_json(measured)["device"]["spinning"] == {
+        "setting": "short",
+        "tried": {
+            "default": {"one_s": [0.010, 0.012], "largest_s": [0.04, 0.04]},
+            "short": {"one_s": [0.009], "largest_s": [0.03]},
+        },
+    }
+    told = (
+        "waiting      OpenMP short; ms of a batch of one and of the largest: default 11.0 and 40.0, short 9.0 and 30.0"
+    )
+    assert told in profile_table(measured).splitlines()
+
+
+def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_is_not_told(profile):
+    small = kind(SMALL)
+    left = replace(profile, kinds=(*profile.kinds, small))
+    assert profile_json(left) == profile_json(profile)
+    assert SMALL.split()[1] not in profile_table(left)
+    both = replace(left, precisions=profile.precisions | {(SMALL, "cuda"): "bf16"})
+    assert profile_json(both)["architectures"].keys() == {LARGE, SMALL}
+
+
+def test_what_the_agent_will_run_is_marked(profile):
+    assert [(each.processor, each.precision) for each in profile.chosen_kinds] == [("cuda", "bf16"), ("cpu", "fp32")]
+    marked = [line.split()[1:4] for line in profile_table(profile).splitlines() if line.startswith("* ")][:2]
+    assert marked == [["resnet101", "224x224", "cuda"], ["resnet101", "224x224", "cpu"]]
+
+
+def test_kinds_that_differ_in_normalisation_alone_are_told_in_full(profile):
+    other = LARGE.replace("imagenet", "unit")
+    both = replace(
+        profile,
+        kinds=(*profile.kinds, kind(other)),
+        precisions=profile.precisions | {(other, "cuda"): "bf16"},
+    )
+    text = profile_table(both)
+    assert LARGE in text
+    assert other in text
+
+
+def test_the_table_holds_all_and_fits(profile):
+    text = profile_table(profile)
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    for part in (
+        "cuda: RTX 3080 Ti, 8 cores; torch 2.10.0",
+        "yes, 48 images",
+        "24 images from inbox/done",
+        "ssd 700 MB/s, host 12,000 MB/s",
+        "cuda executors against one: 1 x1.00, 2 x1.40, 3 x1.50",
+        "counted on samples, 240 requests: 1 of 2 experts take half of all uses",
+        "3 cuda, 1 cpu (searched in simulation)",
+        "device: 6,144.0 MiB for the 60 most used experts, 2,048.0 MiB for batches",
+        "memory:device, images/s: 40 experts 110.0, 60 experts 125.0",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("images", "differ", "score", "told"),
+    [(0, 0, 0.0, "not proven"), (48, 3, 0.0, "NO: 3 labels of 48"), (48, 0, 0.5, "NO: scores")],
+)
+def test_a_precision_that_does_not_agree_says_how_far_it_is_off(profile, images, differ, score, told):
+    agreement = Agreement(LARGE, "cuda", "bf16", images, differ, score, 0.02, "5a")
+    assert told in profile_table(replace(profile, agreements=(agreement,)))
+
+
+def test_a_long_kind_and_the_longest_precision_are_not_cut_off(profile):
+    long = kind(LARGE.replace("resnet101", "regnet_x_3_2gf") + " program=0123456789ab", precision="onnxruntime")
+    text = profile_table(
+        replace(profile, kinds=(long,), precisions={(long.kind, "cuda"): "onnxruntime"}, agreements=())
+    )
+    assert "onnxruntime" in text
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+
+
+def colours(path):
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
+
+
+def test_charts_are_pngs(profile, tmp_path):
+    charts = profile_charts(profile, tmp_path / "profile")
+    assert [chart.name for chart in charts] == [
+        "average-latency.png",
+        "batch-latency.png",
+        "footprint.png",
+        "usage.png",
+        "memory-device.png",
+    ]
+    assert all({BLUE} <= colours(chart) for chart in charts)
+    assert sorted(tmp_path.rglob("*.*")) == sorted(charts)
+
+
+def test_points_and_their_fitted_line_are_of_one_colour(profile, tmp_path):
+    one = replace(profile, precisions={(LARGE, "cuda"): "bf16"})
+    (chart,) = (each for each in profile_charts(one, tmp_path) if each.name == "batch-latency.png")
+    assert BLUE in colours(chart)
+    assert ORANGE not in colours(chart)
+
+
+def test_what_was_not_measured_is_not_drawn(profile, tmp_path):
+    empty = replace(profile, kinds=(), precisions={}, trials=(), usage=UsageProfile({}, {}, "computed from quantities"))
+    assert profile_charts(empty, tmp_path) == []
+    assert profile_table(empty)
+
+
+def test_a_line_of_many_kinds_is_drawn_by_its_largest(profile, tmp_path):
+    many = [
+        kind(f"resnet18 {size}x{size} imagenet", weight_bytes=size * 2**20) for size in range(10, 10 + 4 * MOST_CURVES)
+    ]
+    chosen = {(each.kind, "cuda"): "bf16" for each in many}
+    assert len(profile_charts(replace(profile, kinds=tuple(many), precisions=chosen), tmp_path)) == 5

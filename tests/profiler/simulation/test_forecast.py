@@ -1,0 +1,271 @@
+"""Forecasts: hand-worked figures, requests whose routes no policy changes, and what cannot be planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+)
+from agent.core.policy import PRESETS
+from agent.deployment.engine_setup import Planned
+from agent.device_profile.records import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
+from experts.errors import ConfigError
+from experts.graph import ExpertGraph, RouteStep
+from profiler.simulation.forecast import draw_steps, forecast, reaches, scenario_of, with_expert_bytes, with_ssd
+from profiler.workload.traces import Arrival
+
+SSD_BYTES_PER_S = 10_000.0
+EXPERT_BYTES = 1_000  # a load takes 0.1 s
+PERFORMANCE = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=10)
+BOX = BoxIdentity("cpu", "test", ("cpu",), 2, 2**30, None, {})
+
+
+def graph_of(routes):
+    """``routes``: component -> its experts, each of which passes `ok`."""
+    steps = {
+        name: tuple(RouteStep(expert, frozenset({"ok"})) for expert in experts) for name, experts in routes.items()
+    }
+    return ExpertGraph({expert for experts in routes.values() for expert in experts}, steps)
+
+
+LINKS = (LinkSpeed(SSD, SSD_BYTES_PER_S),)
+
+
+def stored(pass_rates=None, speedups=None, links=LINKS):
+    usage = UsageProfile({}, pass_rates or {}, "computed from quantities")
+    allocation = Allocation("casual", {}, (), {"cpu": 1})
+    return StoredProfile("t", "now", BOX, links, (), (), {}, {}, usage, allocation, speedups or {})
+
+
+def setting(graph, places, executors=1, extra_load_s=0.0, processor="cpu"):
+    """A box with room for so many experts, of EXPERT_BYTES each."""
+    load_s = EXPERT_BYTES / SSD_BYTES_PER_S + extra_load_s
+    column = {
+        name: ExpertProfile(name, PERFORMANCE, Footprint(EXPERT_BYTES), {SSD: load_s}) for name in sorted(graph.experts)
+    }
+    specs = tuple(ExecutorSpec(number, processor, "host") for number in range(executors))
+    pools = (PoolSpec("host", places * EXPERT_BYTES, 100),)
+    profile = PerformanceMatrix({processor: column}, dict.fromkeys(column, 1 / len(column)))
+    return Planned(specs, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
+
+
+AB = graph_of({"a": ["a"], "b": ["b"]})
+
+
+def test_first_come_first_served_by_hand():
+    """Room for one: load a, run it; load b, run it; load a again, run it: 3 x (0.1 + 0.03) s."""
+    scenario = scenario_of(AB, stored(), [Arrival(0.0, "a"), Arrival(0.0, "b"), Arrival(0.0, "a")])
+    found = forecast(scenario, setting(AB, places=1), "samba")
+    assert found.seconds == pytest.approx(0.39)
+    assert found.waits_s == pytest.approx((0.13, 0.26, 0.39))
+    assert (found.switches, found.evictions, found.bytes_read) == (3, 2, 3 * EXPERT_BYTES)
+    assert found.loads == {"ssd_host": 3}
+    assert found.loads_to({"host"}) == 3
+    assert found.loads_to({"device"}) == 0
+    assert (found.wait_s(0.5), found.wait_s(0.99)) == pytest.approx((0.26, 0.39))
+    assert found.resident_at_start == frozenset()
+
+
+def test_what_is_placed_before_the_trace_is_not_counted():
+    """The paper's policy begins with a in memory; b makes it go before its second request comes: two loads."""
+    scenario = scenario_of(AB, stored(), [Arrival(0.5, "a"), Arrival(0.5, "b"), Arrival(0.51, "a")])
+    found = forecast(scenario, setting(AB, places=1), "paper")
+    assert found.resident_at_start == {"a"}
+    assert (found.switches, found.evictions, found.bytes_read) == (2, 2, 2 * EXPERT_BYTES)
+    roomy = forecast(scenario, setting(AB, places=2), "paper")
+    assert roomy.resident_at_start == {"a", "b"}
+    assert (roomy.switches, roomy.evictions, roomy.bytes_read, roomy.loads) == (0, 0, 0, {})
+    assert roomy.seconds == pytest.approx(0.5 + 0.03 + 0.03 + 0.03)
+
+
+def test_quantiles_are_those_of_the_nearest_rank():
+    found = forecast(
+        scenario_of(AB, stored(), [Arrival(float(n), "a") for n in range(100)]), setting(AB, places=1), "samba"
+    )
+    assert sorted(found.waits_s)[-1] == pytest.approx(0.13)
+    assert found.wait_s(0.99) == pytest.approx(0.03)
+    assert found.wait_s(1.0) == pytest.approx(0.13)
+
+
+def test_another_ssd_changes_the_reading_and_nothing_else():
+    """A load takes 0.05 s beside its 0.1 s of reading; ten times as fast an SSD leaves 0.06 s."""
+    scenario = scenario_of(AB, stored(), [Arrival(0.0, "a")])
+    slow = setting(AB, places=1, extra_load_s=0.05)
+    assert forecast(scenario, slow, "samba").seconds == pytest.approx(0.15 + 0.03)
+    assert forecast(*with_ssd(scenario, slow, 10 * SSD_BYTES_PER_S), "samba").seconds == pytest.approx(0.06 + 0.03)
+
+
+def test_more_room_leaves_workspaces_as_they_are():
+    found = with_expert_bytes(setting(AB, places=1), {"host": 7, "device": 9})
+    assert found.pools == found.limits.pools == (PoolSpec("host", 7, 100),)
+
+
+def test_an_accelerators_executors_share_it_and_a_cpus_do_not():
+    """Two batches at once on a processor that is no faster for it take twice as long each."""
+    trace = [Arrival(0.0, "a"), Arrival(0.0, "b")]
+    speedups = {"cuda": (1.0, 1.0), "cpu": (1.0, 1.0)}
+    scenario = scenario_of(AB, stored(speedups=speedups), trace)
+    on_cuda = forecast(scenario, setting(AB, places=2, executors=2, processor="cuda"), "paper")
+    on_cpu = forecast(scenario, setting(AB, places=2, executors=2), "paper")
+    assert (on_cuda.seconds, on_cpu.seconds) == pytest.approx((0.06, 0.03))
+
+
+# -- routes --
+
+ROUTES = {"u": ["a", "x"], "v": ["b", "y", "x"], "w": ["c"]}
+TRACE = [Arrival(0.004 * n, "uvw"[n % 3]) for n in range(600)]
+
+
+def test_steps_are_drawn_by_the_pass_rates():
+    graph = graph_of(ROUTES)
+    steps = draw_steps(TRACE, graph, {"a": 0.25, "b": 0.0}, seed=3)
+    counts = Counter(expert for experts in steps for expert in experts)
+    assert (counts["a"], counts["b"], counts["c"], counts["y"]) == (200, 200, 200, 0)
+    assert 30 <= counts["x"] <= 70
+    assert all(list(experts) == ROUTES["uvw"[n % 3]][: len(experts)] for n, experts in enumerate(steps))
+    assert steps == draw_steps(TRACE, graph, {"a": 0.25, "b": 0.0}, seed=3)
+    assert steps != draw_steps(TRACE, graph, {"a": 0.25, "b": 0.0}, seed=4)
+    assert steps[:50] == draw_steps(TRACE[:50], graph, {"a": 0.25, "b": 0.0}, seed=3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(sorted(PRESETS)), st.floats(0, 1), st.integers(3, 5), st.integers(0, 9))
+def test_every_policy_runs_the_steps_that_were_drawn(policy, rate, places, seed):
+    graph = graph_of(ROUTES)
+    trace = [*TRACE[:60], Arrival(1.0, expert="y")]
+    scenario = scenario_of(graph, stored({"a": rate, "b": rate}), trace, seed)
+    plain = setting(graph, places)
+    found = forecast(scenario, plain, policy)
+    assert found == forecast(scenario, plain, policy)
+    assert len(found.waits_s) == len(trace)
+    work_s = Counter(expert for experts in scenario.steps for expert in experts).total() * PERFORMANCE.K_s
+    assert found.seconds >= work_s
+
+
+def test_predictions_lead_a_request_along_its_steps_and_no_further():
+    graph = graph_of(ROUTES)
+    scenario = scenario_of(graph, stored({"a": 0.5}), TRACE, seed=1)
+    for number in range(60):
+        component, experts = scenario.trace[number].component, scenario.steps[number]
+        walked = [experts[0]]
+        while (
+            following := graph.judge(component, len(walked) - 1, scenario.predict(number, walked[-1])).next_expert
+        ) is not None:
+            walked.append(following)
+        assert tuple(walked) == experts
+
+
+def keeps_up(trace, places, policy, images_per_s):
+    scenario, planned = scenario_of(AB, stored(), trace), setting(AB, places)
+    return reaches(scenario, planned, policy, forecast(scenario, planned, policy), images_per_s)
+
+
+def steady(count, images_per_s):
+    return [Arrival(n / images_per_s, "ab"[n % 2]) for n in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 50])
+@pytest.mark.parametrize("offered", [1.0, 40.0, 500.0])
+def test_a_line_keeps_up_with_what_its_batches_take_however_late_the_last_image_is(count, offered):
+    """Batches of four images take 0.06 s: 66 images/s can be had, however slowly or fast these came."""
+    trace = steady(count, offered)
+    assert [keeps_up(trace, 2, "paper", rate) for rate in (20.0, 40.0, 60.0)] == [True, True, True]
+    assert [keeps_up(trace, 2, "paper", rate) for rate in (70.0, 200.0)] == [False, False]
+
+
+def test_a_trace_that_comes_at_the_very_rate_is_not_missed_by_its_last_images_wait():
+    """20 images in 0.475 s, the last of which is there some 0.05 s later: past the 0.5 s that 20 images have."""
+    scenario, planned = scenario_of(AB, stored(), steady(20, 40.0)), setting(AB, places=2)
+    played = forecast(scenario, planned, "paper")
+    assert played.loads == {}
+    assert played.images_per_s < 40.0
+    assert reaches(scenario, planned, "paper", played, 40.0)
+
+
+@pytest.mark.parametrize("count", [2, 4, 50])
+def test_a_queue_that_grows_is_missed_however_short_the_trace(count):
+    """One after another, each loaded anew: 0.13 s an image, 7.69 images/s. Later images wait ever longer."""
+    assert keeps_up(steady(count, 1.0), 1, "samba", 7.6)
+    assert not keeps_up(steady(count, 1.0), 1, "samba", 7.8)
+
+
+def test_what_lies_in_memory_at_the_start_does_not_hide_a_queue_that_grows():
+    """a is there and b is loaded: 0.16 s for the first two, but 0.26 s for each two after these."""
+    scenario, planned = scenario_of(AB, stored(), steady(2, 500.0)), setting(AB, places=1)
+    played = forecast(scenario, planned, "paper")
+    assert played.images_per_s > 12.0
+    assert played.resident_at_start == {"a"}
+    assert keeps_up(steady(2, 500.0), 2, "samba", 12.0)
+    assert not keeps_up(steady(2, 500.0), 1, "samba", 12.0)
+
+
+def test_a_queue_that_grows_until_batches_are_larger_does_not_grow_for_ever():
+    """7.69 images/s one by one, and more as soon as two for the same expert wait."""
+    assert keeps_up(steady(50, 1.0), 1, "paper", 7.7)
+    assert keeps_up(steady(50, 1.0), 1, "paper", 12.0)
+
+
+def test_bursts_have_until_the_next_one():
+    """40 images at once each second: in batches of four and two loads they take 0.6 s or some more, never 0.5 s."""
+    bursts = [Arrival(float(n // 40), "ab"[n % 2]) for n in range(120)]
+    assert keeps_up(bursts, 2, "paper", 40.0)
+    assert keeps_up(bursts, 1, "paper", 40.0)
+    assert not keeps_up(bursts, 2, "paper", 80.0)
+    assert not keeps_up(bursts, 1, "samba", 40.0)
+
+
+def test_requests_go_on_at_the_rate_asked_and_a_burst_stays_a_burst():
+    scenario = scenario_of(AB, stored(), [Arrival(5.0, "a"), Arrival(5.0, "b"), Arrival(7.0, "a"), Arrival(7.0, "a")])
+    assert scenario.offered_images_per_s == pytest.approx(1.5)
+    slower, faster = scenario.repeated(2, 1.0), scenario.repeated(2, 3.0)
+    assert [arrival.at_s for arrival in slower.trace] == pytest.approx([0, 0, 2, 2, 4, 4, 6, 6])
+    assert [arrival.at_s for arrival in faster.trace] == pytest.approx([0, 0, 1, 1, 4 / 3, 4 / 3, 7 / 3, 7 / 3])
+    assert [arrival.component for arrival in faster.trace] == list("abaaabaa")
+    assert faster.steps == scenario.steps * 2
+
+
+# -- what cannot be planned --
+
+
+def test_an_empty_trace_is_refused():
+    with pytest.raises(ConfigError, match="an empty queue"):
+        scenario_of(AB, stored(), [])
+
+
+def test_strangers_in_a_trace_are_all_told_with_what_is_close():
+    trace = [Arrival(0.0, "alpha1"), Arrival(0.0, "alpha1"), Arrival(0.0, expert="cls/q")]
+    with pytest.raises(ConfigError) as caught:
+        scenario_of(graph_of({"alpha": ["cls/p"]}), stored(), trace)
+    first, second = (str(problem) for problem in caught.value.problems)
+    assert "component 'alpha1', which has no route on this line - did you mean 'alpha'?" in first
+    assert "expert 'cls/q', which this line does not have - did you mean 'cls/p'?" in second
+
+
+def test_a_profile_without_an_ssd_is_refused():
+    with pytest.raises(ConfigError, match="no speed of its SSD - run `coserve profile`"):
+        scenario_of(AB, stored(links=()), [Arrival(0.0, "a")])
+
+
+def test_an_expert_that_never_fits_is_refused():
+    with pytest.raises(ConfigError, match=r"host, for a.*plan with more memory"):
+        forecast(scenario_of(AB, stored(), [Arrival(0.0, "a")]), setting(AB, places=0), "coserve")
+
+
+def test_an_expert_that_no_executor_runs_is_refused():
+    wide = graph_of({"a": ["a"], "z": ["z"]})
+    narrow = setting(AB, places=1)
+    with pytest.raises(ConfigError, match="no executor can run z, executors are on: cpu - add one"):
+        forecast(scenario_of(wide, stored(), [Arrival(0.0, "z")]), narrow, "coserve")

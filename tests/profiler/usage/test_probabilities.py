@@ -1,0 +1,352 @@
+"""Usage probabilities by hand: computed, counted on samples by the real engine, and learned from served history."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from agent.commands.results import result_rows, write_rows
+from agent.config import BoardSection, read_line
+from agent.device_profile.records import UsageOrigin
+from agent.records.results import Result, ResultStore
+from experts.errors import ConfigError
+from experts.expert import Verdict
+from experts.graph import ExpertGraph, RouteStep
+from profiler.usage.probabilities import (
+    FEW_REQUESTS,
+    RouteCount,
+    component_shares,
+    computed_usage,
+    refuse_uncountable,
+    usage_from_results,
+    usage_from_samples,
+)
+from profiler.workload.samples import LineSamples
+
+GOOD_RED, BAD_RED = 40, 160  # of an image that a fake without a label of its own calls ok, and bad
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
+SERVED_ROWS = [(("cls/a", "det/x"), OK), (("cls/a", "det/x"), OK), (("cls/a",), NG), (("cls/b", "det/x"), NG)]
+
+
+def quiet(stage, done, total):
+    pass
+
+
+def fake(weights):
+    return {"architecture": "fake", "weights": weights, "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+
+
+def passing(expert):
+    return {"expert": expert, "pass": ["ok"]}
+
+
+@pytest.fixture
+def line(tmp_path):
+    """Two components, each with its classifier, and a detector after both; what cls/b sees is always bad."""
+    for name, label in (("a", "ok"), ("b", "bad"), ("x", "ok")):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"weight_bytes": 100_000, "label": label}))
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {"cls/a": fake("a.yaml"), "cls/b": fake("b.yaml"), "det/x": fake("x.yaml")},
+        "routes": {"c0": [passing("cls/a"), passing("det/x")], "c1": [passing("cls/b"), passing("det/x")]},
+        "boards": {"one": {"components": {"c0": 3, "c1": 1}}},
+        "memory": {"host": "20MiB", "workspace": "10MiB"},
+    }
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    return read_line(tmp_path / "line.yaml", {})
+
+
+def crops(folder, component, count, label="any", red=None):
+    place = folder / component / label
+    place.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (8, 8), (number if red is None else red, 100, 30)).save(place / f"{number}.png")
+
+
+def serve(config, rows, line="test"):
+    """A results database with these (experts, verdict) rows."""
+    path = config.state / "results.db"
+    with closing(ResultStore(path)) as store:
+        for number, (experts, verdict) in enumerate(rows):
+            store.record(
+                Result(
+                    key=f"{line}-{number}",
+                    line=line,
+                    component="c0",
+                    image=f"{number}.png",
+                    verdict=verdict,
+                    arrived_at=NOON,
+                    finished_at=NOON + timedelta(seconds=number),
+                    seconds=0.1,
+                    config_sha256="ab",
+                    experts=experts,
+                    detail={"boxes": [{"label": 'a "quoted", one'}]},
+                )
+            )
+    return path
+
+
+# -- computed --
+
+
+def test_computed_from_quantities(line):
+    usage = computed_usage(line)
+    assert usage.probabilities == {"cls/a": 0.75, "cls/b": 0.25, "det/x": 1.0}
+    assert (usage.pass_rates, usage.origin, usage.requests) == ({}, UsageOrigin.COMPUTED, 0)
+
+
+def test_a_subsequent_expert_is_used_as_often_as_its_preliminary_ones_let_pass(line):
+    """0.75 x 0.9 + 0.25 x 0.2 = 0.725."""
+    usage = computed_usage(line, {"cls/a": 0.9, "cls/b": 0.2})
+    assert usage.probabilities == pytest.approx({"cls/a": 0.75, "cls/b": 0.25, "det/x": 0.725})
+    assert usage.pass_rates == {"cls/a": 0.9, "cls/b": 0.2}
+
+
+def test_components_share_by_quantity_over_all_board_types(line):
+    assert component_shares(line) == {"c0": 0.75, "c1": 0.25}
+    two = dict(line.boards) | {"other": BoardSection(components={"c1": 12})}
+    assert component_shares(replace(line, boards=two)) == {"c0": 3 / 16, "c1": 13 / 16}
+
+
+def test_without_boards_all_routes_share_alike(line):
+    assert component_shares(replace(line, boards={})) == {"c0": 0.5, "c1": 0.5}
+    assert computed_usage(replace(line, boards={})).probabilities == {"cls/a": 0.5, "cls/b": 0.5, "det/x": 1.0}
+
+
+# -- counted on samples --
+
+
+def test_counted_on_samples_weighs_components_as_the_boards_do(line, tmp_path):
+    """2 images of c0 stand for 6 requests of 8, 6 of c1 for 2. All together: 12 of 14 pass, (12 + 0.5) / 15 = 5 / 6.
+
+    cls/a: (6 + 5/6) / 7; cls/b: (0 + 5/6) / 3; det/x: 0.75 and 0.25 of those.
+    """
+    crops(tmp_path / "crops", "c0", 2)
+    crops(tmp_path / "crops", "c1", 6)
+    found = usage_from_samples(line, tmp_path / "crops", quiet)
+    rates = {"cls/a": (6 + 5 / 6) / 7, "cls/b": (5 / 6) / 3, "det/x": (6 + 5 / 6) / 7}
+    assert found.usage.pass_rates == pytest.approx(rates)
+    after = 0.75 * rates["cls/a"] + 0.25 * rates["cls/b"]
+    assert found.usage.probabilities == pytest.approx({"cls/a": 0.75, "cls/b": 0.25, "det/x": after})
+    assert (found.usage.origin, found.usage.requests) == (UsageOrigin.COUNTED, 8)
+    assert found.notes == (f"only 8 requests were counted: rough until there are {FEW_REQUESTS}",)
+
+
+def test_a_count_of_some_samples_keeps_the_folders_own_mix_of_good_and_bad(line, tmp_path):
+    """A tenth of 200 is bad, and of the 100 that are run, give or take one: 90 of 100 pass, and then one more."""
+    (tmp_path / "a.yaml").write_text(json.dumps({"weight_bytes": 100_000}))  # by the colour of what it sees
+    crops(tmp_path / "crops", "c0", 180, "ok", red=GOOD_RED)
+    crops(tmp_path / "crops", "c0", 20, "missing", red=BAD_RED)
+    usage = usage_from_samples(line, tmp_path / "crops", quiet, most=100).usage
+    assert usage.requests == 100
+    assert usage.pass_rates["cls/a"] == pytest.approx(0.9, abs=0.011)
+
+
+def test_the_limit_of_pixels_is_the_intakes_when_a_sample_is_run_too(line, tmp_path):
+    """An image that grew beyond it once it was found."""
+    document = yaml.safe_load((tmp_path / "line.yaml").read_text())
+    pattern = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+    document["intake"] = {"folders": [{"path": "inbox", "pattern": pattern, "max_pixels": 100}]}
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    image = tmp_path / "inbox" / "one_c0_R1.png"
+    image.parent.mkdir()
+    Image.new("RGB", (10, 10)).save(image)
+
+    def grow(stage, done, total):
+        if stage == "pack":
+            Image.new("RGB", (11, 11)).save(image)
+
+    with pytest.raises(ConfigError, match="11 x 11 pixels are more than max_pixels 100"):
+        usage_from_samples(read_line(tmp_path / "line.yaml", {}), None, grow)
+
+
+def test_what_is_missing_among_the_samples_is_said(line, tmp_path):
+    crops(tmp_path / "crops", "c0", 3)
+    (tmp_path / "crops" / "c0" / "any" / "3.png").write_bytes(b"no image")
+    found = usage_from_samples(line, tmp_path / "crops", quiet)
+    assert found.usage.requests == 3
+    assert found.usage.probabilities["cls/b"] == 0.25
+    assert 0 < found.usage.pass_rates["cls/b"] < 1
+    broken, missing, few = found.notes
+    assert broken.startswith("1 files are broken and were left out: ")
+    assert missing.startswith("no sample of 1 components, ")
+    assert missing.endswith(": c1")
+    assert few.startswith("only 3 requests")
+
+
+def test_a_folder_without_a_usable_image_is_an_error(line, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no usable image"):
+        usage_from_samples(line, tmp_path / "empty", quiet)
+    with pytest.raises(ConfigError, match="line test has no sample image yet - let it serve first"):
+        usage_from_samples(line, None, quiet)
+
+
+def test_what_cannot_be_counted_is_told_before_anything_is_run(line, tmp_path):
+    with pytest.raises(ConfigError, match="line test has no sample image yet - let it serve first, or name a sample"):
+        refuse_uncountable(line, LineSamples.find(line))
+    broken = LineSamples(broken=("inbox/1.png: the file is empty",))
+    with pytest.raises(ConfigError, match=r"test has only 1 that cannot be decoded \(inbox/1.png: the file is empty\)"):
+        refuse_uncountable(line, broken)
+    crops(tmp_path / "crops", "c0", 1)
+    refuse_uncountable(line, LineSamples.find(line, tmp_path / "crops"))
+
+
+def test_images_of_which_none_can_be_judged_are_an_error(line, tmp_path):
+    crops(tmp_path / "crops", "c0", 2)
+    (tmp_path / "a.yaml").write_text("weight_bytes: none")
+    with pytest.raises(ConfigError, match=r"none of 2 sample images could be judged: .*a\.yaml does not declare"):
+        usage_from_samples(line, tmp_path / "crops", quiet)
+
+
+# -- served --
+
+
+def test_learned_from_what_was_served(line):
+    """4 rows; all together 5 of 7 pass: (5 + 0.5) / 8 = 0.6875. cls/a: (2 + 0.6875) / 4, cls/b: (1 + 0.6875) / 2.
+
+    One request more, half c0 and half c1, reaches det/x with (0.671875 + 0.84375) / 2.
+    """
+    usage = usage_from_results(serve(line, SERVED_ROWS), line).usage
+    assert usage.pass_rates == pytest.approx({"cls/a": 0.671875, "cls/b": 0.84375, "det/x": 0.671875})
+    expected = {"cls/a": 3.5 / 5, "cls/b": 1.5 / 5, "det/x": (3 + 0.7578125) / 5}
+    assert usage.probabilities == pytest.approx(expected)
+    assert (usage.origin, usage.requests) == (UsageOrigin.SERVED, 4)
+
+
+def test_a_request_that_ended_unknown_says_nothing_of_its_last_expert(line):
+    served = usage_from_results(serve(line, [*SERVED_ROWS, (("cls/b",), UNKNOWN)]), line).usage
+    assert served.requests == 5
+    assert served.pass_rates["cls/b"] == pytest.approx(0.84375)
+    assert served.probabilities["cls/b"] == pytest.approx((2 + 0.5) / 6)
+
+
+@pytest.mark.parametrize("output", ["jsonl", "csv"])
+def test_what_the_results_command_prints_reads_as_the_database_does(line, tmp_path, output):
+    database = serve(line, [*SERVED_ROWS, ((), UNKNOWN)])
+    text = io.StringIO()
+    write_rows(result_rows(line, None, None, None), output, text)
+    file = tmp_path / "printed"
+    file.write_text(text.getvalue())
+    assert usage_from_results(file, line) == usage_from_results(database, line)
+
+
+def test_history_is_read_beside_a_running_writer_and_left_as_it_is(line):
+    path = serve(line, SERVED_ROWS)
+    with closing(ResultStore(path)):
+        assert usage_from_results(path, line).usage.requests == 4
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM results").fetchone() == (4,)
+
+
+def test_what_is_left_out_is_counted_and_said(line):
+    serve(line, [(("cls/a",), OK)] * 3, line="other")
+    rows = [*SERVED_ROWS, (("cls/a", "det/gone"), OK), (("cls/gone",), NG), (("cls/gone",), NG), ((), UNKNOWN)]
+    found = usage_from_results(serve(line, rows), line)
+    assert found.usage.requests == 4
+    assert found.notes == (
+        "rows of other lines: 3 of other",
+        "3 rows name experts that this line does not have: cls/gone (2), det/gone (1)",
+        "1 rows have no expert: their images could not be judged",
+        f"only 4 requests were counted: rough until there are {FEW_REQUESTS}",
+    )
+
+
+def test_enough_rows_need_no_note(line):
+    assert usage_from_results(serve(line, SERVED_ROWS * (FEW_REQUESTS // 4)), line).notes == ()
+
+
+def test_files_that_are_no_history_are_refused(line, tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.db: cannot be read \(No such file or directory\) - name"):
+        usage_from_results(tmp_path / "nothing.db", line)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        usage_from_results(tmp_path, line)
+    other = tmp_path / "other.db"
+    with closing(sqlite3.connect(other)) as database:
+        database.execute("CREATE TABLE parts (name TEXT)")
+    with pytest.raises(ConfigError, match=r"not a results database of this version .*no such table: results"):
+        usage_from_results(other, line)
+    cut = tmp_path / "cut.db"
+    cut.write_bytes(other.read_bytes()[:700])
+    with pytest.raises(ConfigError, match="not a results database"):
+        usage_from_results(cut, line)
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (4, 4)).save(picture)
+    with pytest.raises(ConfigError, match="neither a database nor text"):
+        usage_from_results(picture, line)
+    empty = tmp_path / "empty.csv"
+    empty.write_text("")
+    with pytest.raises(ConfigError, match="no column line, experts, verdict - name a results"):
+        usage_from_results(empty, line)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"line": "test", "experts": ["cls/a"]', r"rows:2:1: syntax: not JSON .* - remove this line"),
+        ("[1]", r"rows:2:1: syntax: not a JSON object"),
+        ('{"line": "test", "verdict": "OK"}', r"rows:2:1: experts: is missing"),
+        ('{"line": "test", "verdict": "OK", "experts": "cls/a"}', r"rows:2:1: experts: 'cls/a' is no list of experts"),
+        (
+            '{"line": "test", "verdict": "OK", "experts": ["a/b", "a/b"]}',
+            r"rows:2:1: experts: .* names an expert twice",
+        ),
+        ('{"line": "test", "verdict": "FINE", "experts": []}', r"rows:2:1: verdict: 'FINE' is not OK, NG, UNKNOWN"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_an_error_with_its_place(line, tmp_path, row, message):
+    file = tmp_path / "rows"
+    file.write_text('{"line": "test", "verdict": "OK", "experts": ["cls/a"]}\n' + row + "\n")
+    with pytest.raises(ConfigError, match=message):
+        usage_from_results(file, line)
+
+
+def test_a_broken_field_of_csv_is_an_error_with_its_place(line, tmp_path):
+    file = tmp_path / "rows"
+    file.write_text('line,verdict,experts\ntest,OK,"[""cls/a""]"\ntest,OK,cls/a\n')
+    with pytest.raises(ConfigError, match=r"rows:3:1: experts: 'cls/a' is no list of experts"):
+        usage_from_results(file, line)
+
+
+def test_a_history_of_nothing_that_helps_is_an_error(line):
+    path = serve(line, [])
+    with pytest.raises(ConfigError, match="holds no result yet - let the line serve first"):
+        usage_from_results(path, line)
+    serve(line, SERVED_ROWS, line="other")
+    with pytest.raises(
+        ConfigError, match=r"no row of line 'test', only of other \(4\) - name the results of this line"
+    ):
+        usage_from_results(path, line)
+    serve(line, [(("cls/gone",), OK)])
+    with pytest.raises(ConfigError, match="none of its 1 rows of line 'test' names an expert of it"):
+        usage_from_results(path, line)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([OK, NG, UNKNOWN])), max_size=60))
+def test_no_expert_is_impossible_and_the_first_ones_add_up_to_one(drawn):
+    """Four routes with a classifier each and one detector after all: whatever was counted."""
+    routes = {
+        f"c{number}": (RouteStep(f"e{number}", frozenset({"ok"})), RouteStep("det", frozenset({"ok"})))
+        for number in range(4)
+    }
+    graph = ExpertGraph([*(f"e{number}" for number in range(4)), "det"], routes)
+    count = RouteCount()
+    for number, steps, verdict in drawn:
+        count.add([f"e{number}", "det"][: 1 + steps % 2], verdict)
+    rates = count.pass_rates(dict.fromkeys(graph.experts))
+    usage = count.probabilities(graph, rates)
+    assert all(0 < rate < 1 for rate in rates.values())
+    assert all(0 < probability < 1 for probability in usage.values())
+    assert sum(usage[f"e{number}"] for number in range(4)) == pytest.approx(1.0)

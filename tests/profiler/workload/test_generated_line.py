@@ -1,0 +1,197 @@
+"""Generated lines: reproducible, distinct, sized to the byte, gone afterwards, and never larger than the disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from safetensors.numpy import load_file
+
+from agent.config import read_line
+from agent.deployment.build import build_agent
+from experts.errors import ConfigError
+from experts.expert import Precision
+from experts.images import read_image
+from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards, require_disk
+from profiler.workload.traces import read_trace
+
+ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
+RECIPE = LineRecipe(
+    classifiers=4, architecture="squeezenet1_1", requests=50, memory_for=2, classifier_px=64, images=3, seed=5
+)
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    return generate_line(tmp_path_factory.mktemp("generated") / "line", RECIPE)
+
+
+def contents(line):
+    """Every file of a line but its packed ones, whose bytes follow from the others."""
+    folder = line.line.parent
+    files = (path for path in folder.rglob("*") if path.is_file() and "state" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(generated, tmp_path):
+    first, again = contents(generated), contents(generate_line(tmp_path / "again", RECIPE))
+    other = contents(generate_line(tmp_path / "other", replace(RECIPE, seed=6)))
+    assert first == again
+    assert first.keys() == other.keys()
+    assert {name for name in first if first[name] == other[name]} == set()
+
+
+def test_no_tensor_is_the_same_in_two_experts(generated):
+    files = sorted((generated.line.parent / "weights").iterdir())
+    assert len(files) == RECIPE.classifiers
+    states = [load_file(file) for file in files]
+    for name in states[0]:
+        assert len({state[name].tobytes() for state in states}) == len(states), name
+
+
+def test_the_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated):
+    config = read_line(generated.line, ON_CPU)
+    agent = build_agent(config, lambda *_: None, lambda *_: None)
+    try:
+        (pool,) = agent.pools
+        footprints = {row.footprint.total_bytes for row in agent.matrix.experts["cpu"].values()}
+    finally:
+        agent.stop()
+    assert footprints == {generated.footprint_bytes}
+    assert pool.expert_bytes == generated.expert_bytes == RECIPE.memory_for * generated.footprint_bytes
+    assert pool.workspace_bytes == generated.workspace_bytes
+
+
+def test_half_the_precision_takes_half_the_memory(generated, tmp_path):
+    half = generate_line(tmp_path / "half", replace(RECIPE, precision=Precision.BF16))
+    assert half.footprint_bytes == pytest.approx(generated.footprint_bytes / 2, abs=256 * 1024)
+
+
+def test_the_trace_has_its_requests_at_their_times_on_images_that_can_be_read(generated):
+    trace = read_trace(generated.trace, read_line(generated.line, ON_CPU).catalog)
+    assert [arrival.at_s for arrival in trace] == pytest.approx([0.004 * number for number in range(50)])
+    assert {read_image(path, path.name).shape for path in {arrival.image for arrival in trace}} == {(64, 64, 3)}
+    assert len({arrival.image for arrival in trace}) == RECIPE.images
+
+
+def test_popularity_is_heavy_tailed_and_the_trace_follows_the_boards_quantities(tmp_path):
+    recipe = replace(RECIPE, classifiers=3, requests=3000, sigma=2.0)
+    generated = generate_line(tmp_path / "line", recipe)
+    config = read_line(generated.line, ON_CPU)
+    quantities = config.boards["generated"].components
+    assert max(quantities.values()) == 1000
+    drawn = Counter(arrival.component for arrival in read_trace(generated.trace, config.catalog))
+    for component, quantity in quantities.items():
+        assert drawn[component] / 3000 == pytest.approx(quantity / sum(quantities.values()), abs=0.05)
+
+
+def test_detectors_follow_some_classifiers_and_take_turns(tmp_path):
+    recipe = replace(
+        RECIPE, classifiers=7, detectors=2, detector_architectures=("yolov5n", "yolov8n"), detector_px=64, memory_for=8
+    )
+    config = read_line(generate_line(tmp_path / "line", recipe).line, ON_CPU)
+    routes = {component: [step.expert for step in steps] for component, steps in config.catalog.graph.routes.items()}
+    assert [route for route in routes.values() if len(route) == 2] == [
+        ["cls/000", "det/000"],
+        ["cls/003", "det/001"],
+        ["cls/006", "det/000"],
+    ]
+    architectures = [config.catalog.experts[f"det/00{number}"].architecture for number in range(2)]
+    assert architectures == ["yolov5n", "yolov8n"]
+    assert config.catalog.graph.routes["part-000"][0].passing == {"ok", "missing", "shifted"}
+
+
+def test_nothing_is_written_into_a_folder_that_holds_something(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"):
+        generate_line(tmp_path, RECIPE)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_file_in_the_folders_place_is_refused_and_stays(tmp_path):
+    (tmp_path / "line").write_text("mine")
+    with pytest.raises(ConfigError, match="line is a file: name a new folder"):
+        generate_line(tmp_path / "line", RECIPE)
+    assert (tmp_path / "line").read_text() == "mine"
+
+
+def test_what_the_disk_cannot_hold_is_refused_before_any_weights_are_written(tmp_path):
+    with pytest.raises(ConfigError, match=r"need \d+ bytes .* free: make room") as refused:
+        generate_line(tmp_path / "line", replace(RECIPE, classifiers=10**9, architecture="squeezenet1_1"))
+    assert "1000000000 experts" in str(refused.value)
+    assert list((tmp_path / "line").iterdir()) == []
+
+
+def test_the_disk_is_asked_by_bytes(tmp_path):
+    require_disk(tmp_path, 1, "one byte")
+    free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        require_disk(tmp_path, 2 * free_bytes, "twice what is free")
+
+
+@pytest.mark.parametrize("architecture", ["onnx", "fake"])
+def test_only_what_has_weights_of_its_own_is_generated(tmp_path, architecture):
+    with pytest.raises(ConfigError, match="classifiers and YOLO detectors only"):
+        generate_line(tmp_path / "line", replace(RECIPE, architecture=architecture))
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"classifiers": 0}, {"requests": 0}, {"memory_for": 0}, {"images": 0}, {"detectors": -1},
+        {"sigma": -1.0}, {"every_s": -0.1}, {"detectors": 1, "detector_architectures": ()},
+    ],
+)  # fmt: skip
+def test_a_recipe_that_makes_no_line_is_refused(mistake):
+    with pytest.raises(ConfigError):
+        LineRecipe(**mistake)
+
+
+def work_in(directory, interrupt):
+    """What a measurement does in its folder until something ends it."""
+    with removed_afterwards(directory) as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").write_text("x")
+        assert [path.name for path in directory.iterdir()] == [folder.name]
+        interrupt()
+
+
+def raising(error):
+    def interrupt():
+        raise error
+
+    return interrupt
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, ValueError, SystemExit])
+def test_nothing_is_left_however_it_ends(tmp_path, end):
+    with pytest.raises(end):
+        work_in(tmp_path, raising(end))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_signal_does_not_cut_the_removal_short(tmp_path, monkeypatch):
+    remove = shutil.rmtree
+
+    def signalled_meanwhile(folder):
+        signal.raise_signal(signal.SIGTERM)
+        remove(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", signalled_meanwhile)
+    with pytest.raises(SystemExit):
+        work_in(tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_after_a_signal_and_the_old_answer_to_it_is_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        work_in(tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,199 @@
+"""Samples of a line: whose they are, which are chosen, and what is said where there are none."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from agent.config import read_line
+from experts.errors import ConfigError
+from profiler.workload.samples import MOST_IN_MIX, LineSamples, described
+
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two components: resistors seen by one expert, chips by their own and then by one that resistors share."""
+    expert = {"architecture": "fake", "weights": "w.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    step = {"pass": ["ok"]}
+    document = {
+        "line": "one",
+        "state": "state",
+        "experts": {f"cls/{name}": expert for name in ("resistor", "chip", "solder", "lonely")},
+        "routes": {
+            "resistor": [{"expert": "cls/resistor", **step}, {"expert": "cls/solder", **step}],
+            "chip": [{"expert": "cls/chip", **step}, {"expert": "cls/solder", **step}],
+        },
+        "intake": {"folders": [{"path": "inbox", "pattern": PATTERN}]},
+    }
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    return read_line(tmp_path / "line.yaml", {})
+
+
+def write_image(path, side=8):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((side, side, 3), 90, np.uint8)).save(path)
+    return path
+
+
+def names(samples):
+    return [sample.path.name for sample in samples]
+
+
+class TestLabelledCrops:
+    @pytest.fixture
+    def crops(self, tmp_path):
+        for component, label, count in [("resistor", "ok", 40), ("resistor", "bad", 3), ("chip", "ok", 5)]:
+            for number in range(count):
+                write_image(tmp_path / "crops" / component / label / f"{component}-{label}-{number:02}.png")
+        (tmp_path / "crops" / "chip" / "bodies.json").write_text("{}")
+        return tmp_path / "crops"
+
+    def test_experts_get_those_of_their_components(self, config, crops):
+        found = LineSamples.find(config, crops, most=10)
+        assert {sample.component for sample in found.of("cls/resistor")} == {"resistor"}
+        assert {sample.component for sample in found.of("cls/solder")} == {"resistor", "chip"}
+        assert found.of("cls/lonely") == ()
+        assert "cls/lonely" not in found.by_expert
+        assert (found.looked_at, found.broken) == (49, ())
+
+    def test_labels_get_an_equal_share_while_there_are_any(self, config, crops):
+        counts = Counter(sample.label for sample in LineSamples.find(config, crops, most=10).of("cls/resistor"))
+        assert counts == {"bad": 3, "ok": 7}
+
+    def test_labels_are_as_rare_as_in_the_folder_where_only_components_share_evenly(self, config, tmp_path):
+        """A tenth of 200 resistors is bad, and of those that are taken, give or take one; of 10 chips all are taken."""
+        counts = {("resistor", "bad"): 20, ("resistor", "ok"): 180, ("chip", "ok"): 10}
+        for (component, label), count in counts.items():
+            for number in range(count):
+                write_image(tmp_path / "mixed" / component / label / f"{number:03}.png")
+        found = LineSamples.find(config, tmp_path / "mixed", most=30, is_label_even=False)
+        labels = Counter(each.label for each in found.of("cls/resistor"))
+        assert labels.total() == 30
+        assert labels["bad"] in {2, 3, 4}
+        assert Counter(each.component for each in found.of("cls/solder")) == {"resistor": 20, "chip": 10}
+        assert found == LineSamples.find(config, tmp_path / "mixed", most=30, is_label_even=False)
+
+    def test_each_beginning_of_a_components_mix_is_as_its_folder_and_leaves_out_what_is_known_to_be_broken(
+        self, config, tmp_path
+    ):
+        for label, count in (("bad", 30), ("ok", 270)):
+            for number in range(count):
+                write_image(tmp_path / "mixed" / "chip" / label / f"{number:03}.png")
+        mix = LineSamples.find(config, tmp_path / "mixed").mix
+        assert {component: len(samples) for component, samples in mix.items()} == {"chip": MOST_IN_MIX}
+        for count in (10, 50, MOST_IN_MIX):
+            assert abs(sum(each.label == "bad" for each in mix["chip"][:count]) - count / 10) <= 1
+        broken = mix["chip"][0].path
+        broken.write_bytes(b"\x89PNG cut")
+        found = LineSamples.find(config, tmp_path / "mixed")
+        assert broken not in {each.path for each in found.mix["chip"]}
+
+    def test_a_share_is_spread_evenly_over_the_names(self, config, crops):
+        chosen = LineSamples.find(config, crops, most=8).of("cls/resistor")
+        numbers = sorted(int(sample.path.stem[-2:]) for sample in chosen if sample.label == "ok")
+        assert len(numbers) == 5
+        gaps = [later - earlier for earlier, later in itertools.pairwise(numbers)]
+        assert min(gaps) >= 4
+        assert max(gaps) <= 14
+
+    def test_the_same_files_give_the_same_samples(self, config, crops):
+        assert LineSamples.find(config, crops) == LineSamples.find(config, crops)
+
+    def test_all_are_taken_where_there_are_few(self, config, crops):
+        assert len(LineSamples.find(config, crops).of("cls/chip")) == 5
+        assert len(LineSamples.find(config, crops).of("cls/solder")) == 24
+
+    def test_broken_ones_are_passed_over_and_counted(self, config, crops):
+        for number in range(4):
+            (crops / "chip" / "ok" / f"chip-ok-{number:02}.png").write_bytes(b"\x89PNG cut")
+        found = LineSamples.find(config, crops)
+        assert names(found.of("cls/chip")) == ["chip-ok-04.png"]
+        assert len(found.broken) == 4
+        assert all("chip-ok-0" in reason for reason in found.broken)
+
+
+class TestIntake:
+    def test_what_the_line_has_seen_and_what_still_waits(self, config, tmp_path):
+        write_image(tmp_path / "inbox" / "done" / "2026-05-01" / "B1_resistor_R1.png")
+        write_image(tmp_path / "inbox" / "ng" / "2026-05-01" / "B1_resistor_R2.png")
+        write_image(tmp_path / "inbox" / "B1_chip_U1.png")
+        found = LineSamples.find(config)
+        assert sorted(names(found.of("cls/resistor"))) == ["B1_resistor_R1.png", "B1_resistor_R2.png"]
+        assert names(found.of("cls/chip")) == ["B1_chip_U1.png"]
+        assert described(found.of("cls/resistor")) == "2 images from inbox/done and inbox/ng"
+        assert described(found.of("cls/chip")) == "1 image from inbox"
+
+    def test_a_name_that_was_taken_on_its_shelf_is_read_as_it_came(self, config, tmp_path):
+        write_image(tmp_path / "inbox" / "done" / "2026-05-01" / "B1_chip_U1~1f-2a-3b.png")
+        assert len(LineSamples.find(config).of("cls/chip")) == 1
+
+    def test_what_failed_is_unfinished_or_hidden_is_left_alone(self, config, tmp_path):
+        for name in ("failed/B1_chip_U1.png", ".work/me/B1_chip_U1.png", "B1_chip_U1.png.part", ".B1_chip_U1.png"):
+            write_image(tmp_path / "x.png").rename(_made(tmp_path / "inbox" / name))
+        found = LineSamples.find(config)
+        assert (found.by_expert, found.looked_at) == ({}, 0)
+
+    def test_names_that_tell_no_component_are_no_samples(self, config, tmp_path):
+        write_image(tmp_path / "inbox" / "snapshot.png")
+        write_image(tmp_path / "inbox" / "B1_diode_D1.png")
+        assert LineSamples.find(config).by_expert == {}
+
+    def test_a_line_that_has_served_nothing_yet_has_none(self, config):
+        found = LineSamples.find(config)
+        assert found == LineSamples()
+        assert described(found.of("cls/chip")) == "synthetic"
+
+    def test_images_too_large_for_their_intake_are_no_samples(self, config, tmp_path):
+        document = yaml.safe_load((tmp_path / "line.yaml").read_text())
+        document["intake"]["folders"][0]["max_pixels"] = 100
+        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+        write_image(tmp_path / "inbox" / "B1_chip_U1.png", side=11)
+        write_image(tmp_path / "inbox" / "B1_chip_U2.png", side=10)
+        found = LineSamples.find(read_line(tmp_path / "line.yaml", {}))
+        assert [(sample.path.name, sample.max_pixels) for sample in found.of("cls/chip")] == [("B1_chip_U2.png", 100)]
+
+
+class TestGivenFolders:
+    def test_images_named_as_the_intake_names_them(self, config, tmp_path):
+        write_image(tmp_path / "elsewhere" / "monday" / "B1_chip_U1.png")
+        found = LineSamples.find(config, tmp_path / "elsewhere")
+        assert described(found.of("cls/chip")) == "1 image from elsewhere"
+
+    def test_a_copy_of_an_intake_folder(self, config, tmp_path):
+        write_image(tmp_path / "copy" / "done" / "2026-05-01" / "B1_chip_U1.png")
+        assert len(LineSamples.find(config, tmp_path / "copy").of("cls/chip")) == 1
+
+    def test_one_without_a_usable_image_is_refused_with_the_reasons(self, config, tmp_path):
+        folder = tmp_path / "wrong"
+        for name in ("a.txt", "b.txt", "B1_diode_D1.png"):
+            _made(folder / name).write_text("text")
+        _made(folder / "B1_chip_U1.png").write_bytes(b"")
+        with pytest.raises(ConfigError) as raised:
+            LineSamples.find(config, folder)
+        text = str(raised.value)
+        assert f"{folder} holds no usable image: 4 files were looked at" in text
+        assert "2 of them: the name does not match the pattern" in text
+        assert "1 of them: no route for the component 'diode'" in text
+        assert f"1 broken: {folder / 'B1_chip_U1.png'}: the file is empty" in text
+        assert "<component>/<label>/*.png (components: chip, resistor, ...)" in text
+
+    def test_an_empty_one_is_refused(self, config, tmp_path):
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ConfigError, match="0 files were looked at"):
+            LineSamples.find(config, tmp_path / "empty")
+
+    def test_one_that_is_not_there_is_refused(self, config, tmp_path):
+        with pytest.raises(ConfigError, match="absent is not a folder of samples"):
+            LineSamples.find(config, tmp_path / "absent")
+
+
+def _made(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,204 @@
+"""Traces: every mistake is told by file, line and key, and what is written reads back."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.config import read_line
+from experts.errors import ConfigError
+from profiler.workload.traces import MOST_PROBLEMS, Arrival, board_trace, read_trace, write_trace
+
+
+def line_of(folder, **more):
+    names = ("cls/a", "cls/b", "det/x")
+    expert = {"architecture": "fake", "weights": "w.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    routes = {
+        "alpha": [{"expert": "cls/a", "pass": ["ok"]}, {"expert": "det/x", "pass": ["ok"]}],
+        "beta": [{"expert": "cls/b", "pass": ["ok"]}],
+    }
+    file = folder / "line.yaml"
+    document = {"line": "t", "state": "./state", "experts": dict.fromkeys(names, expert), "routes": routes, **more}
+    file.write_text(json.dumps(document))
+    assert yaml.safe_load(file.read_text()) == document
+    return read_line(file, {})
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    return line_of(tmp_path).catalog
+
+
+def trace_file(folder, *lines):
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def problems_of(path, catalog):
+    with pytest.raises(ConfigError) as caught:
+        read_trace(path, catalog)
+    return [str(problem).removeprefix(f"{path.parent}/") for problem in caught.value.problems]
+
+
+def test_a_trace_is_read_as_it_stands(tmp_path, catalog):
+    (tmp_path / "crops").mkdir()
+    (tmp_path / "crops" / "1.png").write_bytes(b"image")
+    path = trace_file(
+        tmp_path,
+        {"t": 0, "component": "alpha", "image": "crops/1.png"},
+        "",
+        {"t": 0.004, "expert": "cls/b"},
+        {"component": "beta", "t": 0.004},
+    )
+    assert read_trace(path, catalog) == (
+        Arrival(0.0, "alpha", image=tmp_path / "crops" / "1.png"),
+        Arrival(0.004, expert="cls/b"),
+        Arrival(0.004, "beta"),
+    )
+
+
+def test_an_hour_of_a_day_counts_from_its_first_arrival(tmp_path, catalog):
+    day = [{"t": 28_800 + t, "component": "alpha"} for t in (0.5, 0.5, 1.25, 3600.5)]
+    assert [arrival.at_s for arrival in read_trace(trace_file(tmp_path, *day), catalog)] == [0.0, 0.0, 0.75, 3600.0]
+    backwards = trace_file(tmp_path, {"t": 28_800, "component": "alpha"}, {"t": 28_799.5, "component": "alpha"})
+    (problem,) = problems_of(backwards, catalog)
+    assert "trace.jsonl:2:2: t: 28799.5 runs backwards, line 1 has 28800.0" in problem
+
+
+GOOD = {"t": 1, "component": "alpha"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{'t': 1}", "trace.jsonl:2:1: syntax: not JSON (Expecting property name"),
+        ("[1]", "trace.jsonl:2:1: syntax: [1] is not an object"),
+        ("7" * 5000, f"trace.jsonl:2:1: syntax: {'7' * 40}... is a number of 5000 digits - write seconds"),
+        (f'{{"t": -{"7" * 5001}, "component": "alpha"}}', "777... is a number of 5001 digits - write seconds such as"),
+        ('{"t": 1, "t": 2, "component": "alpha"}', "trace.jsonl:2:2: t: is there twice"),
+        ({**GOOD, "imag": "x"}, "trace.jsonl:2:32: imag: unknown key - did you mean 'image'?"),
+        ({"component": "alpha"}, "trace.jsonl:2:1: t: is missing"),
+        ({"t": "1", "component": "alpha"}, 't: "1" is not a number'),
+        ({"t": True, "component": "alpha"}, "t: true is not a number"),
+        ({"t": None, "component": "alpha"}, "t: null is not a number"),
+        ('{"t": NaN, "component": "alpha"}', "t: NaN is not a number"),
+        ('{"t": 1e999, "component": "alpha"}', "t: Infinity is not a number"),
+        (f'{{"t": 1{"0" * 350}, "component": "alpha"}}', f"t: 1{'0' * 39}... is too large"),
+        ('{"t": 1e+308, "component": "alpha"}', "t: 1e+308 is too large: no trace lasts over 1e+09 s - write seconds"),
+        ('{"t": -1e+308, "component": "alpha"}', "t: -1e+308 is before the start"),
+        ({"t": -0.1, "component": "alpha"}, "t: -0.1 is before the start"),
+        ({"t": 0.5, "component": "alpha"}, "trace.jsonl:2:2: t: 0.5 runs backwards, line 1 has 1.0 - sort the lines"),
+        ({"t": 1, "component": "alhpa"}, "component: no route for 'alhpa' - did you mean 'alpha'?"),
+        ({"t": 1, "component": "resistor"}, "component: no route for 'resistor' - known here: alpha, beta"),
+        ({"t": 1, "component": 5}, "component: 5 is not a name"),
+        ({"t": 1, "expert": "cls/c"}, "expert: no expert 'cls/c' on this line - did you mean 'cls/"),
+        ({"t": 1, "expert": None}, "expert: null is not a name"),
+        ({**GOOD, "expert": "cls/a"}, "trace.jsonl:2:10: component: both component and expert"),
+        ({"t": 1}, "component: neither component nor expert"),
+        ({**GOOD, "image": "no.png"}, "trace.jsonl:2:32: image: "),
+        ({**GOOD, "image": "x" * 5000}, "is not there - copy it there"),
+        ({**GOOD, "image": "\0"}, "is not there - copy it there"),
+        ({**GOOD, "image": 3}, "image: 3 is not a path"),
+        ({**GOOD, "image": ""}, 'image: "" is not a path'),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(tmp_path, catalog, line, expected):
+    (problem,) = problems_of(trace_file(tmp_path, GOOD, line, GOOD), catalog)
+    assert expected in problem
+    assert problem.startswith("trace.jsonl:2:")
+
+
+def test_all_mistakes_of_a_line_and_of_a_file_are_told_together(tmp_path, catalog):
+    path = trace_file(tmp_path, {"t": -1, "component": "x", "image": "no.png", "y": 1}, GOOD, {"t": 0, "expert": "z"})
+    told = [problem.split(": ")[:2] for problem in problems_of(path, catalog)]
+    keys = [("1", "y"), ("1", "t"), ("1", "component"), ("1", "image"), ("3", "t"), ("3", "expert")]
+    assert [(place.split(":")[1], key) for place, key in told] == keys
+
+
+def test_the_rest_of_very_many_mistakes_is_counted(tmp_path, catalog):
+    problems = problems_of(trace_file(tmp_path, *[{"t": 0, "component": "x"}] * (MOST_PROBLEMS + 7)), catalog)
+    assert len(problems) == MOST_PROBLEMS + 1
+    assert problems[-1] == "trace.jsonl: and 7 mistakes more - correct these first"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_an_empty_trace_is_an_empty_queue(tmp_path, catalog, content):
+    (tmp_path / "trace.jsonl").write_bytes(content)
+    (problem,) = problems_of(tmp_path / "trace.jsonl", catalog)
+    assert problem.startswith("trace.jsonl: an empty queue")
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path, catalog):
+    assert problems_of(tmp_path / "no.jsonl", catalog)[0].startswith("no.jsonl: cannot be read (No such file")
+    (tmp_path / "trace.jsonl").write_bytes(b'{"t": 0, "component": "alpha"}\n{"t": "\xff"}\n')
+    assert problems_of(tmp_path / "trace.jsonl", catalog)[0].startswith(
+        "trace.jsonl:2:8: encoding: byte 0xff is not UTF-8"
+    )
+
+
+TARGETS = st.sampled_from([("alpha", None), ("beta", None), (None, "cls/a"), (None, "det/x")])
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), TARGETS, st.booleans()), min_size=1, max_size=20))
+def test_what_is_written_reads_back(tmp_path_factory, drawn):
+    folder = tmp_path_factory.mktemp("trace")
+    image = folder / "bild ä.png"
+    image.write_bytes(b"image")
+    arrivals = tuple(
+        Arrival(at_s, *target, image=image if has_image else None)
+        for at_s, target, has_image in sorted(drawn, key=lambda each: each[0])
+    )
+    write_trace(folder / "trace.jsonl", arrivals)
+    counted = tuple(replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals)
+    assert read_trace(folder / "trace.jsonl", line_of(folder).catalog) == counted
+    assert sorted(path.name for path in folder.iterdir()) == ["bild ä.png", "line.yaml", "trace.jsonl"]
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_old_one(tmp_path, catalog):
+    path = trace_file(tmp_path, GOOD)
+    with pytest.raises(AttributeError):
+        write_trace(path, [Arrival(2.0, "alpha"), "no arrival"])
+    assert read_trace(path, catalog) == (Arrival(0.0, "alpha"),)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["line.yaml", "trace.jsonl"]
+
+
+def test_boards_come_one_takt_apart_with_all_their_components(tmp_path):
+    config = line_of(tmp_path, boards={"main": {"components": {"alpha": 3, "beta": 5}, "takt_s": 2.5}})
+    trace = board_trace(config, boards=3, seed=1)
+    assert [arrival.at_s for arrival in trace] == pytest.approx(
+        [2.5 * b + 0.004 * n for b in range(3) for n in range(8)]
+    )
+    orders = [tuple(arrival.component for arrival in trace[8 * b : 8 * b + 8]) for b in range(3)]
+    assert all(Counter(order) == {"alpha": 3, "beta": 5} for order in orders)
+    assert len(set(orders)) > 1
+    assert trace == board_trace(config, boards=3, seed=1)
+    assert trace != board_trace(config, boards=3, seed=2)
+
+
+def test_board_types_take_turns_and_large_boards_overlap(tmp_path):
+    boards = {
+        "one": {"components": {"alpha": 4}, "takt_s": 1.0},
+        "two": {"components": {"beta": 2}, "takt_s": 9.0},
+    }
+    trace = board_trace(line_of(tmp_path, boards=boards), boards=3, seed=0, image_interval_s=0.5)
+    expected = [(0.0, "alpha"), (0.5, "alpha"), (1.0, "alpha"), (1.0, "beta"), (1.5, "alpha"), (1.5, "beta")]
+    assert [(arrival.at_s, arrival.component) for arrival in trace[:6]] == expected
+    assert [arrival.at_s for arrival in trace[6:]] == [10.0, 10.5, 11.0, 11.5]
+
+
+def test_a_line_without_boards_asks_all_its_routes_alike(tmp_path):
+    trace = board_trace(line_of(tmp_path), boards=5, seed=0)
+    assert Counter(arrival.component for arrival in trace) == {"alpha": 5, "beta": 5}
+    assert [arrival.at_s for arrival in trace] == pytest.approx([0.004 * number for number in range(10)])
+
+
+def test_no_board_is_no_trace(tmp_path):
+    with pytest.raises(ValueError, match="0 boards"):
+        board_trace(line_of(tmp_path), boards=0, seed=0)
