@@ -19,11 +19,11 @@ from typer.core import TyperGroup
 
 from agent.cli import FAILED, AsJson, LineFile, explained, log_to_stderr
 from experts.errors import ConfigError
+from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from experts.expert import Precision
     from profiler.planning.plan import PlanRow
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs

@@ -1,1 +1,1 @@
-"""What each kind of experts costs on each processor: K, B, maximum batch, footprint, load latency, precision (CoServe, section 4.5)."""
+"""What a kind of experts costs on a processor: K, B, maximum batch, footprint, load latency, precision (CoServe, 4.5)."""

@@ -4,10 +4,10 @@ Guarantees: everything is measured over the agent's own path (its rig): batches 
 their images, loads with direct I/O past the page cache, of files known to be sound as after an agent's first load.
 Each function measures one thing and returns it; nothing is kept between two calls, and nothing is written.
 
-Which batch sizes are run, and how often: ``profiler.microbench.batches``. How K, B, the maximum batch and the workspace follow:
-``profiler.microbench.fits``. A workspace is the most that was held during a batch of that size above what was held before the
-expert's first batch; where it cannot be measured it is the backend's estimate, and ``KindProfile.samples`` says so.
-A kind is best measured before anything else runs it in the process: what a runtime keeps is then seen as it is taken.
+Which batch sizes are run, and how often: ``batches``. How K, B, the maximum batch and the workspace follow: ``fits``. A
+workspace is the most that was held during a batch of that size above what was held before the expert's first batch;
+where it cannot be measured it is the backend's estimate, and ``KindProfile.samples`` says so. A kind is best measured
+before anything else runs it in the process: what a runtime keeps is then seen as it is taken.
 """
 
 from __future__ import annotations

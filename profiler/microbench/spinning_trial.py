@@ -1,4 +1,4 @@
-"""One process of `profiler.microbench.spinning`: an expert's batches of one and of its maximum, timed over the agent's own path.
+"""One process of ``spinning``: an expert's batches of one and of its maximum, timed over the agent's own path.
 
 It prints one JSON object. How long its threads wait, its environment says: nothing here sets it.
 """
