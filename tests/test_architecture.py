@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,54 @@ RUNTIME_FENCE = (
     "experts.weights",
     "agent.runtime",
     "agent.demo",
-    "profiler.microbench.kinds",
-    "profiler.microbench.agreement",
+    "profiler.microbench",
     "profiler.bench.policy_runs",
     "profiler.bench.roofline",
     "profiler.bench.naive",
 )
+NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
+# Each room, and what of its own layer it may import beside itself.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "agent.config": (),
+    "agent.core": (),
+    "agent.runtime.machine": ("agent.core",),
+    "agent.runtime": ("agent.core", "agent.runtime.machine"),
+    "agent.runtime.measuring": ("agent.core", "agent.runtime"),
+    "agent.device_profile": ("agent.core", *NOUNS),
+    "agent.deployment": ("agent.config", "agent.core", "agent.runtime", "agent.device_profile"),
+    "agent.intake": ("agent.config",),
+    "agent.records": ("agent.config",),
+    "agent.service": (
+        "agent.config", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment", "agent.intake",
+        "agent.records",
+    ),
+    "agent.commands": (
+        "agent.config", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment", "agent.records",
+    ),
+    "agent.demo.rendering": (),
+    "agent.demo.training": ("agent.demo.rendering",),
+    "agent.demo": (
+        "agent.config", "agent.demo.rendering", "agent.demo.training", "agent.runtime", "agent.records",
+        "agent.service", "agent.commands",
+    ),
+    "profiler.charts": (),
+    "profiler.workload": (),
+    "profiler.simulation": ("profiler.workload",),
+    "profiler.replay": ("profiler.workload",),
+    "profiler.microbench": ("profiler.workload",),
+    "profiler.usage": ("profiler.workload",),
+    "profiler.allocation": ("profiler.workload", "profiler.simulation", "profiler.replay"),
+    "profiler.profiling": (
+        "profiler.charts", "profiler.workload", "profiler.replay", "profiler.microbench", "profiler.usage",
+        "profiler.allocation",
+    ),
+    "profiler.planning": ("profiler.workload", "profiler.simulation"),
+    "profiler.paper": ("profiler.charts", "profiler.workload", "profiler.simulation", "profiler.allocation"),
+    "profiler.bench": (
+        "profiler.charts", "profiler.workload", "profiler.simulation", "profiler.replay", "profiler.microbench",
+        "profiler.usage", "profiler.allocation", "profiler.profiling", "profiler.planning", "profiler.paper",
+    ),
+}  # fmt: skip
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
     "sqlite3", "sqlite_utils", "pathlib", "os", "io", "shutil", "tempfile", "socket", "subprocess",
@@ -65,17 +108,27 @@ class Rule:
         return applies and is_inside(one.target, self.forbidden) and not is_inside(one.target, self.allowed)
 
 
+def _keeps_to_its_neighbours(room: str) -> Rule:
+    layer = room.partition(".")[0]
+    inner = tuple(other for other in ROOMS if other.startswith(f"{room}."))
+    return Rule(f"{room} knows its neighbours only", (room,), (layer,), exempt=inner, allowed=(room, *ROOMS[room]))
+
+
 RULES = (
     Rule("experts is the lowest layer", ("experts",), ("agent", "profiler", "coserve")),
     Rule("agent knows nothing above it", ("agent",), ("profiler", "coserve")),
     Rule("profiler is below the command", ("profiler",), ("coserve",)),
-    Rule("core knows nothing of the agent around it", ("agent.core",), ("agent",), allowed=("agent.core",)),
+    *(_keeps_to_its_neighbours(room) for room in ROOMS),
+    Rule("what is inside a room does not come in by its own door", ("agent.runtime",), ("agent.runtime.measuring",),
+         exempt=("agent.runtime.measuring",)),
+    Rule("what is measured serves nobody", ("profiler",), ("agent.service", "agent.demo", "agent.api", "agent.web")),
     Rule("core decides and never does", ("agent.core",), IMPURE),
     *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES),
     Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),
+    Rule("nouns need no runtime", NOUNS, RUNTIMES),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),
-)
+)  # fmt: skip
 
 
 def is_inside(name: str, packages: tuple[str, ...]) -> bool:
@@ -220,8 +273,56 @@ def _uses(path: Path, sets: bool) -> list[EnvironmentUse]:
     return [use for use in environment_uses(path.read_text("utf-8")) if use.sets is sets]
 
 
+def folders_of(layer: str) -> set[str]:
+    """The dotted names of a layer's folders that hold modules."""
+    return {module_name(path).rpartition(".")[0] for path in source_files() if path.name != "__init__.py"} & {
+        module_name(path) for path in (ROOT / layer).rglob("__init__.py")
+    }
+
+
+def room_of(name: str) -> str | None:
+    """The innermost room that a dotted name lies in."""
+    return max((room for room in ROOMS if is_inside(name, (room,))), key=len, default=None)
+
+
+class TestTheRooms:
+    @pytest.mark.parametrize("layer", ["agent", "profiler"])
+    def test_each_folder_is_a_room_with_a_rule(self, layer):
+        assert folders_of(layer) - set(ROOMS) <= {layer, f"{layer}.cli"}
+        assert {room for room in ROOMS if room.startswith(f"{layer}.")} <= folders_of(layer) | {
+            module_name(path) for path in source_files()
+        }
+
+    def test_no_two_rooms_import_each_other(self):
+        edges: dict[str, set[str]] = {}
+        for path in source_files():
+            for one in imports_of_file(path):
+                importer, target = room_of(one.importer), room_of(one.target)
+                if importer and target and importer != target:
+                    edges.setdefault(importer, set()).add(target)
+        assert len(edges) > len(ROOMS) / 2
+        tuple(TopologicalSorter(edges).static_order())  # raises CycleError, naming the rooms
+
+
 class TestTheImportRules:
     """Made-up sources: a rule that nothing can break proves nothing."""
+
+    @pytest.mark.parametrize("room", ROOMS)
+    def test_a_room_that_imports_any_other_is_found(self, room):
+        layer = room.partition(".")[0]
+        others = {name for name in ROOMS if name.startswith(layer)} | {f"{layer}.cli", f"{layer}.unheard_of"}
+        strange = [name for name in sorted(others) if not is_inside(name, (room, *ROOMS[room]))]
+        assert len(strange) > 1
+        for name in strange:
+            (one, *_) = imports_of(f"{room}.inner", f"from {name} import anything")
+            assert any(rule.forbids(one) for rule in RULES), name
+
+    @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.within[0] or 'all'}: {rule.reason}")
+    def test_a_rule_that_nothing_breaks_is_none(self, rule):
+        module = f"{rule.within[0]}.inner" if rule.within != ("",) else "agent.intake.inner"
+        breaches = [Import(module, 1, target) for target in rule.forbidden if not is_inside(target, rule.allowed)]
+        assert breaches
+        assert all(rule.forbids(one) for one in breaches)
 
     @pytest.mark.parametrize(
         ("module", "source"),

@@ -1,1 +1,1 @@
-"""What a kind of experts costs on a processor: K, B, maximum batch, footprint, load latency, precision (CoServe, 4.5)."""
+"""What experts of a kind cost on a processor: K, B, maximum batch, footprint, load latency, precision (section 4.5)."""

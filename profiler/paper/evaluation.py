@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agent.core.performance import Limits
 from profiler.paper.best import Best, highest, search_best
@@ -30,7 +30,6 @@ from profiler.paper.tasks import TASKS, paper_task, sample_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from profiler.bench.rows import Figures
     from profiler.paper.devices import PaperDevice
     from profiler.paper.tasks import Task
 
@@ -184,7 +183,15 @@ def _sweep_shortfalls(best: Best) -> list[str]:
     ]
 
 
-def fewer_switches(row: SystemRow | Figures, than: SystemRow | Figures) -> float:
+class Switches(Protocol):
+    """Whatever counted the loads that requests had to wait for."""
+
+    @property
+    def switches(self) -> int:
+        """How many."""
+
+
+def fewer_switches(row: Switches, than: Switches) -> float:
     """The part of another row's switches that this one does without; 0 when the other has none."""
     return 1 - row.switches / than.switches if than.switches else 0.0
 
