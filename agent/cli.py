@@ -72,7 +72,7 @@ def serve(
     with explained():
         config = read_line(line)
         set_spinning(config)
-        from agent.service.line_service import serve_line  # loads torch
+        from agent.service.serve import serve_line  # loads torch
 
         with progress_on_stderr() as progress:
             closing = serve_line(config, progress)
