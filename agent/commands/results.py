@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
-from agent.records.results import ResultReader
+from agent.records.result_reader import ResultReader
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from agent.demo.rendering.picture import PartVerdict, draw_verdicts
 from agent.demo.rendering.render import RenderedBoard, render_board
 from agent.demo.training.crops import CROPS_PER_LABEL, divide, load_crops, write_crops
 from agent.demo.training.train import real_plan, synthetic_plan, train_experts
-from agent.records.results import ResultReader
+from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision, Verdict

@@ -6,6 +6,7 @@ import fcntl
 import os
 import sqlite3
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
@@ -144,3 +145,10 @@ def state_held(folder: Path) -> Iterator[None]:
             reason = "is there, and is no folder" if isinstance(error, FileExistsError) else str(error.strerror)
             raise StateUnusable(folder, reason) from error
         yield
+
+
+def utc_text(time_: datetime) -> str:
+    """ISO-8601 in UTC with six decimals, so that text sorts as time does. Raises ValueError for a time without zone."""
+    if time_.tzinfo is None:
+        raise ValueError(f"{time_} has no time zone")
+    return time_.astimezone(UTC).isoformat(timespec="microseconds")

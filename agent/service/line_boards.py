@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from agent.config import BoardSection
     from agent.records.boards import BoardVerdict, LedgerStatistics
-    from agent.records.results import Result, ResultStore
+    from agent.records.result_writer import ResultStore
+    from agent.records.results import Result
 
 log = logging.getLogger(__name__)
 

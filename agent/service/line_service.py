@@ -26,7 +26,7 @@ from agent.intake.naming import naming_of
 from agent.intake.reading import Answers, ArrivalReader
 from agent.intake.room import has_room
 from agent.records.attempts import AttemptLog
-from agent.records.results import ResultStore
+from agent.records.result_writer import ResultStore
 from agent.runtime.executor import EncodedImage
 from agent.runtime.loop import BatchWatch
 from agent.service.drift import DriftAlarm, UsageDrift

@@ -12,7 +12,7 @@ import sqlite3
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.records.results import ResultReader
+from agent.records.result_reader import ResultReader
 from experts.errors import ConfigError, Place
 from experts.expert import Verdict
 

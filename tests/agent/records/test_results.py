@@ -21,7 +21,9 @@ from sqlite_utils import Database
 
 from agent.records.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
-from agent.records.results import Recorded, Result, ResultReader, ResultStore
+from agent.records.result_reader import ResultReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Recorded, Result
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes

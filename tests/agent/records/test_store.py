@@ -18,7 +18,9 @@ import pytest
 
 from agent.records.boards import BoardVerdict, Inspection
 from agent.records.database import open_for_writing
-from agent.records.results import READ_ROWS, BoardRow, Recorded, Result, ResultReader, ResultStore, StoreStatistics
+from agent.records.result_reader import READ_ROWS, ResultReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import BoardRow, Recorded, Result, StoreStatistics
 from experts.expert import Verdict
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from agent.config import BoardSection
-from agent.records.results import Result, ResultStore
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
 from agent.service.line_boards import LineBoards
 from experts.expert import Verdict
 

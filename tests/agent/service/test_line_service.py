@@ -29,7 +29,9 @@ from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, Usa
 from agent.device_profile.store import ProfileDraft
 from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.records.boards import BoardVerdict
-from agent.records.results import Result, ResultReader, ResultStore
+from agent.records.result_reader import ResultReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
 from experts.errors import AgentCrashed

@@ -30,7 +30,8 @@ from agent.device_profile.identity import identity_of
 from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
 from agent.records.database import StateLock
-from agent.records.results import Result, ResultStore
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
 from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights

@@ -18,7 +18,8 @@ from PIL import Image
 from agent.commands.results import result_rows, write_rows
 from agent.config import BoardSection, read_line
 from agent.device_profile.records import UsageOrigin
-from agent.records.results import Result, ResultStore
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep

@@ -1,0 +1,120 @@
+"""Reads a line's results and boards, in any process, while an agent writes or not.
+
+Guarantees: only what is committed is read; each look is short, so that no reader keeps the log from shrinking; rows
+of any age are found by an index.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from agent.records.boards import BoardVerdict, Inspection, StoredResult
+from agent.records.database import open_for_reading, utc_text
+from agent.records.results import BoardRow, Result, ResultRow
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
+LARGEST_SEQ = 2**63 - 1
+
+
+class ResultReader:
+    """Reads results of a line, in any process, while an agent writes or not. Each call is one short look or several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self, key: str) -> ResultRow | None:
+        """The committed result of this key."""
+        rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
+        return _result_row(rows[0]) if rows else None
+
+    def query(
+        self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
+    ) -> Iterator[ResultRow]:
+        """Committed results in the order of their numbers: finished at ``since`` or later, of this verdict, so many."""
+        last, left = self._before(since), limit
+        while left is None or left > 0:
+            wanted = READ_ROWS if left is None else min(left, READ_ROWS)
+            rows = self._rows(
+                "SELECT * FROM results WHERE seq > ? AND finished_at >= ? AND (? IS NULL OR verdict = ?)"
+                " ORDER BY seq LIMIT ?",
+                (last, utc_text(since) if since else "", verdict, verdict, wanted),
+            )
+            yield from (_result_row(row) for row in rows)
+            if len(rows) < wanted:
+                return
+            last, left = rows[-1]["seq"], None if left is None else left - len(rows)
+
+    def newest_first(self) -> Iterator[StoredResult]:
+        """Every result as a restart reads it, the latest stored first, read as far as it is asked for."""
+        before = LARGEST_SEQ
+        while rows := self._rows(
+            "SELECT seq, board, board_type, component, ref, verdict, finished_at FROM results"
+            " WHERE seq < ? ORDER BY seq DESC LIMIT ?",
+            (before, READ_ROWS),
+        ):
+            yield from (_stored_result(row) for row in rows)
+            before = rows[-1]["seq"]
+
+    def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
+        """Board verdicts closed at ``since`` or later; of these the newest ``limit``, oldest first."""
+        index = "INDEXED BY boards_closed_at" if since else ""  # else all of them would be read to be left out
+        rows = self._rows(
+            f"SELECT * FROM boards {index} WHERE closed_at >= ? ORDER BY seq DESC LIMIT ?",
+            (utc_text(since) if since else "", -1 if limit is None else limit),
+        )
+        return tuple(_board_row(row) for row in reversed(rows))
+
+    def _before(self, since: datetime | None) -> int:
+        """A number below those of all results finished at ``since`` or later: old rows are not read to be left out."""
+        if since is None:
+            return 0
+        first = self._rows(
+            "SELECT min(seq) FROM results INDEXED BY results_finished_at WHERE finished_at >= ?", (utc_text(since),)
+        )[0][0]
+        return 0 if first is None else first - 1
+
+    def _rows(self, sql: str, values: Sequence[object]) -> list[sqlite3.Row]:
+        with closing(open_for_reading(self.path)) as connection:
+            return connection.execute(sql, values).fetchall()
+
+
+def _result_row(row: sqlite3.Row) -> ResultRow:
+    values = {name: row[name] for name in row.keys() if name != "seq"}  # noqa: SIM118  # a Row iterates over values
+    values["verdict"] = Verdict(values["verdict"])
+    values["experts"] = tuple(json.loads(values["experts"]))
+    values["detail"] = json.loads(values["detail"])
+    values["arrived_at"] = datetime.fromisoformat(values["arrived_at"])
+    values["finished_at"] = datetime.fromisoformat(values["finished_at"])
+    return ResultRow(row["seq"], Result(**values))
+
+
+def _stored_result(row: sqlite3.Row) -> StoredResult:
+    at = datetime.fromisoformat(row["finished_at"])
+    serial, board_type, ref = row["board"], row["board_type"], row["ref"]
+    if serial is None or board_type is None or ref is None:
+        return StoredResult(at, None)
+    return StoredResult(at, Inspection(serial, board_type, row["component"], ref, Verdict(row["verdict"]), at))
+
+
+def _board_row(row: sqlite3.Row) -> BoardRow:
+    values = dict(row)
+    board = BoardVerdict(
+        serial=values["serial"],
+        board_type=values["board_type"],
+        verdict=Verdict(values["verdict"]),
+        opened_at=datetime.fromisoformat(values["opened_at"]),
+        closed_at=datetime.fromisoformat(values["closed_at"]),
+        missing=json.loads(values["missing"]),
+        counts={Verdict(verdict): count for verdict, count in json.loads(values["counts"]).items()},
+        is_revision=values["revisions"] > 0,
+    )
+    return BoardRow(values["seq"], values["revisions"], board)
