@@ -1,9 +1,11 @@
 """The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes.
 
-Guarantees: a signal ends it whichever thread receives it and whenever it comes; one agent serves a line at a time."""
+Guarantees: a signal ends it whichever thread receives it and whenever it comes; one agent serves a line at a time.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from contextlib import contextmanager, suppress
@@ -11,12 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.records.database import state_held
-from agent.service.line_service import LineService, log
+from agent.service.line_service import LineService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from agent.config import LineConfig
+
+log = logging.getLogger(__name__)
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TOLD = 0  # what is written where no signal is: no signal has this number

@@ -23,7 +23,8 @@ from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
-from profiler.replay.player import AgentSetup, experts_of, images_of, player
+from profiler.replay.images import experts_of, images_of
+from profiler.replay.player import AgentSetup, player
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import Arrival
 

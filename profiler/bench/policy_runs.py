@@ -35,7 +35,8 @@ from experts.errors import ConfigError
 from profiler.bench.naive import NAIVE, NaiveServer, naive_files
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
 from profiler.bench.rows import Figures, Measurement, PolicyRow, Predicted, engine_figures, medians, naive_figures
-from profiler.replay.player import AgentSetup, experts_of, images_of, packed_copies, player
+from profiler.replay.images import experts_of, images_of
+from profiler.replay.player import AgentSetup, packed_copies, player
 from profiler.simulation.forecast import SHARING_PROCESSORS
 from profiler.simulation.simulator import PASSES, Simulator
 

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from agent.core import events
-from profiler.replay.player import QUIET_FRACTION
+from profiler.replay.host_load import QUIET_FRACTION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from profiler.bench.naive import NaivePlayed
-    from profiler.replay.player import Decision, Played
+    from profiler.replay.player import Played
+    from profiler.replay.timed_decider import Decision
 
 TARGET_ROOFLINE_FRACTION = 0.95
 TARGET_PREDICTION_ERROR = 0.10

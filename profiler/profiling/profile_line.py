@@ -40,7 +40,7 @@ from profiler.microbench.packed_forms import LinePacking, by_kind, refuse_what_n
 from profiler.microbench.precision_choice import PrecisionChoice
 from profiler.microbench.smoke_test import failing_experts
 from profiler.microbench.spinning import measure_spinning, most_used, try_setting
-from profiler.replay.player import QUIET_FRACTION, CoresInUse
+from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.usage.probabilities import (
     UsageFound,
     computed_usage,

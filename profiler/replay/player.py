@@ -8,44 +8,33 @@ starts; what is measured is deciding, loading, preparing and running.
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import psutil
-
-from agent.core import events
-from agent.core.effects import Evict, StartLoad
 from agent.deployment.build import build_agent
 from agent.deployment.packed_copies import copy_name, packed_manifests
 from agent.runtime.loop import LoopOptions
 from experts.errors import AgentCrashed, ConfigError, ExpertError
 from experts.expert import Precision, Verdict
-from experts.images import read_image
-from profiler.workload.generated_line import synthetic_pixels
+from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
+from profiler.replay.timed_decider import Decision, TimedDecider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from agent.config import LineConfig
-    from agent.core.effects import Effect
-    from agent.core.engine import EngineStatistics
-    from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.core.request import Outcome
     from agent.deployment.build import Agent
     from agent.device_profile.records import StoredProfile
     from agent.runtime.loop import Decider, LoopStatistics
-    from experts.catalog import Catalog
     from experts.weights import PackedExpert
     from profiler.workload.traces import Arrival
 
@@ -54,53 +43,6 @@ if TYPE_CHECKING:
 PLACEMENT_LIMIT_S = 900.0  # 40 GB from a SATA drive take less
 SETTLE_LIMIT_S = 60.0  # for loads that are under way when the last outcome comes
 VERIFIERS = 2
-PEAK_RESET = "5"  # what /proc/self/clear_refs takes to forget the peak of resident memory (proc(5))
-
-QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the report says so
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One call of the Engine. ``cpu_s`` is the deciding thread's own: the rest of ``seconds`` others had the core."""
-
-    event: type
-    moves_experts: bool  # it started a load, or evicted
-    seconds: float
-    cpu_s: float
-
-    @property
-    def is_expert_management(self) -> bool:
-        """Does its time count for moving experts (CoServe, section 4.3), not for scheduling requests (4.2)?"""
-        return self.moves_experts or self.event in (events.Loaded, events.LoadFailed, events.Quarantined)
-
-
-class TimedDecider:
-    """A Decider that times another one. ``decisions`` grows on the loop's thread."""
-
-    def __init__(self, decider: Decider) -> None:
-        self._decider = decider
-        self.decisions: list[Decision] = []
-
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """As the other one does."""
-        started, cpu_started = time.perf_counter(), time.thread_time()
-        effects = self._decider.handle(event, now)
-        cpu_s, seconds = time.thread_time() - cpu_started, time.perf_counter() - started
-        moves = any(isinstance(effect, StartLoad | Evict) for effect in effects)
-        self.decisions.append(Decision(type(event), moves, seconds, cpu_s))
-        return effects
-
-    def next_wakeup_s(self) -> float | None:
-        """As the other one does."""
-        return self._decider.next_wakeup_s()
-
-    def statistics(self) -> EngineStatistics:
-        """As the other one does."""
-        return self._decider.statistics()
-
-    def check_invariants(self) -> None:
-        """As the other one does."""
-        self._decider.check_invariants()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,60 +216,6 @@ def player(
         agent.stop()
 
 
-class CoresInUse:
-    """Who has the cores from now on: this process and those it started and waited for, or others.
-
-    What others take makes figures worse than they are.
-    """
-
-    def __init__(self) -> None:
-        self._all, self._busy, self._own = self._times()
-
-    def others_fraction(self) -> float:
-        """The share of all cores' time that went to other processes since; 0 where nothing is known yet."""
-        everything, busy, own = self._times()
-        passed_s = everything - self._all
-        return min(max((busy - self._busy - (own - self._own)) / passed_s, 0.0), 1.0) if passed_s > 0 else 0.0
-
-    def _times(self) -> tuple[float, float, float]:
-        """Seconds of all cores, of those that were busy, and of this process with its ended children."""
-        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # also in user
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        return everything, everything - idle, own.user + own.system + own.children_user + own.children_system
-
-
-def experts_of(trace: Iterable[Arrival], catalog: Catalog) -> set[str]:
-    """Every expert that a trace may need: those it names, and all on the routes of its components."""
-    arrivals = tuple(trace)
-    named = {arrival.expert for arrival in arrivals if arrival.expert is not None}
-    components = {arrival.component for arrival in arrivals if arrival.component is not None}
-    return named | {step.expert for component in components for step in catalog.graph.routes[component]}
-
-
-def images_of(trace: Sequence[Arrival], catalog: Catalog) -> tuple[NDArray[np.uint8], ...]:
-    """The decoded image of every arrival: its own, or a synthetic one of its first expert's input size.
-
-    Each file is decoded once. Raises ImageError for one that cannot be.
-    """
-    decoded: dict[Path, NDArray[np.uint8]] = {}
-    synthetic: dict[str, NDArray[np.uint8]] = {}
-    images = []
-    for arrival in trace:
-        if arrival.image is not None:
-            if arrival.image not in decoded:
-                decoded[arrival.image] = read_image(arrival.image, str(arrival.image))
-            images.append(decoded[arrival.image])
-            continue
-        expert = arrival.expert or catalog.graph.routes[str(arrival.component)][0].expert
-        if expert not in synthetic:
-            wanted = catalog.experts[expert].input
-            chance = np.random.default_rng(list(expert.encode()))
-            synthetic[expert] = synthetic_pixels(chance, wanted.height, wanted.width)
-        images.append(synthetic[expert])
-    return tuple(images)
-
-
 def packed_copies(agent: Agent) -> dict[str, PackedExpert]:
     """What this agent may load, by the name of the copy."""
     copies = {row.copy for column in agent.matrix.experts.values() for row in column.values()}
@@ -365,21 +253,3 @@ def _refuse_broken(config: LineConfig, needed: Sequence[str], broken: Mapping[st
     ]
     if problems:
         raise ConfigError.of(problems)
-
-
-def forget_peak_rss() -> None:
-    """Where the system can: elsewhere the peak is that of the whole process."""
-    try:
-        Path("/proc/self/clear_refs").write_text(PEAK_RESET)
-    except OSError:
-        return
-
-
-def peak_resident_bytes() -> int:
-    """The most resident memory since it was last forgotten."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

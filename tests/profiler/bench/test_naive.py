@@ -14,7 +14,8 @@ from experts.backends import backend_for
 from experts.errors import ConfigError
 from experts.expert import NOTHING_FOUND, Precision
 from profiler.bench.naive import NaiveServer, build, drop_from_cache, infer, naive_files
-from profiler.replay.player import AgentSetup, experts_of, images_of, player
+from profiler.replay.images import experts_of, images_of
+from profiler.replay.player import AgentSetup, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import Arrival
 

@@ -18,7 +18,8 @@ from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ImageUnrea
 from experts.expert import Precision, Verdict
 from profiler.bench.policy_runs import RunOptions, configured, run_line
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, work_of
-from profiler.replay.player import AgentSetup, Player, experts_of, images_of, packed_copies, player
+from profiler.replay.images import experts_of, images_of
+from profiler.replay.player import AgentSetup, Player, packed_copies, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import Arrival, read_trace
 

@@ -28,15 +28,10 @@ from agent.runtime.loop import LoopOptions
 from experts.errors import ConfigError
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
+from profiler.bench.playback import Playback
 from profiler.bench.policy_runs import RunOptions
-from profiler.bench.scheduling_cost import (
-    Playback,
-    Recorder,
-    SchedulingCost,
-    measure_scheduling,
-    report,
-    run_and_play_back,
-)
+from profiler.bench.recorder import Recorder
+from profiler.bench.scheduling_cost import SchedulingCost, measure_scheduling, report, run_and_play_back
 from profiler.simulation.simulator import Simulator, always_passes
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import Arrival, read_trace

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from agent.config import read_line
-from profiler.replay.player import AgentSetup, CoresInUse, experts_of, images_of, player
+from profiler.replay.host_load import CoresInUse
+from profiler.replay.images import experts_of, images_of
+from profiler.replay.player import AgentSetup, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import read_trace
 
