@@ -14,11 +14,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError
-from profiler.bench import decisions, loading, rows, starting
-from profiler.bench.loading import measure_loading
+from profiler.bench import rows
+from profiler.bench.parts import decisions, loading, starting
+from profiler.bench.parts.loading import measure_loading
+from profiler.bench.parts.starting import measure_start
 from profiler.bench.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, Target, measure_proof
 from profiler.bench.scheduling_cost import figure_19
-from profiler.bench.starting import measure_start
 from profiler.charts import bar_chart
 from profiler.paper.evaluation import COSERVE, LEAST_RATIO, MOST_RATIO, PAPER, SAMBA, simulated_tasks
 from profiler.paper.figures import write_figures
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from profiler.bench.decisions import DecisionTimes
-    from profiler.bench.loading import LoadingTimes
+    from profiler.bench.parts.decisions import DecisionTimes
+    from profiler.bench.parts.loading import LoadingTimes
+    from profiler.bench.parts.starting import StartTimes
     from profiler.bench.proof import Proof
-    from profiler.bench.starting import StartTimes
     from profiler.paper.evaluation import Evaluation
 
     Progress = Callable[[str, int, int], None]

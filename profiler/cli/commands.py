@@ -476,7 +476,7 @@ def start(
     as_json: AsJson = False,
 ) -> None:
     """How soon an agent without experts to speak of is ready, and what it holds then."""
-    from profiler.bench.starting import measure_start, report
+    from profiler.bench.parts.starting import measure_start, report
 
     with explained(), disk_explained():
         times = measure_start(scratch_folder(directory), starts)
@@ -486,7 +486,7 @@ def start(
 @bench_app.command()
 def decisions(as_json: AsJson = False) -> None:
     """How long a decision takes against the number of queued requests."""
-    from profiler.bench.decisions import report
+    from profiler.bench.parts.decisions import report
 
     lines, rows = report()
     print(json.dumps({"rows": [asdict(row) for row in rows]}) if as_json else "\n".join(lines))
@@ -501,7 +501,7 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """SSD to runnable, beside a raw direct read of the same packed bytes."""
-    from profiler.bench.loading import measure_loading, report
+    from profiler.bench.parts.loading import measure_loading, report
 
     with explained(), disk_explained():
         measured = measure_loading(scratch_folder(directory), architecture, files, repeats)

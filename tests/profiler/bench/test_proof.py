@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from tests.profiler.one_run import FIGURES
 
-from profiler.bench.loading import LoadingTimes
+from profiler.bench.parts.loading import LoadingTimes
+from profiler.bench.parts.starting import StartTimes
 from profiler.bench.proof import Comparison, Proof
 from profiler.bench.report import Findings, targets_text, write_report
 from profiler.bench.rows import Measurement, PolicyRow
 from profiler.bench.scheduling_cost import SchedulingCost
-from profiler.bench.starting import StartTimes
 from profiler.paper.evaluation import Evaluation
 from profiler.workload.generated_line import LineRecipe
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from profiler.bench.decisions import measure_decisions
+from profiler.bench.parts.decisions import measure_decisions
 
 BATCHES = 4 * 8  # four executors, eight requests a batch at most
 NOT_WAITING = 2 * BATCHES  # those that run, and those that have ended and whose followers come next

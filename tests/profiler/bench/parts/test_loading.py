@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from experts.errors import ConfigError
-from profiler.bench.loading import LoadingTimes, measure_loading, report
+from profiler.bench.parts.loading import LoadingTimes, measure_loading, report
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TIMES = LoadingTimes("resnet101", 8, 3, 178_700_000, raw_s=0.05, load_s=0.055, first_load_s=0.15, bind_s=0.004)
 
 

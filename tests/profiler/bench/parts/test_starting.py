@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from experts.errors import CoServeError
-from profiler.bench.starting import StartTimes, measure_start, report, start_once
+from profiler.bench.parts.starting import StartTimes, measure_start, report, start_once
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DEADLINE_S = 120.0
 TELLS_ITS_ID = """
 import os, socket, sys

@@ -1,0 +1,1 @@
+"""Benchmarks of one thing each: a decision, a load, a start."""
