@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agent.cli import app
 from agent.runtime.machine.heap import bound_heaps
-from profiler.cli.commands import offline_app
+from profiler.cli.app import offline_app
 
 app.add_typer(offline_app)
 

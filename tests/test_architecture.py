@@ -72,7 +72,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "profiler.planning": ("profiler.workload", "profiler.simulation"),
     "profiler.paper": ("profiler.charts", "profiler.workload", "profiler.simulation", "profiler.allocation"),
+    "profiler.bench.parts": ("profiler.workload",),
     "profiler.bench": (
+        "profiler.bench.parts",
         "profiler.charts", "profiler.workload", "profiler.simulation", "profiler.replay", "profiler.microbench",
         "profiler.usage", "profiler.allocation", "profiler.profiling", "profiler.planning", "profiler.paper",
     ),
@@ -332,7 +334,7 @@ class TestTheImportRules:
             ("experts.backends.fake", "def f():\n    import profiler.simulation.simulator"),
             ("agent.cli", "from profiler import cli"),
             ("agent.cli", "import coserve"),
-            ("profiler.cli.commands", "from coserve import main"),
+            ("profiler.cli.app", "from coserve import main"),
             ("agent.core.engine", "from agent.runtime.loop import Loop"),
             ("agent.core.engine", "from agent import profile"),
             ("agent.core.engine", "from ..runtime import loop"),
@@ -374,8 +376,8 @@ class TestTheImportRules:
             ("agent.records.results", "from agent.records import journal\nimport sqlite3"),
             ("agent.service.line_service", "from agent.intake import folder\nfrom agent.records import journal"),
             ("agent.intake.timeline", "import timeit, onnxish"),
-            ("profiler.cli.commands", "from agent.device_profile.store import PerformanceMatrix"),
-            ("coserve", "from agent.cli import app\nfrom profiler.cli.commands import app as profiler_app"),
+            ("profiler.cli.app", "from agent.device_profile.store import PerformanceMatrix"),
+            ("coserve", "from agent.cli import app\nfrom profiler.cli.app import app as profiler_app"),
         ],
     )
     def test_what_is_right_passes(self, module, source):

@@ -18,7 +18,7 @@ from agent.device_profile.records import (
     UsageProfile,
 )
 from agent.device_profile.store import ProfileDraft
-from profiler.cli.commands import offline_app
+from profiler.cli.app import offline_app
 from profiler.paper.evaluation import ABLATIONS
 
 USAGE, CONFIGURATION = 2, 78

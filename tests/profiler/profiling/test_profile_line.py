@@ -40,7 +40,7 @@ from experts.expert import Verdict
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
-from profiler.cli.commands import disk_explained
+from profiler.cli.arguments import disk_explained
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.spinning import ROUNDS, SpinTrial, try_setting
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line

@@ -1,4 +1,4 @@
-"""The offline commands: ``coserve profile | plan | bench``. Each prints what it measured, and where that is short.
+"""`coserve bench`: a line and its trace on this box, or one part of the proof. Each prints where it is short.
 
 Heavy runtimes are imported inside the commands that need them, so that ``--help`` answers at once.
 """
@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import json
 import logging
-import sqlite3
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from agent.cli import FAILED, AsJson, LineFile, explained, log_to_stderr
-from experts.errors import ConfigError
+from agent.cli import AsJson, LineFile, explained, log_to_stderr
 from experts.expert import Precision
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from profiler.planning.plan import PlanRow
+from profiler.cli.arguments import (
+    Executors,
+    Policies,
+    disk_explained,
+    refuse_unused,
+    scratch_folder,
+)
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
-SEARCHING = ("initial_window", "error_margin", "fit_values")  # parameters of the search alone
-OPTIONS = {name: name.replace("_", "-") for name in SEARCHING} | {"directory": "dir", "folder": "out"}
 BENCHMARKS = ("decisions", "generate", "load", "overhead", "report", "start", "tasks")
 
 
@@ -42,249 +39,19 @@ class LineByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-offline_app = typer.Typer()
 bench_app = typer.Typer(
     help="Measure: a line and its trace on this box (bench LINE.yaml --trace T), or one of these.",
     cls=LineByDefault,
     no_args_is_help=True,
 )
-offline_app.add_typer(bench_app, name="bench")
 
-Memory = Annotated[
-    list[str] | None,
-    typer.Option(help="memory of experts and batches, such as 2GiB, or host=2GiB,device=1GiB; default: the line's"),
-]
-Policies = Annotated[list[str] | None, typer.Option("--policy", help="one or several; default: the line's")]
-Executors = Annotated[str | None, typer.Option(help="such as cuda=3,cpu=1; default: the line's")]
 Bandwidth = Annotated[
     str | None, typer.Option("--ssd-bandwidth", help="hold loads from the SSD to a rate, such as 530MB/s")
 ]
-PlannedBandwidth = Annotated[
-    str | None,
-    typer.Option("--ssd-bandwidth", help="plan with an SSD of this speed, such as 530MB/s; default: the profile's"),
-]
-Trace = Annotated[Path | None, typer.Option(help="JSON lines, one arrival each; default: some boards one takt apart")]
 Requests = Annotated[int, typer.Option(min=1)]
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="a folder on the SSD to measure; default: the current folder")
 ]
-
-
-@contextmanager
-def disk_explained(*, resumes: bool = False) -> Iterator[None]:
-    """What a disk refuses, as one line on stderr. Exit code 1.
-
-    ``resumes``: what was saved until then is whole, and the command goes on from there when it is run again.
-    """
-    try:
-        yield
-    except (OSError, sqlite3.OperationalError) as error:
-        from agent.device_profile.schema import is_refused_by_disk
-
-        if isinstance(error, sqlite3.Error) and not is_refused_by_disk(error):
-            raise
-        told = f"{error}"
-        if isinstance(error, OSError) and error.strerror:
-            reason = "is there, and is no folder" if isinstance(error, FileExistsError) else error.strerror
-            told = f"{error.filename}: {reason}" if error.filename else reason
-        again = "run the command again: it resumes" if resumes else "run the command again"
-        sys.stderr.write(f"{told} - make room or correct the path, then {again}\n")
-        raise typer.Exit(FAILED) from error
-
-
-def from_here(path: Path) -> Path:
-    """As it would be typed in the current folder, where it lies below that."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def scratch_folder(directory: Path | None) -> Path:
-    """The folder on the SSD to measure; where none is given, the current one. Raises ConfigError."""
-    if directory is not None and not directory.is_dir():
-        raise ConfigError(f"{directory}: no such folder - name one on the SSD to measure")
-    return directory or Path.cwd()
-
-
-def refuse_unused(ctx: typer.Context, names: Sequence[str], why: str) -> None:
-    """Raises BadParameter naming those of these parameters that were given, as nothing will come of them."""
-    given = [name for name in names if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
-    if given:
-        raise typer.BadParameter(why, param_hint=" / ".join(f"--{OPTIONS.get(name, name)}" for name in given))
-
-
-def refuse_unknown_policies(policies: Sequence[str]) -> None:
-    """Raises ConfigError for a policy that is none."""
-    from agent.core.policy import PRESETS
-    from experts.document import suggestion
-
-    for name in policies:
-        if name not in PRESETS:
-            raise ConfigError(f"no policy {name!r} - {suggestion(name, PRESETS)}")
-
-
-def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
-    """Raises BadParameter for parameters of `profile` that exclude one another, or that nothing will come of."""
-    given = ctx.params
-    if given["simulate"] and given["casual"]:
-        raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
-    if given["usage_from"] is not None and given["count_usage"]:
-        raise typer.BadParameter(
-            "usage is learned or counted - give one of the two", param_hint="--usage-from / --count-usage"
-        )
-    if not is_measured:
-        refuse_unused(
-            ctx,
-            ("tolerance", *SEARCHING),
-            "--usage-from alone measures and searches nothing - leave it, or add --simulate, --casual or --fresh",
-        )
-    elif given["casual"]:
-        refuse_unused(ctx, SEARCHING, "--casual searches nothing - leave one of the two")
-
-
-@offline_app.command()
-def profile(
-    ctx: typer.Context,
-    line: LineFile,
-    samples: Annotated[
-        Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
-    ] = None,
-    usage_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="usage from served history (results.db, or its rows); alone it only changes a finished profile"
-        ),
-    ] = None,
-    count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
-    simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,
-    casual: Annotated[bool, typer.Option(help="no search: 75 % of memory for experts, the casual executors")] = False,
-    initial_window: Annotated[int, typer.Option(min=1, max=99, help="of the search, in experts")] = 15,
-    error_margin: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the search's linear fit")] = 0.05,
-    fit_values: Annotated[int, typer.Option(min=2, help="throughputs that the fit needs at least")] = 2,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="how far scores may be off fp32 for precision: auto")
-    ] = 0.02,
-    fresh: Annotated[
-        bool, typer.Option(help="measure everything anew, also in the place of another box's or a damaged profile")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Profile this box for a line, once: times, memory, usage; then split the memory and count the executors.
-
-    Writes STATE/profile.db, which the agent then starts from, and charts beside it. Killed half-way, it resumes.
-    """
-    from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line
-    from agent.deployment.profile_in_use import set_spinning
-
-    log_to_stderr(logging.WARNING)
-    with explained():
-        is_measured = fresh or simulate or casual or samples is not None or usage_from is None
-        refuse_contradictions(ctx, is_measured=is_measured)
-        config = read_line(line)
-        spinning = set_spinning(config)
-        from profiler.allocation.search import SearchOptions
-        from profiler.allocation.step import CASUAL, ENGINE, SIMULATE  # loads torch, as do those below
-        from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
-        from profiler.profiling.report import profile_charts, profile_json, profile_table
-
-        options = ProfilingOptions(
-            samples=samples,
-            count_usage=count_usage,
-            usage_from=usage_from,
-            allocation=SIMULATE if simulate else CASUAL if casual else ENGINE,
-            fresh=fresh,
-            tolerance=tolerance,
-            search=SearchOptions(initial_window, error_margin, fit_values),
-            spinning=spinning,
-        )
-        with disk_explained(resumes=True), progress_on_stderr() as progress:
-            learned = None if is_measured else learn_usage(config, usage_from)
-            done = learned or profile_line(config, options, progress)
-    for note in done.notes:
-        sys.stderr.write(f"note: {note}\n")
-    print(json.dumps(profile_json(done.profile)) if as_json else profile_table(done.profile))
-    with disk_explained(resumes=True):
-        charts = profile_charts(done.profile, done.path.with_name("profile"))
-    if not as_json:
-        written = f"written      {from_here(done.path)}"
-        print(f"{written}, charts in {from_here(charts[0].parent)}" if charts else written)
-
-
-@offline_app.command()
-def plan(
-    ctx: typer.Context,
-    line: LineFile,
-    trace: Trace = None,
-    database: Annotated[
-        Path | None, typer.Option("--profile", help="a device profile; default: STATE/profile.db of the line")
-    ] = None,
-    policies: Policies = None,
-    memory: Memory = None,
-    executors: Executors = None,
-    precision: Annotated[Precision | None, typer.Option(help="default: the profile's")] = None,
-    ssd_bandwidth: PlannedBandwidth = None,
-    boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the made-up trace")] = 20,
-    seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the made-up trace")] = 0,
-    as_json: AsJson = False,
-) -> None:
-    """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck.
-
-    Of several memories those that are too small are told on stderr, beside the rows of the others.
-    """
-    from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line
-    from agent.deployment.build import doubts
-    from agent.device_profile.store import read_profile
-    from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
-    from profiler.planning.plan import as_json as plan_json
-    from profiler.planning.plan import plan as plan_rows
-    from profiler.planning.plan import plan_advice, plan_table
-    from profiler.workload.traces import board_trace, read_trace
-
-    log_to_stderr(logging.WARNING)
-    with explained(), disk_explained(), progress_on_stderr() as progress:
-        if trace is not None:
-            refuse_unused(ctx, ("boards",), "boards are of the made-up trace - leave them, or leave --trace")
-        refuse_unknown_policies(policies or ())
-        config = read_line(line)
-        stored = read_profile(database or config.profile_file)
-        if database is None:
-            for doubt in doubts(config, stored):
-                print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)
-        arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
-        is_split = stored.box.device_bytes is not None
-        memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
-        common: dict[str, Any] = {
-            "executors": executor_counts(executors),
-            "precision": precision,
-            "ssd_bytes_per_s": bytes_per_s(ssd_bandwidth),
-            "seed": seed,
-        }
-        asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
-        stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
-        rows: dict[tuple[str, str], PlanRow] = {}
-        refused: dict[tuple[str, str], ConfigError] = {}
-        for done, (policy, size) in enumerate(asked):
-            progress(stage, done, steps)
-            try:
-                (rows[policy, size],) = plan_rows(config, None, stored, arrivals, [policy], [memories[size]], **common)
-            except ConfigError as error:
-                refused[policy, size] = error
-        if not rows:
-            raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
-        progress(stage, len(asked), steps)
-        policy, size = next(iter(rows))
-        advice = plan_advice(config, None, stored, arrivals, policy, memories[size], **common)
-        progress(stage, steps, steps)
-    for (policy, size), reason in refused.items():
-        sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {reason}\n")
-    if as_json:
-        told = [
-            {"policy": policy, "memory": size or None, "reason": f"{reason}"}
-            for (policy, size), reason in refused.items()
-        ]
-        print(json.dumps(plan_json([*rows.values()], advice) | {"refused": told}))
-    else:
-        print(plan_table([*rows.values()], advice), end="")
 
 
 @bench_app.command(LINE, hidden=True)

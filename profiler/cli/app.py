@@ -1,0 +1,14 @@
+"""The offline commands as one typer application: ``coserve profile | plan | bench``."""
+
+from __future__ import annotations
+
+import typer
+
+from profiler.cli.bench import bench_app
+from profiler.cli.plan import plan
+from profiler.cli.profile import profile
+
+offline_app = typer.Typer()
+offline_app.command()(profile)
+offline_app.command()(plan)
+offline_app.add_typer(bench_app, name="bench")

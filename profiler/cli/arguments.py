@@ -1,0 +1,78 @@
+"""What the offline commands take alike, and how they refuse: options, folders, what nothing would come of."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agent.cli import FAILED
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SEARCHING = ("initial_window", "error_margin", "fit_values")  # parameters of the search alone
+OPTIONS = {name: name.replace("_", "-") for name in SEARCHING} | {"directory": "dir", "folder": "out"}
+Memory = Annotated[
+    list[str] | None,
+    typer.Option(help="memory of experts and batches, such as 2GiB, or host=2GiB,device=1GiB; default: the line's"),
+]
+Policies = Annotated[list[str] | None, typer.Option("--policy", help="one or several; default: the line's")]
+Executors = Annotated[str | None, typer.Option(help="such as cuda=3,cpu=1; default: the line's")]
+Trace = Annotated[Path | None, typer.Option(help="JSON lines, one arrival each; default: some boards one takt apart")]
+
+
+@contextmanager
+def disk_explained(*, resumes: bool = False) -> Iterator[None]:
+    """What a disk refuses, as one line on stderr. Exit code 1.
+
+    ``resumes``: what was saved until then is whole, and the command goes on from there when it is run again.
+    """
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        from agent.device_profile.schema import is_refused_by_disk
+
+        if isinstance(error, sqlite3.Error) and not is_refused_by_disk(error):
+            raise
+        told = f"{error}"
+        if isinstance(error, OSError) and error.strerror:
+            reason = "is there, and is no folder" if isinstance(error, FileExistsError) else error.strerror
+            told = f"{error.filename}: {reason}" if error.filename else reason
+        again = "run the command again: it resumes" if resumes else "run the command again"
+        sys.stderr.write(f"{told} - make room or correct the path, then {again}\n")
+        raise typer.Exit(FAILED) from error
+
+
+def from_here(path: Path) -> Path:
+    """As it would be typed in the current folder, where it lies below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def scratch_folder(directory: Path | None) -> Path:
+    """The folder on the SSD to measure; where none is given, the current one. Raises ConfigError."""
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"{directory}: no such folder - name one on the SSD to measure")
+    return directory or Path.cwd()
+
+
+def refuse_unused(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raises BadParameter naming those of these parameters that were given, as nothing will come of them."""
+    given = [name for name in names if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
+    if given:
+        raise typer.BadParameter(why, param_hint=" / ".join(f"--{OPTIONS.get(name, name)}" for name in given))
+
+
+def refuse_unknown_policies(policies: Sequence[str]) -> None:
+    """Raises ConfigError for a policy that is none."""
+    from agent.core.policy import PRESETS
+    from experts.document import suggestion
+
+    for name in policies:
+        if name not in PRESETS:
+            raise ConfigError(f"no policy {name!r} - {suggestion(name, PRESETS)}")

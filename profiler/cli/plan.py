@@ -1,0 +1,109 @@
+"""`coserve plan`: what a line would do, before it is deployed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agent.cli import AsJson, LineFile, explained, log_to_stderr
+from experts.errors import ConfigError
+from experts.expert import Precision
+from profiler.cli.arguments import (
+    Executors,
+    Memory,
+    Policies,
+    Trace,
+    disk_explained,
+    refuse_unknown_policies,
+    refuse_unused,
+)
+
+if TYPE_CHECKING:
+    from profiler.planning.plan import PlanRow
+
+PlannedBandwidth = Annotated[
+    str | None,
+    typer.Option("--ssd-bandwidth", help="plan with an SSD of this speed, such as 530MB/s; default: the profile's"),
+]
+
+
+def plan(
+    ctx: typer.Context,
+    line: LineFile,
+    trace: Trace = None,
+    database: Annotated[
+        Path | None, typer.Option("--profile", help="a device profile; default: STATE/profile.db of the line")
+    ] = None,
+    policies: Policies = None,
+    memory: Memory = None,
+    executors: Executors = None,
+    precision: Annotated[Precision | None, typer.Option(help="default: the profile's")] = None,
+    ssd_bandwidth: PlannedBandwidth = None,
+    boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the made-up trace")] = 20,
+    seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the made-up trace")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck.
+
+    Of several memories those that are too small are told on stderr, beside the rows of the others.
+    """
+    from agent.commands.progress import progress_on_stderr
+    from agent.config import read_line
+    from agent.deployment.build import doubts
+    from agent.device_profile.store import read_profile
+    from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
+    from profiler.planning.plan import as_json as plan_json
+    from profiler.planning.plan import plan as plan_rows
+    from profiler.planning.plan import plan_advice, plan_table
+    from profiler.workload.traces import board_trace, read_trace
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained(), progress_on_stderr() as progress:
+        if trace is not None:
+            refuse_unused(ctx, ("boards",), "boards are of the made-up trace - leave them, or leave --trace")
+        refuse_unknown_policies(policies or ())
+        config = read_line(line)
+        stored = read_profile(database or config.profile_file)
+        if database is None:
+            for doubt in doubts(config, stored):
+                print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)
+        arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
+        is_split = stored.box.device_bytes is not None
+        memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
+        common: dict[str, Any] = {
+            "executors": executor_counts(executors),
+            "precision": precision,
+            "ssd_bytes_per_s": bytes_per_s(ssd_bandwidth),
+            "seed": seed,
+        }
+        asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
+        stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
+        rows: dict[tuple[str, str], PlanRow] = {}
+        refused: dict[tuple[str, str], ConfigError] = {}
+        for done, (policy, size) in enumerate(asked):
+            progress(stage, done, steps)
+            try:
+                (rows[policy, size],) = plan_rows(config, None, stored, arrivals, [policy], [memories[size]], **common)
+            except ConfigError as error:
+                refused[policy, size] = error
+        if not rows:
+            raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
+        progress(stage, len(asked), steps)
+        policy, size = next(iter(rows))
+        advice = plan_advice(config, None, stored, arrivals, policy, memories[size], **common)
+        progress(stage, steps, steps)
+    for (policy, size), reason in refused.items():
+        sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {reason}\n")
+    if as_json:
+        told = [
+            {"policy": policy, "memory": size or None, "reason": f"{reason}"}
+            for (policy, size), reason in refused.items()
+        ]
+        print(json.dumps(plan_json([*rows.values()], advice) | {"refused": told}))
+    else:
+        print(plan_table([*rows.values()], advice), end="")

@@ -1,0 +1,101 @@
+"""`coserve profile`: measure this box for a line, once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agent.cli import AsJson, LineFile, explained, log_to_stderr
+from profiler.cli.arguments import SEARCHING, disk_explained, from_here, refuse_unused
+
+
+def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
+    """Raises BadParameter for parameters of `profile` that exclude one another, or that nothing will come of."""
+    given = ctx.params
+    if given["simulate"] and given["casual"]:
+        raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
+    if given["usage_from"] is not None and given["count_usage"]:
+        raise typer.BadParameter(
+            "usage is learned or counted - give one of the two", param_hint="--usage-from / --count-usage"
+        )
+    if not is_measured:
+        refuse_unused(
+            ctx,
+            ("tolerance", *SEARCHING),
+            "--usage-from alone measures and searches nothing - leave it, or add --simulate, --casual or --fresh",
+        )
+    elif given["casual"]:
+        refuse_unused(ctx, SEARCHING, "--casual searches nothing - leave one of the two")
+
+
+def profile(
+    ctx: typer.Context,
+    line: LineFile,
+    samples: Annotated[
+        Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
+    ] = None,
+    usage_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="usage from served history (results.db, or its rows); alone it only changes a finished profile"
+        ),
+    ] = None,
+    count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
+    simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,
+    casual: Annotated[bool, typer.Option(help="no search: 75 % of memory for experts, the casual executors")] = False,
+    initial_window: Annotated[int, typer.Option(min=1, max=99, help="of the search, in experts")] = 15,
+    error_margin: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the search's linear fit")] = 0.05,
+    fit_values: Annotated[int, typer.Option(min=2, help="throughputs that the fit needs at least")] = 2,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="how far scores may be off fp32 for precision: auto")
+    ] = 0.02,
+    fresh: Annotated[
+        bool, typer.Option(help="measure everything anew, also in the place of another box's or a damaged profile")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Profile this box for a line, once: times, memory, usage; then split the memory and count the executors.
+
+    Writes STATE/profile.db, which the agent then starts from, and charts beside it. Killed half-way, it resumes.
+    """
+    from agent.commands.progress import progress_on_stderr
+    from agent.config import read_line
+    from agent.deployment.profile_in_use import set_spinning
+
+    log_to_stderr(logging.WARNING)
+    with explained():
+        is_measured = fresh or simulate or casual or samples is not None or usage_from is None
+        refuse_contradictions(ctx, is_measured=is_measured)
+        config = read_line(line)
+        spinning = set_spinning(config)
+        from profiler.allocation.search import SearchOptions
+        from profiler.allocation.step import CASUAL, ENGINE, SIMULATE  # loads torch, as do those below
+        from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
+        from profiler.profiling.report import profile_charts, profile_json, profile_table
+
+        options = ProfilingOptions(
+            samples=samples,
+            count_usage=count_usage,
+            usage_from=usage_from,
+            allocation=SIMULATE if simulate else CASUAL if casual else ENGINE,
+            fresh=fresh,
+            tolerance=tolerance,
+            search=SearchOptions(initial_window, error_margin, fit_values),
+            spinning=spinning,
+        )
+        with disk_explained(resumes=True), progress_on_stderr() as progress:
+            learned = None if is_measured else learn_usage(config, usage_from)
+            done = learned or profile_line(config, options, progress)
+    for note in done.notes:
+        sys.stderr.write(f"note: {note}\n")
+    print(json.dumps(profile_json(done.profile)) if as_json else profile_table(done.profile))
+    with disk_explained(resumes=True):
+        charts = profile_charts(done.profile, done.path.with_name("profile"))
+    if not as_json:
+        written = f"written      {from_here(done.path)}"
+        print(f"{written}, charts in {from_here(charts[0].parent)}" if charts else written)
