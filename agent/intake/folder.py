@@ -19,9 +19,9 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from agent.intake.arrivals import Arrival, IntakeStatistics, Refusal, Settlement, SourceState
 from agent.intake.filing import Filing, Shelves, printable
 from agent.intake.hints import Hint, Hints
 from agent.intake.inbox import MARKER, Claimed, Inbox
@@ -31,7 +31,6 @@ from experts.filesystem import filesystem_type, tells_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from agent.config import FolderSection
     from agent.intake.naming import ImageName, Naming
@@ -44,74 +43,6 @@ NO_ROOM_S = 0.25  # between two questions whether the agent has room again
 LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us claim
 BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
 SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
-
-
-class SourceState(StrEnum):
-    """Whether the folder can be read."""
-
-    STOPPED = "stopped"
-    ONLINE = "online"
-    OFFLINE = "offline"
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now.
-
-    ``is_ours``: nobody else moves or replaces it there. ``sighting``: what it was when it was found complete.
-    """
-
-    key: str
-    path: Path
-    is_ours: bool
-    sighting: Sighting
-    relpath: str
-    board: str
-    component: str
-    ref: str
-    board_type: str | None
-    arrived_at: datetime
-    max_pixels: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A file that can never be judged, and why. ``key`` identifies it across restarts, as an arrival's does.
-
-    Settled, it goes to `failed/`, unless files are kept where they are. ``name`` is what its name tells, None where
-    that is nothing.
-    """
-
-    key: str
-    relpath: str
-    reason: str
-    name: ImageName | None
-    at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """A stored verdict: its file may go."""
-
-    key: str
-    verdict: Verdict
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class IntakeStatistics:
-    """A snapshot. ``stale``: files that stay incomplete; ``alarm``: what keeps files from being moved, else None."""
-
-    state: SourceState
-    is_polled: bool
-    waiting: int
-    stale: tuple[str, ...]
-    in_flight: int
-    offered: int
-    refused: int
-    filed: int
-    unfiled: int
-    alarm: str | None
 
 
 @dataclass(frozen=True, slots=True)
