@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from agent.demo.rendering.components import synthetic_components
+from experts.sizes import MEBIBYTE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from experts.expert import Expert
     from experts.graph import RouteStep
 
-MEBIBYTE = 1024**2
 INBOX = "inbox"
 FILE_PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 

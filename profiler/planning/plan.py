@@ -18,7 +18,8 @@ from agent.core.policy import PRESETS
 from agent.deployment.engine_setup import planned, profiled_box
 from experts.document import suggestion
 from experts.errors import ConfigError
-from profiler.planning.advice import advise, size_text
+from experts.sizes import size_text
+from profiler.planning.advice import advise
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, reaches, scenario_of, with_ssd
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from experts.sizes import MEBIBYTE, mib
 from profiler.allocation.memory_shares import usage_cdf
 from profiler.charts import Series, line_chart
 from profiler.microbench.fits import typical_s
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import KindProfile, StoredProfile, Trial
 
 WIDTH = 120
+MIB = ",.1f"
 NORMALIZATIONS = {"imagenet", "unit"}
 MOST_CURVES = 6  # in one chart: more could not be told apart
 MOST_TRIALS = 12  # of one search in the table; the chart and the database hold all of them
@@ -173,8 +175,8 @@ def _kinds_table(profile: StoredProfile) -> Table:
             f"{kind.B_s * 1e3:.2f}",
             f"{kind.fit_error:.1%}",
             str(kind.max_batch),
-            _mib(kind.weight_bytes),
-            _mib(kind.workspace_bytes),
+            mib(kind.weight_bytes, MIB),
+            mib(kind.workspace_bytes, MIB),
             f"{kind.load_s['ssd'] * 1e3:.1f}" if "ssd" in kind.load_s else "-",
             told,
         )
@@ -217,8 +219,8 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     yield f"executors    {executors} ({allocation.origin})"
     for pool in allocation.pools:
         yield (
-            f"memory       {pool.pool}: {_mib(pool.expert_bytes)} for the {pool.experts} most used experts, "
-            f"{_mib(pool.workspace_bytes)} for batches"
+            f"memory       {pool.pool}: {mib(pool.expert_bytes, MIB)} for the {pool.experts} most used experts, "
+            f"{mib(pool.workspace_bytes, MIB)} for batches"
         )
     for search, trials in _by_search(profile.trials).items():
         told = ", ".join(f"{trial.setting} {trial.images_per_s:.1f}" for trial in trials[:MOST_TRIALS])
@@ -242,7 +244,7 @@ def _points(kind: KindProfile, *, per_image: bool) -> tuple[list[float], list[fl
 
 def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
     sizes = [float(batch.batch_size) for batch in kind.batches]
-    return sizes, [(kind.weight_bytes + batch.workspace_bytes) / 2**20 for batch in kind.batches]
+    return sizes, [(kind.weight_bytes + batch.workspace_bytes) / MEBIBYTE for batch in kind.batches]
 
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
@@ -296,7 +298,3 @@ def _by_search(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
     for trial in trials:
         found[trial.search].append(trial)
     return dict(found)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.1f} MiB"
