@@ -75,19 +75,6 @@ class Compute:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """Seconds that a trace takes at least."""
-
-    compute_s: float
-    io_s: float
-
-    @property
-    def seconds(self) -> float:
-        """The larger one."""
-        return max(self.compute_s, self.io_s)
-
-
 def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> Work:
     """The steps that a played trace took."""
     steps = [
