@@ -31,6 +31,7 @@ from profiler.paper.evaluation import (
     fewer_switches,
 )
 from profiler.paper.tasks import BOARDS, CLASSIFIER, DETECTORS, DETECTORS_OF_EACH, INTERVAL_S, PASS_RATE, SIGMA
+from profiler.tables import text_table
 from profiler.workload.generated_line import EVERY_DETECTED, LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
 
@@ -50,6 +51,8 @@ LEAST_HELD = 2
 LEAST_EXPERTS = LEAST_HELD + 1  # or all of them fit, and nothing is ever switched
 DETECTED_FROM = 8  # experts: from here on one detector of each architecture at least
 DETECTOR_PX, CPU_DETECTOR_PX = 640, 320  # four times the pixels are four times the time, which a CPU has not
+HEADINGS = ("policy", "over samba", "the paper", "switches", "fewer", "the paper", "executors")
+LAYOUT = "{:<15} {:>10} {:>9} {:>8} {:>7} {:>14}  {}"
 PAPER_LEAST_FEWER = 0.785  # switches, against Samba-CoE (section 5.2)
 
 
@@ -104,22 +107,21 @@ def measure_recipe(directory: Path, recipe: LineRecipe, progress: Progress) -> M
 def scaled_table(measurement: Measurement) -> str:
     """The rows and what they ran on, then each against Samba-CoE, the paper's own figures beside CoServe's."""
     samba = measurement.row(SAMBA).medians
-    lines = [
-        rows.report(measurement),
-        "",
-        f"{'policy':<15} {'over samba':>10} {'the paper':>9} {'switches':>8} {'fewer':>7} {'the paper':>14}  executors",
-    ]
+    lines = [HEADINGS]
     for row in measurement.rows:
         figures, is_paper = row.medians, row.policy == PAPER
-        ratio = f"{LEAST_RATIO} to {MOST_RATIO:g}" if is_paper else "-"
-        least = f"{PAPER_LEAST_FEWER:.1%} at least" if is_paper else "-"
-        fewer = "-" if row.policy == SAMBA else f"{fewer_switches(figures, samba):.1%}"
-        executors = ", ".join(f"{count} {name}" for name, count in row.executors.items())
         lines.append(
-            f"{row.policy:<15} {figures.images_per_s / samba.images_per_s:10.2f} {ratio:>9} "
-            f"{figures.switches:8d} {fewer:>7} {least:>14}  {executors}"
+            (
+                row.policy,
+                f"{figures.images_per_s / samba.images_per_s:.2f}",
+                f"{LEAST_RATIO} to {MOST_RATIO:g}" if is_paper else "-",
+                str(figures.switches),
+                "-" if row.policy == SAMBA else f"{fewer_switches(figures, samba):.1%}",
+                f"{PAPER_LEAST_FEWER:.1%} at least" if is_paper else "-",
+                ", ".join(f"{count} {name}" for name, count in row.executors.items()),
+            )
         )
-    return "\n".join((*lines, *_compared(measurement)))
+    return "\n".join((rows.report(measurement), "", text_table(lines, LAYOUT), *_compared(measurement)))
 
 
 def scaled_json(measurement: Measurement) -> dict[str, Any]:

@@ -140,7 +140,8 @@ def report(
 ) -> None:
     """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
     from agent.commands.progress import progress_on_stderr
-    from profiler.bench.report import REPORT, measure_report, prepare_folder, targets_text, write_report
+    from profiler.bench.report import REPORT, measure_report, prepare_folder, write_report
+    from profiler.targets import targets_text
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -253,10 +254,10 @@ def start(
 @bench_app.command()
 def decisions(as_json: AsJson = False) -> None:
     """How long a decision takes against the number of queued requests."""
-    from profiler.bench.parts.decisions import report
+    from profiler.bench.parts.decisions import measure_growth, report
 
-    lines, rows = report()
-    print(json.dumps({"rows": [asdict(row) for row in rows]}) if as_json else "\n".join(lines))
+    measured = measure_growth()
+    print(json.dumps({"rows": [asdict(times) for times in measured]}) if as_json else report(measured))
 
 
 @bench_app.command()
