@@ -26,15 +26,14 @@ from profiler.workload.generated_line import LineRecipe, generate_line, removed_
 from profiler.workload.traces import read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
     from profiler.bench.rows import Measurement
     from profiler.bench.scheduling_cost import SchedulingCost
+    from profiler.replay.player import Progress
     from profiler.workload.traces import Arrival
-
-    Progress = Callable[[str, int, int], None]
 
 OURS, SAMBA, NAIVE = "coserve", "samba", "naive"
 HELD_BYTES_PER_S = 530e6  # the SSD of the paper's NUMA device (Figure 1)

@@ -31,7 +31,7 @@ from profiler.targets import Target, targets_table
 from profiler.workload.generated_line import removed_afterwards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from profiler.bench.parts.decisions import DecisionTimes
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from profiler.bench.parts.starting import StartTimes
     from profiler.bench.proof import Proof
     from profiler.paper.evaluation import Evaluation
-
-    Progress = Callable[[str, int, int], None]
+    from profiler.replay.player import Progress
 
 REPORT = "report.md"
 SHORT_FILES, FULL_FILES = 4, 8  # experts that are loaded for the loading benchmark
@@ -104,16 +103,7 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
     decided = decisions.measure_growth()
     evaluation = simulated_tasks(task_devices(tuple(DEVICE_FILES)), progress, full=full)
     proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
-    return Findings(
-        proof=proof,
-        loads=loads,
-        start=start,
-        decisions=decided,
-        evaluation=evaluation,
-        is_full=full,
-        rounds=rounds,
-        seconds=time.monotonic() - started,
-    )
+    return Findings(proof, loads, start, decided, evaluation, full, rounds, time.monotonic() - started)
 
 
 def write_report(folder: Path, found: Findings) -> Path:

@@ -36,12 +36,10 @@ from profiler.workload.generated_line import EVERY_DETECTED, LineRecipe, generat
 from profiler.workload.traces import read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from profiler.bench.rows import Measurement
-
-    Progress = Callable[[str, int, int], None]
+    from profiler.replay.player import Progress
 
 POLICIES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, *ABLATIONS, COSERVE)
 TASK = "scaled"  # the task's name in rows
@@ -56,16 +54,8 @@ LAYOUT = "{:<15} {:>10} {:>9} {:>8} {:>7} {:>14}  {}"
 PAPER_LEAST_FEWER = 0.785  # switches, against Samba-CoE (section 5.2)
 
 
-def measure_scaled(directory: Path, experts: int, requests: int, progress: Progress) -> Measurement:
-    """The paper's tasks with so many experts and requests, generated in ``directory`` and removed afterwards.
-
-    Raises ConfigError for too few experts, a folder that is not there, or a disk without room; AgentCrashed.
-    """
-    return measure_recipe(directory, scaled_recipe(experts, requests), progress)
-
-
 def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = None) -> LineRecipe:
-    """What is generated for so many experts in all. ``is_cpu_only``: None asks the box."""
+    """What is generated for so many experts in all. ``is_cpu_only``: None asks the box. Raises ConfigError."""
     if experts < LEAST_EXPERTS:
         raise ConfigError(
             f"--experts: {experts} is too few - memory holds {LEAST_HELD} at least, take {LEAST_EXPERTS} or more"
@@ -88,13 +78,11 @@ def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = Non
     )
 
 
-def measure_recipe(directory: Path, recipe: LineRecipe, progress: Progress) -> Measurement:
-    """All policies once on a generated line, which is removed afterwards; what it consists of is in the notes.
+def measure_scaled(directory: Path, recipe: LineRecipe, progress: Progress) -> Measurement:
+    """All policies once on a line generated in ``directory`` and removed afterwards; the notes say what it consists of.
 
-    Raises ConfigError, AgentCrashed.
+    Raises ConfigError where the disk has no room for it, AgentCrashed.
     """
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such folder - name one on the SSD to measure")
     with removed_afterwards(directory) as folder:
         progress("generate", 0, 1)
         made = generate_line(folder / "line", recipe)
@@ -116,7 +104,7 @@ def scaled_table(measurement: Measurement) -> str:
                 f"{figures.images_per_s / samba.images_per_s:.2f}",
                 f"{LEAST_RATIO} to {MOST_RATIO:g}" if is_paper else "-",
                 str(figures.switches),
-                "-" if row.policy == SAMBA else f"{fewer_switches(figures, samba):.1%}",
+                "-" if row.policy == SAMBA else f"{fewer_switches(figures.switches, samba.switches):.1%}",
                 f"{PAPER_LEAST_FEWER:.1%} at least" if is_paper else "-",
                 ", ".join(f"{count} {name}" for name, count in row.executors.items()),
             )
@@ -134,7 +122,7 @@ def scaled_json(measurement: Measurement) -> dict[str, Any]:
 def _compared(measurement: Measurement) -> tuple[str, str]:
     """The paper's policy beside what the paper says of it."""
     samba, paper = measurement.row(SAMBA).medians, measurement.row(PAPER).medians
-    ratio, fewer = paper.images_per_s / samba.images_per_s, fewer_switches(paper, samba)
+    ratio, fewer = paper.images_per_s / samba.images_per_s, fewer_switches(paper.switches, samba.switches)
     reached = "below it" if ratio < LEAST_RATIO else "above it" if ratio > MOST_RATIO else "within it"
     return (
         f"the paper  {PAPER} is {ratio:.2f} times samba, {LEAST_RATIO} to {MOST_RATIO:g} there at full size: {reached}",

@@ -116,9 +116,7 @@ def generate(
     with explained(), disk_explained():
         made = generate_line(folder, recipe)
     if as_json:
-        print(
-            json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()})
-        )
+        print(json.dumps(asdict(made), default=str))
     else:
         print(f"{made.written_bytes / 1e9:.1f} GB written, memory for {memory_for} experts; measure it with")
         print(f"coserve bench {made.line} --trace {made.trace} --policy coserve --policy samba")
@@ -179,7 +177,7 @@ def tasks(
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
     from agent.commands.progress import progress_on_stderr
     from profiler.bench.report import prepare_folder
-    from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_table
+    from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_recipe, scaled_table
     from profiler.paper.evaluation import evaluation_json, evaluation_table, simulated_tasks
     from profiler.paper.figures import write_figures
     from profiler.paper.measured_device import device_notes
@@ -195,7 +193,7 @@ def tasks(
     with explained(), disk_explained():
         if experts is not None:
             with progress_on_stderr() as progress:
-                measured = measure_scaled(scratch_folder(directory), experts, requests, progress)
+                measured = measure_scaled(scratch_folder(directory), scaled_recipe(experts, requests), progress)
             print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
             return
         devices = task_devices(device or tuple(DEVICE_FILES))

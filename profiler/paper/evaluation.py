@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import Limits
 from profiler.paper.best import Best, highest, search_best
@@ -189,7 +189,7 @@ def _task_shortfalls(rows: Mapping[str, SystemRow]) -> list[str]:
         figures = ", ".join(f"{name} {value:.2f}" for name, value in zip(ABLATIONS, order, strict=True))
         found.append(f"the ablations are not in the paper's order: {figures} images/s")
     for row in (paper, ours):
-        fewer = fewer_switches(row, samba)
+        fewer = fewer_switches(row.switches, samba.switches)
         if fewer < LEAST_FEWER_SWITCHES:
             counts = f"{samba.switches} to {row.switches}"
             found.append(
@@ -208,17 +208,9 @@ def _sweep_shortfalls(best: Best) -> list[str]:
     ]
 
 
-class Switches(Protocol):
-    """Whatever counted the loads that requests had to wait for."""
-
-    @property
-    def switches(self) -> int:
-        """How many."""
-
-
-def fewer_switches(row: Switches, than: Switches) -> float:
-    """The part of another row's switches that this one does without; 0 when the other has none."""
-    return 1 - row.switches / than.switches if than.switches else 0.0
+def fewer_switches(switches: int, than: int) -> float:
+    """The part of another system's switches that one does without; 0 when the other has none."""
+    return 1 - switches / than if than else 0.0
 
 
 def evaluation_table(evaluation: Evaluation) -> str:
@@ -254,7 +246,7 @@ def _cells(row: SystemRow, rows: Mapping[str, SystemRow]) -> tuple[str, ...]:
         f"{row.images_per_s / samba.images_per_s:.2f}",
         f"{row.images_per_s / rows[SAMBA_ALL_MEMORY].images_per_s:.2f}",
         str(row.switches),
-        "-" if row is samba else f"{fewer_switches(row, samba):.1%}",
+        "-" if row is samba else f"{fewer_switches(row.switches, samba.switches):.1%}",
         ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count),
     )
 

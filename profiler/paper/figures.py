@@ -254,7 +254,7 @@ def _ratio(row: SystemRow, than: SystemRow) -> str:
 
 
 def _fewer(row: SystemRow, than: SystemRow) -> str:
-    return f"{fewer_switches(row, than):.1%}"
+    return f"{fewer_switches(row.switches, than.switches):.1%}"
 
 
 def _split(evaluation: Evaluation) -> str:
