@@ -22,13 +22,12 @@ from profiler.bench.parts.starting import measure_start
 from profiler.bench.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, measure_proof
 from profiler.bench.scheduling_cost import figure_19
 from profiler.charts import bar_chart
-from profiler.paper.evaluation import SAMBA, simulated_tasks
+from profiler.paper.evaluation import FULL_FORM, SAMBA, SHORT_FORM, evaluate
 from profiler.paper.figures import write_figures
 from profiler.paper.task_devices import DEVICE_FILES, task_devices
 from profiler.profiling.profile_line import KIND_LIMIT_S
 from profiler.tables import markdown_table
 from profiler.targets import Target, targets_table
-from profiler.workload.generated_line import removed_afterwards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,12 +95,11 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
     rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)
     limit_s = KIND_LIMIT_S if full else SHORT_KIND_LIMIT_S
     start = measure_start(scratch, starts=3 if full else 1)
-    with removed_afterwards(scratch) as files:
-        progress("load", 0, 1)
-        loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
-        progress("load", 1, 1)
+    progress("load", 0, 1)
+    loads = measure_loading(scratch, files=FULL_FILES if full else SHORT_FILES)
+    progress("load", 1, 1)
     decided = decisions.measure_growth()
-    evaluation = simulated_tasks(task_devices(tuple(DEVICE_FILES)), progress, full=full)
+    evaluation = evaluate(task_devices(tuple(DEVICE_FILES)), progress, *(FULL_FORM if full else SHORT_FORM))
     proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
     return Findings(proof, loads, start, decided, evaluation, full, rounds, time.monotonic() - started)
 

@@ -160,18 +160,15 @@ def reads_directly(file: Path) -> bool:
     buffer = AlignedBuffer(ALIGNMENT_BYTES)
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flag)
+        try:
+            os.preadv(descriptor, [buffer.view], 0)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    try:
-        os.preadv(descriptor, [buffer.view], 0)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
+        if error.errno != errno.EINVAL:
+            raise
+        return False
     finally:
-        os.close(descriptor)
         buffer.close()
     return True
 

@@ -139,10 +139,7 @@ class Measurement:
 
     def row(self, policy: str) -> PolicyRow:
         """One policy's. Raises KeyError for one that was not run."""
-        for row in self.rows:
-            if row.policy == policy:
-                return row
-        raise KeyError(policy)
+        return {row.policy: row for row in self.rows}[policy]
 
     def as_json(self) -> dict[str, Any]:
         """One object, ``rows`` first."""

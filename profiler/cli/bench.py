@@ -178,7 +178,7 @@ def tasks(
     from agent.commands.progress import progress_on_stderr
     from profiler.bench.report import prepare_folder
     from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_recipe, scaled_table
-    from profiler.paper.evaluation import evaluation_json, evaluation_table, simulated_tasks
+    from profiler.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table
     from profiler.paper.figures import write_figures
     from profiler.paper.measured_device import device_notes
     from profiler.paper.task_devices import DEVICE_FILES, task_devices
@@ -200,7 +200,7 @@ def tasks(
         if folder is not None:
             prepare_folder(folder)
         with progress_on_stderr() as progress:
-            evaluation = simulated_tasks(devices, progress, full=not short)
+            evaluation = evaluate(devices, progress, *(SHORT_FORM if short else FULL_FORM))
         others = dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)
         for note in device_notes(others):
             sys.stderr.write(f"note: {note}\n")

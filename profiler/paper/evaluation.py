@@ -43,8 +43,8 @@ ABLATIONS = ("none", "em", "em-ra", PAPER)  # in the order of section 5.3, lowes
 SAMBAS = (SAMBA, SAMBA_ALL_MEMORY, SAMBA_FIFO, SAMBA_PARALLEL)
 POLICIES = (*SAMBAS, CASUAL, *ABLATIONS, COSERVE, COSERVE_5S, COSERVE_PACKED)
 CASUAL_GPU_EXECUTORS = {True: 3, False: 2}  # where the memories are split, and where not (section 5.2)
-SHORT_TASKS = ("A1", "B1")
-SAMPLE_REQUESTS, SHORT_SAMPLE_REQUESTS = 1500, 750
+SAMPLE_REQUESTS = 1500
+FULL_FORM, SHORT_FORM = (TASKS, SAMPLE_REQUESTS), (("A1", "B1"), 750)  # what is run, and searched on
 LEAST_RATIO, MOST_RATIO = 4.5, 12.0  # CoServe over Samba-CoE (sections 1 and 5.2)
 HEADINGS = ("policy", "images/s", "over samba", "all memory", "switches", "fewer", "executors")
 LAYOUT = "{:<16} {:>8} {:>10} {:>10} {:>8} {:>6}  {}"
@@ -83,8 +83,7 @@ def evaluate(
     tasks: Sequence[str] = TASKS,
     sample_requests: int = SAMPLE_REQUESTS,
 ) -> Evaluation:
-    """Run every system on every task and device. ``tasks``, ``sample_requests``: SHORT_TASKS and
-    SHORT_SAMPLE_REQUESTS are the short form.
+    """Run every system on every task and device. ``tasks``, ``sample_requests``: as FULL_FORM or SHORT_FORM has them.
 
     ``progress`` is told of each search and each task as it begins and as it ends. Raises ConfigError where a device
     has no room for a system.
@@ -249,11 +248,3 @@ def _cells(row: SystemRow, rows: Mapping[str, SystemRow]) -> tuple[str, ...]:
         "-" if row is samba else f"{fewer_switches(row.switches, samba.switches):.1%}",
         ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count),
     )
-
-
-def simulated_tasks(
-    devices: Sequence[PaperDevice], progress: Callable[[str, int, int], None], *, full: bool = True
-) -> Evaluation:
-    """The paper's tasks on these devices. Raises ConfigError where one has no room for a system."""
-    tasks, sample = (TASKS, SAMPLE_REQUESTS) if full else (SHORT_TASKS, SHORT_SAMPLE_REQUESTS)
-    return evaluate(devices, progress, tasks, sample)

@@ -87,8 +87,9 @@ def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIM
 
     ``figure_19``: what scheduling costs, which is measured on the real engine and not simulated.
     """
+    shortened = short_form(evaluation)
     sections = (
-        *_short_form(evaluation),
+        *(() if shortened is None else (f"Short form. {shortened}",)),
         figure_13(evaluation, folder),
         figure_14(evaluation, folder),
         figure_15(evaluation, folder),
@@ -99,12 +100,6 @@ def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIM
         short_of(evaluation),
     )
     return "\n\n".join(sections) + "\n"
-
-
-def _short_form(evaluation: Evaluation) -> tuple[str, ...]:
-    """What a short form leaves out; nothing for a full one."""
-    note = short_form(evaluation)
-    return () if note is None else (f"Short form. {note}",)
 
 
 def figure_13(evaluation: Evaluation, folder: Path) -> str:

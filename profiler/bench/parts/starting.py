@@ -61,15 +61,6 @@ class StartTimes:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OneStart:
-    """One start, in seconds, and what was resident when it was ready."""
-
-    ready_s: float
-    resident_bytes: int
-    stop_s: float
-
-
 def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> StartTimes:
     """Start and stop an agent ``starts`` times. ``warm``: after one start that counts for nothing.
 
@@ -118,7 +109,7 @@ def _line(folder: Path) -> Path:
     return line
 
 
-def start_once(line: Path) -> OneStart:
+def start_once(line: Path) -> StartTimes:
     """Serve a line until it is ready, then end it.
 
     Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time; also when it
@@ -139,7 +130,7 @@ def start_once(line: Path) -> OneStart:
             raise CoServeError(f"the agent did not end within {STOP_LIMIT_S:.0f} s of SIGTERM") from error
         stop_s = time.perf_counter() - asked
         drained.join()
-    return OneStart(ready_s, resident_bytes, stop_s)
+    return StartTimes(1, ready_s, resident_bytes, stop_s)
 
 
 @contextmanager
