@@ -63,11 +63,6 @@ class Recording:
         """In the order they were started."""
         return tuple(due.effect.batch for due in self.dues if isinstance(due.effect, StartBatch))
 
-    @property
-    def moves(self) -> tuple[StartLoad | Evict, ...]:
-        """Loads and evictions, in the order they were decided."""
-        return tuple(due.effect for due in self.dues if isinstance(due.effect, StartLoad | Evict))
-
 
 class Recorder(DeciderAround):
     """A Decider that keeps what another one decides. ``executors``: id -> name of its memory."""

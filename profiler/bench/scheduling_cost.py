@@ -63,15 +63,14 @@ class SchedulingCost:
     error: float | None
 
     @property
-    def larger_gap(self) -> float:
-        """The larger of the two: an executor that waits for a decision is not busy, but the trace takes longer."""
-        return max(self.gap, self.seconds_gap)
-
-    @property
     def targets(self) -> tuple[Target, Target]:
-        """The paper's figures: a gap under 3 %, expert management at most 0.2 %."""
+        """The paper's figures: a gap under 3 %, expert management at most 0.2 %.
+
+        The larger gap counts: an executor that waits for a decision is not busy, but the trace takes longer.
+        """
+        larger_gap = max(self.gap, self.seconds_gap)
         what, wanted = "scheduling, against pre-scheduled requests", f"at most {TARGET_GAP:.1%}"
-        gap = Target(what, wanted, f"{self.larger_gap:.2%}", self.larger_gap < TARGET_GAP)
+        gap = Target(what, wanted, f"{larger_gap:.2%}", larger_gap < TARGET_GAP)
         return gap, at_most("expert management, of the time", self.management_share, TARGET_MANAGEMENT_SHARE)
 
 

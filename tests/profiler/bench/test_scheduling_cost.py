@@ -148,8 +148,9 @@ def in_lanes(recording):
     lanes = defaultdict(list)
     for batch in recording.batches:
         lanes[batch.executor].append(batch)
-    for move in recording.moves:
-        lanes[move.pool].append(move)
+    for due in recording.dues:
+        if not isinstance(due.effect, StartBatch):
+            lanes[due.effect.pool].append(due.effect)
     return lanes
 
 
