@@ -19,6 +19,7 @@ from agent.core.pool import misfits
 from agent.deployment.executors import casual_executors
 from agent.device_profile.records import Allocation, PoolAllocation
 from experts.errors import ConfigError
+from experts.sizes import mib
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -93,12 +94,12 @@ def pool_specs(
         cache = "host" if box.is_split and pool == "device" else None
         specs.append(PoolSpec(pool, expert_bytes, workspace_bytes, cache))
         beside = " with all pinned experts" if homes else ""
-        left = f"{beside}, but memory.{pool} leaves {_mib(expert_bytes)} of its {_mib(budget_bytes)} to experts"
+        left = f"{beside}, but memory.{pool} leaves {mib(expert_bytes)} of its {mib(budget_bytes)} to experts"
         given = config.memory.workspace
-        lower = "" if given is None else f" lower memory.workspace, which takes {_mib(given)},"
+        lower = "" if given is None else f" lower memory.workspace, which takes {mib(given)},"
         advice = f"raise memory.{pool},{lower} or take a smaller model"
         problems += [
-            config.document.error(f"needs {_mib(needed)}{left} - {advice}", "experts", name)
+            config.document.error(f"needs {mib(needed)}{left} - {advice}", "experts", name)
             for name, needed in misfits(footprints, expert_bytes).items()
         ]
     if problems:
@@ -145,8 +146,8 @@ def _workspace_bytes(config: LineConfig, budget_bytes: int, need: WorkspaceNeed)
     if given is None:
         return max(min(need.useful_bytes, int(budget_bytes * WORKSPACE_FRACTION)), need.least_bytes)
     if given < need.least_bytes:
-        needs = f"one image on each of {need.executors} executors needs {_mib(need.least_bytes)}"
-        raise config.document.error(f"{_mib(given)} is too little - {needs}", "memory", "workspace")
+        needs = f"one image on each of {need.executors} executors needs {mib(need.least_bytes)}"
+        raise config.document.error(f"{mib(given)} is too little - {needs}", "memory", "workspace")
     return given
 
 
@@ -169,7 +170,7 @@ def _that_fits(
         return wanted_bytes
     log.warning(
         "searched_workspace_left_out pool=%s searched=%s budget=%s used=%s: the largest expert would not fit beside it",
-        pool, _mib(wanted_bytes), _mib(budget_bytes), _mib(casual_bytes),
+        pool, mib(wanted_bytes), mib(budget_bytes), mib(casual_bytes),
     )  # fmt: skip
     return casual_bytes
 
@@ -177,7 +178,3 @@ def _that_fits(
 def _largest(column: Iterable[ExpertProfile], *, at_maximum: bool) -> int:
     performances = [each.performance for each in column]
     return max((each.workspace_for(each.max_batch if at_maximum else 1) for each in performances), default=0)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
+from experts.sizes import size_text
 from profiler.simulation.bounds import bounds
 from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, with_ssd
 
@@ -149,12 +150,6 @@ def advise(
         ssd=ssd,
         takt=takt,
     )
-
-
-def size_text(size_bytes: float) -> str:
-    """A memory's size, rounded up to a tenth: `5.1 GiB`."""
-    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
-    return f"{math.ceil(size_bytes / unit * 10) / 10:.1f} {name}"
 
 
 def speed_text(bytes_per_s: float) -> str:
