@@ -142,8 +142,8 @@ def openmp_spinning(database: Database) -> None:
     )
 
 
-def open_for_writing(path: Path) -> sqlite3.Connection:
-    """A connection to a file that is there or is made; its tables up to date, every commit synced.
+def open_for_writing(path: Path) -> Database:
+    """A file that is there or is made; its tables up to date, every commit synced.
 
     Raises ProfileDamaged for a file that is no profile, ConfigError for a newer version's and on a network share, and
     sqlite3.OperationalError where the disk refuses to be read or written (``is_refused_by_disk``).
@@ -153,36 +153,34 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         raise ConfigError(f"{path} is on a shared filesystem ({kind}) - keep the profile on a local disk")
     if path.exists():
         check_header(path)
-    connection = sqlite3.connect(path)
+    database = _connected(path)
     try:
-        connection.row_factory = sqlite3.Row
-        _check_integrity(connection, path)
-        connection.execute("PRAGMA journal_mode = DELETE")
-        connection.execute("PRAGMA synchronous = FULL")
-        _bring_up_to_date(connection, path, is_new=not connection.execute("PRAGMA page_count").fetchone()[0])
+        _check_integrity(database, path)
+        database.execute("PRAGMA journal_mode = DELETE")
+        database.execute("PRAGMA synchronous = FULL")
+        _bring_up_to_date(database, path, is_new=not database.execute("PRAGMA page_count").fetchone()[0])
     except sqlite3.DatabaseError as error:
-        connection.close()
+        database.close()
         if is_refused_by_disk(error):
             raise
         raise ProfileDamaged(path, f"is damaged ({error})", AGAIN) from error
     except ConfigError:
-        connection.close()
+        database.close()
         raise
-    return connection
+    return database
 
 
-def copy_in_memory(path: Path) -> sqlite3.Connection:
+def copy_in_memory(path: Path) -> Database:
     """What a file holds, brought up to date in memory; the file is not touched, and no other is made beside it.
 
     Raises ConfigError, saying what to do, for whatever cannot be read as a profile.
     """
     check_header(path)
-    copy = sqlite3.connect(":memory:")
+    copy = _connected(":memory:")
     try:
-        copy.row_factory = sqlite3.Row
         # a finished profile is replaced, never written to, so it may be read without locks: nothing appears beside it
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
-            source.backup(copy)
+            source.backup(copy.conn)
         _check_integrity(copy, path)  # of a file that is only read, SQLite does not check what its columns may hold
         _bring_up_to_date(copy, path, is_new=False)
     except sqlite3.DatabaseError as error:
@@ -220,14 +218,19 @@ def remove_database(path: Path) -> None:
         name.unlink(missing_ok=True)
 
 
-def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
-    found = [row[0] for row in connection.execute("PRAGMA integrity_check")]
+def _connected(path: Path | str) -> Database:
+    connection = sqlite3.connect(path)
+    connection.row_factory = sqlite3.Row
+    return Database(connection)
+
+
+def _check_integrity(database: Database, path: Path) -> None:
+    found = [row[0] for row in database.execute("PRAGMA integrity_check")]
     if found != ["ok"]:
         raise ProfileDamaged(path, f"is damaged ({found[0]})", AGAIN)
 
 
-def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, is_new: bool) -> None:
-    database = Database(connection)
+def _bring_up_to_date(database: Database, path: Path, *, is_new: bool) -> None:
     known = _known_migrations()
     applied = {migration.name for migration in migrations.applied(database)}
     if not applied and not is_new:

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.device_profile.columns import TABLES
 from agent.device_profile.identity import box_mismatches, identity_of, kind_name, mismatches, packed_sha256
 from agent.device_profile.records import (
     SOURCE,
@@ -36,6 +35,7 @@ from agent.device_profile.records import (
 )
 from agent.device_profile.schema import is_refused_by_disk, migrations
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile, replace_usage
+from agent.device_profile.tables import TABLES
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
 from experts.expert import Expert, InputSpec
@@ -162,7 +162,7 @@ def test_numbers_of_numpy_are_numbers(path):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_a_number_is_refused_and_nothing_is_saved(path, bad):
     with ProfileDraft.open(path, "demo", BOX) as draft:
-        with pytest.raises(ValueError, match="not a finite number"):
+        with pytest.raises(ValueError, match=rf"batches.seconds of .*: \[{bad}\] is not a list, each a finite number"):
             draft.save_kind(replace(KIND, batches=(BatchTimes(1, (bad,), 7),)))
         assert draft.kinds() == ()
 
@@ -205,10 +205,10 @@ def measure_until_killed(path, until):
     """A profiler's process: says when it has saved, then is killed inside a transaction."""
     draft = ProfileDraft.open(path, "demo", BOX)
     draft.save_kind(KIND)
-    with draft._connection:
-        draft._connection.execute("PRAGMA cache_size = 1")
+    with draft._database.atomic():
+        draft._database.execute("PRAGMA cache_size = 1")
         for number in range(200):
-            draft._connection.execute("INSERT INTO trials VALUES ('x', ?, ?, 1.0, '')", (number, "x" * 2000))
+            draft._database.execute("INSERT INTO trials VALUES ('x', ?, ?, 1.0, '')", (number, "x" * 2000))
         until.send("inside")
         signal.pause()
 
