@@ -8,32 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.device_profile.records import SOURCE, BoxIdentity, StoredProfile
-from experts.backends import family
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from agent.runtime.machine.box import Box
-    from experts.expert import Expert
     from experts.weights import PackedExpert
-
-GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its program says, not its architecture
-SHORT_SHA256 = 12
-
-
-def kind_name(expert: Expert, program_sha256: str | None) -> str:
-    """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
-
-    A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
-    is executed is its precision.
-    """
-    size = f"{expert.input.height}x{expert.input.width}"
-    parts = [expert.architecture, size, expert.input.normalize]
-    if expert.stem is not None:
-        parts.append(f"stem={expert.stem}")
-    if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:
-        parts.append(f"program={program_sha256[:SHORT_SHA256]}")
-    return " ".join(parts)
 
 
 def identity_of(box: Box) -> BoxIdentity:

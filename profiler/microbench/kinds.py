@@ -20,7 +20,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.performance import HOST, SSD, ExecutorSpec
-from agent.device_profile.identity import kind_name
 from agent.device_profile.records import KindProfile, LinkSpeed
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import footprint_of
@@ -185,7 +184,7 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
     line = fit_latency([batch for batch in batches if batch.batch_size <= max_batch])
     workspace = fit_workspace(batches)
     return KindProfile(
-        kind=kind_name(copy.expert, copy.packed.program_sha256),
+        kind=copy.kind,
         architecture=copy.expert.architecture,
         processor=bench.processor,
         precision=copy.packed.precision,

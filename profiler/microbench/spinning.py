@@ -19,7 +19,6 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from agent.config import environment_with
-from agent.deployment.performance_matrix import kind_of
 from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import SpinTimes
 from experts.backends import family
@@ -110,13 +109,13 @@ def most_used(
     """
     timed = {(kind.kind, kind.precision): kind for kind in kinds if kind.processor == "cpu" and kind.threads > 1}
     shares: dict[str, float] = {}
-    able = [copy for copy in copies if _waits(copy) and (kind_of(copy), copy.packed.precision) in timed]
+    able = [copy for copy in copies if _waits(copy) and (copy.kind, copy.packed.precision) in timed]
     for copy in able:
-        shares[kind_of(copy)] = shares.get(kind_of(copy), 0.0) + usage.get(copy.expert.id, 0.0)
+        shares[copy.kind] = shares.get(copy.kind, 0.0) + usage.get(copy.expert.id, 0.0)
     if not shares:
         return None
     kind = max(shares, key=shares.__getitem__)
-    alike = [copy for copy in able if kind_of(copy) == kind]
+    alike = [copy for copy in able if copy.kind == kind]
     copy = max(alike, key=lambda each: usage.get(each.expert.id, 0.0))
     return copy, timed[kind, copy.packed.precision]
 

@@ -10,14 +10,13 @@ import signal
 import sqlite3
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.device_profile.identity import box_mismatches, identity_of, kind_name, mismatches, packed_sha256
+from agent.device_profile.identity import box_mismatches, identity_of, mismatches, packed_sha256
 from agent.device_profile.records import (
     SOURCE,
     Agreement,
@@ -38,7 +37,6 @@ from agent.device_profile.store import ProfileDraft, partial_of, read_profile, r
 from agent.device_profile.tables import TABLES
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
-from experts.expert import Expert, InputSpec
 from experts.weights import PackedExpert, Segment, TensorSpec
 
 GIB = 2**30
@@ -775,17 +773,6 @@ def test_an_identity_is_what_the_box_has():
     box = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 9), MemorySize(12, 8), (("torch", "2"),))
     assert identity_of(box) == BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"})
     assert identity_of(replace(box, device=None)).device_bytes is None
-
-
-def expert(architecture, **changes):
-    return replace(Expert("x/y", architecture, Path("w"), ("ok",), InputSpec(64, 96)), **changes)
-
-
-def test_experts_of_one_kind_run_alike():
-    assert kind_name(expert("resnet18"), None) == "resnet18 64x96 imagenet"
-    assert kind_name(expert("resnet18", stem="3x3", id="a/b"), None) == "resnet18 64x96 imagenet stem=3x3"
-    assert kind_name(expert("resnet18"), "f" * 64) == "resnet18 64x96 imagenet"
-    assert kind_name(expert("onnx"), "0123456789abcdef") == "onnx 64x96 imagenet program=0123456789ab"
 
 
 def packed(sha256="s", tensors=(), shared=(), program=None):

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from agent.device_profile.identity import kind_name
-from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.expert_copy import ExpertCopy, footprint_of, kind_name
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring import rig
 from agent.runtime.measuring.meter import ResidentMeter
