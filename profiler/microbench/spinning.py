@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from agent.config import environment_with
 from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import SpinTimes
-from experts.backends import family
+from agent.runtime.expert_copy import by_kind
+from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import CoServeError
 from experts.expert import Precision
 
@@ -37,7 +38,6 @@ LEAST_GAIN = 0.05
 SURE_ERRORS = 3.0
 MOST_LOSS = 0.02
 TRIAL_LIMIT_S = 180.0  # of one process; torch alone takes seconds to load
-OWN_THREADS = frozenset({"onnx", "fake"})  # families that no torch executes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,12 @@ def most_used(
     ``copies``: as they will run there; ``usage``: of each expert.
     """
     timed = {(kind.kind, kind.precision): kind for kind in kinds if kind.processor == "cpu" and kind.threads > 1}
-    shares: dict[str, float] = {}
-    able = [copy for copy in copies if _waits(copy) and (copy.kind, copy.packed.precision) in timed]
-    for copy in able:
-        shares[copy.kind] = shares.get(copy.kind, 0.0) + usage.get(copy.expert.id, 0.0)
-    if not shares:
+    able = by_kind(copy for copy in copies if _waits(copy) and (copy.kind, copy.packed.precision) in timed)
+    if not able:
         return None
-    kind = max(shares, key=shares.__getitem__)
-    alike = [copy for copy in able if copy.kind == kind]
+    alike = max(able.values(), key=lambda listed: sum(usage.get(copy.expert.id, 0.0) for copy in listed))
     copy = max(alike, key=lambda each: usage.get(each.expert.id, 0.0))
-    return copy, timed[kind, copy.packed.precision]
+    return copy, timed[copy.kind, copy.packed.precision]
 
 
 def try_setting(line: Path, copy: ExpertCopy, kind: KindProfile, setting: str) -> SpinTrial:
@@ -150,4 +146,5 @@ def try_setting(line: Path, copy: ExpertCopy, kind: KindProfile, setting: str) -
 
 
 def _waits(copy: ExpertCopy) -> bool:
-    return copy.packed.precision != Precision.ONNXRUNTIME and family(copy.expert.architecture) not in OWN_THREADS
+    """Does torch execute it?"""
+    return copy.packed.precision != Precision.ONNXRUNTIME and family(copy.expert.architecture) not in GRAPH_FAMILIES

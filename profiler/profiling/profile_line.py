@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec
@@ -22,11 +23,12 @@ from agent.deployment.build import detect_box
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import casual_allocation, pool_budgets
 from agent.device_profile.identity import identity_of, is_of_another_box, packed_sha256
-from agent.device_profile.records import SOURCE, StoredProfile, UsageOrigin
+from agent.device_profile.records import SOURCE, LinkSpeed, StoredProfile, UsageOrigin
 from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import by_kind
+from agent.runtime.measuring.loads import measure_links
 from experts.errors import ConfigError, CoServeError, ExpertError
 from experts.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
@@ -35,7 +37,7 @@ from profiler.allocation.step import ENGINE, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
 from profiler.microbench.batches import BatchOptions, why_no_larger
 from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
-from profiler.microbench.kinds import Bench, measure_kind, measure_links, measure_speedups
+from profiler.microbench.kinds import Bench, measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import PrecisionChoice
 from profiler.microbench.smoke_test import failing_experts
@@ -315,7 +317,8 @@ class _Profiling:
 
     def _measure_links(self, copies: Copies) -> None:
         if not self._draft.links():
-            self._draft.save_links(measure_links(self._box, self._packing.references(copies), self._segments))
+            speeds = measure_links(self._box, self._packing.references(copies), self._segments)
+            self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
     def _able(
         self, processors: Sequence[str], precisions: Mapping[tuple[str, str], str], kept: Sequence[ExpertCopy]

@@ -21,6 +21,7 @@ from agent.core.performance import (
     PerformanceMatrix,
 )
 from agent.runtime.expert_copy import by_kind, footprint_of
+from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
 from experts import errors
 from experts.backends import backend_for
@@ -62,7 +63,8 @@ def probe(
 
     Takes about KIND_LIMIT_S for each kind and processor, plus loading one expert of it. Raises BackendUnavailable.
     """
-    links = measure_links(box, copies, segments)
+    everything = [copy for listed in copies.values() for copy in listed]
+    links = measure_links(box, everything, segments, loads=1) or UNMEASURED
     refused: dict[str, str] = {}
     experts: dict[str, dict[str, ExpertProfile]] = {}
     for processor, listed in copies.items():
@@ -108,24 +110,6 @@ def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, f
     sources = (SSD, HOST) if pool == DEVICE else (SSD,)
     load_s = {source: footprint.own_bytes / links[source] for source in sources}
     return ExpertProfile(copy.name, performance, footprint, load_s)
-
-
-def measure_links(box: Box, copies: Mapping[str, Sequence[ExpertCopy]], segments: SegmentStore) -> Mapping[str, float]:
-    """Bytes per second by source, of the largest expert that loads; its second load counts: the first one is hashed."""
-    everything = {copy.name: copy for listed in copies.values() for copy in listed}
-    largest_first = sorted(everything.values(), key=lambda copy: -copy.packed.own.size_bytes)
-    with MeasuringRig(box, box.processors[0], largest_first, segments, threads=1).opened() as rig:
-        for copy in largest_first:
-            try:
-                load_s = {SSD: rig.second_load_s(copy, HOST)}
-                if box.is_split:
-                    load_s[HOST] = rig.second_load_s(copy, DEVICE)
-            except errors.ExpertError:
-                rig.clear()
-                continue
-            size_bytes = footprint_of(copy.packed).total_bytes
-            return {source: size_bytes / seconds for source, seconds in load_s.items()}
-    return UNMEASURED
 
 
 def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:
