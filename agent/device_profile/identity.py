@@ -56,15 +56,15 @@ def mismatches(profile: StoredProfile, box: BoxIdentity, packed: Mapping[tuple[s
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
     """The same for the box alone. Memory counts only where it shrank below what was shared out."""
     budgets = profile.allocation.budget_bytes
-    return (*_differences(profile.box, box), *_shrunken(budgets, box))
+    return (*differences(profile.box, box), *_shrunken(budgets, box))
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
     """Are these two boxes, whatever their libraries and the sizes of their memories?"""
-    return any(_differences(replace(then, versions={}), replace(now, versions={})))
+    return any(differences(replace(then, versions={}), replace(now, versions={})))
 
 
-def _differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
+def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
     """How two boxes differ, memory aside."""
     if then.device != now.device:
         yield f"the device is {now.device} now, {then.device} in the profile"

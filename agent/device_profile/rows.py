@@ -6,9 +6,7 @@ does not hold what was written (see ``tables``), and those that take the file's 
 
 from __future__ import annotations
 
-import sqlite3
 from collections import defaultdict
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +25,12 @@ from agent.device_profile.records import (
     UsageOrigin,
     UsageProfile,
 )
-from agent.device_profile.schema import AGAIN, is_refused_by_disk
+from agent.device_profile.schema import AGAIN, understood
 from agent.device_profile.tables import TABLES
-from experts.errors import ConfigError, ProfileDamaged
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
@@ -104,21 +102,6 @@ def kinds_in(database: Database) -> tuple[KindProfile, ...]:
     return tuple(KindProfile(**row, batches=tuple(batches[_kind_key(row)])) for row in TABLES["kinds"].rows(database))
 
 
-def speedups_in(database: Database) -> dict[str, tuple[float, ...]]:
-    """By processor."""
-    return {row["processor"]: row["factors"] for row in TABLES["speedups"].rows(database)}
-
-
-def precisions_in(database: Database) -> dict[tuple[str, str], str]:
-    """By (kind, processor)."""
-    return {(row["kind"], row["processor"]): row["precision"] for row in TABLES["precisions"].rows(database)}
-
-
-def packed_in(database: Database) -> dict[tuple[str, str], str]:
-    """(expert, precision or SOURCE) -> sha256."""
-    return {(row["expert"], row["precision"]): row["sha256"] for row in TABLES["packed"].rows(database)}
-
-
 def missing_parts(database: Database) -> list[str]:
     """What a whole profile has and this one has not."""
     saved = {row["part"] for row in TABLES["parts"].rows(database)}
@@ -133,14 +116,14 @@ def missing_parts(database: Database) -> list[str]:
 
 def check(database: Database, path: Path) -> None:
     """Raises ProfileDamaged, naming ``path``, unless every row of every table may be read."""
-    with _understood(path):
+    with understood(path):
         for table in TABLES.values():
             table.rows(database)
 
 
 def profile_in(database: Database, path: Path) -> StoredProfile:
     """The whole profile. Raises ConfigError, naming ``path``, for one that is not whole."""
-    with _understood(path):
+    with understood(path):
         head = _head(database)
         if head is None or head["finished_at"] is None:
             raise ConfigError(f"{path} is a half-written profile - {AGAIN}")
@@ -154,18 +137,6 @@ def profile_in(database: Database, path: Path) -> StoredProfile:
         return profile
 
 
-@contextmanager
-def _understood(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        if is_refused_by_disk(error):
-            raise
-        raise ProfileDamaged(path, f"is damaged ({error})", AGAIN) from error
-    except ValueError as error:
-        raise ProfileDamaged(path, f"holds what no profile holds ({error})", AGAIN) from error
-
-
 def _whole(database: Database, head: Mapping[str, Any]) -> StoredProfile:
     return StoredProfile(
         line=head["line"],
@@ -174,11 +145,11 @@ def _whole(database: Database, head: Mapping[str, Any]) -> StoredProfile:
         links=TABLES["links"].records(database, LinkSpeed),
         kinds=kinds_in(database),
         agreements=TABLES["agreements"].records(database, Agreement),
-        precisions=precisions_in(database),
-        packed=packed_in(database),
+        precisions=TABLES["precisions"].mapping(database),
+        packed=TABLES["packed"].mapping(database),
         usage=_usage(database),
         allocation=_allocation(database),
-        speedups=speedups_in(database),
+        speedups=TABLES["speedups"].mapping(database),
         trials=TABLES["trials"].records(database, Trial),
         spinning=TABLES["spinning"].records(database, SpinTimes),
     )
@@ -222,9 +193,9 @@ def _usage(database: Database) -> UsageProfile:
 def _allocation(database: Database) -> Allocation:
     return Allocation(
         **_only(database, "allocation_origin"),
-        budget_bytes={row["pool"]: row["budget_bytes"] for row in TABLES["allocation_budgets"].rows(database)},
+        budget_bytes=TABLES["allocation_budgets"].mapping(database),
         pools=TABLES["allocation_pools"].records(database, PoolAllocation),
-        executors={row["processor"]: row["executors"] for row in TABLES["allocation_executors"].rows(database)},
+        executors=TABLES["allocation_executors"].mapping(database),
     )
 
 

@@ -7,7 +7,7 @@ file and may be renamed; one that is read is copied into memory and brought up t
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from experts.errors import ConfigError, ProfileDamaged
 from experts.filesystem import filesystem_type, is_shared
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 HEADER = b"SQLite format 3\x00"
@@ -153,20 +154,12 @@ def open_for_writing(path: Path) -> Database:
         raise ConfigError(f"{path} is on a shared filesystem ({kind}) - keep the profile on a local disk")
     if path.exists():
         check_header(path)
-    database = _connected(path)
-    try:
+    database = Database(path)
+    with closed_on_error(database), understood(path):
         _check_integrity(database, path)
         database.execute("PRAGMA journal_mode = DELETE")
         database.execute("PRAGMA synchronous = FULL")
         _bring_up_to_date(database, path, is_new=not database.execute("PRAGMA page_count").fetchone()[0])
-    except sqlite3.DatabaseError as error:
-        database.close()
-        if is_refused_by_disk(error):
-            raise
-        raise ProfileDamaged(path, f"is damaged ({error})", AGAIN) from error
-    except ConfigError:
-        database.close()
-        raise
     return database
 
 
@@ -176,22 +169,40 @@ def copy_in_memory(path: Path) -> Database:
     Raises ConfigError, saying what to do, for whatever cannot be read as a profile.
     """
     check_header(path)
-    copy = _connected(":memory:")
+    copy = Database(memory=True)
     try:
-        # a finished profile is replaced, never written to, so it may be read without locks: nothing appears beside it
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
-            source.backup(copy.conn)
-        _check_integrity(copy, path)  # of a file that is only read, SQLite does not check what its columns may hold
-        _bring_up_to_date(copy, path, is_new=False)
+        with closed_on_error(copy), understood(path, "is damaged or truncated"):
+            # a finished profile is replaced, never written to, so it may be read without locks: nothing lies beside it
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
+                source.backup(copy.conn)
+            _check_integrity(copy, path)  # of a file that is only read, SQLite does not check what its columns hold
+            _bring_up_to_date(copy, path, is_new=False)
     except sqlite3.DatabaseError as error:
-        copy.close()
-        if is_refused_by_disk(error):
-            raise ConfigError(f"{path} cannot be read ({error}) - {CHECK_IT}") from error
-        raise ProfileDamaged(path, f"is damaged or truncated ({error})", AGAIN) from error
-    except ConfigError:
-        copy.close()
-        raise
+        raise ConfigError(f"{path} cannot be read ({error}) - {CHECK_IT}") from error
     return copy
+
+
+@contextmanager
+def closed_on_error(database: Database) -> Iterator[None]:
+    """Nobody else closes it then."""
+    try:
+        yield
+    except BaseException:
+        database.close()
+        raise
+
+
+@contextmanager
+def understood(path: Path, damaged: str = "is damaged") -> Iterator[None]:
+    """What cannot be read as a profile is ProfileDamaged, naming ``path``; what the disk refuses stays sqlite3's."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if is_refused_by_disk(error):
+            raise
+        raise ProfileDamaged(path, f"{damaged} ({error})", AGAIN) from error
+    except ValueError as error:
+        raise ProfileDamaged(path, f"holds what no profile holds ({error})", AGAIN) from error
 
 
 def check_header(path: Path) -> None:
@@ -218,12 +229,6 @@ def remove_database(path: Path) -> None:
         name.unlink(missing_ok=True)
 
 
-def _connected(path: Path | str) -> Database:
-    connection = sqlite3.connect(path)
-    connection.row_factory = sqlite3.Row
-    return Database(connection)
-
-
 def _check_integrity(database: Database, path: Path) -> None:
     found = [row[0] for row in database.execute("PRAGMA integrity_check")]
     if found != ["ok"]:
@@ -243,5 +248,5 @@ def _bring_up_to_date(database: Database, path: Path, *, is_new: bool) -> None:
 
 @cache
 def _known_migrations() -> frozenset[str]:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        return frozenset(migration.name for migration in migrations.pending(Database(connection)))
+    with closing(Database(memory=True)) as database:
+        return frozenset(migration.name for migration in migrations.pending(database))

@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.device_profile import rows
-from agent.device_profile.identity import _differences
+from agent.device_profile.identity import differences
 from agent.device_profile.records import Agreement, LinkSpeed, SpinTimes, Trial
-from agent.device_profile.schema import copy_in_memory, open_for_writing, remove_database
+from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
 from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
 from experts.manifests import sync_directory
@@ -49,8 +49,7 @@ def read_profile(path: Path) -> StoredProfile:
                 f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it"
             )
         raise ConfigError(f"{path}: no device profile - run `coserve profile LINE.yaml`")
-    with closing(copy_in_memory(path)) as database:
-        return rows.profile_in(database, path)
+    return _read_back(path)
 
 
 def replace_usage(path: Path, usage: UsageProfile) -> None:
@@ -130,7 +129,7 @@ class ProfileDraft:
 
     def speedups(self) -> dict[str, tuple[float, ...]]:
         """Those that are measured, by processor."""
-        return rows.speedups_in(self._database)
+        return TABLES["speedups"].mapping(self._database)
 
     def links(self) -> tuple[LinkSpeed, ...]:
         """Those that are measured."""
@@ -142,7 +141,7 @@ class ProfileDraft:
 
     def packed(self) -> dict[tuple[str, str], str]:
         """What was profiled by whoever saved it last: this run, or the one that it takes up."""
-        return rows.packed_in(self._database)
+        return TABLES["packed"].mapping(self._database)
 
     def trials(self, search: str) -> tuple[Trial, ...]:
         """Those of a search that were saved."""
@@ -172,7 +171,7 @@ class ProfileDraft:
     def save_precisions(self, precisions: Mapping[tuple[str, str], str]) -> None:
         """The precision chosen for each (kind, processor); where another was chosen before, speedups are given up."""
         with self._part("precisions"):
-            earlier = rows.precisions_in(self._database)
+            earlier = TABLES["precisions"].mapping(self._database)
             changed = {processor for (_, processor), _ in earlier.items() ^ precisions.items()}
             for processor in changed & {processor for _, processor in earlier}:
                 TABLES["speedups"].delete(self._database, processor=processor)
@@ -243,10 +242,10 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
         return None
     try:
         database = open_for_writing(partial)
-        with _closed_on_error(database):
+        with closed_on_error(database):
             rows.check(database, partial)
             then = rows.box_in(database)
-            reason = "it was never begun" if then is None else "; ".join(_differences(then, box))
+            reason = "it was never begun" if then is None else "; ".join(differences(then, box))
             if not reason:
                 with database.atomic():
                     rows.put_head(database, line, box)
@@ -263,20 +262,11 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
 def _begun(path: Path, line: str, box: BoxIdentity, *, fresh: bool) -> Database:
     earlier = None if fresh else _earlier(path, box)
     database = open_for_writing(partial_of(path))
-    with _closed_on_error(database), database.atomic():
+    with closed_on_error(database), database.atomic():
         rows.put_head(database, line, box)
         if earlier is not None:
             _take_over(database, earlier)
     return database
-
-
-@contextmanager
-def _closed_on_error(database: Database) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        database.close()
-        raise
 
 
 def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
@@ -288,9 +278,9 @@ def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
     except ConfigError as error:
         log.warning("profile_measured_anew reason=%s", error)
         return None
-    differences = tuple(_differences(profile.box, box))
-    if differences:
-        log.info("profile_measured_anew path=%s reason=%s", path, "; ".join(differences))
+    reason = "; ".join(differences(profile.box, box))
+    if reason:
+        log.info("profile_measured_anew path=%s reason=%s", path, reason)
         return None
     return profile
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -50,11 +52,17 @@ class Table:
     def rows(self, database: Database) -> list[dict[str, Any]]:
         """All as they were written, and in that order."""
         found = database.execute(f"SELECT {', '.join(self._columns)} FROM {self.name} ORDER BY rowid")
-        return [self._checked({name: self._decoded(name, row[name]) for name in self._columns}) for row in found]
+        return [self._checked(self._decoded(dict(zip(self._columns, row, strict=True)))) for row in found]
 
     def records(self, database: Database, record: type[Record]) -> tuple[Record, ...]:
         """All rows as records that have these fields."""
         return tuple(record(**row) for row in self.rows(database))
+
+    def mapping(self, database: Database) -> dict[Any, Any]:
+        """Of a table with one column beside its key: what that holds, by key; by a tuple where that is of several."""
+        (column,) = self._columns.keys() - set(self._key)
+        key_of = itemgetter(*self._key)
+        return {key_of(row): row[column] for row in self.rows(database)}
 
     def put(self, database: Database, *rows: object) -> None:
         """Rows, or records that have these fields: each in the place of the one with its key."""
@@ -86,14 +94,14 @@ class Table:
         self._checked(plain)
         return plain
 
-    def _decoded(self, column: str, value: Any) -> Any:  # noqa: ANN401  # whatever the file holds
+    def _decoded(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """As it was written; what cannot be decoded stays as it is, and is refused as that."""
-        if self._told[column].get("type") not in {"array", "object"}:
-            return value
-        try:
-            return json.loads(value)
-        except (ValueError, TypeError, RecursionError):
-            return value
+        found = dict(row)
+        for name, value in row.items():
+            if self._told[name].get("type") in {"array", "object"}:
+                with suppress(ValueError, TypeError, RecursionError):
+                    found[name] = json.loads(value)
+        return found
 
     def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
