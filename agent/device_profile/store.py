@@ -27,7 +27,6 @@ from experts.manifests import sync_directory
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from sqlite_utils import Database
 
@@ -70,7 +69,7 @@ def replace_usage(path: Path, usage: UsageProfile) -> None:
 
 
 class ProfileDraft:
-    """A profile that is being measured. Every save is on the disk when it returns; ``finish`` it, or ``close`` it.
+    """A profile that is being measured. Every save is on the disk when it returns; what is not finished waits there.
 
     What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``spinning``,
     ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still
@@ -79,13 +78,13 @@ class ProfileDraft:
     more.
     """
 
-    def __init__(self, path: Path, database: Database, lock: int) -> None:
+    def __init__(self, path: Path, database: Database) -> None:
         self.path = path
         self._database = database
-        self._lock: int | None = lock
 
     @classmethod
-    def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> ProfileDraft:
+    @contextmanager
+    def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> Iterator[ProfileDraft]:
         """Take up the partial profile of this box, or begin one.
 
         A new one starts from the kinds, agreements, speedups, links and spinning of a finished profile of the same box
@@ -94,30 +93,11 @@ class ProfileDraft:
         """
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
+        with _one_writer(path):
             if fresh:
                 remove_database(partial_of(path))
-            database = _resumed(path, line, box) or _begun(path, line, box, fresh=fresh)
-        except BaseException:
-            os.close(lock)
-            raise
-        return cls(path, database, lock)
-
-    def __enter__(self) -> ProfileDraft:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End; what was saved waits in the partial file. Idempotent."""
-        if self._lock is not None:
-            self._database.close()
-            os.close(self._lock)
-            self._lock = None
+            with closing(_resumed(path, line, box) or _begun(path, line, box, fresh=fresh)) as database:
+                yield cls(path, database)
 
     def kinds(self) -> tuple[KindProfile, ...]:
         """Those that are measured."""
@@ -204,7 +184,7 @@ class ProfileDraft:
             TABLES["trials"].put(self._database, *trials)
 
     def finish(self) -> StoredProfile:
-        """Make it the box's profile, in the place of the one before, and close it.
+        """Make it the box's profile, in the place of the one before; nothing can be saved any more.
 
         Raises ConfigError, naming what is missing, for one that is not whole; then it stays a partial one.
         """
@@ -219,7 +199,6 @@ class ProfileDraft:
         self._database.close()
         profile = _read_back(partial)
         _rename(partial, self.path)
-        self.close()
         return profile
 
     @contextmanager
@@ -316,21 +295,14 @@ def _rename(unfinished: Path, path: Path) -> None:
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    lock = _lock(path)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _lock(path: Path) -> int:
     """A lock on the profile's folder, which the kernel drops when its process ends, however it ends."""
     descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            told = f"{path}: another `coserve profile` is at work there - wait for its end, or stop it"
+            raise ConfigError(told) from error
+        yield
+    finally:
         os.close(descriptor)
-        raise ConfigError(
-            f"{path}: another `coserve profile` is at work there - wait for its end, or stop it"
-        ) from error
-    return descriptor

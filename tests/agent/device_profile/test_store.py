@@ -201,9 +201,9 @@ def test_a_closed_draft_goes_on_where_it_was(path):
 
 def measure_until_killed(path, until):
     """A profiler's process: says when it has saved, then is killed inside a transaction."""
-    draft = ProfileDraft.open(path, "demo", BOX)
-    draft.save_kind(KIND)
-    with draft._database.atomic():
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(KIND)
+        draft._database.begin()
         draft._database.execute("PRAGMA cache_size = 1")
         for number in range(200):
             draft._database.execute("INSERT INTO trials VALUES ('x', ?, ?, 1.0, '')", (number, "x" * 2000))
@@ -308,8 +308,9 @@ def test_a_new_draft_takes_nothing_from_another_box_or_from_a_damaged_file(path,
 
 
 def test_a_profile_is_measured_by_one_process_at_a_time(path):
-    with ProfileDraft.open(path, "demo", BOX), pytest.raises(ConfigError, match="another `coserve profile`"):
-        ProfileDraft.open(path, "demo", BOX, fresh=True)
+    again = ProfileDraft.open(path, "demo", BOX, fresh=True)
+    with ProfileDraft.open(path, "demo", BOX), pytest.raises(ConfigError, match="another `coserve profile`"), again:
+        pass
     with ProfileDraft.open(path, "demo", BOX):
         pass
 
@@ -593,8 +594,8 @@ def no_room():
 def test_where_nothing_can_be_written_what_was_saved_stays_and_is_taken_up(path):
     with ProfileDraft.open(path, "demo", BOX) as draft:
         draft.save_kind(KIND)
-    with no_room(), pytest.raises(sqlite3.OperationalError) as caught:
-        ProfileDraft.open(path, "demo", BOX)
+    with no_room(), pytest.raises(sqlite3.OperationalError) as caught, ProfileDraft.open(path, "demo", BOX):
+        pass
     assert is_refused_by_disk(caught.value)
     with ProfileDraft.open(path, "demo", BOX) as draft:
         assert draft.kinds() == (KIND,)
@@ -602,8 +603,8 @@ def test_where_nothing_can_be_written_what_was_saved_stays_and_is_taken_up(path)
 
 def test_where_nothing_can_be_written_none_is_begun(path):
     path.parent.mkdir()
-    with no_room(), pytest.raises(sqlite3.OperationalError) as caught:
-        ProfileDraft.open(path, "demo", BOX)
+    with no_room(), pytest.raises(sqlite3.OperationalError) as caught, ProfileDraft.open(path, "demo", BOX):
+        pass
     assert is_refused_by_disk(caught.value)
     with ProfileDraft.open(path, "demo", BOX) as draft:
         assert draft.kinds() == ()
@@ -620,8 +621,11 @@ def test_usage_that_cannot_be_written_leaves_the_profile_as_it_was(path):
 
 def test_an_unfinished_one_that_may_not_be_read_stays(path):
     partial_of(path).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"partial cannot be read \(Is a directory\) - correct its permissions"):
-        ProfileDraft.open(path, "demo", BOX)
+    with (
+        pytest.raises(ConfigError, match=r"partial cannot be read \(Is a directory\) - correct its permissions"),
+        ProfileDraft.open(path, "demo", BOX),
+    ):
+        pass
     assert partial_of(path).is_dir()
 
 
@@ -631,10 +635,13 @@ def test_an_unfinished_one_of_a_newer_version_stays_unless_all_is_measured_anew(
     added = "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('profile', 'llm_kinds', '')"
     changed(partial_of(path), added)
     content = partial_of(path).read_bytes()
-    with pytest.raises(
-        ConfigError, match=r"was written by a newer CoServe \(llm_kinds\) - install that version, or run"
+    with (
+        pytest.raises(
+            ConfigError, match=r"was written by a newer CoServe \(llm_kinds\) - install that version, or run"
+        ),
+        ProfileDraft.open(path, "demo", BOX),
     ):
-        ProfileDraft.open(path, "demo", BOX)
+        pass
     assert partial_of(path).read_bytes() == content
     with ProfileDraft.open(path, "demo", BOX, fresh=True) as draft:
         assert draft.kinds() == ()
