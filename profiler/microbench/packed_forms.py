@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.deployment.memory_split import pool_budgets
 from agent.deployment.packed_copies import copy_name
-from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.expert_copy import ExpertCopy, footprint_of, kind_name
 from agent.runtime.machine.box import torch_device
 from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import BackendUnavailable, ConfigError
@@ -71,10 +71,10 @@ class LinePacking:
 
         Raises ConfigError for a runtime that is not there.
         """
-        found: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+        found: defaultdict[tuple[str, str | None], list[str]] = defaultdict(list)
         for name, expert in self._config.catalog.experts.items():
             own = name if family(expert.architecture) in GRAPH_FAMILIES else None
-            found[expert.architecture, expert.stem, expert.input, own].append(name)
+            found[kind_name(expert, None), own].append(name)
         ordered = (sorted(names, key=lambda name: not self._samples.of(name)) for names in found.values())
         return {name: self._forms(name, processors) for names in ordered for name in names[:REPRESENTATIVES]}
 

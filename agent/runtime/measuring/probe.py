@@ -12,14 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import (
-    DEVICE,
-    HOST,
-    SSD,
-    ExpertProfile,
-    Performance,
-    PerformanceMatrix,
-)
+from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
 from agent.runtime.expert_copy import by_kind, footprint_of
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
@@ -74,17 +67,16 @@ def probe(
             performance = _measure_first(box, processor, kind_copies, segments, threads, broken)
             if performance is None:
                 refused.update(broken)
-                logger.warning("kind_cannot_run processor=%s experts=%s reasons=%s", processor, *_listed(broken))
+                reasons = "; ".join(sorted(set(broken.values())))
+                logger.warning(
+                    "kind_cannot_run processor=%s experts=%s reasons=%s", processor, ",".join(broken), reasons
+                )
                 continue
             for copy in kind_copies:
                 experts[processor][copy.expert.id] = matrix_row(copy, performance, links, box.pool_of(processor))
     able = {expert for column in experts.values() for expert in column}
     failed = {expert: reason for expert, reason in refused.items() if expert not in able}
     return Probed(PerformanceMatrix(experts, dict(usage)), failed)
-
-
-def _listed(broken: Mapping[str, str]) -> tuple[str, str]:
-    return ",".join(broken), "; ".join(sorted(set(broken.values())))
 
 
 def estimated_matrix(
