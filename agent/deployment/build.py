@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import psutil
 
 from agent.core.engine import Engine
-from agent.core.performance import HOST, SSD
 from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import limits_of, pool_specs
@@ -34,7 +33,7 @@ from agent.deployment.profile_in_use import (
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.detection import detect
-from agent.runtime.measuring.probe import UNMEASURED_BYTES_PER_S, LinkSpeeds, Probed, estimated_profile, probe
+from agent.runtime.measuring.probe import Probed, estimated_matrix, probe
 from agent.runtime.templates import Templates, make_templates
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError
@@ -65,7 +64,7 @@ Progress: TypeAlias = "Callable[[str, int, int], None]"
 class Agent:
     """A line's agent, not started yet. ``broken``: experts that cannot be served, and why.
 
-    ``probed``: what is known of the experts' times, from a probe at this start or, in 0 seconds, from ``stored``.
+    ``probed``: what is known of the experts' times, from ``stored`` or a probe at this start.
     """
 
     config: LineConfig
@@ -236,7 +235,7 @@ def _memories(
         probed = _profiled(config, ground.stored, box, copies, usage, executors)
         return probed, tuple(pools or pool_specs(config, box, executors, probed.matrix, ground.stored.allocation))
     if pools is None:
-        pool_specs(config, box, executors, estimated_profile(box, copies, usage))  # what cannot fit is not even probed
+        pool_specs(config, box, executors, estimated_matrix(box, copies, usage))  # what cannot fit is not even probed
     progress("probe", 0, 1)
     probed = probe(box, copies, segments, usage, threads_per_executor(box, executors))
     progress("probe", 1, 1)
@@ -259,8 +258,6 @@ def _profiled(
             "executors",
         )
     found = matrix(stored, box, copies, usage, executors)
-    speeds = {link.link: link.bytes_per_s for link in stored.links}
-    links = LinkSpeeds(speeds.get(SSD, UNMEASURED_BYTES_PER_S), speeds.get(HOST) if box.is_split else None)
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for share in sorted({core_share(stored, kind, executors) for kind in stored.kinds}, key=astuple):
         if share.factor != 1.0 and share.processor in copies:
@@ -269,7 +266,7 @@ def _profiled(
                 share.processor, share.factor, share.executors, share.threads_profiled,
                 "speedups" if share.is_measured else "shared cores",
             )  # fmt: skip
-    return Probed(found, links, unmeasured(found, copies), 0.0)
+    return Probed(found, unmeasured(found, copies))
 
 
 def _import_runtimes(config: LineConfig) -> None:

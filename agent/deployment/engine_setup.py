@@ -17,7 +17,7 @@ from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
 from agent.deployment.performance_matrix import matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
-from agent.device_profile.identity import kind_name
+from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 

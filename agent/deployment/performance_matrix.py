@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.device_profile.identity import kind_name
 from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.box import torch_device
 
@@ -57,7 +56,7 @@ def matrix(
         sources = (SSD, HOST) if box.pool_of(processor) == DEVICE else (SSD,)
         column = experts.setdefault(processor, {})
         for copy in listed:
-            kind = kinds.get((kind_of(copy), processor, copy.packed.precision))
+            kind = kinds.get((copy.kind, processor, copy.packed.precision))
             if kind is None:
                 continue
             factor = 1.0 if executors is None else core_share(profile, kind, executors).factor
@@ -67,14 +66,9 @@ def matrix(
     return PerformanceMatrix(experts, dict(usage))
 
 
-def kind_of(copy: ExpertCopy) -> str:
-    """The name of a copy's kind."""
-    return kind_name(copy.expert, copy.packed.program_sha256)
-
-
 def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
     """Experts that have no row on any processor, and why."""
-    return unmeasured_kinds(matrix, {copy.expert.id: kind_of(copy) for listed in copies.values() for copy in listed})
+    return unmeasured_kinds(matrix, {copy.expert.id: copy.kind for listed in copies.values() for copy in listed})
 
 
 def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:

@@ -15,14 +15,14 @@ from agent.device_profile.identity import (
     box_mismatches,
     identity_of,
     is_of_another_box,
-    kind_name,
     mismatches,
     packed_sha256,
 )
 from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import SOURCE, UsageOrigin
 from agent.device_profile.store import partial_of, read_profile
-from experts.backends import family
+from agent.runtime.expert_copy import kind_name
+from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import ConfigError
 from experts.expert import Precision
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ACCELERATORS = frozenset({"cuda", "mps"})
-ONE_FORM = frozenset(
-    {"onnx", "fake"}
-)  # families for which the line's `precision` has no meaning: fp32, or the profile's
 
 
 def find_profile(config: LineConfig) -> StoredProfile | None:
@@ -156,7 +153,7 @@ def precision_of(
     described = config.catalog.experts[expert]
     if config.precision is not None:
         is_elsewhere = config.precision.is_cpu_only and processor in ACCELERATORS
-        return Precision.FP32 if family(described.architecture) in ONE_FORM or is_elsewhere else config.precision
+        return Precision.FP32 if family(described.architecture) in GRAPH_FAMILIES or is_elsewhere else config.precision
     if profile is None:
         return Precision.FP32
     chosen = profile.precisions.get((kind_name(described, program_sha256), processor))

@@ -8,33 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.device_profile.records import SOURCE, BoxIdentity, StoredProfile
-from experts.backends import family
 from experts.sizes import mib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from agent.runtime.machine.box import Box
-    from experts.expert import Expert
     from experts.weights import PackedExpert
-
-GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its program says, not its architecture
-SHORT_SHA256 = 12
-
-
-def kind_name(expert: Expert, program_sha256: str | None) -> str:
-    """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
-
-    A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
-    is executed is its precision.
-    """
-    size = f"{expert.input.height}x{expert.input.width}"
-    parts = [expert.architecture, size, expert.input.normalize]
-    if expert.stem is not None:
-        parts.append(f"stem={expert.stem}")
-    if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:
-        parts.append(f"program={program_sha256[:SHORT_SHA256]}")
-    return " ".join(parts)
 
 
 def identity_of(box: Box) -> BoxIdentity:
@@ -77,15 +57,15 @@ def mismatches(profile: StoredProfile, box: BoxIdentity, packed: Mapping[tuple[s
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
     """The same for the box alone. Memory counts only where it shrank below what was shared out."""
     budgets = profile.allocation.budget_bytes
-    return (*_differences(profile.box, box), *_shrunken(budgets, box))
+    return (*differences(profile.box, box), *_shrunken(budgets, box))
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
     """Are these two boxes, whatever their libraries and the sizes of their memories?"""
-    return any(_differences(replace(then, versions={}), replace(now, versions={})))
+    return any(differences(replace(then, versions={}), replace(now, versions={})))
 
 
-def _differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
+def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
     """How two boxes differ, memory aside."""
     if then.device != now.device:
         yield f"the device is {now.device} now, {then.device} in the profile"

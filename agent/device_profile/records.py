@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from agent.device_profile.columns import (
+    Count,
+    Flag,
+    Form,
+    MaybeCount,
+    Number,
+    NumberByName,
+    Numbers,
+    Positive,
+    PositiveCount,
+    Positives,
+    Spinning,
+    Text,
+    TextByName,
+    Texts,
+)
 from agent.device_profile.openmp import DEFAULT
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 
@@ -19,22 +31,22 @@ SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 class BoxIdentity:
     """What a profile holds for. ``versions``: the libraries that run experts, by name."""
 
-    device: str  # Box.name: cpu, cuda, jetson, mps, emulated
-    model: str
-    processors: tuple[str, ...]
-    cores: int
-    host_bytes: int
-    device_bytes: int | None
-    versions: Mapping[str, str]
+    device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
+    model: Text
+    processors: Texts
+    cores: PositiveCount
+    host_bytes: Count
+    device_bytes: MaybeCount
+    versions: TextByName
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
     """One batch size: seconds of each repeat, and the most bytes it needed beside the weights."""
 
-    batch_size: int
-    seconds: tuple[float, ...]
-    workspace_bytes: int
+    batch_size: PositiveCount
+    seconds: Numbers
+    workspace_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +59,21 @@ class KindProfile:
     ``samples`` says what was run.
     """
 
-    kind: str
-    architecture: str
-    processor: str
-    precision: str
-    threads: int
-    K_s: float
-    B_s: float
-    fit_error: float
-    max_batch: int
-    weight_bytes: int
-    workspace_base_bytes: int
-    workspace_bytes: int
-    load_s: Mapping[str, float]
+    kind: Text
+    architecture: Text
+    processor: Text
+    precision: Form
+    threads: PositiveCount
+    K_s: Number
+    B_s: Number
+    fit_error: Number
+    max_batch: PositiveCount
+    weight_bytes: Count
+    workspace_base_bytes: Count
+    workspace_bytes: Count
+    load_s: NumberByName
     batches: tuple[BatchTimes, ...]
-    samples: str
+    samples: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +83,14 @@ class Agreement:
     ``samples_sha256``: which samples they were (``LineSamples.sha256``); an agreement on others says nothing of them.
     """
 
-    kind: str
-    processor: str
-    precision: str
-    images: int
-    labels_differ: int
-    largest_score_difference: float
-    tolerance: float
-    samples_sha256: str
+    kind: Text
+    processor: Text
+    precision: Form
+    images: Count
+    labels_differ: Count
+    largest_score_difference: Number
+    tolerance: Number
+    samples_sha256: Text
 
     @property
     def agrees(self) -> bool:
@@ -111,10 +123,10 @@ class UsageProfile:
 class PoolAllocation:
     """How one memory is shared out (section 4.4). ``experts``: how many of the most used ones fit."""
 
-    pool: str
-    expert_bytes: int
-    workspace_bytes: int
-    experts: int
+    pool: Text
+    expert_bytes: Count
+    workspace_bytes: Count
+    experts: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +146,19 @@ class Allocation:
 class Trial:
     """One configuration that a search tried. ``search``: "memory:<pool>" or "executors"."""
 
-    search: str
-    number: int
-    setting: str
-    images_per_s: float
-    note: str = ""
+    search: Text
+    number: Count
+    setting: Text
+    images_per_s: Number
+    note: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
     """Measured bytes per second of one link, "ssd" or "host" (host memory to device memory)."""
 
-    link: str
-    bytes_per_s: float
+    link: Text
+    bytes_per_s: Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +168,10 @@ class SpinTimes:
     A value per process in which it was tried; the n-th of all settings were measured one after the other.
     """
 
-    setting: str
-    one_s: tuple[float, ...]
-    largest_s: tuple[float, ...]
-    is_chosen: bool
+    setting: Spinning
+    one_s: Positives
+    largest_s: Positives
+    is_chosen: Flag
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ file and may be renamed; one that is read is copied into memory and brought up t
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from experts.errors import ConfigError, ProfileDamaged
 from experts.filesystem import filesystem_type, is_shared
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 HEADER = b"SQLite format 3\x00"
@@ -142,8 +143,8 @@ def openmp_spinning(database: Database) -> None:
     )
 
 
-def open_for_writing(path: Path) -> sqlite3.Connection:
-    """A connection to a file that is there or is made; its tables up to date, every commit synced.
+def open_for_writing(path: Path) -> Database:
+    """A file that is there or is made; its tables up to date, every commit synced.
 
     Raises ProfileDamaged for a file that is no profile, ConfigError for a newer version's and on a network share, and
     sqlite3.OperationalError where the disk refuses to be read or written (``is_refused_by_disk``).
@@ -153,47 +154,55 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         raise ConfigError(f"{path} is on a shared filesystem ({kind}) - keep the profile on a local disk")
     if path.exists():
         check_header(path)
-    connection = sqlite3.connect(path)
-    try:
-        connection.row_factory = sqlite3.Row
-        _check_integrity(connection, path)
-        connection.execute("PRAGMA journal_mode = DELETE")
-        connection.execute("PRAGMA synchronous = FULL")
-        _bring_up_to_date(connection, path, is_new=not connection.execute("PRAGMA page_count").fetchone()[0])
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        if is_refused_by_disk(error):
-            raise
-        raise ProfileDamaged(path, f"is damaged ({error})", AGAIN) from error
-    except ConfigError:
-        connection.close()
-        raise
-    return connection
+    database = Database(path)
+    with closed_on_error(database), understood(path):
+        _check_integrity(database, path)
+        database.execute("PRAGMA journal_mode = DELETE")
+        database.execute("PRAGMA synchronous = FULL")
+        _bring_up_to_date(database, path, is_new=not database.execute("PRAGMA page_count").fetchone()[0])
+    return database
 
 
-def copy_in_memory(path: Path) -> sqlite3.Connection:
+def copy_in_memory(path: Path) -> Database:
     """What a file holds, brought up to date in memory; the file is not touched, and no other is made beside it.
 
     Raises ConfigError, saying what to do, for whatever cannot be read as a profile.
     """
     check_header(path)
-    copy = sqlite3.connect(":memory:")
+    copy = Database(memory=True)
     try:
-        copy.row_factory = sqlite3.Row
-        # a finished profile is replaced, never written to, so it may be read without locks: nothing appears beside it
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
-            source.backup(copy)
-        _check_integrity(copy, path)  # of a file that is only read, SQLite does not check what its columns may hold
-        _bring_up_to_date(copy, path, is_new=False)
+        with closed_on_error(copy), understood(path, "is damaged or truncated"):
+            # a finished profile is replaced, never written to, so it may be read without locks: nothing lies beside it
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as source:
+                source.backup(copy.conn)
+            _check_integrity(copy, path)  # of a file that is only read, SQLite does not check what its columns hold
+            _bring_up_to_date(copy, path, is_new=False)
     except sqlite3.DatabaseError as error:
-        copy.close()
-        if is_refused_by_disk(error):
-            raise ConfigError(f"{path} cannot be read ({error}) - {CHECK_IT}") from error
-        raise ProfileDamaged(path, f"is damaged or truncated ({error})", AGAIN) from error
-    except ConfigError:
-        copy.close()
-        raise
+        raise ConfigError(f"{path} cannot be read ({error}) - {CHECK_IT}") from error
     return copy
+
+
+@contextmanager
+def closed_on_error(database: Database) -> Iterator[None]:
+    """Nobody else closes it then."""
+    try:
+        yield
+    except BaseException:
+        database.close()
+        raise
+
+
+@contextmanager
+def understood(path: Path, damaged: str = "is damaged") -> Iterator[None]:
+    """What cannot be read as a profile is ProfileDamaged, naming ``path``; what the disk refuses stays sqlite3's."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if is_refused_by_disk(error):
+            raise
+        raise ProfileDamaged(path, f"{damaged} ({error})", AGAIN) from error
+    except ValueError as error:
+        raise ProfileDamaged(path, f"holds what no profile holds ({error})", AGAIN) from error
 
 
 def check_header(path: Path) -> None:
@@ -220,14 +229,13 @@ def remove_database(path: Path) -> None:
         name.unlink(missing_ok=True)
 
 
-def _check_integrity(connection: sqlite3.Connection, path: Path) -> None:
-    found = [row[0] for row in connection.execute("PRAGMA integrity_check")]
+def _check_integrity(database: Database, path: Path) -> None:
+    found = [row[0] for row in database.execute("PRAGMA integrity_check")]
     if found != ["ok"]:
         raise ProfileDamaged(path, f"is damaged ({found[0]})", AGAIN)
 
 
-def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, is_new: bool) -> None:
-    database = Database(connection)
+def _bring_up_to_date(database: Database, path: Path, *, is_new: bool) -> None:
     known = _known_migrations()
     applied = {migration.name for migration in migrations.applied(database)}
     if not applied and not is_new:
@@ -240,5 +248,5 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, is_new: boo
 
 @cache
 def _known_migrations() -> frozenset[str]:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        return frozenset(migration.name for migration in migrations.pending(Database(connection)))
+    with closing(Database(memory=True)) as database:
+        return frozenset(migration.name for migration in migrations.pending(database))

@@ -17,28 +17,20 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.device_profile import rows
-from agent.device_profile.identity import _differences
-from agent.device_profile.schema import copy_in_memory, open_for_writing, remove_database
+from agent.device_profile.identity import differences
+from agent.device_profile.records import Agreement, LinkSpeed, SpinTimes, Trial
+from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
+from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
 from experts.manifests import sync_directory
 
 if TYPE_CHECKING:
-    import sqlite3
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
-    from agent.device_profile.records import (
-        Agreement,
-        Allocation,
-        BoxIdentity,
-        KindProfile,
-        LinkSpeed,
-        SpinTimes,
-        StoredProfile,
-        Trial,
-        UsageProfile,
-    )
+    from sqlite_utils import Database
+
+    from agent.device_profile.records import Allocation, BoxIdentity, KindProfile, StoredProfile, UsageProfile
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +48,7 @@ def read_profile(path: Path) -> StoredProfile:
                 f"{partial_of(path)}: profiling was not finished - `coserve profile LINE.yaml` resumes it"
             )
         raise ConfigError(f"{path}: no device profile - run `coserve profile LINE.yaml`")
-    with closing(copy_in_memory(path)) as connection:
-        return rows.profile_in(connection, path)
+    return _read_back(path)
 
 
 def replace_usage(path: Path, usage: UsageProfile) -> None:
@@ -67,10 +58,10 @@ def replace_usage(path: Path, usage: UsageProfile) -> None:
     with _one_writer(path):
         remove_database(unfinished)
         try:
-            with closing(copy_in_memory(path)) as copy, closing(open_for_writing(unfinished)) as connection:
-                copy.backup(connection)
-                with connection:
-                    rows.put_usage(connection, usage)
+            with closing(copy_in_memory(path)) as copy, closing(open_for_writing(unfinished)) as database:
+                copy.conn.backup(database.conn)
+                with database.atomic():
+                    rows.put_usage(database, usage)
             _rename(unfinished, path)
         except BaseException:
             remove_database(unfinished)  # of no use to anybody, and on a full disk in the way
@@ -78,7 +69,7 @@ def replace_usage(path: Path, usage: UsageProfile) -> None:
 
 
 class ProfileDraft:
-    """A profile that is being measured. Every save is on the disk when it returns; ``finish`` it, or ``close`` it.
+    """A profile that is being measured. Every save is on the disk when it returns; what is not finished waits there.
 
     What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``spinning``,
     ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still
@@ -87,13 +78,13 @@ class ProfileDraft:
     more.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
+    def __init__(self, path: Path, database: Database) -> None:
         self.path = path
-        self._connection = connection
-        self._lock: int | None = lock
+        self._database = database
 
     @classmethod
-    def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> ProfileDraft:
+    @contextmanager
+    def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> Iterator[ProfileDraft]:
         """Take up the partial profile of this box, or begin one.
 
         A new one starts from the kinds, agreements, speedups, links and spinning of a finished profile of the same box
@@ -102,142 +93,123 @@ class ProfileDraft:
         """
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
+        with _one_writer(path):
             if fresh:
                 remove_database(partial_of(path))
-            connection = _resumed(path, line, box) or _begun(path, line, box, fresh=fresh)
-        except BaseException:
-            os.close(lock)
-            raise
-        return cls(path, connection, lock)
-
-    def __enter__(self) -> ProfileDraft:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End; what was saved waits in the partial file. Idempotent."""
-        if self._lock is not None:
-            self._connection.close()
-            os.close(self._lock)
-            self._lock = None
+            with closing(_resumed(path, line, box) or _begun(path, line, box, fresh=fresh)) as database:
+                yield cls(path, database)
 
     def kinds(self) -> tuple[KindProfile, ...]:
         """Those that are measured."""
-        return rows.kinds_in(self._connection)
+        return rows.kinds_in(self._database)
 
     def agreements(self) -> tuple[Agreement, ...]:
         """Those that are compared."""
-        return rows.agreements_in(self._connection)
+        return TABLES["agreements"].records(self._database, Agreement)
 
     def speedups(self) -> dict[str, tuple[float, ...]]:
         """Those that are measured, by processor."""
-        return rows.speedups_in(self._connection)
+        return TABLES["speedups"].mapping(self._database)
 
     def links(self) -> tuple[LinkSpeed, ...]:
         """Those that are measured."""
-        return rows.links_in(self._connection)
+        return TABLES["links"].records(self._database, LinkSpeed)
 
     def spinning(self) -> tuple[SpinTimes, ...]:
         """The settings of OpenMP's waiting that were tried; empty where that was not measured."""
-        return rows.spinning_in(self._connection)
+        return TABLES["spinning"].records(self._database, SpinTimes)
 
     def packed(self) -> dict[tuple[str, str], str]:
         """What was profiled by whoever saved it last: this run, or the one that it takes up."""
-        return rows.packed_in(self._connection)
+        return TABLES["packed"].mapping(self._database)
 
     def trials(self, search: str) -> tuple[Trial, ...]:
         """Those of a search that were saved."""
-        return rows.trials_in(self._connection, search)
+        return tuple(trial for trial in TABLES["trials"].records(self._database, Trial) if trial.search == search)
 
     def save_kind(self, kind: KindProfile) -> None:
         """One kind on one processor in one precision; the processor's speedups are given up."""
-        with self._connection:
-            rows.put_kind(self._connection, kind)
-            rows.forget_speedups(self._connection, kind.processor)
+        with self._database.atomic():
+            rows.put_kind(self._database, kind)
+            TABLES["speedups"].delete(self._database, processor=kind.processor)
 
     def save_agreement(self, agreement: Agreement) -> None:
         """One comparison with fp32."""
-        with self._connection:
-            rows.put_agreement(self._connection, agreement)
+        with self._database.atomic():
+            TABLES["agreements"].put(self._database, agreement)
 
     def save_speedups(self, processor: str, speedups: Sequence[float]) -> None:
         """What several executors of one processor gain."""
-        with self._connection:
-            rows.put_speedups(self._connection, processor, speedups)
+        with self._database.atomic():
+            rows.put_speedups(self._database, processor, speedups)
 
     def save_links(self, links: Sequence[LinkSpeed]) -> None:
         """All links of the box."""
         with self._part("links"):
-            rows.put_links(self._connection, links)
+            TABLES["links"].replace(self._database, links)
 
     def save_precisions(self, precisions: Mapping[tuple[str, str], str]) -> None:
         """The precision chosen for each (kind, processor); where another was chosen before, speedups are given up."""
         with self._part("precisions"):
-            earlier = rows.precisions_in(self._connection)
+            earlier = TABLES["precisions"].mapping(self._database)
             changed = {processor for (_, processor), _ in earlier.items() ^ precisions.items()}
             for processor in changed & {processor for _, processor in earlier}:
-                rows.forget_speedups(self._connection, processor)
-            rows.put_precisions(self._connection, precisions)
+                TABLES["speedups"].delete(self._database, processor=processor)
+            rows.put_precisions(self._database, precisions)
 
     def save_packed(self, packed: Mapping[tuple[str, str], str]) -> None:
         """(expert, precision) -> ``packed_sha256``, and (expert, SOURCE), of all that was profiled."""
         with self._part("packed"):
-            rows.put_packed(self._connection, packed)
+            rows.put_packed(self._database, packed)
 
     def save_spinning(self, spinning: Sequence[SpinTimes]) -> None:
         """The settings of OpenMP's waiting that were tried, one of them chosen."""
-        with self._connection:
-            rows.put_spinning(self._connection, spinning)
+        with self._database.atomic():
+            TABLES["spinning"].replace(self._database, spinning)
 
     def save_usage(self, usage: UsageProfile) -> None:
         """The usage probabilities."""
         with self._part("usage"):
-            rows.put_usage(self._connection, usage)
+            rows.put_usage(self._database, usage)
 
     def save_allocation(self, allocation: Allocation) -> None:
         """The memory split and the executors."""
         with self._part("allocation"):
-            rows.put_allocation(self._connection, allocation)
+            rows.put_allocation(self._database, allocation)
 
     def save_trials(self, search: str, trials: Sequence[Trial]) -> None:
         """What a search has tried so far."""
-        with self._connection:
-            rows.put_trials(self._connection, search, trials)
+        with self._database.atomic():
+            TABLES["trials"].delete(self._database, search=search)
+            TABLES["trials"].put(self._database, *trials)
 
     def finish(self) -> StoredProfile:
-        """Make it the box's profile, in the place of the one before, and close it.
+        """Make it the box's profile, in the place of the one before; nothing can be saved any more.
 
         Raises ConfigError, naming what is missing, for one that is not whole; then it stays a partial one.
         """
-        missing = rows.missing_parts(self._connection)
+        missing = rows.missing_parts(self._database)
         partial = partial_of(self.path)
         if missing:
             lacking = ", ".join(missing)
             raise ConfigError(f"{partial} lacks {lacking} - `coserve profile LINE.yaml` measures what is missing")
-        with self._connection:
+        with self._database.atomic():
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            self._connection.execute("UPDATE profile SET finished_at = ?", (now,))
-        self._connection.close()
+            self._database.execute("UPDATE profile SET finished_at = ?", (now,))
+        self._database.close()
         profile = _read_back(partial)
         _rename(partial, self.path)
-        self.close()
         return profile
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
         """One transaction that saves a part which every profile has."""
-        with self._connection:
+        with self._database.atomic():
             yield
-            rows.put_part(self._connection, part)
+            TABLES["parts"].put(self._database, {"part": part})
 
 
-def _resumed(path: Path, line: str, box: BoxIdentity) -> sqlite3.Connection | None:
+def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
     """The partial profile, if there is one of this box; else what is there of it is removed.
 
     So is one that is damaged, of which nothing is taken. What is refused for another reason stays as it is, such as
@@ -248,17 +220,17 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> sqlite3.Connection | No
         remove_database(partial)  # a journal that was left without its file
         return None
     try:
-        connection = open_for_writing(partial)
-        with _closed_on_error(connection):
-            rows.check(connection, partial)
-            then = rows.box_in(connection)
-            reason = "it was never begun" if then is None else "; ".join(_differences(then, box))
+        database = open_for_writing(partial)
+        with closed_on_error(database):
+            rows.check(database, partial)
+            then = rows.box_in(database)
+            reason = "it was never begun" if then is None else "; ".join(differences(then, box))
             if not reason:
-                with connection:
-                    rows.put_head(connection, line, box)
-                log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(connection)))
-                return connection
-        connection.close()
+                with database.atomic():
+                    rows.put_head(database, line, box)
+                log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(database)))
+                return database
+        database.close()
     except ProfileDamaged as error:
         reason = f"it {error.reason}"
     log.warning("profile_partial_discarded path=%s reason=%s", partial, reason)
@@ -266,23 +238,14 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> sqlite3.Connection | No
     return None
 
 
-def _begun(path: Path, line: str, box: BoxIdentity, *, fresh: bool) -> sqlite3.Connection:
+def _begun(path: Path, line: str, box: BoxIdentity, *, fresh: bool) -> Database:
     earlier = None if fresh else _earlier(path, box)
-    connection = open_for_writing(partial_of(path))
-    with _closed_on_error(connection), connection:
-        rows.put_head(connection, line, box)
+    database = open_for_writing(partial_of(path))
+    with closed_on_error(database), database.atomic():
+        rows.put_head(database, line, box)
         if earlier is not None:
-            _take_over(connection, earlier)
-    return connection
-
-
-@contextmanager
-def _closed_on_error(connection: sqlite3.Connection) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        connection.close()
-        raise
+            _take_over(database, earlier)
+    return database
 
 
 def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
@@ -294,30 +257,29 @@ def _earlier(path: Path, box: BoxIdentity) -> StoredProfile | None:
     except ConfigError as error:
         log.warning("profile_measured_anew reason=%s", error)
         return None
-    differences = tuple(_differences(profile.box, box))
-    if differences:
-        log.info("profile_measured_anew path=%s reason=%s", path, "; ".join(differences))
+    reason = "; ".join(differences(profile.box, box))
+    if reason:
+        log.info("profile_measured_anew path=%s reason=%s", path, reason)
         return None
     return profile
 
 
-def _take_over(connection: sqlite3.Connection, earlier: StoredProfile) -> None:
+def _take_over(database: Database, earlier: StoredProfile) -> None:
     for kind in earlier.kinds:
-        rows.put_kind(connection, kind)
-    for agreement in earlier.agreements:
-        rows.put_agreement(connection, agreement)
+        rows.put_kind(database, kind)
+    TABLES["agreements"].put(database, *earlier.agreements)
     for processor, speedups in earlier.speedups.items():
-        rows.put_speedups(connection, processor, speedups)
-    rows.put_links(connection, earlier.links)
-    rows.put_part(connection, "links")
-    rows.put_spinning(connection, earlier.spinning)
-    rows.put_precisions(connection, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
-    rows.put_packed(connection, earlier.packed)  # tells what the agreements are of; no part yet, either
+        rows.put_speedups(database, processor, speedups)
+    TABLES["links"].put(database, *earlier.links)
+    TABLES["parts"].put(database, {"part": "links"})
+    TABLES["spinning"].put(database, *earlier.spinning)
+    rows.put_precisions(database, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
+    rows.put_packed(database, earlier.packed)  # tells what the agreements are of; no part yet, either
 
 
 def _read_back(path: Path) -> StoredProfile:
-    with closing(copy_in_memory(path)) as connection:
-        return rows.profile_in(connection, path)
+    with closing(copy_in_memory(path)) as database:
+        return rows.profile_in(database, path)
 
 
 def _rename(unfinished: Path, path: Path) -> None:
@@ -333,21 +295,14 @@ def _rename(unfinished: Path, path: Path) -> None:
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    lock = _lock(path)
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
-def _lock(path: Path) -> int:
     """A lock on the profile's folder, which the kernel drops when its process ends, however it ends."""
     descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            told = f"{path}: another `coserve profile` is at work there - wait for its end, or stop it"
+            raise ConfigError(told) from error
+        yield
+    finally:
         os.close(descriptor)
-        raise ConfigError(
-            f"{path}: another `coserve profile` is at work there - wait for its end, or stop it"
-        ) from error
-    return descriptor

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import Footprint, SharedPart
+from experts.backends import GRAPH_FAMILIES, family
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from experts.expert import Expert
     from experts.weights import PackedExpert
+
+SHORT_SHA256 = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +25,34 @@ class ExpertCopy:
     name: str
     expert: Expert
     packed: PackedExpert
+
+    @property
+    def kind(self) -> str:
+        """The name of its kind."""
+        return kind_name(self.expert, self.packed.program_sha256)
+
+
+def kind_name(expert: Expert, program_sha256: str | None) -> str:
+    """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
+
+    A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
+    is executed is its precision.
+    """
+    size = f"{expert.input.height}x{expert.input.width}"
+    parts = [expert.architecture, size, expert.input.normalize]
+    if expert.stem is not None:
+        parts.append(f"stem={expert.stem}")
+    if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:
+        parts.append(f"program={program_sha256[:SHORT_SHA256]}")
+    return " ".join(parts)
+
+
+def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
+    """Copies by the name of their kind, in their order."""
+    found: defaultdict[str, list[ExpertCopy]] = defaultdict(list)
+    for copy in copies:
+        found[copy.kind].append(copy)
+    return dict(found)
 
 
 def footprint_of(packed: PackedExpert) -> Footprint:

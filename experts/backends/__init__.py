@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from experts.backends.base import Backend
 
 DETECTOR_PREFIXES = ("yolo", "rtdetr")
+GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its owner's graph says; it has one form
 
 
 def family(architecture: str) -> str:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
 from agent.core.request import Rejected
-from agent.device_profile.identity import kind_name
 from agent.device_profile.records import Agreement
 from agent.runtime.executor import ImageFile
 from agent.runtime.machine.box import torch_device
@@ -79,7 +78,7 @@ def compare(
                 expected, found = (_judged(rig, each, images) for each in (copy, others.get(copy.expert.id)))
                 differences += _differences(expected, found)
     return Agreement(
-        kind=kind_name(other[0].expert, other[0].packed.program_sha256),
+        kind=other[0].kind,
         processor=bench.processor,
         precision=other[0].packed.precision,
         images=len(differences),

@@ -12,29 +12,27 @@ before anything else runs it in the process: what a runtime keeps is then seen a
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from agent.core.performance import HOST, SSD, ExecutorSpec
-from agent.device_profile.identity import kind_name
-from agent.device_profile.records import KindProfile, LinkSpeed
+from agent.core.performance import HOST, ExecutorSpec
+from agent.device_profile.records import KindProfile
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.detection import host_memory
+from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.meter import meter_for
 from agent.runtime.measuring.rig import MeasuringRig
-from experts.backends import family
-from experts.errors import BackendUnavailable, ExpertError
+from experts.errors import ExpertError
 from profiler.microbench.batches import BatchOptions, BatchRuns, ImageCycle
 from profiler.microbench.fits import fit_latency, fit_workspace, plateau
 from profiler.workload.samples import described
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from agent.runtime.executor import ImageSource
     from agent.runtime.expert_copy import ExpertCopy
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOADS = 8
 BATCHES_TOGETHER = 12  # at least, by all executors that are timed at once
-LOADED_FILES = 4  # in turn, so that a drive's own cache does not answer for all
 ESTIMATED = "workspace estimated from shapes"
 
 
@@ -71,16 +67,13 @@ class Bench:
         return MeasuringRig(self.box, self.processor, copies, self.segments, self.threads)
 
 
-class KindMeasurer(Protocol):
-    """Measures experts of one family. A further one, such as an LLM's (prefill and decode by tokens, key-value cache by
-    tokens), joins with an entry in MEASURERS; until then nothing pretends that batches of images tell of it."""
+def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
+    """One kind on one processor: of ``copies``, its experts in one precision, the first that runs is measured.
 
-    def __call__(self, bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
-        """The kind of these copies, all in one precision. Raises ExpertError when none of them can be run."""
-
-
-def measure_images(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
-    """The kind of experts that judge images in batches; see ``measure_kind``."""
+    Those with samples come first. Raises ExpertError when none can be run, ValueError for no copy at all.
+    """
+    if not copies:
+        raise ValueError("no copy to measure")
     reasons: list[ExpertError] = []
     for copy in sorted(copies, key=lambda copy: not bench.samples.of(copy.expert.id)):
         try:
@@ -90,65 +83,6 @@ def measure_images(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
             logger.warning("cannot_measure copy=%s processor=%s reason=%s", copy.name, bench.processor, error.message)
             reasons.append(error)
     raise reasons[0]
-
-
-MEASURERS: Mapping[str, KindMeasurer] = {
-    "classifier": measure_images,
-    "detector": measure_images,
-    "onnx": measure_images,
-    "fake": measure_images,
-}
-
-
-def measure_kind(
-    bench: Bench, copies: Sequence[ExpertCopy], measurers: Mapping[str, KindMeasurer] = MEASURERS
-) -> KindProfile:
-    """One kind on one processor: of ``copies``, its experts in one precision, the first that runs is measured.
-
-    Those with samples come first. Raises ExpertError when none can be run, BackendUnavailable for a family of experts
-    without a measurer, ValueError for no copy at all.
-    """
-    if not copies:
-        raise ValueError("no copy to measure")
-    architecture = copies[0].expert.architecture
-    measurer = measurers.get(family(architecture))
-    if measurer is None:
-        raise BackendUnavailable(architecture, "experts of this family cannot be profiled: take them off the line")
-    return measurer(bench, copies)
-
-
-def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = LOADS) -> dict[str, float]:
-    """Median seconds of loading all bytes of a copy into the memory that its processor runs from, by where from.
-
-    "ssd", and where memory is split also "host". The first load of a file is hashed and does not count; files take
-    turns, LOADED_FILES of them; one that cannot be loaded is left out. Leaves the rig empty. Raises ExpertError when
-    none can be loaded.
-    """
-    turns = list(itertools.islice(itertools.cycle(_loadable(rig, copies)), max(loads, 1)))
-    times = {SSD: median([_load_once_s(rig, copy, rig.target) for copy in turns])}
-    if rig.target != HOST:
-        times[HOST] = median([_copy_once_s(rig, copy) for copy in turns])
-    return times
-
-
-def measure_links(
-    box: Box, copies: Sequence[ExpertCopy], segments: SegmentStore, loads: int = LOADS
-) -> tuple[LinkSpeed, ...]:
-    """Bytes per second from the SSD, and to the device where memory is split: medians over the largest experts.
-
-    ``copies`` of all processors. Empty when none of them can be loaded.
-    """
-    largest_first = sorted({copy.name: copy for copy in copies}.values(), key=lambda copy: -_file_bytes(copy))
-    for copy in largest_first:
-        alike = [copy, *(each for each in largest_first if each is not copy and _is_alike(each, copy))]
-        with MeasuringRig(box, box.processors[0], alike, segments, threads=1).opened() as rig:
-            try:
-                times = measure_loads(rig, alike, loads)
-            except ExpertError as error:
-                logger.warning("cannot_load copy=%s reason=%s", copy.name, error.message)
-                continue
-            return tuple(LinkSpeed(link, _file_bytes(copy) / seconds) for link, seconds in times.items())
-    return ()
 
 
 def measure_speedups(
@@ -173,8 +107,7 @@ def measure_speedups(
 
 
 def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy]) -> KindProfile:
-    alike = [copy, *(each for each in copies if each is not copy and _is_alike(each, copy))]
-    load_s = measure_loads(rig, alike)
+    load_s = measure_loads(rig, alike(copy, copies))
     rig.bring(copy)
     samples = bench.samples.of(copy.expert.id)
     meter = bench.meter(bench.processor)
@@ -185,7 +118,7 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
     line = fit_latency([batch for batch in batches if batch.batch_size <= max_batch])
     workspace = fit_workspace(batches)
     return KindProfile(
-        kind=kind_name(copy.expert, copy.packed.program_sha256),
+        kind=copy.kind,
         architecture=copy.expert.architecture,
         processor=bench.processor,
         precision=copy.packed.precision,
@@ -216,45 +149,3 @@ def _together_s(
             rig.bring(copy)
         rig.all_s(copies, works[:count])
         return rig.all_s(copies, works)
-
-
-def _loadable(rig: MeasuringRig, copies: Sequence[ExpertCopy]) -> list[ExpertCopy]:
-    """The first LOADED_FILES that can be loaded, each hashed by its first load. Raises ExpertError without one."""
-    found: list[ExpertCopy] = []
-    reasons: list[ExpertError] = []
-    for copy in copies:
-        try:
-            _load_once_s(rig, copy, rig.target)
-        except ExpertError as error:
-            reasons.append(error)
-        else:
-            found.append(copy)
-        if len(found) == LOADED_FILES:
-            break
-    if not found:
-        raise reasons[0]
-    return found
-
-
-def _load_once_s(rig: MeasuringRig, copy: ExpertCopy, pool: str) -> float:
-    """From the SSD straight into a memory, and out again."""
-    seconds = rig.load(copy, pool, SSD)
-    rig.evict(copy, pool)
-    return seconds
-
-
-def _copy_once_s(rig: MeasuringRig, copy: ExpertCopy) -> float:
-    """From the host's copy into the device's memory, and out again."""
-    rig.load(copy, HOST)
-    seconds = rig.load(copy, rig.target, HOST)
-    rig.clear()
-    return seconds
-
-
-def _is_alike(one: ExpertCopy, other: ExpertCopy) -> bool:
-    """Do they load into one another's place, for as many bytes?"""
-    return one.packed.layout == other.packed.layout
-
-
-def _file_bytes(copy: ExpertCopy) -> int:
-    return sum(segment.size_bytes for segment in copy.packed.segments)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.deployment.memory_split import pool_budgets
 from agent.deployment.packed_copies import copy_name
-from agent.deployment.performance_matrix import kind_of
-from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.expert_copy import ExpertCopy, footprint_of, kind_name
 from agent.runtime.machine.box import torch_device
-from experts.backends import family
+from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
 from experts.packing import forget_other_forms, pack_line
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     Copies: TypeAlias = "defaultdict[Precision, list[ExpertCopy]]"
 
 REPRESENTATIVES = 4  # experts of a kind that are packed in every form; one is timed, and their files load in turn
-ONE_FORM = frozenset({"onnx", "fake"})  # families that the line's `precision` does not concern
 MISSING_RUNTIME = "install it, or take the experts that need it off the line"
 
 
@@ -63,7 +61,7 @@ class LinePacking:
         """The form that every expert is packed in: others are compared with it."""
         architecture = self._config.catalog.experts[expert].architecture
         given = self._config.precision
-        return Precision.FP32 if given is None or family(architecture) in ONE_FORM else given
+        return Precision.FP32 if given is None or family(architecture) in GRAPH_FAMILIES else given
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
         """The copies in their experts' references."""
@@ -74,10 +72,10 @@ class LinePacking:
 
         Raises ConfigError for a runtime that is not there.
         """
-        found: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+        found: defaultdict[tuple[str, str | None], list[str]] = defaultdict(list)
         for name, expert in self._config.catalog.experts.items():
-            own = name if family(expert.architecture) in ONE_FORM else None
-            found[expert.architecture, expert.stem, expert.input, own].append(name)
+            own = name if family(expert.architecture) in GRAPH_FAMILIES else None
+            found[kind_name(expert, None), own].append(name)
         ordered = (sorted(names, key=lambda name: not self._samples.of(name)) for names in found.values())
         return {name: self._forms(name, processors) for names in ordered for name in names[:REPRESENTATIVES]}
 
@@ -112,7 +110,7 @@ class LinePacking:
         for (kind, _), form in precisions.items():
             forms[kind].add(Precision(form))
         references = self.references(self.pack({}, None))
-        wanted = {copy.expert.id: forms[kind_of(copy)] for copy in references if forms[kind_of(copy)]}
+        wanted = {copy.expert.id: forms[copy.kind] for copy in references if forms[copy.kind]}
         copies = self.pack(wanted, "pack as chosen")
         kept = {name: wanted.get(name, {self.reference(name)}) for name in self._config.catalog.experts}
         forget_other_forms(kept, self._segments)
@@ -159,11 +157,3 @@ def refuse_what_never_fits(
     ]
     if problems:
         raise ConfigError.of(problems)
-
-
-def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
-    """Copies by the name of their kind."""
-    found: defaultdict[str, list[ExpertCopy]] = defaultdict(list)
-    for copy in copies:
-        found[kind_of(copy)].append(copy)
-    return dict(found)

@@ -13,12 +13,11 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from agent.deployment.performance_matrix import kind_of
 from agent.deployment.profile_in_use import precision_of
 from agent.device_profile.identity import packed_sha256
+from agent.runtime.expert_copy import by_kind
 from experts.expert import Precision
 from profiler.microbench.agreement import choose_precision, compare, image_s
-from profiler.microbench.packed_forms import by_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -59,9 +58,7 @@ class PrecisionChoice:
         then = self._draft.packed()
         now = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in references}
         changed = {
-            kind_of(copy)
-            for copy, (name, digest) in zip(references, now.items(), strict=True)
-            if then.get(name) != digest
+            copy.kind for copy, (name, digest) in zip(references, now.items(), strict=True) if then.get(name) != digest
         }
         for agreement in self._draft.agreements():
             if agreement.kind in changed:
@@ -125,7 +122,7 @@ class PrecisionChoice:
 
     def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
         """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form."""
-        kind = kind_of(sampled[0])
+        kind = sampled[0].kind
         key = (kind, bench.processor, str(form))
         earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)
         terms = (self._tolerance, bench.samples.sha256(copy.expert.id for copy in sampled))

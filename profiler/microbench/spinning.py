@@ -19,10 +19,10 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from agent.config import environment_with
-from agent.deployment.performance_matrix import kind_of
 from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import SpinTimes
-from experts.backends import family
+from agent.runtime.expert_copy import by_kind
+from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import CoServeError
 from experts.expert import Precision
 
@@ -38,7 +38,6 @@ LEAST_GAIN = 0.05
 SURE_ERRORS = 3.0
 MOST_LOSS = 0.02
 TRIAL_LIMIT_S = 180.0  # of one process; torch alone takes seconds to load
-OWN_THREADS = frozenset({"onnx", "fake"})  # families that no torch executes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +108,12 @@ def most_used(
     ``copies``: as they will run there; ``usage``: of each expert.
     """
     timed = {(kind.kind, kind.precision): kind for kind in kinds if kind.processor == "cpu" and kind.threads > 1}
-    shares: dict[str, float] = {}
-    able = [copy for copy in copies if _waits(copy) and (kind_of(copy), copy.packed.precision) in timed]
-    for copy in able:
-        shares[kind_of(copy)] = shares.get(kind_of(copy), 0.0) + usage.get(copy.expert.id, 0.0)
-    if not shares:
+    able = by_kind(copy for copy in copies if _waits(copy) and (copy.kind, copy.packed.precision) in timed)
+    if not able:
         return None
-    kind = max(shares, key=shares.__getitem__)
-    alike = [copy for copy in able if kind_of(copy) == kind]
+    alike = max(able.values(), key=lambda listed: sum(usage.get(copy.expert.id, 0.0) for copy in listed))
     copy = max(alike, key=lambda each: usage.get(each.expert.id, 0.0))
-    return copy, timed[kind, copy.packed.precision]
+    return copy, timed[copy.kind, copy.packed.precision]
 
 
 def try_setting(line: Path, copy: ExpertCopy, kind: KindProfile, setting: str) -> SpinTrial:
@@ -151,4 +146,5 @@ def try_setting(line: Path, copy: ExpertCopy, kind: KindProfile, setting: str) -
 
 
 def _waits(copy: ExpertCopy) -> bool:
-    return copy.packed.precision != Precision.ONNXRUNTIME and family(copy.expert.architecture) not in OWN_THREADS
+    """Does torch execute it?"""
+    return copy.packed.precision != Precision.ONNXRUNTIME and family(copy.expert.architecture) not in GRAPH_FAMILIES

@@ -15,18 +15,20 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 from agent.core.performance import ExecutorSpec
 from agent.deployment.build import detect_box
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import casual_allocation, pool_budgets
-from agent.deployment.performance_matrix import kind_of
 from agent.device_profile.identity import identity_of, is_of_another_box, packed_sha256
-from agent.device_profile.records import SOURCE, StoredProfile, UsageOrigin
+from agent.device_profile.records import SOURCE, LinkSpeed, StoredProfile, UsageOrigin
 from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
 from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
+from agent.runtime.expert_copy import by_kind
+from agent.runtime.measuring.loads import measure_links
 from experts.errors import ConfigError, CoServeError, ExpertError
 from experts.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
@@ -35,8 +37,8 @@ from profiler.allocation.step import ENGINE, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
 from profiler.microbench.batches import BatchOptions, why_no_larger
 from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
-from profiler.microbench.kinds import Bench, measure_kind, measure_links, measure_speedups
-from profiler.microbench.packed_forms import LinePacking, by_kind, refuse_what_never_fits
+from profiler.microbench.kinds import Bench, measure_kind, measure_speedups
+from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import PrecisionChoice
 from profiler.microbench.smoke_test import failing_experts
 from profiler.microbench.spinning import measure_spinning, most_used, try_setting
@@ -286,8 +288,8 @@ class _Profiling:
                 self._notes.append(f"{kind} runs on {' and '.join(runs)} only")
         able = {kind for kind, _ in precisions}
         for copy in references:
-            if kind_of(copy) not in able:
-                self._packing.failed.setdefault(copy.expert.id, f"its kind ({kind_of(copy)}) runs on no processor")
+            if copy.kind not in able:
+                self._packing.failed.setdefault(copy.expert.id, f"its kind ({copy.kind}) runs on no processor")
         self._draft.save_precisions(precisions)
         run = [each for each in self._draft.kinds() if precisions.get((each.kind, each.processor)) == each.precision]
         self._notes += [
@@ -315,14 +317,15 @@ class _Profiling:
 
     def _measure_links(self, copies: Copies) -> None:
         if not self._draft.links():
-            self._draft.save_links(measure_links(self._box, self._packing.references(copies), self._segments))
+            speeds = measure_links(self._box, self._packing.references(copies), self._segments)
+            self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
     def _able(
         self, processors: Sequence[str], precisions: Mapping[tuple[str, str], str], kept: Sequence[ExpertCopy]
     ) -> dict[str, list[ExpertCopy]]:
         """The copies that each processor will run, without those of experts that fail on any; these are noted."""
         copies = {
-            processor: [copy for copy in kept if precisions.get((kind_of(copy), processor)) == copy.packed.precision]
+            processor: [copy for copy in kept if precisions.get((copy.kind, processor)) == copy.packed.precision]
             for processor in processors
         }
         for processor, listed in copies.items():

@@ -1,28 +1,20 @@
 """Probe: a rough performance matrix in seconds, at start, until a full device profile exists.
 
-One expert of each kind (architecture, input, precision, program) is loaded over the real path and run by a real
-executor on each processor, alone and in one larger batch; two points give K and B (CoServe, section 4.2), with the
-preparation of images and the handing over of batches in them. Footprints are exact, workspaces estimated from shapes,
-and load times follow from the bytes and the measured speed of each link.
+One expert of each kind is loaded over the real path and run by a real executor on each processor, alone and in one
+larger batch; two points give K and B (CoServe, section 4.2), with the preparation of images and the handing over of
+batches in them. Footprints are exact, workspaces estimated from shapes, and load times follow from the bytes and the
+measured speed of each link.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import (
-    DEVICE,
-    HOST,
-    SSD,
-    ExpertProfile,
-    Performance,
-    PerformanceMatrix,
-)
-from agent.runtime.expert_copy import footprint_of
+from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
+from agent.runtime.expert_copy import by_kind, footprint_of
+from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
 from experts import errors
 from experts.backends import backend_for
@@ -33,7 +25,6 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
-    from experts.expert import InputSpec
     from experts.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -43,15 +34,7 @@ REPEATS = 2  # each after a run to warm up
 KIND_LIMIT_S = 0.6  # spent on running one kind on one processor
 PLATEAU = 1.02  # a larger batch has to make an image at least this much cheaper
 LEAST_MAX_BATCH = 4  # even so: the images of one batch are decoded at the same time
-UNMEASURED_BYTES_PER_S = 500e6  # arbitrary: a SATA drive, for a line of which nothing can be loaded
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpeeds:
-    """Measured bytes per second; ``copy_bytes_per_s`` is None where memory is unified."""
-
-    ssd_bytes_per_s: float
-    copy_bytes_per_s: float | None
+UNMEASURED = {SSD: 500e6, HOST: 500e6}  # bytes/s, arbitrary: a SATA drive, for a line of which nothing can be loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +42,7 @@ class Probed:
     """What a probe found. ``failed``: experts without a profile, as no expert of their kind could be run, and why."""
 
     matrix: PerformanceMatrix
-    links: LinkSpeeds
     failed: Mapping[str, str]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Experts that run alike: one is measured for all."""
-
-    architecture: str
-    stem: str | None
-    input: InputSpec
-    precision: str
-    program_sha256: str | None  # of one ONNX graph or another
-
-    @classmethod
-    def of(cls, copy: ExpertCopy) -> Kind:
-        """The kind of a copy."""
-        expert = copy.expert
-        return cls(expert.architecture, expert.stem, expert.input, copy.packed.precision, copy.packed.program_sha256)
 
 
 def probe(
@@ -92,8 +56,8 @@ def probe(
 
     Takes about KIND_LIMIT_S for each kind and processor, plus loading one expert of it. Raises BackendUnavailable.
     """
-    started = time.monotonic()
-    links = measure_links(box, copies, segments)
+    everything = [copy for listed in copies.values() for copy in listed]
+    links = measure_links(box, everything, segments, loads=1) or UNMEASURED
     refused: dict[str, str] = {}
     experts: dict[str, dict[str, ExpertProfile]] = {}
     for processor, listed in copies.items():
@@ -103,70 +67,41 @@ def probe(
             performance = _measure_first(box, processor, kind_copies, segments, threads, broken)
             if performance is None:
                 refused.update(broken)
-                logger.warning("kind_cannot_run processor=%s experts=%s reasons=%s", processor, *_listed(broken))
+                reasons = "; ".join(sorted(set(broken.values())))
+                logger.warning(
+                    "kind_cannot_run processor=%s experts=%s reasons=%s", processor, ",".join(broken), reasons
+                )
                 continue
             for copy in kind_copies:
-                experts[processor][copy.expert.id] = expert_profile(copy, performance, links, box.pool_of(processor))
+                experts[processor][copy.expert.id] = matrix_row(copy, performance, links, box.pool_of(processor))
     able = {expert for column in experts.values() for expert in column}
     failed = {expert: reason for expert, reason in refused.items() if expert not in able}
-    return Probed(PerformanceMatrix(experts, dict(usage)), links, failed, time.monotonic() - started)
+    return Probed(PerformanceMatrix(experts, dict(usage)), failed)
 
 
-def _listed(broken: Mapping[str, str]) -> tuple[str, str]:
-    return ",".join(broken), "; ".join(sorted(set(broken.values())))
-
-
-def estimated_profile(
+def estimated_matrix(
     box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float]
 ) -> PerformanceMatrix:
     """What is known of a line before anything of it is loaded: footprints are exact, workspaces are from shapes.
 
     Times are one second each and no batch is larger than one image: good for asking what fits, and for nothing else.
     """
-    links = LinkSpeeds(UNMEASURED_BYTES_PER_S, UNMEASURED_BYTES_PER_S if box.is_split else None)
     experts = {
         processor: {
-            copy.expert.id: expert_profile(copy, performance_of(copy, 1.0, 1.0, 1), links, box.pool_of(processor))
-            for kind_copies in by_kind(listed).values()
-            for copy in kind_copies
+            copy.expert.id: matrix_row(copy, performance_of(copy, 1.0, 1.0, 1), UNMEASURED, box.pool_of(processor))
+            for copy in listed
         }
         for processor, listed in copies.items()
     }
     return PerformanceMatrix(experts, dict(usage))
 
 
-def expert_profile(copy: ExpertCopy, performance: Performance, links: LinkSpeeds, pool: str) -> ExpertProfile:
+def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, float], pool: str) -> ExpertProfile:
     """An expert's row. Loads are counted by its own bytes: what it shares is there already, as a rule."""
     footprint = footprint_of(copy.packed)
-    load_s = {SSD: footprint.own_bytes / links.ssd_bytes_per_s}
-    if pool == DEVICE and links.copy_bytes_per_s is not None:
-        load_s[HOST] = footprint.own_bytes / links.copy_bytes_per_s
+    sources = (SSD, HOST) if pool == DEVICE else (SSD,)
+    load_s = {source: footprint.own_bytes / links[source] for source in sources}
     return ExpertProfile(copy.name, performance, footprint, load_s)
-
-
-def by_kind(copies: Sequence[ExpertCopy]) -> dict[Kind, list[ExpertCopy]]:
-    """The copies of each kind, in their order."""
-    kinds: defaultdict[Kind, list[ExpertCopy]] = defaultdict(list)
-    for copy in copies:
-        kinds[Kind.of(copy)].append(copy)
-    return dict(kinds)
-
-
-def measure_links(box: Box, copies: Mapping[str, Sequence[ExpertCopy]], segments: SegmentStore) -> LinkSpeeds:
-    """The speed of each link, over the largest expert that loads; its second load counts: the first one is hashed."""
-    everything = {copy.name: copy for listed in copies.values() for copy in listed}
-    largest_first = sorted(everything.values(), key=lambda copy: -copy.packed.own.size_bytes)
-    with MeasuringRig(box, box.processors[0], largest_first, segments, threads=1).opened() as rig:
-        for copy in largest_first:
-            try:
-                ssd_s = rig.second_load_s(copy, HOST)
-                copy_s = rig.second_load_s(copy, DEVICE) if box.is_split else None
-            except errors.ExpertError:
-                rig.clear()
-                continue
-            size_bytes = footprint_of(copy.packed).total_bytes
-            return LinkSpeeds(size_bytes / ssd_s, None if copy_s is None else size_bytes / copy_s)
-    return LinkSpeeds(UNMEASURED_BYTES_PER_S, UNMEASURED_BYTES_PER_S if box.is_split else None)
 
 
 def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:

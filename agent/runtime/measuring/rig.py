@@ -22,6 +22,7 @@ from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation
+from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
@@ -65,7 +66,7 @@ class MeasuringRig:
         executors: int = 1,
         held: int = 1,
     ) -> None:
-        budget_bytes = held * max((_held_bytes(copy) for copy in copies), default=0)
+        budget_bytes = held * max((footprint_of(copy.packed).total_bytes for copy in copies), default=0)
         shelf = SkeletonShelf(segments)
         self.target = box.pool_of(processor)
         self._stores: Mapping[str, SlotStore] = {
@@ -138,12 +139,6 @@ class MeasuringRig:
         if isinstance(answer, LoadFailed):
             raise errors.LoadError(copy.expert.id, answer.reason)
         return max(time.monotonic() - started, LEAST_S)
-
-    def second_load_s(self, copy: ExpertCopy, pool: str) -> float:
-        """How long a load takes when its file is known to be sound and its region is there. Raises LoadFailed."""
-        self.load(copy, pool)
-        self.evict(copy, pool)
-        return self.load(copy, pool)
 
     def evict(self, copy: ExpertCopy, pool: str) -> None:
         """Let go of a copy in one memory; its region stays, for the next load."""
@@ -232,7 +227,3 @@ def _require_judged(copy: ExpertCopy, results: Sequence[Prediction | Rejected]) 
     for result in results:
         if isinstance(result, Rejected):
             raise errors.LoadError(copy.expert.id, result.reason)
-
-
-def _held_bytes(copy: ExpertCopy) -> int:
-    return sum(segment.slot_bytes for segment in copy.packed.segments)

@@ -24,7 +24,6 @@ import agent.service.serve
 from agent.config import read_line
 from agent.deployment.build import build_agent, detect_box
 from agent.deployment.packed_copies import copies_of
-from agent.deployment.performance_matrix import kind_of
 from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
 from agent.device_profile.store import ProfileDraft
@@ -88,7 +87,7 @@ class Line:
         with closing(SegmentStore(config.packed_folder)) as segments:
             packed = pack_line(config.catalog.experts.values(), lambda _: {Precision.FP32}, segments).packed
         fp32 = {"cpu": dict.fromkeys(packed, Precision.FP32)}
-        kinds = {kind_of(copy): copy for copy in copies_of(config, fp32, packed)["cpu"]}
+        kinds = {copy.kind: copy for copy in copies_of(config, fp32, packed)["cpu"]}
         with ProfileDraft.open(config.profile_file, config.line, identity_of(detect_box(config))) as draft:
             draft.save_links([LinkSpeed("ssd", 1e9)])
             for kind in kinds:

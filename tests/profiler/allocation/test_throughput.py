@@ -19,8 +19,9 @@ from agent.deployment.build import pack
 from agent.deployment.engine_setup import planned
 from agent.deployment.memory_split import casual_allocation
 from agent.deployment.packed_copies import packed_manifests
-from agent.device_profile.identity import identity_of, kind_name
+from agent.device_profile.identity import identity_of
 from agent.device_profile.records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
+from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError, SampleUnfit

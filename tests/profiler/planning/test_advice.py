@@ -25,7 +25,6 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.deployment.engine_setup import Planned, planned, profiled_box
-from agent.device_profile.identity import kind_name
 from agent.device_profile.records import (
     Allocation,
     BatchTimes,
@@ -36,6 +35,7 @@ from agent.device_profile.records import (
     StoredProfile,
     UsageProfile,
 )
+from agent.runtime.expert_copy import kind_name
 from experts.expert import Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.packing import pack_line

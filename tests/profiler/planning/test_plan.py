@@ -11,7 +11,6 @@ import pytest
 from agent.config import read_line
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
-from agent.device_profile.identity import kind_name
 from agent.device_profile.records import (
     Allocation,
     BatchTimes,
@@ -23,6 +22,7 @@ from agent.device_profile.records import (
     UsageOrigin,
     UsageProfile,
 )
+from agent.runtime.expert_copy import kind_name
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.packing import pack_line

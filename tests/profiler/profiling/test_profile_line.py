@@ -43,8 +43,8 @@ from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
 from profiler.cli.arguments import disk_explained
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.spinning import ROUNDS, SpinTrial, try_setting
+from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
-from profiler.profiling.profile_line import profile_line as profiling
 from profiler.workload.samples import SYNTHETIC
 
 ROOT = Path(__file__).parents[3]
@@ -542,11 +542,11 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         assert not [kind for kind, _ in done.profile.precisions if kind.startswith("squeezenet1_1")]
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+            assert (set(agent.matrix.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
         line.path.unlink()
         with serving(line.config) as (agent, stages):
             assert "probe" in stages
-            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+            assert (set(agent.matrix.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
 
     def test_where_else_it_runs_and_in_what_is_told(self, line):
         """Its other processor ran that form when a killed run measured it."""

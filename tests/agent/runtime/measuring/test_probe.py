@@ -24,7 +24,6 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
     found = probe(box, copies, line.segments, {"cls/own-0": 0.5}, threads=1)
     assert found.failed == {}
     assert found.matrix.usage == {"cls/own-0": 0.5}
-    assert found.links.ssd_bytes_per_s > 0
     for processor in box.processors:
         rows = found.matrix.experts[processor]
         assert rows.keys() == {copy.expert.id for copy in line.copies.values()}

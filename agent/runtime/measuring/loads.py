@@ -1,0 +1,102 @@
+"""How long experts' bytes take to load, and how fast that makes each link: past the page cache, of files known to be
+sound, as after an agent's first load.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from statistics import median
+from typing import TYPE_CHECKING
+
+from agent.core.performance import HOST, SSD
+from agent.runtime.measuring.rig import MeasuringRig
+from experts.errors import ExpertError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
+    from experts.weights import SegmentStore
+
+logger = logging.getLogger(__name__)
+
+LOADS = 8
+LOADED_FILES = 4  # in turn, so that a drive's own cache does not answer for all
+
+
+def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = LOADS) -> dict[str, float]:
+    """Median seconds of loading all bytes of a copy into the memory that its processor runs from, by where from.
+
+    "ssd", and where memory is split also "host". The first load of a file is hashed and does not count; files take
+    turns, LOADED_FILES of them; one that cannot be loaded is left out. Leaves the rig empty. Raises ExpertError when
+    none can be loaded.
+    """
+    turns = list(itertools.islice(itertools.cycle(_loadable(rig, copies, loads)), loads))
+    times = {SSD: median([_load_once_s(rig, copy, rig.target) for copy in turns])}
+    if rig.target != HOST:
+        times[HOST] = median([_copy_once_s(rig, copy) for copy in turns])
+    return times
+
+
+def measure_links(
+    box: Box, copies: Sequence[ExpertCopy], segments: SegmentStore, loads: int = LOADS
+) -> dict[str, float]:
+    """Bytes per second from "ssd", and where memory is split from "host": medians over the largest experts.
+
+    ``copies`` of all processors. Empty when none of them can be loaded.
+    """
+    largest_first = sorted({copy.name: copy for copy in copies}.values(), key=lambda copy: -_file_bytes(copy))
+    for copy in largest_first:
+        in_turn = alike(copy, largest_first)
+        with MeasuringRig(box, box.processors[0], in_turn, segments, threads=1).opened() as rig:
+            try:
+                times = measure_loads(rig, in_turn, loads)
+            except ExpertError as error:
+                logger.warning("cannot_load copy=%s reason=%s", copy.name, error.message)
+                continue
+            return {source: _file_bytes(copy) / seconds for source, seconds in times.items()}
+    return {}
+
+
+def alike(copy: ExpertCopy, copies: Iterable[ExpertCopy]) -> list[ExpertCopy]:
+    """A copy, and after it those that load into its place, for as many bytes."""
+    return [copy, *(each for each in copies if each is not copy and each.packed.layout == copy.packed.layout)]
+
+
+def _loadable(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int) -> list[ExpertCopy]:
+    """The first LOADED_FILES that can be loaded, each hashed by its first load. Raises ExpertError without one."""
+    found: list[ExpertCopy] = []
+    reasons: list[ExpertError] = []
+    for copy in copies:
+        try:
+            _load_once_s(rig, copy, rig.target)
+        except ExpertError as error:
+            reasons.append(error)
+        else:
+            found.append(copy)
+        if len(found) == min(LOADED_FILES, loads):
+            break
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def _load_once_s(rig: MeasuringRig, copy: ExpertCopy, pool: str) -> float:
+    """From the SSD straight into a memory, and out again."""
+    seconds = rig.load(copy, pool, SSD)
+    rig.evict(copy, pool)
+    return seconds
+
+
+def _copy_once_s(rig: MeasuringRig, copy: ExpertCopy) -> float:
+    """From the host's copy into the device's memory, and out again."""
+    rig.load(copy, HOST)
+    seconds = rig.load(copy, rig.target, HOST)
+    rig.clear()
+    return seconds
+
+
+def _file_bytes(copy: ExpertCopy) -> int:
+    return sum(segment.size_bytes for segment in copy.packed.segments)
