@@ -420,16 +420,10 @@ def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | No
     """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5).
 
     A component's share is its quantity among all components of all board types, one board of each; without boards all
-    routes share alike. A subsequent expert is used as often as the experts before it let a request pass: at the rate
-    that ``pass_rates`` gives (0 to 1), else always. An expert that no board uses has 0.
+    routes share alike. ``pass_rates`` as for ``ExpertGraph.usage``. An expert that no board uses has 0.
     """
-    rates = pass_rates or {}
-    usage = dict.fromkeys(config.catalog.experts, 0.0)
-    for component, share in component_shares(config).items():
-        for step in config.catalog.graph.routes[component]:
-            usage[step.expert] += share
-            share *= rates.get(step.expert, 1.0)
-    return usage
+    used = config.catalog.graph.usage(component_shares(config), pass_rates or {})
+    return dict.fromkeys(config.catalog.experts, 0.0) | used
 
 
 def component_shares(config: LineConfig) -> dict[str, float]:

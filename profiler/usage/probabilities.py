@@ -161,13 +161,11 @@ class RouteCount:
 
     def probabilities(self, graph: ExpertGraph, pass_rates: Mapping[str, float]) -> dict[str, float]:
         """Of each expert, smoothed: see the module."""
-        one_more = dict.fromkeys(graph.experts, 0.0)
-        for steps in graph.routes.values():
-            share = 1 / len(graph.routes)
-            for step in steps:
-                one_more[step.expert] += share
-                share *= pass_rates[step.expert]
-        return {name: (self._uses.get(name, 0.0) + one_more[name]) / (self._weight + 1) for name in sorted(one_more)}
+        one_more = graph.usage(dict.fromkeys(graph.routes, 1 / len(graph.routes)), pass_rates)
+        return {
+            name: (self._uses.get(name, 0.0) + one_more.get(name, 0.0)) / (self._weight + 1)
+            for name in sorted(graph.experts)
+        }
 
 
 def _outcomes(
