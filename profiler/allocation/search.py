@@ -14,23 +14,19 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs
-from agent.deployment.memory_split import WORKSPACE_FRACTION
+from agent.deployment.memory_needs import MemoryNeeds, memory_needs
+from agent.deployment.memory_split import WORKSPACE_FRACTION, pinned_experts
 from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
 from profiler.allocation.decay_window import (
     ERROR_MARGIN,
     FIT_VALUES,
     INITIAL_WINDOW,
-    SearchEnd,
-    Window,
     WindowSearch,
-    WindowStep,
     check_options,
     decay_window_search,
-    decay_windows,
 )
-from profiler.allocation.executor_sweep import DECLINES, ExecutorCounts, ExecutorSweep, executor_sweep
-from profiler.allocation.memory_shares import MemoryNeeds, held_bytes, memory_needs, usage_cdf
+from profiler.allocation.executor_sweep import DECLINES, ExecutorCounts, executor_sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,26 +36,6 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
 
     Throughput: TypeAlias = Callable[[Sequence[ExecutorSpec], Sequence[PoolSpec]], float]
-
-__all__ = [
-    "ExecutorCounts",
-    "ExecutorSweep",
-    "MemoryNeeds",
-    "SearchEnd",
-    "SearchOptions",
-    "SearchedAllocation",
-    "Window",
-    "WindowSearch",
-    "WindowStep",
-    "decay_window_search",
-    "decay_windows",
-    "executor_sweep",
-    "held_bytes",
-    "memory_needs",
-    "search_allocation",
-    "usage_cdf",
-    "window_trials",
-]
 
 SEARCHED_ON_ENGINE = "searched on the engine"
 SEARCHED_IN_SIMULATION = "searched in simulation"
@@ -180,7 +156,7 @@ class _Search:
 
     def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
         """What each memory must and can hold."""
-        pinned = frozenset(name for name, expert in self.config.catalog.experts.items() if expert.pin)
+        pinned = pinned_experts(self.config)
         return [
             memory_needs(pool, self.box.pools, self.budgets[pool], executors, self.device, pinned)
             for pool in self.box.pools

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.deployment.engine_setup import planned
+from agent.deployment.memory_needs import memory_needs
 from agent.device_profile.records import PoolAllocation
 from experts.errors import SampleUnfit
-from profiler.allocation.memory_shares import memory_needs
 from profiler.allocation.search import EXECUTORS, MEMORY
 from profiler.allocation.search_runs import SearchRuns
 from profiler.allocation.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine

@@ -35,8 +35,8 @@ from agent.core.performance import (
     PoolSpec,
 )
 from agent.core.policy import PRESETS, Assigning
+from agent.deployment.memory_needs import held_bytes
 from experts.errors import ConfigError
-from profiler.allocation.memory_shares import held_bytes
 from profiler.paper.devices import CPU, GPU
 from profiler.simulation.simulator import Simulator
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
+from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from profiler.allocation.memory_shares import usage_cdf
 from profiler.charts import Series, line_chart
 from profiler.microbench.fits import typical_s
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from agent.device_profile.records import KindProfile, StoredProfile, Trial
@@ -262,6 +262,18 @@ def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
         for number, kind in enumerate(kinds)
     ]
     return measured + lines
+
+
+def usage_cdf(probabilities: Mapping[str, float]) -> tuple[float, ...]:
+    """The share of all uses that the 1, 2, 3... most used experts have together (section 4.4, Figure 11).
+
+    Probabilities of requests need not add up to 1, shares do. Without any use all experts share alike.
+    """
+    descending = sorted(probabilities.values(), reverse=True)
+    total = sum(descending)
+    if total <= 0:
+        return tuple((number + 1) / len(descending) for number in range(len(descending)))
+    return tuple(min(share / total, 1.0) for share in accumulate(descending))
 
 
 def _usage_chart(profile: StoredProfile, folder: Path) -> list[Path]:

@@ -1,8 +1,6 @@
-"""What one memory must and can hold: bytes, the CDF and shares that an Engine accepts."""
+"""What one memory must and can hold: bytes, and shares that an Engine accepts."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -21,9 +19,9 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.core.policy import PRESETS
+from agent.deployment.memory_needs import held_bytes, memory_needs
 from experts.errors import MemoryExceeded
 from experts.graph import ExpertGraph, RouteStep
-from profiler.allocation.memory_shares import held_bytes, memory_needs, usage_cdf
 
 CPU = (ExecutorSpec(0, "cpu", "host"),)
 SPLIT = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cuda", "device"), ExecutorSpec(2, "cpu", "host"))
@@ -40,32 +38,17 @@ def one_memory(budget_bytes, column, usage=None, executors=CPU, pinned=()):
     return memory_needs("host", ("host",), budget_bytes, executors, profile, frozenset(pinned))
 
 
-def test_the_cdf_of_hand_worked_probabilities():
-    """Sorted 0.5, 0.3, 0.2 and one that follows half of the requests: 0.5; all 1.5 uses."""
-    cdf = usage_cdf({"a": 0.2, "b": 0.5, "c": 0.3, "after-b": 0.5})
-    assert cdf == (pytest.approx(1 / 3), pytest.approx(2 / 3), pytest.approx(1.3 / 1.5), pytest.approx(1.0))
-
-
-def test_the_papers_two_extreme_cdfs():
-    """All alike: a straight line; one expert only: a step (section 4.4)."""
-    assert usage_cdf(dict.fromkeys("abcd", 0.25)) == (0.25, 0.5, 0.75, 1.0)
-    assert usage_cdf({"a": 0.0, "b": 1.0, "c": 0.0}) == (1.0, 1.0, 1.0)
-    assert usage_cdf(dict.fromkeys("ab", 0.0)) == (0.5, 1.0)
-    assert usage_cdf({}) == ()
-
-
-@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1))
-def test_a_cdf_rises_ever_more_slowly_to_one(probabilities):
-    cdf = usage_cdf(probabilities)
-    steps = [after - before for before, after in zip((0.0, *cdf), cdf, strict=False)]
-    assert cdf[-1] == pytest.approx(1.0)
-    assert all(step >= -1e-12 for step in steps)
-    assert all(later <= earlier + 1e-9 for earlier, later in pairwise(steps))
-
-
 def test_a_shared_part_is_held_once():
     parts = (SharedPart("trunk", 100),)
     assert held_bytes([Footprint(5, parts), Footprint(7), Footprint(6, parts)]) == (105, 112, 118)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 300))
+def test_those_that_fit_fit_and_one_more_does_not(sizes, room):
+    needs = one_memory(1000, {f"e{number}": row(f"e{number}", size) for number, size in enumerate(sizes)})
+    count = needs.count_in(room)
+    assert sum(sizes[:count]) <= room
+    assert count == len(sizes) or sum(sizes[: count + 1]) > room
 
 
 def test_the_most_used_come_first_and_equal_ones_by_name():
