@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -353,6 +353,32 @@ class LineConfig:
     def profile_file(self) -> Path:
         """Where the device profile of its box lies."""
         return self.state / "profile.db"
+
+    def having(
+        self,
+        *,
+        policy: str | None = None,
+        memory: Mapping[str, int] | None = None,
+        executors: Mapping[str, int] | None = None,
+        precision: Precision | None = None,
+    ) -> LineConfig:
+        """The line with these in the place of what the file says; None: as it says. ``memory``: bytes by name.
+
+        Raises ConfigError for a policy or a memory that there is none of.
+        """
+        policies = get_args(PolicyName)
+        if policy is not None and policy not in policies:
+            raise ConfigError(f"no policy {policy!r} - {suggestion(policy, policies)}")
+        unknown = sorted((memory or {}).keys() - MemorySection.model_fields.keys())
+        if unknown:
+            raise ConfigError(f"no memory is called {', '.join(unknown)} - use host, device or workspace")
+        return replace(
+            self,
+            policy=self.policy if policy is None else cast("PolicyName", policy),
+            memory=self.memory.model_copy(update=dict(memory or {})),
+            executors=self.executors if executors is None else executors,
+            precision=precision or self.precision,
+        )
 
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:

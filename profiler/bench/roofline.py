@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from agent.deployment.build import AgentOptions
+from agent.deployment.engine_setup import Given
 from experts.direct_reads import DirectReader
 from experts.errors import ConfigError
 from experts.weights import ALIGNMENT_BYTES, AlignedBuffer
-from profiler.replay.player import AgentSetup, packed_copies, player
+from profiler.replay.player import packed_copies, player
 from profiler.workload.traces import Arrival
 
 if TYPE_CHECKING:
@@ -111,13 +113,13 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
     trace = [Arrival(0.0, expert=stands_for[expert]) for expert in work.experts]
     first_uses = {arrival.expert: (arrival, image) for arrival, image in zip(trace, work.images, strict=True)}
     bytes_held = sum(sizes[expert] for expert in held)
-    setup = AgentSetup(
-        profile=agent.stored,
-        executors=agent.executors,
-        pools=[replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.pools],
-        usage={expert: float(expert in held) for expert in agent.config.catalog.experts},  # no other takes their room
+    given = Given(
+        agent.setup.executors,
+        [replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.setup.pools],
+        {expert: float(expert in held) for expert in agent.config.catalog.experts},  # no other takes their room
     )
-    with player(replace(agent.config, policy=POLICY), held, setup, progress) as stage:
+    options = AgentOptions(profile=agent.stored, given=given)
+    with player(agent.config.having(policy=POLICY), held, options, progress) as stage:
         stage.play([arrival for arrival, _ in first_uses.values()], [image for _, image in first_uses.values()])
         for _ in range(PASSES):
             played = stage.play(trace, work.images)

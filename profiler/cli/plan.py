@@ -75,12 +75,8 @@ def plan(
         arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
         memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
-        common: dict[str, Any] = {
-            "executors": executor_counts(executors),
-            "precision": precision,
-            "ssd_bytes_per_s": bytes_per_s(ssd_bandwidth),
-            "seed": seed,
-        }
+        config = config.having(executors=executor_counts(executors), precision=precision)
+        common: dict[str, Any] = {"ssd_bytes_per_s": bytes_per_s(ssd_bandwidth), "seed": seed}
         asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
         stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
         rows: dict[tuple[str, str], PlanRow] = {}

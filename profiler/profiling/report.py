@@ -49,7 +49,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             "processors": list(profile.box.processors),
             "cores": profile.box.cores,
             "versions": dict(profile.box.versions),
-            "links_bytes_per_s": {link.link: link.bytes_per_s for link in profile.links},
+            "links_bytes_per_s": profile.link_bytes_per_s,
             "speedups": {name: list(values) for name, values in profile.speedups.items()},
             "spinning": {
                 "setting": profile.spinning_setting,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.request import Batch, Outcome
+    from agent.deployment.engine_setup import EngineSetup
     from profiler.workload.traces import Arrival
 
 PASSES = Prediction("ok", 1.0)
@@ -222,6 +223,16 @@ class Simulator:
             ]
             self._rows[key] = min(rows, key=lambda each: each[:3])[3]
         return self._rows[key]
+
+
+def simulator_of(
+    setup: EngineSetup,
+    predict: Callable[[int, str], Prediction],
+    link_bytes_per_s: Mapping[str, float],
+    speedups: Mapping[str, tuple[float, ...]],
+) -> Simulator:
+    """Of a new Engine. Raises MemoryExceeded for memories that are too small."""
+    return Simulator(setup.engine(), setup.matrix, setup.executors, predict, link_bytes_per_s, speedups)
 
 
 def evictions(simulation: Simulation) -> list[Evict]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.config import component_shares, usage_probabilities
-from agent.deployment.build import build_agent
+from agent.deployment.build import AgentOptions, agent_with_requests
 from agent.device_profile.records import UsageOrigin, UsageProfile
 from agent.runtime.executor import ImageFile
-from experts.errors import AgentCrashed, ConfigError
+from experts.errors import ConfigError
 from experts.expert import Verdict
 from profiler.usage.history import served_requests
 from profiler.workload.samples import LineSamples
@@ -100,8 +100,8 @@ def usage_from_samples(
 
     How often each component comes is told by the boards' quantities, not by how many samples of it there are; how
     often its experts let it pass is counted, so defects should be as rare among the samples as on the line. At most
-    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``; ``packed`` and ``profile``: as for
-    ``build_agent``, and without a profile it probes: the line's own need not hold any more while it is made anew.
+    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``; ``packed`` and ``profile``: as of
+    ``AgentOptions``, and without a profile it probes: the line's own need not hold any more while it is made anew.
     Raises ConfigError where no image can be judged, AgentCrashed.
     """
     samples = LineSamples.find(config, folder, most, is_label_even=False)
@@ -176,27 +176,12 @@ def _outcomes(
     profile: StoredProfile | None,
 ) -> list[Outcome]:
     """What became of each request, in order."""
-    ended: SimpleQueue[tuple[int, Outcome] | AgentCrashed] = SimpleQueue()
-    agent = build_agent(
-        config, lambda number, outcome: ended.put((number, outcome)), progress, packed=packed, profile=profile
-    )
-    agent.loop.when_crashed(ended.put)
-    agent.start()
-    try:
-        numbers = [
-            agent.loop.submit(ImageFile(sample.path, sample.max_pixels), component=sample.component)
-            for sample in requests
-        ]
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(numbers):
-            end = ended.get()
-            if isinstance(end, AgentCrashed):
-                raise end
-            outcomes[end[0]] = end[1]
-            progress("usage", len(outcomes), len(numbers))
-    finally:
-        agent.stop()
-    return [outcomes[number] for number in numbers]
+    options = AgentOptions(packed=packed, profile=profile)
+    with agent_with_requests(config, progress, options) as (agent, asked):
+        agent.start()
+        for sample in requests:
+            asked.submit(ImageFile(sample.path, sample.max_pixels), component=sample.component)
+        return [each.outcome for each in asked.collect(partial(progress, "usage"))]
 
 
 def _judged(components: Sequence[str], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
