@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from agent.core.effects import Complete, Evict, Fail, StartBatch, StartLoad
+from agent.core.effects import Complete, Fail, StartBatch, StartLoad
 from agent.core.events import Arrived, Finished, Loaded, Started, Tick
 from experts.expert import Prediction
 
@@ -233,8 +233,3 @@ def simulator_of(
 ) -> Simulator:
     """Of a new Engine. Raises MemoryExceeded for memories that are too small."""
     return Simulator(setup.engine(), setup.matrix, setup.executors, predict, link_bytes_per_s, speedups)
-
-
-def evictions(simulation: Simulation) -> list[Evict]:
-    """The evictions of a simulation, in order."""
-    return [effect for _, effect in simulation.effects if isinstance(effect, Evict)]

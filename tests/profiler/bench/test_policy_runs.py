@@ -176,7 +176,7 @@ def test_a_rate_that_loads_are_held_to_is_said(config, generated):
     [
         (RunOptions(policies=("fastest",)), "no policy 'fastest' - choose of coserve, .*naive"),
         (RunOptions(repeats=0), "nothing to measure"),
-        (RunOptions(memory={"disk": 1}), "no memory 'disk'"),
+        (RunOptions(memory={"disk": 1}), "no memory is called disk"),
     ],
 )
 def test_options_that_make_no_measurement_are_refused(config, options, told):
