@@ -15,7 +15,7 @@ from agent.core.placement import footprints_in, pinned_homes
 from agent.core.pool import misfits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, PerformanceMatrix
 
@@ -86,36 +86,37 @@ class MemoryNeeds:
 
 
 def memory_needs(
-    pool: str,
-    pools: Sequence[str],
-    budget_bytes: int,
+    budgets: Mapping[str, int],
     executors: Sequence[ExecutorSpec],
     profile: PerformanceMatrix,
     pinned: frozenset[str],
-) -> MemoryNeeds:
-    """What these executors need of one memory. ``pools``: all memories of the box, nearest to the SSD first.
+) -> dict[str, MemoryNeeds]:
+    """What these executors need of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
 
     A memory holds what runs from it and what those behind it are fed from; one that only feeds has no least size.
     """
-    place = pools.index(pool)
+    pools = tuple(budgets)
     homes = pinned_homes(pinned, executors, profile.experts)
-    footprints = tuple(footprints_in(pool, executors, profile.experts, homes))
-    needs = misfits(footprints, -1)
-    largest = max(sorted(needs), key=needs.__getitem__, default="")
-    readers = [spec for spec in executors if pools.index(spec.pool) >= place]
-    columns = [profile.experts[spec.processor].values() for spec in executors if spec.pool == pool]
-    return MemoryNeeds(
-        pool=pool,
-        cache=pools[place - 1] if place else None,
-        budget_bytes=budget_bytes,
-        executors=len(columns),
-        footprints=footprints,
-        held_bytes=held_bytes(_most_used_first(readers, profile)),
-        largest=largest,
-        largest_bytes=needs.get(largest, 0),
-        one_image_bytes=sum(_largest_workspace(column, at_maximum=False) for column in columns),
-        maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
-    )
+    found = {}
+    for place, pool in enumerate(pools):
+        footprints = tuple(footprints_in(pool, executors, profile.experts, homes))
+        needs = misfits(footprints, -1)
+        largest = max(sorted(needs), key=needs.__getitem__, default="")
+        readers = [spec for spec in executors if pools.index(spec.pool) >= place]
+        columns = [profile.experts[spec.processor].values() for spec in executors if spec.pool == pool]
+        found[pool] = MemoryNeeds(
+            pool=pool,
+            cache=pools[place - 1] if place else None,
+            budget_bytes=budgets[pool],
+            executors=len(columns),
+            footprints=footprints,
+            held_bytes=held_bytes(_most_used_first(readers, profile)),
+            largest=largest,
+            largest_bytes=needs.get(largest, 0),
+            one_image_bytes=sum(_largest_workspace(column, at_maximum=False) for column in columns),
+            maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
+        )
+    return found
 
 
 def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from agent.core.performance import ExecutorSpec, Limits, PoolSpec
+from agent.core.performance import DEVICE, HOST, ExecutorSpec, Limits, PoolSpec
 from agent.deployment.executors import casual_executors
 from agent.deployment.memory_needs import MemoryNeeds, memory_needs
 from agent.device_profile.records import Allocation, PoolAllocation
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FRACTIONS = {"host": 0.6, "device": 0.9}  # of what is available: the rest is the system's, images', the page cache's
+FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the system's, images', the page cache's
 WORKSPACE_FRACTION = 0.25  # at most, where it is not given (section 5.2)
 CASUAL = "casual"
 
@@ -54,11 +54,9 @@ def pool_specs(
 ) -> tuple[PoolSpec, ...]:
     """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit."""
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
-    pinned = pinned_experts(config)
     specs = []
     problems: list[ConfigError] = []
-    for pool in box.pools:
-        needs = memory_needs(pool, box.pools, pool_budget_bytes(config, box, pool), executors, profile, pinned)
+    for pool, needs in memory_needs(pool_budgets(config, box), executors, profile, pinned_experts(config)).items():
         workspace_bytes = _workspace_bytes(config, needs)
         if config.memory.workspace is None and pool in searched:
             workspace_bytes = _searched_bytes(searched[pool], needs, workspace_bytes)
@@ -76,16 +74,12 @@ def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
-    """What each memory may hold in all, by its name."""
-    return {pool: pool_budget_bytes(config, box, pool) for pool in box.pools}
-
-
-def pool_budget_bytes(config: LineConfig, box: Box, pool: str) -> int:
-    """What a memory may hold in all: weights and workspaces."""
-    given = config.memory.device if pool == "device" else config.memory.host
-    if given is not None:
-        return given
-    return int(box.size_of(pool).available_bytes * FRACTIONS[pool])
+    """What each memory may hold in all, weights and workspaces, by its name; nearest to the SSD first."""
+    given = {HOST: config.memory.host, DEVICE: config.memory.device}
+    return {
+        pool: size if (size := given[pool]) is not None else int(box.size_of(pool).available_bytes * FRACTIONS[pool])
+        for pool in box.pools
+    }
 
 
 def available_for(pool: str, budget_bytes: int) -> int:

@@ -19,6 +19,7 @@ from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.deployment.build import AgentOptions
 from agent.deployment.engine_setup import NOTHING, Given, planned
+from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
@@ -128,11 +129,10 @@ def simulated_throughput(
     box: Box,
     profile: StoredProfile,
     trace: Sequence[Arrival],
-    seed: int = 0,
     without: Mapping[str, str] = NOTHING,
 ) -> Throughput:
     """By the simulator: seconds instead of hours. Raises ConfigError for what cannot be simulated."""
-    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+    scenario = scenario_of(config.catalog.graph, profile, trace)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
         setup = planned(config, box, profile, Given(executors, pools), without)
@@ -141,12 +141,7 @@ def simulated_throughput(
     return images_per_s
 
 
-def engine_throughput(
-    config: LineConfig,
-    profile: StoredProfile,
-    trace: Sequence[Arrival],
-    progress: Callable[[str, int, int], None],
-) -> Throughput:
+def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequence[Arrival]) -> Throughput:
     """By a real agent of this line for each configuration; the caller keeps other agents of the line away.
 
     Raises SampleUnfit when a request is not judged or an image is broken, AgentCrashed.
@@ -161,7 +156,7 @@ def engine_throughput(
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
         options = AgentOptions(profile=profile, given=Given(executors, pools))
-        with player(config, needed, options, progress, is_strict=False) as stage:
+        with player(config, needed, options, is_strict=False) as stage:
             played = stage.play(trace, images)
         if played.unjudged(trace):
             raise _unfit(config.catalog, trace, played)
@@ -184,7 +179,7 @@ def search_in_simulation(
     """
     options = options or SearchOptions()
     device = device_matrix(config, box, profile, without)
-    throughput = simulated_throughput(config, box, profile, _busy(trace, device, options), without=without)
+    throughput = simulated_throughput(config, box, profile, _busy(trace, device, options), without)
     budgets = pool_budgets(config, box)
     return search_allocation(config, box, device, throughput, budgets, SEARCHED_IN_SIMULATION, options)
 
@@ -194,7 +189,6 @@ def search_on_engine(
     box: Box,
     profile: StoredProfile,
     trace: Sequence[Arrival],
-    progress: Callable[[str, int, int], None],
     options: SearchOptions | None = None,
     without: Mapping[str, str] = NOTHING,
     remembered: Callable[[Throughput], Throughput] = lambda throughput: throughput,
@@ -205,7 +199,7 @@ def search_on_engine(
     """
     options = options or SearchOptions()
     device = device_matrix(config, box, profile, without)
-    throughput = remembered(engine_throughput(config, profile, _busy(trace, device, options), progress))
+    throughput = remembered(engine_throughput(config, profile, _busy(trace, device, options)))
     return search_allocation(config, box, device, throughput, pool_budgets(config, box), SEARCHED_ON_ENGINE, options)
 
 
@@ -218,7 +212,7 @@ def device_matrix(
     able = [name for name in allowed if name in measured]
     if not able:
         raise ConfigError(f"the device profile has no times on {', '.join(allowed)} - run `coserve profile` again")
-    executors = [ExecutorSpec(number, name, box.pool_of(name)) for number, name in enumerate(able)]
+    executors = executors_on(box, able)
     pools = [PoolSpec(pool, budget_bytes, 0) for pool, budget_bytes in pool_budgets(config, box).items()]
     return planned(config, box, profile, Given(executors, pools), without).matrix
 

@@ -84,14 +84,14 @@ def plan(
         for done, (policy, size) in enumerate(asked):
             progress(stage, done, steps)
             try:
-                (rows[policy, size],) = plan_rows(config, None, stored, arrivals, [policy], [memories[size]], **common)
+                (rows[policy, size],) = plan_rows(config, stored, arrivals, [policy], [memories[size]], **common)
             except ConfigError as error:
                 refused[policy, size] = error
         if not rows:
             raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
         progress(stage, len(asked), steps)
         policy, size = next(iter(rows))
-        advice = plan_advice(config, None, stored, arrivals, policy, memories[size], **common)
+        advice = plan_advice(config, stored, arrivals, policy, memories[size], **common)
         progress(stage, steps, steps)
     for (policy, size), reason in refused.items():
         sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {reason}\n")

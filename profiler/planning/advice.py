@@ -17,13 +17,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
+from agent.deployment.memory_needs import memory_needs
 from profiler.simulation.bounds import bounds
 from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, with_ssd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from agent.core.performance import SharedPart
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity
     from profiler.simulation.bounds import Bounds
@@ -108,15 +108,14 @@ def advise(
     scenario: Scenario,
     setup: EngineSetup,
     box: BoxIdentity,
-    required_images_per_s: float | None = None,
-    split: Split | None = None,
+    required_images_per_s: float | None,
+    split: Split,
 ) -> Advice:
     """What limits this scenario, and what would remove it. ``required_images_per_s``: what the line's takt needs.
 
-    ``split``: what the agent would decide with, were its memories given these budgets; None: workspaces stay as they
-    are, and experts get the rest. Raises ConfigError as ``forecast`` does.
+    ``split``: what the agent would decide with, were its memories given these budgets. Raises ConfigError as
+    ``forecast`` does.
     """
-    split = split or _beside_workspaces(setup)
     now = forecast(scenario, setup)
     spacious = _with_room_for_all(setup, split)
     settled, roomy = with_ssd(scenario, spacious, math.inf)
@@ -237,14 +236,6 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
     return enough
 
 
-def _beside_workspaces(setup: EngineSetup) -> Split:
-    """Experts get what the workspaces leave, which stay as they are."""
-    workspaces = {pool.name: pool.workspace_bytes for pool in setup.pools}
-    return lambda budget_bytes: with_expert_bytes(
-        setup, {pool: size - workspaces[pool] for pool, size in budget_bytes.items()}
-    )
-
-
 def _with_room_for_all(setup: EngineSetup, split: Split) -> EngineSetup:
     """With what unlimited memory gives to batches, and room for all experts but no more."""
     unlimited = split({pool.name: UNLIMITED_BYTES for pool in setup.pools})
@@ -264,16 +255,8 @@ def _budgets(setup: EngineSetup) -> dict[str, int]:
 
 def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
     """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
-    feeds = {pool.cache: pool.name for pool in setup.pools if pool.cache is not None}
-    needed = {}
-    for pool in setup.pools:
-        served = {pool.name, feeds.get(pool.name)}
-        columns = [setup.matrix.experts[spec.processor] for spec in setup.executors if spec.pool in served]
-        footprints = {row.copy: row.footprint for column in columns for row in column.values()}
-        parts: set[SharedPart] = {part for footprint in footprints.values() for part in footprint.shared}
-        own_bytes = sum(footprint.own_bytes for footprint in footprints.values())
-        needed[pool.name] = max(own_bytes + sum(part.size_bytes for part in parts), pool.expert_bytes)
-    return needed
+    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned)
+    return {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
 
 
 # -- sentences --

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
-    from agent.runtime.machine.box import Box
     from profiler.planning.advice import Advice
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
@@ -77,7 +76,6 @@ class PlanRow:
 
 def plan(
     config: LineConfig,
-    box: Box | None,
     profile: StoredProfile,
     trace: Sequence[Arrival],
     policies: Sequence[str] = (),
@@ -86,25 +84,24 @@ def plan(
     ssd_bytes_per_s: float | None = None,
     seed: int = 0,
 ) -> tuple[PlanRow, ...]:
-    """A row for each memory and policy asked, in that order; no policy = the line's own.
+    """A row for each memory and policy asked, in that order, on the box that was profiled; no policy = the line's own.
 
-    ``box``: None = the one that was profiled. ``memories``: in the place of the line's own, in bytes by host, device
-    and workspace. ``ssd_bytes_per_s``: in the place of the measured speed. ``seed`` draws which requests a step lets
-    pass. Raises ConfigError for what cannot run, or fit.
+    ``memories``: in the place of the line's own, in bytes by host, device and workspace. ``ssd_bytes_per_s``: in the
+    place of the measured speed. ``seed`` draws which requests a step lets pass. Raises ConfigError for what cannot
+    run, or fit.
     """
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     required = required_images_per_s(config)
     rows = []
     for memory in memories:
         for policy in policies or (config.policy,):
-            setup = planned(config.having(policy=policy, memory=memory), box or profiled_box(profile), profile)
+            setup = planned(config.having(policy=policy, memory=memory), profiled_box(profile), profile)
             rows.append(plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required))
     return tuple(rows)
 
 
 def plan_advice(
     config: LineConfig,
-    box: Box | None,
     profile: StoredProfile,
     trace: Sequence[Arrival],
     policy: str | None = None,
@@ -115,7 +112,7 @@ def plan_advice(
 ) -> Advice:
     """What limits the line under one policy in one memory, and what would remove that; arguments as of ``plan``."""
     asked = config.having(policy=policy, memory=memory)
-    box = box or profiled_box(profile)
+    box = profiled_box(profile)
     setup = planned(asked, box, profile)
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     _refuse_broken(scenario, setup)

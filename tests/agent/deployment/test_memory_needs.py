@@ -35,7 +35,7 @@ def row(copy, own_bytes, shared=(), workspace_bytes=10, max_batch=4, base_bytes=
 
 def one_memory(budget_bytes, column, usage=None, executors=CPU, pinned=()):
     profile = PerformanceMatrix({"cpu": column}, usage or {})
-    return memory_needs("host", ("host",), budget_bytes, executors, profile, frozenset(pinned))
+    return memory_needs({"host": budget_bytes}, executors, profile, frozenset(pinned))["host"]
 
 
 def test_a_shared_part_is_held_once():
@@ -91,16 +91,14 @@ def test_two_processors_in_one_memory_share_copies_of_one_precision():
     }
     executors = (ExecutorSpec(0, "cuda", "host"), ExecutorSpec(1, "cpu", "host"))
     profile = PerformanceMatrix(columns, {"a": 0.6, "b": 0.4})
-    needs = memory_needs("host", ("host",), 1000, executors, profile, frozenset())
+    needs = memory_needs({"host": 1000}, executors, profile, frozenset())["host"]
     assert needs.held_bytes == (10, 30, 50)
 
 
 def test_the_memory_in_front_of_the_device_is_filled_with_what_the_device_runs():
     column = {"a": row("a", 10), "b": row("b", 20)}
     profile = PerformanceMatrix({"cuda": column}, {"a": 0.6, "b": 0.4})
-    host, device = (
-        memory_needs(pool, ("host", "device"), 100, SPLIT[:2], profile, frozenset()) for pool in ("host", "device")
-    )
+    host, device = memory_needs({"host": 100, "device": 100}, SPLIT[:2], profile, frozenset()).values()
     assert (host.cache, host.held_bytes, host.largest_bytes, host.one_image_bytes) == (None, (10, 30), 0, 0)
     assert (device.cache, device.held_bytes, device.largest_bytes, device.one_image_bytes) == ("host", (10, 30), 20, 20)
     assert host.leaving(0) == PoolSpec("host", 100, 0)
@@ -130,7 +128,7 @@ def test_every_share_is_the_whole_budget_and_one_an_engine_accepts(
     pinned = frozenset(f"e{number}" for number, (_, _, is_pinned) in enumerate(drawn) if is_pinned)
     executors = tuple(ExecutorSpec(number, "cpu", "host") for number in range(cpus))
     profile = PerformanceMatrix({"cpu": column}, {})
-    needs = memory_needs("host", ("host",), budget_bytes, executors, profile, pinned)
+    needs = memory_needs({"host": budget_bytes}, executors, profile, pinned)["host"]
     graph = ExpertGraph(column, {name: (RouteStep(name, frozenset({"ok"})),) for name in column})
 
     def engine_of(spec):

@@ -76,10 +76,16 @@ def even_trace(requests=200, every_s=0.004, seed=1):
     return [Arrival(every_s * number, rng.choice(NAMES)) for number in range(requests)]
 
 
+def beside_workspaces(setup):
+    """Workspaces stay as they are, and experts get the rest."""
+    workspaces = {pool.name: pool.workspace_bytes for pool in setup.pools}
+    return lambda budgets: with_expert_bytes(setup, {pool: size - workspaces[pool] for pool, size in budgets.items()})
+
+
 def advised(trace, places, ssd_bytes_per_s, required=None, **more):
     plain = setting(places, ssd_bytes_per_s, **more)
     scenario = scenario_of(GRAPH, profile_of(ssd_bytes_per_s), trace)
-    return scenario, plain, advise(scenario, plain, BOX, required)
+    return scenario, plain, advise(scenario, plain, BOX, required, beside_workspaces(plain))
 
 
 def test_everything_in_memory_leaves_compute():
@@ -127,7 +133,9 @@ def test_where_one_memory_is_not_enough_all_of_them_grow():
     pools = (host, PoolSpec("device", 4 * EXPERT_BYTES, WORKSPACE_BYTES, cache="host"))
     profile = PerformanceMatrix({"cuda": column, "cpu": column}, dict.fromkeys(NAMES, 1 / EXPERTS))
     plain = EngineSetup(GRAPH, "paper", executors, profile, Limits(pools))
-    advice = advise(scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, BOX)
+    advice = advise(
+        scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, BOX, None, beside_workspaces(plain)
+    )
     assert list(advice.memory.budget_bytes) == ["host", "device"]
     assert advice.memory.images_per_s >= REMOVED * advice.unlimited_images_per_s
     assert "of host memory (now 264.0 MiB" in advice.sentences[2]
@@ -197,7 +205,7 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tm
     scenario = scenario_of(line.config.catalog.graph, line.profile, trace)
     small = line.split({"host": 3 * SLOT_BYTES})
     assert small.pools[0].workspace_bytes == 3 * SLOT_BYTES // 4
-    advice = advise(scenario, small, line.profile.box, split=line.split)
+    advice = advise(scenario, small, line.profile.box, None, line.split)
     assert advice.limit in (Limit.MEMORY, Limit.SSD)
     target = REMOVED * advice.unlimited_images_per_s
     followed = line.split(advice.memory.budget_bytes)
@@ -208,7 +216,8 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tm
     assert forecast(*with_ssd(scenario, unlimited, 1e15)).images_per_s == pytest.approx(
         advice.unlimited_images_per_s, rel=1e-3
     )
-    beside = advise(scenario, small, line.profile.box).memory  # workspaces as they are, which they do not stay
+    kept = beside_workspaces(small)  # workspaces as they are, which they do not stay
+    beside = advise(scenario, small, line.profile.box, None, kept).memory
     assert forecast(scenario, line.split(beside.budget_bytes)).images_per_s < beside.images_per_s
 
 
@@ -222,7 +231,7 @@ def test_room_for_batches_is_memory_too(tmp_path):
         Given(pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),)),
     )
     scenario = scenario_of(line.config.catalog.graph, line.profile, [Arrival(0.0, "c0")] * 64)
-    advice = advise(scenario, small, line.profile.box, split=line.split)
+    advice = advise(scenario, small, line.profile.box, None, line.split)
     assert (advice.limit, advice.switches, advice.ssd) == (Limit.MEMORY, 0, None)
     assert advice.sentences[1] == "Memory is the limit: batches get less of it than they can use."
     followed = forecast(scenario, line.split(advice.memory.budget_bytes))
