@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
     from experts.expert import Precision
     from experts.packing import PackingReport
+    from experts.weights import PackedExpert
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +72,16 @@ AS_SERVED = AgentOptions()
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A line's agent, not started yet. ``setup``: what its Engine decides with."""
+    """A line's agent, not started yet. ``setup``: what its Engine decides with.
+
+    ``packed``: what it may load, by the name of the copy.
+    """
 
     config: LineConfig
     box: Box
     setup: EngineSetup
     stored: StoredProfile | None
+    packed: Mapping[str, PackedExpert]
     loop: AgentLoop
     segments: SegmentStore
     templates: Templates  # of whatever it may load: while they are held, nothing is constructed beside batches
@@ -128,7 +133,9 @@ def build_agent(
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}
     setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))
-    return Agent(config, ground.box, setup, ground.profile, loop, segments, templates, rss_before_bytes)
+    rows = (row for column in setup.matrix.experts.values() for row in column.values())
+    packed = {row.copy: by_name[row.copy].packed for row in rows}
+    return Agent(config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from profiler.bench.naive import NAIVE, NaiveServer, naive_files
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
 from profiler.bench.rows import Figures, Measurement, PolicyRow, Predicted, engine_figures, medians, naive_figures
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import packed_copies, player
+from profiler.replay.player import player
 from profiler.simulation.forecast import sharing_speedups
 from profiler.simulation.simulator import PASSES, simulator_of
 
@@ -140,7 +140,7 @@ class _Bench:
                 self._progress(policy, repeat, repeats)
             self._compute += floors.of(agent)
             self._notes += floors.notes
-        first = next(iter(packed_copies(agent).values()))
+        first = next(iter(agent.packed.values()))
         return Measurement(
             line=self._config.line,
             machine=machine(agent),
@@ -285,7 +285,7 @@ def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_
 
 def precision_text(agent: Agent) -> str:
     """The precisions that an agent runs in, such as ``bf16``, or ``bf16+fp32`` where experts differ."""
-    return "+".join(sorted({packed.precision for packed in packed_copies(agent).values()}))
+    return "+".join(sorted({packed.precision for packed in agent.packed.values()}))
 
 
 def machine(agent: Agent) -> str:

@@ -25,7 +25,7 @@ from agent.deployment.engine_setup import Given
 from experts.direct_reads import DirectReader
 from experts.errors import ConfigError
 from experts.weights import ALIGNMENT_BYTES, AlignedBuffer
-from profiler.replay.player import packed_copies, player
+from profiler.replay.player import player
 from profiler.workload.traces import Arrival
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
     """
     if not work.experts:
         raise ConfigError(f"{agent.config.document.file}: no request of the trace was judged: nothing to compare with")
-    copies = packed_copies(agent)
+    copies = agent.packed
     sizes, kinds = _sizes(copies), _kinds(agent.config, copies)
     held = _held(agent, work, sizes, kinds)
     stands_for = _substitutes(work, held, kinds)
@@ -132,7 +132,7 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
 
 def io_bytes(agent: Agent, played: Played, work: Work) -> int:
     """Bytes of the distinct experts that a trace needed and no memory held at its start, shared parts once."""
-    copies = packed_copies(agent)
+    copies = agent.packed
     there = {copies[name].expert for name in played.resident_at_start}
     held = {segment.sha256 for name in played.resident_at_start for segment in copies[name].segments}
     missing: dict[str, int] = {}
@@ -146,7 +146,7 @@ def io_bytes(agent: Agent, played: Played, work: Work) -> int:
 def measure_bandwidth(agent: Agent) -> float:
     """Bytes per second of direct reads over the line's own packed files, the largest first, one after another."""
     segments: dict[str, tuple[Segment, str]] = {}
-    for packed in packed_copies(agent).values():
+    for packed in agent.packed.values():
         segments |= {segment.sha256: (segment, packed.expert) for segment in packed.segments}
     largest_first = sorted(segments.values(), key=lambda each: -each[0].size_bytes)
     reader, buffer = DirectReader(), AlignedBuffer(largest_first[0][0].size_bytes)

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.deployment.build import AS_SERVED, agent_with_requests
-from agent.deployment.packed_copies import copy_name, packed_manifests
 from experts.errors import ConfigError, ExpertError
-from experts.expert import Precision, Verdict
+from experts.expert import Verdict
 from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
 from profiler.replay.timed_decider import Decision, TimedDecider
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from agent.deployment.build import Agent, AgentOptions
     from agent.runtime.loop import Decider, LoopStatistics
     from agent.runtime.requests import Requests
-    from experts.weights import PackedExpert
     from profiler.workload.traces import Arrival
 
     Progress = Callable[[str, int, int], None]
@@ -157,17 +155,6 @@ def player(
         yield Player(agent, timers[0], requests)
 
 
-def packed_copies(agent: Agent) -> dict[str, PackedExpert]:
-    """What this agent may load, by the name of the copy."""
-    copies = {row.copy for column in agent.setup.matrix.experts.values() for row in column.values()}
-    found = {
-        copy_name(expert, Precision(manifest.packed.precision)): manifest.packed
-        for expert, manifests in packed_manifests(agent.config).items()
-        for manifest in manifests
-    }
-    return {copy: found[copy] for copy in copies}
-
-
 def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
     """Hash the packed files of these experts once: an agent does so at their first load, and then never again.
 
@@ -175,7 +162,7 @@ def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
     """
     segments = {
         segment.sha256: (segment, packed.expert)
-        for packed in packed_copies(agent).values()
+        for packed in agent.packed.values()
         if packed.expert in experts
         for segment in packed.segments
     }

@@ -20,7 +20,7 @@ from experts.expert import Precision, Verdict
 from profiler.bench.policy_runs import RunOptions, run_line
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, work_of
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import Player, packed_copies, player
+from profiler.replay.player import Player, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import Arrival, read_trace
 
@@ -261,7 +261,7 @@ def test_the_floor_counts_bytes_of_what_was_needed_and_not_there(config, generat
     samba = RunOptions(memory=room_for(generated, 3)).on(replace(config, policy="samba"))
     agent, played, work = play_for_its_work(samba)
     assert work.experts == ("cls/000", "cls/001", "cls/000", "cls/001")
-    packed = {form.expert: form.own.size_bytes for form in packed_copies(agent).values()}
+    packed = {form.expert: form.own.size_bytes for form in agent.packed.values()}
     assert io_bytes(agent, played, work) == packed["cls/000"] + packed["cls/001"]
     agent, played, work = play_for_its_work(RunOptions(memory=room_for(generated, 3)).on(config))
     assert io_bytes(agent, played, work) == 0
