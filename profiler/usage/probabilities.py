@@ -92,7 +92,6 @@ def usage_from_samples(
     config: LineConfig,
     folder: Path | None,
     progress: Callable[[str, int, int], None],
-    packed: Path | None = None,
     most: int = MOST_SAMPLES,
     profile: StoredProfile | None = None,
 ) -> UsageFound:
@@ -100,15 +99,15 @@ def usage_from_samples(
 
     How often each component comes is told by the boards' quantities, not by how many samples of it there are; how
     often its experts let it pass is counted, so defects should be as rare among the samples as on the line. At most
-    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``; ``packed`` and ``profile``: as of
-    ``AgentOptions``, and without a profile it probes: the line's own need not hold any more while it is made anew.
+    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``. Without ``profile`` it probes: the
+    line's own need not hold any more while it is made anew.
     Raises ConfigError where no image can be judged, AgentCrashed.
     """
     samples = LineSamples.find(config, folder, most, is_label_even=False)
     refuse_uncountable(config, samples)
     chosen = {(each.component, each.path): each for listed in samples.by_expert.values() for each in listed}
     requests = [chosen[place] for place in sorted(chosen)]
-    outcomes = _outcomes(config, requests, progress, packed, profile)
+    outcomes = _outcomes(config, requests, progress, profile)
     judged = _judged([sample.component for sample in requests], outcomes)
     weights = _weights(config, Counter(component for component, _ in judged))
     count = RouteCount()
@@ -172,12 +171,10 @@ def _outcomes(
     config: LineConfig,
     requests: Sequence[Sample],
     progress: Callable[[str, int, int], None],
-    packed: Path | None,
     profile: StoredProfile | None,
 ) -> list[Outcome]:
     """What became of each request, in order."""
-    options = AgentOptions(packed=packed, profile=profile)
-    with agent_with_requests(config, progress, options) as (agent, asked):
+    with agent_with_requests(config, progress, AgentOptions(profile=profile)) as (agent, asked):
         agent.start()
         for sample in requests:
             asked.submit(ImageFile(sample.path, sample.max_pixels), component=sample.component)
