@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, PerformanceMatrix
 
+WORKSPACE_FRACTION = 0.25  # of a memory, for batches, where nobody says (section 5.2)
 LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
 
 
@@ -55,6 +56,11 @@ class MemoryNeeds:
         the batch itself is asked: it may take LIMITED_FRACTION of the memory on all executors together.
         """
         return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
+
+    @property
+    def casual_workspace_bytes(self) -> int:
+        """As much as all executors can use at once, a quarter of the memory at most, one image each at least."""
+        return max(min(self.maximum_batch_bytes, int(self.budget_bytes * WORKSPACE_FRACTION)), self.one_image_bytes)
 
     @property
     def most(self) -> int:

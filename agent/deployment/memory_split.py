@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, ExecutorSpec, Limits, PoolSpec
 from agent.deployment.executors import casual_executors
-from agent.deployment.memory_needs import MemoryNeeds, memory_needs
+from agent.deployment.memory_needs import WORKSPACE_FRACTION, MemoryNeeds, memory_needs
 from agent.device_profile.records import Allocation, PoolAllocation
 from experts.errors import ConfigError
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the system's, images', the page cache's
-WORKSPACE_FRACTION = 0.25  # at most, where it is not given (section 5.2)
 CASUAL = "casual"
 
 
@@ -93,11 +92,10 @@ def pinned_experts(config: LineConfig) -> frozenset[str]:
 
 
 def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
-    """What batches may take: as much as all executors can use at once, a quarter at most, one image each at least."""
+    """What batches may take, where no search has found better."""
     given = config.memory.workspace
     if given is None:
-        casual_bytes = int(needs.budget_bytes * WORKSPACE_FRACTION)
-        return max(min(needs.maximum_batch_bytes, casual_bytes), needs.one_image_bytes)
+        return needs.casual_workspace_bytes
     if given < needs.one_image_bytes:
         least = f"one image on each of {needs.executors} executors needs {_mib(needs.one_image_bytes)}"
         raise config.document.error(f"{_mib(given)} is too little - {least}", "memory", "workspace")

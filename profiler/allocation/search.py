@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.core.policy import PRESETS, Assigning
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs, executors_on
 from agent.deployment.memory_needs import MemoryNeeds, memory_needs
-from agent.deployment.memory_split import WORKSPACE_FRACTION, pinned_experts
+from agent.deployment.memory_split import pinned_experts
 from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
 from profiler.allocation.decay_window import AS_IN_THE_PAPER, WindowOptions, WindowSearch, decay_window_search
@@ -168,10 +168,7 @@ class _Search:
         """A quarter for workspaces (section 5.2), but no more than the maximum batches can use."""
         given = self.config.memory.workspace
         return tuple(
-            needs.leaving(min(int(needs.budget_bytes * WORKSPACE_FRACTION), needs.maximum_batch_bytes))
-            if given is None
-            else needs.leaving(given)
-            for needs in self.needs(executors)
+            needs.leaving(needs.casual_workspace_bytes if given is None else given) for needs in self.needs(executors)
         )
 
     def _searched(
