@@ -86,11 +86,6 @@ class WindowSearch:
     tried: Mapping[int, float]
     chosen: int
 
-    @property
-    def images_per_s(self) -> float:
-        """The throughput of the chosen number."""
-        return self.tried[self.chosen]
-
 
 def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[Window]:
     """The windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
