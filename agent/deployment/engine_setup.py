@@ -53,7 +53,10 @@ AS_CONFIGURED = Given()
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an Engine is built with. ``precisions``: how it came to that. ``broken``: experts not served, and why."""
+    """What an Engine is built with.
+
+    ``precisions``: those that experts are run in. ``broken``: experts that are not served, and why.
+    """
 
     graph: ExpertGraph
     policy: str
@@ -101,7 +104,7 @@ def groundwork(
     lying: Sequence[PackedExpert],
     given: Given = AS_CONFIGURED,
 ) -> Groundwork:
-    """``lying``: what lies packed already; it tells kinds of ONNX graphs apart.
+    """As line file and profile say. ``lying``: what lies packed already; it tells kinds of ONNX graphs apart.
 
     Raises ConfigError for a processor that the box does not have.
     """
