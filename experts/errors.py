@@ -5,7 +5,6 @@ CoServeError
 |  +- ProfileDamaged        a device profile's file holds something else
 |  `- SampleUnfit           requests that are to be measured are not judged; it says which experts and images leave
 +- ExpertError              one expert; the agent lives on
-|  +- ExpertNotFound        no expert of that id on this line
 |  +- WeightsError          its weights: retrying is pointless, the expert is quarantined
 |  |  +- WeightsMissing     the file is not there
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
@@ -110,10 +109,6 @@ class ExpertError(CoServeError):
         super().__init__(f"expert {expert}: {message}")
         self.expert = expert
         self.message = message
-
-
-class ExpertNotFound(ExpertError):
-    """The line has no expert of that id."""
 
 
 class WeightsError(ExpertError):

@@ -60,6 +60,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "agent.service", "agent.commands",
     ),
     "profiler.charts": (),
+    "profiler.tables": (),
+    "profiler.targets": ("profiler.tables",),
     "profiler.workload": (),
     "profiler.simulation": ("profiler.workload",),
     "profiler.replay": ("profiler.workload",),
@@ -67,16 +69,20 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "profiler.usage": ("profiler.workload",),
     "profiler.allocation": ("profiler.workload", "profiler.simulation", "profiler.replay"),
     "profiler.profiling": (
-        "profiler.charts", "profiler.workload", "profiler.replay", "profiler.microbench", "profiler.usage",
+        "profiler.charts", "profiler.tables", "profiler.workload", "profiler.replay", "profiler.microbench",
+        "profiler.usage", "profiler.allocation",
+    ),
+    "profiler.planning": ("profiler.tables", "profiler.workload", "profiler.simulation"),
+    "profiler.paper": (
+        "profiler.charts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation",
         "profiler.allocation",
     ),
-    "profiler.planning": ("profiler.workload", "profiler.simulation"),
-    "profiler.paper": ("profiler.charts", "profiler.workload", "profiler.simulation", "profiler.allocation"),
-    "profiler.bench.parts": ("profiler.workload",),
+    "profiler.bench.parts": ("profiler.tables", "profiler.targets", "profiler.workload"),
     "profiler.bench": (
         "profiler.bench.parts",
-        "profiler.charts", "profiler.workload", "profiler.simulation", "profiler.replay", "profiler.microbench",
-        "profiler.usage", "profiler.allocation", "profiler.profiling", "profiler.planning", "profiler.paper",
+        "profiler.charts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation",
+        "profiler.replay", "profiler.microbench", "profiler.usage", "profiler.allocation", "profiler.profiling",
+        "profiler.planning", "profiler.paper",
     ),
 }  # fmt: skip
 IMPURE = (

@@ -11,6 +11,7 @@ from rich.table import Table
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile, usage_of
 from experts.errors import ConfigError
+from experts.sizes import mib
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +58,7 @@ def print_experts(rows: list[dict[str, Any]]) -> None:
     """The same as a table."""
     table = Table("expert", "architecture", "packed", "usage", "labels", "routes", box=None, header_style="bold")
     for row in rows:
-        size = "not yet" if row["size_bytes"] is None else f"{row['size_bytes'] / 2**20:.1f} MiB"
+        size = "not yet" if row["size_bytes"] is None else mib(row["size_bytes"])
         size += ", weights MISSING" if row["weights_bytes"] is None else ""
         pin = " (pinned)" if row["pin"] else ""
         labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from rich.table import Table
 from agent.commands.results import result_rows
 from agent.config import read_line
 from agent.demo.inbox import Specimen, write_board, write_held_out
-from agent.demo.line import INBOX, MEBIBYTE, synthetic_board, write_line_yaml
+from agent.demo.line import INBOX, synthetic_board, write_line_yaml
 from agent.demo.rendering.components import OK, synthetic_components
 from agent.demo.rendering.picture import PartVerdict, draw_verdicts
 from agent.demo.rendering.render import RenderedBoard, render_board
@@ -33,6 +34,7 @@ from agent.demo.training.crops import CROPS_PER_LABEL, divide, load_crops, write
 from agent.demo.training.train import real_plan, synthetic_plan, train_experts
 from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
+from experts import sizes
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision, Verdict
 from experts.packing import pack_line
@@ -54,7 +56,7 @@ HELD_OUT_BOARDS = 8
 DEFECT_RATE = 0.12
 HELD_OUT_FRACTION = 0.2
 RESIDENT_FRACTION = 1 / 3
-WORKSPACE_BYTES = 64 * MEBIBYTE
+WORKSPACE_BYTES = 64 * sizes.MEBIBYTE
 JUDGING_LIMIT_S = 600.0
 MEMORY_TOLERANCE = 0.05
 
@@ -315,10 +317,7 @@ def shown_label(verdict: PartVerdict) -> str:
 
 def show_report(shown: DemoReport) -> None:
     """The closing table, and what to type next."""
-
-    def mib(size_bytes: int) -> str:
-        return f"{size_bytes / MEBIBYTE:,.0f} MiB"
-
+    mib = partial(sizes.mib, form=",.0f")
     held_bytes = shown.grown_bytes - shown.left_bytes
     within = held_bytes <= shown.budget_bytes * (1 + MEMORY_TOLERANCE)
     table = Table(title="Verdicts against the truth, images the experts never saw", show_header=False, box=None)

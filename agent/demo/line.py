@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 import yaml
 
 from agent.demo.rendering.components import synthetic_components
+from experts.sizes import MEBIBYTE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from agent.demo.training.crops import LabelledCrop
     from agent.demo.training.train import TrainedLine
     from experts.expert import Expert
     from experts.graph import RouteStep
 
-MEBIBYTE = 1024**2
 INBOX = "inbox"
 FILE_PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
@@ -90,8 +89,3 @@ def scalar(text: str) -> str:
 def synthetic_board() -> dict[str, int]:
     """The quantities of the rendered product."""
     return {component.name: component.quantity for component in synthetic_components()}
-
-
-def real_board(crops: Iterable[LabelledCrop]) -> dict[str, int]:
-    """One of each component: crops of real boards do not tell how many there are."""
-    return dict.fromkeys(sorted({crop.component for crop in crops}), 1)

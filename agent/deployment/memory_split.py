@@ -17,6 +17,7 @@ from agent.deployment.executors import casual_executors
 from agent.deployment.memory_needs import WORKSPACE_FRACTION, MemoryNeeds, memory_needs
 from agent.device_profile.records import Allocation, PoolAllocation
 from experts.errors import ConfigError
+from experts.sizes import mib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -97,8 +98,8 @@ def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
     if given is None:
         return needs.casual_workspace_bytes
     if given < needs.one_image_bytes:
-        least = f"one image on each of {needs.executors} executors needs {_mib(needs.one_image_bytes)}"
-        raise config.document.error(f"{_mib(given)} is too little - {least}", "memory", "workspace")
+        least = f"one image on each of {needs.executors} executors needs {mib(needs.one_image_bytes)}"
+        raise config.document.error(f"{mib(given)} is too little - {least}", "memory", "workspace")
     return given
 
 
@@ -116,7 +117,7 @@ def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: 
         return wanted_bytes
     log.warning(
         "searched_workspace_left_out pool=%s searched=%s budget=%s used=%s: the largest expert would not fit beside it",
-        needs.pool, _mib(wanted_bytes), _mib(budget_bytes), _mib(casual_bytes),
+        needs.pool, mib(wanted_bytes), mib(budget_bytes), mib(casual_bytes),
     )  # fmt: skip
     return casual_bytes
 
@@ -125,12 +126,8 @@ def _misfits(config: LineConfig, needs: MemoryNeeds, expert_bytes: int) -> Itera
     """Each expert that can never run from so many bytes."""
     beside = " with all pinned experts" if pinned_experts(config) else ""
     given = config.memory.workspace
-    lower = "" if given is None else f" lower memory.workspace, which takes {_mib(given)},"
-    left = f"memory.{needs.pool} leaves {_mib(expert_bytes)} of its {_mib(needs.budget_bytes)} to experts"
+    lower = "" if given is None else f" lower memory.workspace, which takes {mib(given)},"
+    left = f"memory.{needs.pool} leaves {mib(expert_bytes)} of its {mib(needs.budget_bytes)} to experts"
     advice = f"raise memory.{needs.pool},{lower} or take a smaller model"
     for name, needed_bytes in needs.misfits(expert_bytes).items():
-        yield config.document.error(f"needs {_mib(needed_bytes)}{beside}, but {left} - {advice}", "experts", name)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
+        yield config.document.error(f"needs {mib(needed_bytes)}{beside}, but {left} - {advice}", "experts", name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from agent.device_profile.records import SOURCE, BoxIdentity, StoredProfile
 from experts.backends import family
+from experts.sizes import mib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -107,7 +108,7 @@ def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
     for pool, budget_bytes in budgets.items():
         size_bytes = sizes.get(pool)
         if size_bytes is not None and size_bytes < budget_bytes:
-            yield f"the {pool} memory is {_mib(size_bytes)} now, the profile shares out {_mib(budget_bytes)}"
+            yield f"the {pool} memory is {mib(size_bytes)} now, the profile shares out {mib(budget_bytes)}"
 
 
 def _expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> Iterator[str]:
@@ -128,7 +129,3 @@ def _expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], 
             yield f"expert {expert} was not profiled in {precision}"
         else:
             yield f"expert {expert} in {precision} has other packed weights than those that were profiled"
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

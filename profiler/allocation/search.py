@@ -17,6 +17,7 @@ from agent.deployment.memory_needs import MemoryNeeds, memory_needs
 from agent.deployment.memory_split import pinned_experts
 from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
+from experts.sizes import mib
 from profiler.allocation.decay_window import AS_IN_THE_PAPER, WindowOptions, WindowSearch, decay_window_search
 from profiler.allocation.executor_sweep import ExecutorCounts, executor_sweep
 
@@ -211,15 +212,15 @@ class _Search:
         problems = []
         for needs in self.needs(executors):
             given = self.config.memory.workspace
-            workspace = f"{_mib(needs.one_image_bytes)} for one image on each of its executors"
+            workspace = f"{mib(needs.one_image_bytes)} for one image on each of its executors"
             if not needs.is_enough:
-                short = f"{_mib(needs.budget_bytes)} are too little: {needs.largest} needs {_mib(needs.largest_bytes)}"
+                short = f"{mib(needs.budget_bytes)} are too little: {needs.largest} needs {mib(needs.largest_bytes)}"
                 advice = f"raise memory.{needs.pool}, or take a smaller model"
                 wrong = f"{short} beside what is pinned, and batches {workspace} - {advice}"
                 problems.append(self.config.document.error(wrong, "memory", needs.pool))
             elif given is not None and not needs.one_image_bytes <= given <= needs.budget_bytes - needs.largest_bytes:
-                most = f"{_mib(needs.budget_bytes - needs.largest_bytes)} that {needs.largest} leaves of {needs.pool}"
-                wrong = f"{_mib(given)} is not between {workspace} and the {most} - correct it, or write auto"
+                most = f"{mib(needs.budget_bytes - needs.largest_bytes)} that {needs.largest} leaves of {needs.pool}"
+                wrong = f"{mib(given)} is not between {workspace} and the {most} - correct it, or write auto"
                 problems.append(self.config.document.error(wrong, "memory", "workspace"))
         if problems:
             raise ConfigError.of(problems)
@@ -249,7 +250,3 @@ def window_trials(pool: str, search: WindowSearch) -> list[Trial]:
 def _trial(pool: str, number: int, search: WindowSearch, experts: int, note: str) -> Trial:
     chosen = ", chosen" if experts == search.chosen else ""
     return Trial(MEMORY + pool, number, f"{experts} experts", search.tried[experts], note + chosen)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

@@ -61,8 +61,6 @@ class NaivePlayed:
     loads: int
     evictions: int
     bytes_read: int
-    capacity: int  # models that it held at once, at most
-    load_s: float  # spent on building and filling models
     peak_rss_bytes: int
     others_fraction: float  # of all cores, that other processes had meanwhile
     resident_at_start: frozenset[str]  # experts whose models were there when the first request came
@@ -104,7 +102,6 @@ class NaiveServer:
     threads: int
     ssd_bytes_per_s: float | None = None
     _models: OrderedDict[str, Module] = field(default_factory=OrderedDict)
-    _load_s: float = 0.0
     _loaded: list[str] = field(default_factory=list)
     _evictions: int = 0
 
@@ -126,7 +123,7 @@ class NaiveServer:
         self._place()
         resident_at_start = frozenset(self._models)
         self._loaded.clear()
-        self._load_s, self._evictions = 0.0, 0
+        self._evictions = 0
         link = PacedLink(self.ssd_bytes_per_s)
         forget_peak_rss()
         cores = CoresInUse()
@@ -146,8 +143,6 @@ class NaiveServer:
             loads=len(self._loaded),
             evictions=self._evictions,
             bytes_read=sum(self.files[expert].stat().st_size for expert in self._loaded),
-            capacity=self.capacity,
-            load_s=self._load_s,
             peak_rss_bytes=peak_rss_bytes,
             others_fraction=cores.others_fraction(),
             resident_at_start=resident_at_start,
@@ -184,7 +179,6 @@ class NaiveServer:
         if len(self._models) >= self.capacity:
             self._models.popitem(last=False)
             self._evictions += 1
-        started_s = time.monotonic()
         file = self.files[expert]
         drop_from_cache(file)
         delivered_at_s = link.reserve(file.stat().st_size)
@@ -193,7 +187,6 @@ class NaiveServer:
         model = model.eval().to(self.device)
         time.sleep(max(delivered_at_s - time.monotonic(), 0.0))
         self._loaded.append(expert)
-        self._load_s += time.monotonic() - started_s
         self._models[expert] = model
         return model
 

@@ -14,13 +14,10 @@ with the models most used.
 
 from __future__ import annotations
 
-import platform
 import statistics
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from agent.commands.inspection import outputs_sha256
@@ -33,6 +30,7 @@ from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.box import torch_device
 from experts.errors import ConfigError
 from profiler.bench.naive import NAIVE, NaiveServer, naive_files
+from profiler.bench.parts.software import software
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
 from profiler.bench.rows import Figures, Measurement, PolicyRow, Predicted, engine_figures, medians, naive_figures
 from profiler.replay.images import experts_of, images_of
@@ -290,10 +288,7 @@ def precision_text(agent: Agent) -> str:
 
 def machine(agent: Agent) -> str:
     """What this was measured on: the box, its cores, the versions that matter."""
-    return (
-        f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {platform.system()} {platform.release()}, "
-        f"Python {sys.version.split()[0]}, torch {version('torch')}"
-    )
+    return f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {software()}"
 
 
 def _roofline_s(compute_s: float | None, io_s: float) -> float | None:

@@ -10,6 +10,7 @@ from agent.core import events
 from agent.core.effects import Complete, Evict, Fail, StartBatch, StartLoad
 from agent.core.performance import SSD
 from experts.errors import ConfigError
+from profiler.replay.timed_decider import DeciderAround
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,17 +63,12 @@ class Recording:
         """In the order they were started."""
         return tuple(due.effect.batch for due in self.dues if isinstance(due.effect, StartBatch))
 
-    @property
-    def moves(self) -> tuple[StartLoad | Evict, ...]:
-        """Loads and evictions, in the order they were decided."""
-        return tuple(due.effect for due in self.dues if isinstance(due.effect, StartLoad | Evict))
 
-
-class Recorder:
+class Recorder(DeciderAround):
     """A Decider that keeps what another one decides. ``executors``: id -> name of its memory."""
 
     def __init__(self, decider: Decider, executors: Mapping[int, str]) -> None:
-        self._decider = decider
+        super().__init__(decider)
         self._executors = dict(executors)
         self._dues: list[Due] = []
         self._outcomes: defaultdict[int, list[Complete | Fail]] = defaultdict(list)
@@ -100,18 +96,6 @@ class Recorder:
         for effect in effects:
             self._keep(effect)
         return effects
-
-    def next_wakeup_s(self) -> float | None:
-        """As the other one does."""
-        return self._decider.next_wakeup_s()
-
-    def statistics(self) -> EngineStatistics:
-        """As the other one does."""
-        return self._decider.statistics()
-
-    def check_invariants(self) -> None:
-        """As the other one does."""
-        self._decider.check_invariants()
 
     def recording(self) -> Recording:
         """What was decided so far, once nothing is under way. Raises ConfigError when something failed in it."""

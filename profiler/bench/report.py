@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING
 from experts.errors import ConfigError
 from profiler.bench import rows
 from profiler.bench.parts import decisions, loading, starting
+from profiler.bench.parts.decisions import decision_targets
 from profiler.bench.parts.loading import measure_loading
 from profiler.bench.parts.starting import measure_start
-from profiler.bench.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, Target, measure_proof
+from profiler.bench.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, measure_proof
 from profiler.bench.scheduling_cost import figure_19
 from profiler.charts import bar_chart
-from profiler.paper.evaluation import COSERVE, LEAST_RATIO, MOST_RATIO, PAPER, SAMBA, simulated_tasks
+from profiler.paper.evaluation import FULL_FORM, SAMBA, SHORT_FORM, evaluate
 from profiler.paper.figures import write_figures
 from profiler.paper.task_devices import DEVICE_FILES, task_devices
 from profiler.profiling.profile_line import KIND_LIMIT_S
-from profiler.workload.generated_line import removed_afterwards
+from profiler.tables import markdown_table
+from profiler.targets import Target, targets_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from profiler.bench.parts.decisions import DecisionTimes
@@ -36,13 +38,11 @@ if TYPE_CHECKING:
     from profiler.bench.parts.starting import StartTimes
     from profiler.bench.proof import Proof
     from profiler.paper.evaluation import Evaluation
-
-    Progress = Callable[[str, int, int], None]
+    from profiler.replay.player import Progress
 
 REPORT = "report.md"
 SHORT_FILES, FULL_FILES = 4, 8  # experts that are loaded for the loading benchmark
 SHORT_REPEATS, FULL_REPEATS = 1, 3
-LOG_GROWTH = 5 / 3  # log 100 000 over log 1 000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,22 @@ class Findings:
     proof: Proof
     loads: LoadingTimes
     start: StartTimes
-    decision_lines: Sequence[str]
+    decisions: Sequence[DecisionTimes]
     evaluation: Evaluation
-    targets: tuple[Target, ...]
     is_full: bool
     rounds: int
     seconds: float
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Each figure beside what it should reach, as whoever measured it judges it."""
+        return (
+            *self.proof.targets,
+            *self.loads.targets,
+            *decision_targets(self.decisions),
+            *self.start.targets,
+            *self.evaluation.targets,
+        )
 
 
 def prepare_folder(folder: Path) -> None:
@@ -85,31 +95,13 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
     rounds = repeats or (FULL_REPEATS if full else SHORT_REPEATS)
     limit_s = KIND_LIMIT_S if full else SHORT_KIND_LIMIT_S
     start = measure_start(scratch, starts=3 if full else 1)
-    with removed_afterwards(scratch) as files:
-        progress("load", 0, 1)
-        loads = measure_loading(files, files=FULL_FILES if full else SHORT_FILES)
-        progress("load", 1, 1)
-    decision_lines, decision_rows = decisions.report()
-    evaluation = simulated_tasks(task_devices(tuple(DEVICE_FILES)), progress, full=full)
+    progress("load", 0, 1)
+    loads = measure_loading(scratch, files=FULL_FILES if full else SHORT_FILES)
+    progress("load", 1, 1)
+    decided = decisions.measure_growth()
+    evaluation = evaluate(task_devices(tuple(DEVICE_FILES)), progress, *(FULL_FORM if full else SHORT_FORM))
     proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
-    targets = (
-        *proof.targets(),
-        *_load_targets(loads),
-        *_decision_targets(decision_rows),
-        *_start_targets(start),
-        *_task_targets(evaluation),
-    )
-    return Findings(
-        proof=proof,
-        loads=loads,
-        start=start,
-        decision_lines=decision_lines,
-        evaluation=evaluation,
-        targets=targets,
-        is_full=full,
-        rounds=rounds,
-        seconds=time.monotonic() - started,
-    )
+    return Findings(proof, loads, start, decided, evaluation, full, rounds, time.monotonic() - started)
 
 
 def write_report(folder: Path, found: Findings) -> Path:
@@ -117,10 +109,10 @@ def write_report(folder: Path, found: Findings) -> Path:
     figures = write_figures(found.evaluation, folder, figure_19(folder, found.proof.scheduling))
     parts = (
         _opening(found.proof, found.is_full, found.rounds, found.seconds),
-        _targets_table(found.targets),
+        targets_table(found.targets),
         _proof_section(found.proof, folder),
         _verbatim("SSD to runnable", loading.report(found.loads)),
-        _verbatim("A decision", "\n".join(found.decision_lines)),
+        _verbatim("A decision", decisions.report(found.decisions)),
         _verbatim("The agent alone", starting.report(found.start)),
         "# The paper's tasks, simulated\n\nOn the paper's two boxes, whose constants are derived from its text "
         "(`configs/devices`), each with its source.",
@@ -131,16 +123,6 @@ def write_report(folder: Path, found: Findings) -> Path:
     return path
 
 
-def targets_text(targets: Iterable[Target]) -> str:
-    """The targets for a terminal."""
-    told = [(each.what, each.wanted, each.found, _verdict(each)) for each in targets]
-    widths = [max(len(line[column]) for line in told) for column in range(3)]
-    return "\n".join(
-        f"{what:<{widths[0]}}  {wanted:<{widths[1]}}  {found:<{widths[2]}}  {verdict}".rstrip()
-        for what, wanted, found, verdict in told
-    )
-
-
 def _opening(proof: Proof, full: bool, rounds: int, seconds: float) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     form = "full" if full else "short form: smaller traces, two of the four tasks, their searches on smaller samples"
@@ -149,15 +131,6 @@ def _opening(proof: Proof, full: bool, rounds: int, seconds: float) -> str:
         f"# CoServe on this box\n\n{now}, {form}, medians of {rounds}, {seconds:.0f} s. {machine}. What was generated "
         "has random weights; speeds are those of this machine at this moment, ratios are what counts."
     )
-
-
-def _targets_table(targets: Iterable[Target]) -> str:
-    lines = [f"| {each.what} | {each.wanted} | {each.found} | {_verdict(each)} |" for each in targets]
-    return "\n".join(["| what | to reach | here | |", "| --- | --- | --- | --- |", *lines])
-
-
-def _verdict(target: Target) -> str:
-    return "" if target.reached is None else "reached" if target.reached else "SHORT"
 
 
 def _proof_section(proof: Proof, folder: Path) -> str:
@@ -191,66 +164,13 @@ def _proof_section(proof: Proof, folder: Path) -> str:
 def _plan_table(proof: Proof) -> str:
     """What `coserve plan` said before, beside what came."""
     lines = [
-        f"| {each.title} | {policy} | {planned:.2f} | {each.images_per_s(policy):.2f} | {each.error(policy):+.1%} |"
+        (each.title, policy, f"{planned:.2f}", f"{each.images_per_s(policy):.2f}", f"{each.error(policy):+.1%}")
         for each in proof.comparisons
         for policy, planned in each.planned.items()
     ]
-    head = ["| trace | policy | planned, images/s | measured | plan off by |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join(["`coserve plan`, from a profile made before, against the measurement:", "", *head, *lines])
+    table = markdown_table([("trace", "policy", "planned, images/s", "measured", "plan off by"), *lines])
+    return f"`coserve plan`, from a profile made before, against the measurement:\n\n{table}"
 
 
 def _verbatim(title: str, text: str) -> str:
     return f"# {title}\n\n```\n{text}\n```"
-
-
-def _load_targets(times: LoadingTimes) -> tuple[Target, ...]:
-    most = loading.TARGET_RATIO
-    what = "SSD to runnable over a raw direct read"
-    return (Target(what, f"at most {most}", f"{times.ratio:.3f}", times.meets_target),)
-
-
-def _decision_targets(measured: Sequence[DecisionTimes]) -> tuple[Target, ...]:
-    at_target = next(row for row in measured if row.queued == decisions.TARGET_QUEUED)
-    growth = measured[-1].p99_s / measured[0].p99_s
-    most = decisions.TARGET_P99_S
-    return (
-        Target(
-            f"decision, p99 with {at_target.queued:,} queued",
-            f"at most {most * 1e6:.0f} us",
-            f"{at_target.p99_s * 1e6:.0f} us",
-            at_target.p99_s <= most,
-        ),
-        Target(
-            "the same, 100,000 queued over 1,000", f"at most {LOG_GROWTH:.2f}", f"{growth:.2f}", growth <= LOG_GROWTH
-        ),
-    )
-
-
-def _start_targets(times: StartTimes) -> tuple[Target, ...]:
-    ready_s, resident = starting.TARGET_READY_S, starting.TARGET_RESIDENT_BYTES
-    return (
-        Target("the agent is READY within", f"{ready_s:.0f} s", f"{times.ready_s:.1f} s", times.ready_s <= ready_s),
-        Target(
-            "the agent without experts holds",
-            f"at most {resident / 1e6:.0f} MB",
-            f"{times.resident_bytes / 1e6:.0f} MB",
-            times.resident_bytes <= resident,
-        ),
-    )
-
-
-def _task_targets(evaluation: Evaluation) -> tuple[Target, ...]:
-    found = []
-    for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
-        samba, paper, ours = (evaluation.row(task, device, name) for name in (SAMBA, PAPER, COSERVE))
-        assert samba is not None
-        assert paper is not None
-        assert ours is not None
-        ratio = paper.images_per_s / samba.images_per_s
-        ratio_reached = LEAST_RATIO <= ratio <= MOST_RATIO
-        found.append(
-            Target(f"simulated {task} on {device}: paper over Samba-CoE", "4.5 to 12", f"{ratio:.2f}", ratio_reached)
-        )
-        gain = ours.images_per_s / paper.images_per_s
-        found.append(Target(f"simulated {task} on {device}: coserve over paper", "above 1", f"{gain:.3f}", gain > 1))
-    return tuple(found)

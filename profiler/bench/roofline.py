@@ -77,19 +77,6 @@ class Compute:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """Seconds that a trace takes at least."""
-
-    compute_s: float
-    io_s: float
-
-    @property
-    def seconds(self) -> float:
-        """The larger one."""
-        return max(self.compute_s, self.io_s)
-
-
 def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> Work:
     """The steps that a played trace took."""
     steps = [
@@ -175,18 +162,15 @@ def reads_directly(file: Path) -> bool:
     buffer = AlignedBuffer(ALIGNMENT_BYTES)
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flag)
+        try:
+            os.preadv(descriptor, [buffer.view], 0)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    try:
-        os.preadv(descriptor, [buffer.view], 0)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
+        if error.errno != errno.EINVAL:
+            raise
+        return False
     finally:
-        os.close(descriptor)
         buffer.close()
     return True
 

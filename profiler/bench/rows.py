@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from agent.core import events
 from profiler.replay.host_load import QUIET_FRACTION
+from profiler.tables import text_table
+from profiler.targets import Target, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from profiler.bench.naive import NaivePlayed
     from profiler.replay.player import Played
-    from profiler.replay.timed_decider import Decision
 
 TARGET_ROOFLINE_FRACTION = 0.95
 TARGET_PREDICTION_ERROR = 0.10
+HEADINGS = (
+    "policy", "precision", "images/s", "roofline", "predicted", "switches", "loads", "evicted", "read GB", "p99 us",
+    "RSS MB", "outputs",
+)  # fmt: skip
+LAYOUT = "{:<15} {:<9} {:>8} {:>8} {:>9} {:>8} {:>6} {:>7} {:>8} {:>7} {:>7} {:<8}"
 PATHS = ("ssd_host", "host_device", "ssd_device")
 
 
@@ -40,7 +46,7 @@ class Predicted:
     busy_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """One run of one policy, or the medians of several. None where it does not apply, or was not asked for.
 
@@ -57,17 +63,17 @@ class Figures:
     bytes_read: int
     roofline_images_per_s: float | None
     roofline_fraction: float | None
-    decision_us: Percentiles | None
-    scheduling_s: float
-    expert_management_s: float
+    decision_us: Percentiles | None = None
+    scheduling_s: float = 0.0
+    expert_management_s: float = 0.0
     wait_p50_s: float
     wait_p99_s: float
     busy_s: float  # of all executors together
     peak_rss_bytes: int
     others_fraction: float  # of all cores, that other processes had meanwhile
-    predicted_images_per_s: float | None
-    prediction_error: float | None
-    batch_slowness: float | None
+    predicted_images_per_s: float | None = None
+    prediction_error: float | None = None
+    batch_slowness: float | None = None
     unknown: int
     outputs_sha256: str
 
@@ -89,6 +95,19 @@ class PolicyRow:
     def outputs_agree(self) -> bool:
         """Did every run judge every request alike?"""
         return len({run.outputs_sha256 for run in self.runs}) == 1
+
+    @property
+    def targets(self) -> list[Target]:
+        """The floor is one of our policy alone; a prediction, of every policy that has one."""
+        figures, found = self.medians, []
+        if self.policy == "coserve" and figures.roofline_fraction is not None:
+            found.append(at_least("roofline fraction", figures.roofline_fraction, TARGET_ROOFLINE_FRACTION))
+        if figures.prediction_error is not None:
+            error, slowness = f"{figures.prediction_error:+.1%}", f"{figures.batch_slowness:.2f}"
+            what = f"predicted {error} (batches took {slowness} of their profile),"
+            is_near = abs(figures.prediction_error) <= TARGET_PREDICTION_ERROR
+            found.append(Target(what, f"within {TARGET_PREDICTION_ERROR:.0%}", error, is_near))
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """The keys that scripts read, the medians' own on top, and all runs below."""
@@ -120,24 +139,13 @@ class Measurement:
 
     def row(self, policy: str) -> PolicyRow:
         """One policy's. Raises KeyError for one that was not run."""
-        for row in self.rows:
-            if row.policy == policy:
-                return row
-        raise KeyError(policy)
+        return {row.policy: row for row in self.rows}[policy]
 
     def as_json(self) -> dict[str, Any]:
         """One object, ``rows`` first."""
         return {"rows": [row.as_json() for row in self.rows]} | {
             one.name: getattr(self, one.name) for one in fields(self) if one.name != "rows"
         }
-
-
-def percentiles_us(decisions: Sequence[Decision]) -> Percentiles | None:
-    """Of the time that decisions took, by the clock on the wall; None without one."""
-    if not decisions:
-        return None
-    ordered = sorted(decision.seconds for decision in decisions)
-    return Percentiles(ordered[len(ordered) // 2] * 1e6, ordered[len(ordered) * 99 // 100] * 1e6)
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -149,67 +157,65 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 def engine_figures(
     played: Played, unknown: int, digest: str, predicted: Predicted, roofline_s: float | None
 ) -> Figures:
-    """The figures of a trace on the real engine; what was not judged does not count as an image."""
+    """The figures of a trace on the real engine."""
     requests = len(played.outcomes)
-    images_per_s = (requests - unknown) / played.seconds
+    decision_us = [decision.seconds * 1e6 for decision in played.decisions]
     managing = [decision.cpu_s for decision in played.decisions if decision.is_expert_management]
     arriving = [
         decision.cpu_s
         for decision in played.decisions
         if decision.event is events.Arrived and not decision.is_expert_management
     ]
-    return Figures(
-        seconds=played.seconds,
-        images_per_s=images_per_s,
+    return _figures(
+        played, requests, unknown, digest, roofline_s,
         switches=played.counted(lambda each: each.engine.switches),
         loads={path: played.loads().get(path, 0) for path in PATHS},
         evictions=played.counted(lambda each: each.engine.evictions),
         bytes_read=played.counted(lambda each: each.transfers.bytes_read),
-        roofline_images_per_s=_rate(requests, roofline_s),
-        roofline_fraction=None if roofline_s is None else images_per_s / (requests / roofline_s),
-        decision_us=percentiles_us(played.decisions),
+        decision_us=Percentiles(quantile(decision_us, 0.5), quantile(decision_us, 0.99)) if decision_us else None,
         scheduling_s=sum(arriving),
         expert_management_s=sum(managing),
-        wait_p50_s=quantile(played.waits_s, 0.5),
-        wait_p99_s=quantile(played.waits_s, 0.99),
         busy_s=busy_s(played),
-        peak_rss_bytes=played.peak_rss_bytes,
-        others_fraction=played.others_fraction,
         predicted_images_per_s=requests / predicted.seconds,
         prediction_error=played.seconds / predicted.seconds - 1,
         batch_slowness=busy_s(played) / predicted.busy_s if predicted.busy_s else None,
-        unknown=unknown,
-        outputs_sha256=digest,
-    )
+    )  # fmt: skip
 
 
 def naive_figures(played: NaivePlayed, digest: str, roofline_s: float | None) -> Figures:
     """The figures of the general model server; every load is one that a request waited for, and nothing is decided."""
-    requests = len(played.labels)
-    unknown = played.labels.count(None)
-    images_per_s = (requests - unknown) / played.seconds
-    return Figures(
-        seconds=played.seconds,
-        images_per_s=images_per_s,
+    return _figures(
+        played, len(played.labels), played.labels.count(None), digest, roofline_s,
         switches=played.loads,
         loads=dict.fromkeys(PATHS, 0) | {"ssd_host": played.loads},
         evictions=played.evictions,
         bytes_read=played.bytes_read,
-        roofline_images_per_s=_rate(requests, roofline_s),
+        busy_s=played.seconds,
+    )  # fmt: skip
+
+
+def _figures(
+    played: Played | NaivePlayed,
+    requests: int,
+    unknown: int,
+    digest: str,
+    roofline_s: float | None,
+    **own: Any,  # noqa: ANN401  # of any of the fields
+) -> Figures:
+    """What every run has, and what is its own; what was not judged does not count as an image."""
+    images_per_s = (requests - unknown) / played.seconds
+    return Figures(
+        seconds=played.seconds,
+        images_per_s=images_per_s,
+        roofline_images_per_s=None if roofline_s is None else requests / roofline_s,
         roofline_fraction=None if roofline_s is None else images_per_s / (requests / roofline_s),
-        decision_us=None,
-        scheduling_s=0.0,
-        expert_management_s=0.0,
         wait_p50_s=quantile(played.waits_s, 0.5),
         wait_p99_s=quantile(played.waits_s, 0.99),
-        busy_s=played.seconds,
         peak_rss_bytes=played.peak_rss_bytes,
         others_fraction=played.others_fraction,
-        predicted_images_per_s=None,
-        prediction_error=None,
-        batch_slowness=None,
         unknown=unknown,
         outputs_sha256=digest,
+        **own,
     )
 
 
@@ -226,42 +232,36 @@ def report(measurement: Measurement) -> str:
     lines = [
         f"machine    {measurement.machine}",
         f"line       {measurement.line}; packed files read {cache}, {speed}{', held' if measurement.is_held else ''}",
-        f"{'policy':<15} {'precision':<9} {'images/s':>8} {'roofline':>8} {'predicted':>9} {'switches':>8} "
-        f"{'loads':>6} {'evicted':>7} {'read GB':>8} {'p99 us':>7} {'RSS MB':>7} {'outputs':<8}",
+        text_table([HEADINGS, *(_cells(row) for row in measurement.rows)], LAYOUT),
     ]
-    lines += [_line(row) for row in measurement.rows]
     lines += [f"note       {note}" for note in measurement.notes]
     for row in measurement.rows:
         lines += _remarks(row)
     return "\n".join(lines)
 
 
-def _line(row: PolicyRow) -> str:
+def _cells(row: PolicyRow) -> tuple[str, ...]:
     figures = row.medians
-    fraction = "-" if figures.roofline_fraction is None else f"{figures.roofline_fraction:.3f}"
-    predicted = "-" if figures.predicted_images_per_s is None else f"{figures.predicted_images_per_s:.2f}"
-    p99 = "-" if figures.decision_us is None else f"{figures.decision_us.p99:.0f}"
     return (
-        f"{row.policy:<15} {row.precision:<9} {figures.images_per_s:8.2f} {fraction:>8} {predicted:>9} "
-        f"{figures.switches:8d} {sum(figures.loads.values()):6d} {figures.evictions:7d} "
-        f"{figures.bytes_read / 1e9:8.2f} {p99:>7} {figures.peak_rss_bytes / 1e6:7.0f} {figures.outputs_sha256[:8]}"
+        row.policy,
+        row.precision,
+        f"{figures.images_per_s:.2f}",
+        "-" if figures.roofline_fraction is None else f"{figures.roofline_fraction:.3f}",
+        "-" if figures.predicted_images_per_s is None else f"{figures.predicted_images_per_s:.2f}",
+        str(figures.switches),
+        str(sum(figures.loads.values())),
+        str(figures.evictions),
+        f"{figures.bytes_read / 1e9:.2f}",
+        "-" if figures.decision_us is None else f"{figures.decision_us.p99:.0f}",
+        f"{figures.peak_rss_bytes / 1e6:.0f}",
+        figures.outputs_sha256[:8],
     )
 
 
 def _remarks(row: PolicyRow) -> list[str]:
     """Targets, and whatever makes a row less than comparable."""
-    figures, remarks = row.medians, []
-    if row.policy == "coserve" and figures.roofline_fraction is not None:
-        reached = figures.roofline_fraction >= TARGET_ROOFLINE_FRACTION
-        verdict = "reached" if reached else "SHORT of its target"
-        remarks.append(f"target     {row.policy}: roofline fraction at least {TARGET_ROOFLINE_FRACTION}: {verdict}")
-    if figures.prediction_error is not None:
-        reached = abs(figures.prediction_error) <= TARGET_PREDICTION_ERROR
-        verdict = "reached" if reached else "SHORT of its target"
-        error = (
-            f"predicted {figures.prediction_error:+.1%} (batches took {figures.batch_slowness:.2f} of their profile)"
-        )
-        remarks.append(f"target     {row.policy}: {error}, within {TARGET_PREDICTION_ERROR:.0%}: {verdict}")
+    figures = row.medians
+    remarks = [f"target     {row.policy}: {target.what} {target.wanted}: {target.remark}" for target in row.targets]
     if figures.others_fraction > QUIET_FRACTION:
         others = f"other processes had {figures.others_fraction:.0%} of the cores"
         remarks.append(f"SHARED     {row.policy}: {others}: compare rows of one run only")
@@ -271,10 +271,6 @@ def _remarks(row: PolicyRow) -> list[str]:
     if not row.outputs_agree:
         remarks.append(f"OUTPUTS    {row.policy}: its runs did not judge every request alike")
     return remarks
-
-
-def _rate(requests: int, seconds: float | None) -> float | None:
-    return None if seconds is None else requests / seconds
 
 
 def busy_s(played: Played) -> float:

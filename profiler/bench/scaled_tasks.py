@@ -31,16 +31,15 @@ from profiler.paper.evaluation import (
     fewer_switches,
 )
 from profiler.paper.tasks import BOARDS, CLASSIFIER, DETECTORS, DETECTORS_OF_EACH, INTERVAL_S, PASS_RATE, SIGMA
+from profiler.tables import text_table
 from profiler.workload.generated_line import EVERY_DETECTED, LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from profiler.bench.rows import Measurement
-
-    Progress = Callable[[str, int, int], None]
+    from profiler.replay.player import Progress
 
 POLICIES = (SAMBA, SAMBA_FIFO, SAMBA_PARALLEL, *ABLATIONS, COSERVE)
 TASK = "scaled"  # the task's name in rows
@@ -50,19 +49,13 @@ LEAST_HELD = 2
 LEAST_EXPERTS = LEAST_HELD + 1  # or all of them fit, and nothing is ever switched
 DETECTED_FROM = 8  # experts: from here on one detector of each architecture at least
 DETECTOR_PX, CPU_DETECTOR_PX = 640, 320  # four times the pixels are four times the time, which a CPU has not
+HEADINGS = ("policy", "over samba", "the paper", "switches", "fewer", "the paper", "executors")
+LAYOUT = "{:<15} {:>10} {:>9} {:>8} {:>7} {:>14}  {}"
 PAPER_LEAST_FEWER = 0.785  # switches, against Samba-CoE (section 5.2)
 
 
-def measure_scaled(directory: Path, experts: int, requests: int, progress: Progress) -> Measurement:
-    """The paper's tasks with so many experts and requests, generated in ``directory`` and removed afterwards.
-
-    Raises ConfigError for too few experts, a folder that is not there, or a disk without room; AgentCrashed.
-    """
-    return measure_recipe(directory, scaled_recipe(experts, requests), progress)
-
-
 def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = None) -> LineRecipe:
-    """What is generated for so many experts in all. ``is_cpu_only``: None asks the box."""
+    """What is generated for so many experts in all. ``is_cpu_only``: None asks the box. Raises ConfigError."""
     if experts < LEAST_EXPERTS:
         raise ConfigError(
             f"--experts: {experts} is too few - memory holds {LEAST_HELD} at least, take {LEAST_EXPERTS} or more"
@@ -85,13 +78,11 @@ def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = Non
     )
 
 
-def measure_recipe(directory: Path, recipe: LineRecipe, progress: Progress) -> Measurement:
-    """All policies once on a generated line, which is removed afterwards; what it consists of is in the notes.
+def measure_scaled(directory: Path, recipe: LineRecipe, progress: Progress) -> Measurement:
+    """All policies once on a line generated in ``directory`` and removed afterwards; the notes say what it consists of.
 
-    Raises ConfigError, AgentCrashed.
+    Raises ConfigError where the disk has no room for it, AgentCrashed.
     """
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such folder - name one on the SSD to measure")
     with removed_afterwards(directory) as folder:
         progress("generate", 0, 1)
         made = generate_line(folder / "line", recipe)
@@ -104,22 +95,21 @@ def measure_recipe(directory: Path, recipe: LineRecipe, progress: Progress) -> M
 def scaled_table(measurement: Measurement) -> str:
     """The rows and what they ran on, then each against Samba-CoE, the paper's own figures beside CoServe's."""
     samba = measurement.row(SAMBA).medians
-    lines = [
-        rows.report(measurement),
-        "",
-        f"{'policy':<15} {'over samba':>10} {'the paper':>9} {'switches':>8} {'fewer':>7} {'the paper':>14}  executors",
-    ]
+    lines = [HEADINGS]
     for row in measurement.rows:
         figures, is_paper = row.medians, row.policy == PAPER
-        ratio = f"{LEAST_RATIO} to {MOST_RATIO:g}" if is_paper else "-"
-        least = f"{PAPER_LEAST_FEWER:.1%} at least" if is_paper else "-"
-        fewer = "-" if row.policy == SAMBA else f"{fewer_switches(figures, samba):.1%}"
-        executors = ", ".join(f"{count} {name}" for name, count in row.executors.items())
         lines.append(
-            f"{row.policy:<15} {figures.images_per_s / samba.images_per_s:10.2f} {ratio:>9} "
-            f"{figures.switches:8d} {fewer:>7} {least:>14}  {executors}"
+            (
+                row.policy,
+                f"{figures.images_per_s / samba.images_per_s:.2f}",
+                f"{LEAST_RATIO} to {MOST_RATIO:g}" if is_paper else "-",
+                str(figures.switches),
+                "-" if row.policy == SAMBA else f"{fewer_switches(figures.switches, samba.switches):.1%}",
+                f"{PAPER_LEAST_FEWER:.1%} at least" if is_paper else "-",
+                ", ".join(f"{count} {name}" for name, count in row.executors.items()),
+            )
         )
-    return "\n".join((*lines, *_compared(measurement)))
+    return "\n".join((rows.report(measurement), "", text_table(lines, LAYOUT), *_compared(measurement)))
 
 
 def scaled_json(measurement: Measurement) -> dict[str, Any]:
@@ -132,7 +122,7 @@ def scaled_json(measurement: Measurement) -> dict[str, Any]:
 def _compared(measurement: Measurement) -> tuple[str, str]:
     """The paper's policy beside what the paper says of it."""
     samba, paper = measurement.row(SAMBA).medians, measurement.row(PAPER).medians
-    ratio, fewer = paper.images_per_s / samba.images_per_s, fewer_switches(paper, samba)
+    ratio, fewer = paper.images_per_s / samba.images_per_s, fewer_switches(paper.switches, samba.switches)
     reached = "below it" if ratio < LEAST_RATIO else "above it" if ratio > MOST_RATIO else "within it"
     return (
         f"the paper  {PAPER} is {ratio:.2f} times samba, {LEAST_RATIO} to {MOST_RATIO:g} there at full size: {reached}",

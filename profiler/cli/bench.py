@@ -116,9 +116,7 @@ def generate(
     with explained(), disk_explained():
         made = generate_line(folder, recipe)
     if as_json:
-        print(
-            json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()})
-        )
+        print(json.dumps(asdict(made), default=str))
     else:
         print(f"{made.written_bytes / 1e9:.1f} GB written, memory for {memory_for} experts; measure it with")
         print(f"coserve bench {made.line} --trace {made.trace} --policy coserve --policy samba")
@@ -140,7 +138,8 @@ def report(
 ) -> None:
     """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
     from agent.commands.progress import progress_on_stderr
-    from profiler.bench.report import REPORT, measure_report, prepare_folder, targets_text, write_report
+    from profiler.bench.report import REPORT, measure_report, prepare_folder, write_report
+    from profiler.targets import targets_text
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -178,8 +177,8 @@ def tasks(
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
     from agent.commands.progress import progress_on_stderr
     from profiler.bench.report import prepare_folder
-    from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_table
-    from profiler.paper.evaluation import evaluation_json, evaluation_table, simulated_tasks
+    from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_recipe, scaled_table
+    from profiler.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table
     from profiler.paper.figures import write_figures
     from profiler.paper.measured_device import device_notes
     from profiler.paper.task_devices import DEVICE_FILES, task_devices
@@ -194,14 +193,14 @@ def tasks(
     with explained(), disk_explained():
         if experts is not None:
             with progress_on_stderr() as progress:
-                measured = measure_scaled(scratch_folder(directory), experts, requests, progress)
+                measured = measure_scaled(scratch_folder(directory), scaled_recipe(experts, requests), progress)
             print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
             return
         devices = task_devices(device or tuple(DEVICE_FILES))
         if folder is not None:
             prepare_folder(folder)
         with progress_on_stderr() as progress:
-            evaluation = simulated_tasks(devices, progress, full=not short)
+            evaluation = evaluate(devices, progress, *(SHORT_FORM if short else FULL_FORM))
         others = dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)
         for note in device_notes(others):
             sys.stderr.write(f"note: {note}\n")
@@ -253,10 +252,10 @@ def start(
 @bench_app.command()
 def decisions(as_json: AsJson = False) -> None:
     """How long a decision takes against the number of queued requests."""
-    from profiler.bench.parts.decisions import report
+    from profiler.bench.parts.decisions import measure_growth, report
 
-    lines, rows = report()
-    print(json.dumps({"rows": [asdict(row) for row in rows]}) if as_json else "\n".join(lines))
+    measured = measure_growth()
+    print(json.dumps({"rows": [asdict(times) for times in measured]}) if as_json else report(measured))
 
 
 @bench_app.command()

@@ -24,7 +24,15 @@ from profiler.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.device_profile.records import StoredProfile
+    from profiler.planning.advice import Advice
     from profiler.planning.plan import PlanRow
+    from profiler.workload.traces import Arrival
+
+    Asked = tuple[str, str]  # a policy, and a memory as it was typed
 
 PlannedBandwidth = Annotated[
     str | None,
@@ -54,12 +62,8 @@ def plan(
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
-    from agent.deployment.build import doubts
     from agent.device_profile.store import read_profile
     from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
-    from profiler.planning.plan import as_json as plan_json
-    from profiler.planning.plan import plan as plan_rows
-    from profiler.planning.plan import plan_advice, plan_table
     from profiler.workload.traces import board_trace, read_trace
 
     log_to_stderr(logging.WARNING)
@@ -70,29 +74,59 @@ def plan(
         config = read_line(line)
         stored = read_profile(database or config.profile_file)
         if database is None:
-            for doubt in doubts(config, stored):
-                print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)
+            _tell_doubts(config, stored)
         arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
         memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
         config = config.having(executors=executor_counts(executors), precision=precision)
         common: dict[str, Any] = {"ssd_bytes_per_s": bytes_per_s(ssd_bandwidth), "seed": seed}
-        asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
-        stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
-        rows: dict[tuple[str, str], PlanRow] = {}
-        refused: dict[tuple[str, str], ConfigError] = {}
-        for done, (policy, size) in enumerate(asked):
-            progress(stage, done, steps)
-            try:
-                (rows[policy, size],) = plan_rows(config, stored, arrivals, [policy], [memories[size]], **common)
-            except ConfigError as error:
-                refused[policy, size] = error
-        if not rows:
-            raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
-        progress(stage, len(asked), steps)
-        policy, size = next(iter(rows))
-        advice = plan_advice(config, stored, arrivals, policy, memories[size], **common)
-        progress(stage, steps, steps)
+        found = _planned(config, stored, arrivals, policies or [config.policy], memories, common, progress)
+    _tell(*found, as_json=as_json)
+
+
+def _tell_doubts(config: LineConfig, stored: StoredProfile) -> None:
+    from agent.deployment.build import doubts
+
+    for doubt in doubts(config, stored):
+        print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)
+
+
+def _planned(
+    config: LineConfig,
+    stored: StoredProfile,
+    arrivals: Sequence[Arrival],
+    policies: Sequence[str],
+    memories: Mapping[str, Mapping[str, int]],
+    common: Mapping[str, Any],
+    progress: Callable[[str, int, int], None],
+) -> tuple[list[PlanRow], dict[Asked, ConfigError], Advice]:
+    """The rows, why others cannot be planned, and advice on the first row. Raises ConfigError where there is none."""
+    from profiler.planning.plan import plan as plan_rows
+    from profiler.planning.plan import plan_advice
+
+    asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies)]
+    stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
+    rows: dict[Asked, PlanRow] = {}
+    refused: dict[Asked, ConfigError] = {}
+    for done, (policy, size) in enumerate(asked):
+        progress(stage, done, steps)
+        try:
+            (rows[policy, size],) = plan_rows(config, stored, arrivals, [policy], [memories[size]], **common)
+        except ConfigError as error:
+            refused[policy, size] = error
+    if not rows:
+        raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
+    progress(stage, len(asked), steps)
+    policy, size = next(iter(rows))
+    advice = plan_advice(config, stored, arrivals, policy, memories[size], **common)
+    progress(stage, steps, steps)
+    return [*rows.values()], refused, advice
+
+
+def _tell(rows: list[PlanRow], refused: Mapping[Asked, ConfigError], advice: Advice, *, as_json: bool) -> None:
+    from profiler.planning.plan import as_json as plan_json
+    from profiler.planning.plan import plan_table
+
     for (policy, size), reason in refused.items():
         sys.stderr.write(f"not planned: {policy}{f' with --memory {size}' if size else ''}: {reason}\n")
     if as_json:
@@ -100,6 +134,6 @@ def plan(
             {"policy": policy, "memory": size or None, "reason": f"{reason}"}
             for (policy, size), reason in refused.items()
         ]
-        print(json.dumps(plan_json([*rows.values()], advice) | {"refused": told}))
+        print(json.dumps(plan_json(rows, advice) | {"refused": told}))
     else:
-        print(plan_table([*rows.values()], advice), end="")
+        print(plan_table(rows, advice), end="")

@@ -6,12 +6,27 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agent.cli import AsJson, LineFile, explained, log_to_stderr
 from profiler.cli.arguments import SEARCHING, disk_explained, from_here, refuse_unused
+
+if TYPE_CHECKING:
+    from profiler.profiling.profile_line import Profiled
+
+Samples = Annotated[
+    Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
+]
+UsageFrom = Annotated[
+    Path | None,
+    typer.Option(help="usage from served history (results.db, or its rows); alone it only changes a finished profile"),
+]
+Tolerance = Annotated[float, typer.Option(min=0.0, help="how far scores may be off fp32 for precision: auto")]
+Fresh = Annotated[
+    bool, typer.Option(help="measure everything anew, also in the place of another box's or a damaged profile")
+]
 
 
 def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
@@ -36,27 +51,16 @@ def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
 def profile(
     ctx: typer.Context,
     line: LineFile,
-    samples: Annotated[
-        Path | None, typer.Option(help="real images: <component>/<label>/*.png; default: what the intake has seen")
-    ] = None,
-    usage_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="usage from served history (results.db, or its rows); alone it only changes a finished profile"
-        ),
-    ] = None,
+    samples: Samples = None,
+    usage_from: UsageFrom = None,
     count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
     simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,
     casual: Annotated[bool, typer.Option(help="no search: 75 % of memory for experts, the casual executors")] = False,
     initial_window: Annotated[int, typer.Option(min=1, max=99, help="of the search, in experts")] = 15,
     error_margin: Annotated[float, typer.Option(min=0.0, max=1.0, help="of the search's linear fit")] = 0.05,
     fit_values: Annotated[int, typer.Option(min=2, help="throughputs that the fit needs at least")] = 2,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="how far scores may be off fp32 for precision: auto")
-    ] = 0.02,
-    fresh: Annotated[
-        bool, typer.Option(help="measure everything anew, also in the place of another box's or a damaged profile")
-    ] = False,
+    tolerance: Tolerance = 0.02,
+    fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
     """Profile this box for a line, once: times, memory, usage; then split the memory and count the executors.
@@ -77,7 +81,6 @@ def profile(
         from profiler.allocation.search import SearchOptions
         from profiler.allocation.step import CASUAL, ENGINE, SIMULATE  # loads torch, as do those below
         from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
-        from profiler.profiling.report import profile_charts, profile_json, profile_table
 
         options = ProfilingOptions(
             samples=samples,
@@ -92,6 +95,13 @@ def profile(
         with disk_explained(resumes=True), progress_on_stderr() as progress:
             learned = None if is_measured else learn_usage(config, usage_from)
             done = learned or profile_line(config, options, progress)
+    _tell(done, as_json=as_json)
+
+
+def _tell(done: Profiled, *, as_json: bool) -> None:
+    """What was found, and where it lies."""
+    from profiler.profiling.report import profile_charts, profile_json, profile_table
+
     for note in done.notes:
         sys.stderr.write(f"note: {note}\n")
     print(json.dumps(profile_json(done.profile)) if as_json else profile_table(done.profile))

@@ -109,7 +109,6 @@ class BatchRuns:
         self._options = options
         self._workspaces: dict[int, int] = {}
         self._trials: dict[int, list[float]] = {}
-        self._rounds: list[dict[int, float]] = []
         self._spent_s = 0.0
 
     def measure(self) -> tuple[BatchTimes, ...]:

@@ -19,6 +19,7 @@ from experts.backends import family
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
 from experts.packing import forget_other_forms, pack_line
+from experts.sizes import mib
 from profiler.microbench.agreement import candidate_precisions
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def refuse_what_never_fits(
     pool = max((box.pool_of(processor) for processor in processors), key=budgets.__getitem__)
     problems = [
         config.document.error(
-            f"needs {_mib(needed)}, but memory.{pool} is {_mib(budgets[pool])} - raise memory.{pool}, or take a "
+            f"needs {mib(needed)}, but memory.{pool} is {mib(budgets[pool])} - raise memory.{pool}, or take a "
             "smaller model",
             "experts",
             name,
@@ -166,7 +167,3 @@ def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
     for copy in copies:
         found[kind_of(copy)].append(copy)
     return dict(found)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

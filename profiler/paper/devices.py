@@ -14,7 +14,6 @@ from agent.core.performance import DEVICE, HOST
 from experts.document import read_document
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 GPU, CPU = "gpu", "cpu"  # processors
@@ -161,19 +160,3 @@ class PaperDevice(Section):
 def read_device(file: Path) -> PaperDevice:
     """Read one device file. Raises ConfigError with every problem, each with its line and key."""
     return read_document(file.absolute()).validate(PaperDevice)
-
-
-def constants(section: BaseModel, path: str = "") -> Iterator[tuple[str, Constant[object]]]:
-    """Every constant of a device, with its key."""
-    for name in type(section).model_fields:
-        yield from _constants_in(getattr(section, name), f"{path}.{name}" if path else name)
-
-
-def _constants_in(value: object, path: str) -> Iterator[tuple[str, Constant[object]]]:
-    if isinstance(value, Constant):
-        yield path, value
-    elif isinstance(value, BaseModel):
-        yield from constants(value, path)
-    elif isinstance(value, dict):
-        for key, below in value.items():
-            yield from _constants_in(below, f"{path}.{key}")

@@ -1,7 +1,7 @@
 """The paper's evaluation in simulation: its systems on its tasks and devices, and what is short of what it reports.
 
 Guarantees: seeded, so the same rows in every run; the constants of the devices are read, never fitted here; nothing is
-left out: ``shortfalls`` names each target that is missed, and each row that a target needs and that is not there.
+left out: every system has a row for each task and device, and ``shortfalls`` names each target that is missed.
 
 CoServe Best is found for each board and device as the offline phase does it (sections 4.4 and 5.3), on a sample
 of other requests: the executors by a sweep at a memory that nothing was searched for, then the decay window for the
@@ -19,16 +19,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agent.core.performance import Limits
 from profiler.paper.best import Best, highest, search_best
 from profiler.paper.devices import CPU, GPU
 from profiler.paper.systems import Loading, System, SystemRow, most_experts, simulate
 from profiler.paper.tasks import TASKS, paper_task, sample_of
+from profiler.tables import text_table
+from profiler.targets import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from profiler.paper.devices import PaperDevice
     from profiler.paper.tasks import Task
@@ -41,9 +43,11 @@ ABLATIONS = ("none", "em", "em-ra", PAPER)  # in the order of section 5.3, lowes
 SAMBAS = (SAMBA, SAMBA_ALL_MEMORY, SAMBA_FIFO, SAMBA_PARALLEL)
 POLICIES = (*SAMBAS, CASUAL, *ABLATIONS, COSERVE, COSERVE_5S, COSERVE_PACKED)
 CASUAL_GPU_EXECUTORS = {True: 3, False: 2}  # where the memories are split, and where not (section 5.2)
-SHORT_TASKS = ("A1", "B1")
-SAMPLE_REQUESTS, SHORT_SAMPLE_REQUESTS = 1500, 750
+SAMPLE_REQUESTS = 1500
+FULL_FORM, SHORT_FORM = (TASKS, SAMPLE_REQUESTS), (("A1", "B1"), 750)  # what is run, and searched on
 LEAST_RATIO, MOST_RATIO = 4.5, 12.0  # CoServe over Samba-CoE (sections 1 and 5.2)
+HEADINGS = ("policy", "images/s", "over samba", "all memory", "switches", "fewer", "executors")
+LAYOUT = "{:<16} {:>8} {:>10} {:>10} {:>8} {:>6}  {}"
 LEAST_FEWER_SWITCHES = 0.78  # section 5.2: at least 78.5 % fewer
 
 
@@ -55,10 +59,22 @@ class Evaluation:
     best: tuple[Best, ...]
     sample_requests: int = SAMPLE_REQUESTS  # that the searches were made on
 
-    def row(self, task: str, device: str, policy: str) -> SystemRow | None:
-        """One system's row; None where it was not run."""
-        key = (task, device, policy)
-        return next((row for row in self.rows if (row.task, row.device, row.policy) == key), None)
+    @property
+    def runs(self) -> dict[tuple[str, str], dict[str, SystemRow]]:
+        """The rows of each task and device, by system."""
+        found: dict[tuple[str, str], dict[str, SystemRow]] = {}
+        for row in self.rows:
+            found.setdefault((row.task, row.device), {})[row.policy] = row
+        return found
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What is told of each task and device beside all other figures; ``shortfalls`` has the rest."""
+        return tuple(
+            replace(target, what=f"simulated {task} on {device}: {target.what}")
+            for (task, device), rows in self.runs.items()
+            for target in _task_targets(rows)
+        )
 
 
 def evaluate(
@@ -67,8 +83,7 @@ def evaluate(
     tasks: Sequence[str] = TASKS,
     sample_requests: int = SAMPLE_REQUESTS,
 ) -> Evaluation:
-    """Run every system on every task and device. ``tasks``, ``sample_requests``: SHORT_TASKS and
-    SHORT_SAMPLE_REQUESTS are the short form.
+    """Run every system on every task and device. ``tasks``, ``sample_requests``: as FULL_FORM or SHORT_FORM has them.
 
     ``progress`` is told of each search and each task as it begins and as it ends. Raises ConfigError where a device
     has no room for a system.
@@ -136,35 +151,44 @@ def short_form(evaluation: Evaluation) -> str | None:
 
 def shortfalls(evaluation: Evaluation) -> list[str]:
     """Each target of the evaluation that is missed, in words; empty when all are reached."""
-    found: list[str] = []
-    for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
-        rows = {row.policy: row for row in evaluation.rows if (row.task, row.device) == (task, device)}
-        missing = [policy for policy in POLICIES if policy not in rows]
-        found += [f"{task} on {device}: nothing was run for {policy}" for policy in missing]
-        if not missing:
-            found += [f"{task} on {device}: {text}" for text in _task_shortfalls(rows)]
+    found = [
+        f"{task} on {device}: {text}"
+        for (task, device), rows in evaluation.runs.items()
+        for text in _task_shortfalls(rows)
+    ]
     for best in evaluation.best:
         if best.system.policy == PAPER:
             found += [f"board {best.board} on {best.device}: {text}" for text in _sweep_shortfalls(best)]
     return found
 
 
-def _task_shortfalls(rows: dict[str, SystemRow]) -> list[str]:
-    samba, all_memory, paper, ours = rows[SAMBA], rows[SAMBA_ALL_MEMORY], rows[PAPER], rows[COSERVE]
-    ratio, over_all_memory = (paper.images_per_s / row.images_per_s for row in (samba, all_memory))
+def _task_targets(rows: Mapping[str, SystemRow]) -> tuple[Target, Target]:
+    samba, paper, ours = rows[SAMBA], rows[PAPER], rows[COSERVE]
+    ratio, gain = paper.images_per_s / samba.images_per_s, ours.images_per_s / paper.images_per_s
+    wanted, is_within = f"{LEAST_RATIO} to {MOST_RATIO:g}", LEAST_RATIO <= ratio <= MOST_RATIO
+    return (
+        Target("paper over Samba-CoE", wanted, f"{ratio:.2f}", is_within),
+        Target("coserve over paper", "above 1", f"{gain:.3f}", gain > 1),
+    )
+
+
+def _task_shortfalls(rows: Mapping[str, SystemRow]) -> list[str]:
+    samba, paper, ours = rows[SAMBA], rows[PAPER], rows[COSERVE]
+    ratio, gain = _task_targets(rows)
+    over_all_memory = paper.images_per_s / rows[SAMBA_ALL_MEMORY].images_per_s
     found = []
-    if not LEAST_RATIO <= ratio <= MOST_RATIO:
-        found.append(f"paper over Samba-CoE is {ratio:.2f}, not {LEAST_RATIO} to {MOST_RATIO:g}")
+    if not ratio.reached:
+        found.append(f"{ratio.what} is {ratio.found}, not {ratio.wanted}")
     if over_all_memory < LEAST_RATIO:
-        found.append(f"paper over Samba-CoE with all memory for experts is {over_all_memory:.2f}, below {LEAST_RATIO}")
-    if ours.images_per_s <= paper.images_per_s:
+        found.append(f"{ratio.what} with all memory for experts is {over_all_memory:.2f}, below {LEAST_RATIO}")
+    if not gain.reached:
         found.append(f"coserve with {ours.images_per_s:.2f} images/s is not above paper with {paper.images_per_s:.2f}")
     order = [rows[policy].images_per_s for policy in ABLATIONS]
     if any(later <= earlier for earlier, later in pairwise(order)):
         figures = ", ".join(f"{name} {value:.2f}" for name, value in zip(ABLATIONS, order, strict=True))
         found.append(f"the ablations are not in the paper's order: {figures} images/s")
     for row in (paper, ours):
-        fewer = fewer_switches(row, samba)
+        fewer = fewer_switches(row.switches, samba.switches)
         if fewer < LEAST_FEWER_SWITCHES:
             counts = f"{samba.switches} to {row.switches}"
             found.append(
@@ -183,17 +207,9 @@ def _sweep_shortfalls(best: Best) -> list[str]:
     ]
 
 
-class Switches(Protocol):
-    """Whatever counted the loads that requests had to wait for."""
-
-    @property
-    def switches(self) -> int:
-        """How many."""
-
-
-def fewer_switches(row: Switches, than: Switches) -> float:
-    """The part of another row's switches that this one does without; 0 when the other has none."""
-    return 1 - row.switches / than.switches if than.switches else 0.0
+def fewer_switches(switches: int, than: int) -> float:
+    """The part of another system's switches that one does without; 0 when the other has none."""
+    return 1 - switches / than if than else 0.0
 
 
 def evaluation_table(evaluation: Evaluation) -> str:
@@ -202,15 +218,9 @@ def evaluation_table(evaluation: Evaluation) -> str:
     "all memory" is the ratio over the one with all memory for experts.
     """
     lines: list[str] = []
-    for task, device in dict.fromkeys((row.task, row.device) for row in evaluation.rows):
-        samba, all_memory = (evaluation.row(task, device, name) for name in (SAMBA, SAMBA_ALL_MEMORY))
-        lines += [
-            f"task {task} on {device}",
-            f"{'policy':<16} {'images/s':>8} {'over samba':>10} {'all memory':>10} {'switches':>8} {'fewer':>6}  "
-            "executors",
-        ]
-        rows = (row for row in evaluation.rows if (row.task, row.device) == (task, device))
-        lines += [*(_table_line(row, samba, all_memory) for row in rows), ""]
+    for (task, device), rows in evaluation.runs.items():
+        table = text_table([HEADINGS, *(_cells(row, rows) for row in rows.values())], LAYOUT)
+        lines += [f"task {task} on {device}", table, ""]
     note = short_form(evaluation)
     lines += [] if note is None else [f"short      {note}"]
     missed = shortfalls(evaluation)
@@ -227,19 +237,14 @@ def evaluation_json(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _table_line(row: SystemRow, samba: SystemRow | None, all_memory: SystemRow | None) -> str:
-    over, over_all_memory = (
-        "-" if than is None else f"{row.images_per_s / than.images_per_s:.2f}" for than in (samba, all_memory)
+def _cells(row: SystemRow, rows: Mapping[str, SystemRow]) -> tuple[str, ...]:
+    samba = rows[SAMBA]
+    return (
+        row.policy,
+        f"{row.images_per_s:.2f}",
+        f"{row.images_per_s / samba.images_per_s:.2f}",
+        f"{row.images_per_s / rows[SAMBA_ALL_MEMORY].images_per_s:.2f}",
+        str(row.switches),
+        "-" if row is samba else f"{fewer_switches(row.switches, samba.switches):.1%}",
+        ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count),
     )
-    fewer = "-" if samba is None or row is samba else f"{fewer_switches(row, samba):.1%}"
-    executors = ", ".join(f"{count} {processor}" for processor, count in row.executors.items() if count)
-    ratios = f"{over:>10} {over_all_memory:>10}"
-    return f"{row.policy:<16} {row.images_per_s:8.2f} {ratios} {row.switches:8d} {fewer:>6}  {executors}"
-
-
-def simulated_tasks(
-    devices: Sequence[PaperDevice], progress: Callable[[str, int, int], None], *, full: bool = True
-) -> Evaluation:
-    """The paper's tasks on these devices. Raises ConfigError where one has no room for a system."""
-    tasks, sample = (TASKS, SAMPLE_REQUESTS) if full else (SHORT_TASKS, SHORT_SAMPLE_REQUESTS)
-    return evaluate(devices, progress, tasks, sample)

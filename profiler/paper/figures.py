@@ -6,6 +6,8 @@ in its figures are in no text and are not guessed. Whatever was simulated is sho
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from profiler.charts import Series, bar_chart, line_chart
@@ -27,6 +29,7 @@ from profiler.paper.evaluation import (
     short_form,
     shortfalls,
 )
+from profiler.tables import markdown_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +39,18 @@ if TYPE_CHECKING:
     from profiler.paper.evaluation import Evaluation
     from profiler.paper.systems import SystemRow
 
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What systems are compared by. ``form``: of its figures in a table."""
+
+    of: Callable[[SystemRow], float]
+    unit: str
+    form: str
+
+
+SPEED = Measure(attrgetter("images_per_s"), "images/s", ".1f")
+SWITCHES = Measure(attrgetter("switches"), "switches", "d")
 NAMES = {
     SAMBA: "Samba-CoE",
     SAMBA_ALL_MEMORY: "Samba-CoE, all memory for experts",
@@ -72,8 +87,9 @@ def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIM
 
     ``figure_19``: what scheduling costs, which is measured on the real engine and not simulated.
     """
+    shortened = short_form(evaluation)
     sections = (
-        *_short_form(evaluation),
+        *(() if shortened is None else (f"Short form. {shortened}",)),
         figure_13(evaluation, folder),
         figure_14(evaluation, folder),
         figure_15(evaluation, folder),
@@ -86,66 +102,45 @@ def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIM
     return "\n\n".join(sections) + "\n"
 
 
-def _short_form(evaluation: Evaluation) -> tuple[str, ...]:
-    """What a short form leaves out; nothing for a full one."""
-    note = short_form(evaluation)
-    return () if note is None else (f"Short form. {note}",)
-
-
 def figure_13(evaluation: Evaluation, folder: Path) -> str:
     """Throughput of every system, and over Samba-CoE."""
-    charts = _charts(evaluation, folder, 13, "Throughput", "images/s", BASELINES, _images_per_s)
-    runs = _runs(evaluation)
-    lines = [
-        *_lines(evaluation, BASELINES, lambda row: f"{row.images_per_s:.1f}"),
-        ("Best over Samba-CoE", *_ratios(evaluation, PAPER, SAMBA)),
-        ("the paper's, over all tasks", *(PAPER_RATIOS.get(device, "-") for _, device in runs)),
-        ("ours over Samba-CoE", *_ratios(evaluation, COSERVE, SAMBA)),
-        ("Best over Samba-CoE, all memory for experts", *_ratios(evaluation, PAPER, SAMBA_ALL_MEMORY)),
-        ("ours over Samba-CoE, all memory for experts", *_ratios(evaluation, COSERVE, SAMBA_ALL_MEMORY)),
-    ]
+    papers = ("the paper's, over all tasks", *(PAPER_RATIOS.get(device, "-") for _, device in evaluation.runs))
+    lines = [*_lines(evaluation, BASELINES, SPEED), *_against_samba(evaluation, " over", papers, _ratio)]
     said = (
         "The paper: CoServe Casual is up to 8.5 (NUMA) and 10.6 (UMA) times Samba-CoE; on NUMA it is 5.71 % (24.5 to "
-        "23.1 images/s) to 18.75 % (27.2 to 22.1) below Best."
+        f"23.1 images/s) to 18.75 % (27.2 to 22.1) below Best.\n\n{_split(evaluation)}"
     )
-    return section("Figure 13: throughput, images/s", charts, _header(runs), lines, f"{said}\n\n{_split(evaluation)}")
+    charts = _charts(evaluation, folder, 13, "Throughput", BASELINES, SPEED)
+    return section("Figure 13: throughput, images/s", charts, _header(evaluation), lines, said)
 
 
 def figure_14(evaluation: Evaluation, folder: Path) -> str:
     """Expert switches: loads that a request had to wait for."""
-    charts = _charts(evaluation, folder, 14, "Expert switches", "switches", BASELINES, _switches)
-    runs = _runs(evaluation)
-    lines = [
-        *_lines(evaluation, BASELINES, lambda row: str(row.switches)),
-        ("Best, fewer than Samba-CoE", *_fewer(evaluation, PAPER, SAMBA)),
-        ("the paper's", *(PAPER_SWITCHES.get(run, "78.5 to 93.87 %") for run in runs)),
-        ("ours, fewer than Samba-CoE", *_fewer(evaluation, COSERVE, SAMBA)),
-        ("Best, fewer than Samba-CoE, all memory for experts", *_fewer(evaluation, PAPER, SAMBA_ALL_MEMORY)),
-        ("ours, fewer than Samba-CoE, all memory for experts", *_fewer(evaluation, COSERVE, SAMBA_ALL_MEMORY)),
-    ]
+    papers = ("the paper's", *(PAPER_SWITCHES.get(run, "78.5 to 93.87 %") for run in evaluation.runs))
+    lines = [*_lines(evaluation, BASELINES, SWITCHES), *_against_samba(evaluation, ", fewer than", papers, _fewer)]
     said = (
         "A switch is a load, from the SSD or from host memory, that a request had to wait for. The paper: Best has "
         "1.28 to 18.18 % fewer than Casual on NUMA and 16.48 to 31.13 % fewer on UMA."
     )
-    return section("Figure 14: expert switches", charts, _header(runs), lines, said)
+    charts = _charts(evaluation, folder, 14, "Expert switches", BASELINES, SWITCHES)
+    return section("Figure 14: expert switches", charts, _header(evaluation), lines, said)
 
 
 def figure_15(evaluation: Evaluation, folder: Path) -> str:
     """Throughput of the ablations, and of our policy."""
-    charts = _charts(evaluation, folder, 15, "Ablations", "images/s", ABLATIONS, _images_per_s)
-    lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: f"{row.images_per_s:.1f}")
+    charts = _charts(evaluation, folder, 15, "Ablations", ABLATIONS, SPEED)
+    lines = _lines(evaluation, (*ABLATIONS, *OURS), SPEED)
     said = "The paper: each optimisation adds to the throughput, None < EM < EM+RA < CoServe; its text has no figures."
     title = "Figure 15: throughput of the ablations, images/s"
-    return section(title, charts, _header(_runs(evaluation)), lines, said)
+    return section(title, charts, _header(evaluation), lines, said)
 
 
 def figure_16(evaluation: Evaluation, folder: Path) -> str:
     """Switches of the ablations, and of our policy."""
-    charts = _charts(evaluation, folder, 16, "Ablations: expert switches", "switches", ABLATIONS, _switches)
-    lines = _lines(evaluation, (*ABLATIONS, *OURS), lambda row: str(row.switches))
+    charts = _charts(evaluation, folder, 16, "Ablations: expert switches", ABLATIONS, SWITCHES)
+    lines = _lines(evaluation, (*ABLATIONS, *OURS), SWITCHES)
     said = "The paper: each optimisation reduces the number of switches; its text has no figures."
-    title = "Figure 16: expert switches of the ablations"
-    return section(title, charts, _header(_runs(evaluation)), lines, said)
+    return section("Figure 16: expert switches of the ablations", charts, _header(evaluation), lines, said)
 
 
 def figure_17(evaluation: Evaluation, folder: Path) -> str:
@@ -210,62 +205,57 @@ def short_of(evaluation: Evaluation) -> str:
 
 
 def _charts(
-    evaluation: Evaluation,
-    folder: Path,
-    figure: int,
-    title: str,
-    y_label: str,
-    policies: Sequence[str],
-    value: Callable[[SystemRow], float],
+    evaluation: Evaluation, folder: Path, figure: int, title: str, policies: Sequence[str], measure: Measure
 ) -> list[Path]:
     """One chart of bars for each device, a group for each task."""
     charts = []
     for device in dict.fromkeys(row.device for row in evaluation.rows):
-        tasks = [task for task, on in _runs(evaluation) if on == device]
-        bars = {
-            NAMES[policy]: [_value(evaluation, (task, device), policy, value) for task in tasks] for policy in policies
-        }
+        runs = {f"task {task}": rows for (task, on), rows in evaluation.runs.items() if on == device}
+        bars = {NAMES[policy]: [measure.of(rows[policy]) for rows in runs.values()] for policy in policies}
         charts.append(folder / f"figure-{figure}-{device}.png")
-        bar_chart(charts[-1], f"{title} on {device}", y_label, [f"task {task}" for task in tasks], bars, SIMULATED)
+        bar_chart(charts[-1], f"{title} on {device}", measure.unit, list(runs), bars, SIMULATED)
     return charts
 
 
-def _runs(evaluation: Evaluation) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row.task, row.device) for row in evaluation.rows))
+def _header(evaluation: Evaluation) -> tuple[str, ...]:
+    return ("system", *(f"{task} {device}" for task, device in evaluation.runs))
 
 
-def _header(runs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    return ("system", *(f"{task} {device}" for task, device in runs))
-
-
-def _lines(evaluation: Evaluation, policies: Sequence[str], text: Callable[[SystemRow], str]) -> list[tuple[str, ...]]:
+def _lines(evaluation: Evaluation, policies: Sequence[str], measure: Measure) -> list[tuple[str, ...]]:
     """A line for each system, a cell for each task and device."""
-    lines = []
-    for policy in policies:
-        rows = [evaluation.row(task, device, policy) for task, device in _runs(evaluation)]
-        lines.append((NAMES[policy], *("-" if row is None else text(row) for row in rows)))
-    return lines
+    return [
+        (NAMES[policy], *(f"{measure.of(rows[policy]):{measure.form}}" for rows in evaluation.runs.values()))
+        for policy in policies
+    ]
 
 
-def _images_per_s(row: SystemRow) -> float:
-    return row.images_per_s
+def _against_samba(
+    evaluation: Evaluation, over: str, papers: tuple[str, ...], text: Callable[[SystemRow, SystemRow], str]
+) -> list[tuple[str, ...]]:
+    """The paper's policy and ours against both rows of Samba-CoE, with what the paper says of it."""
+
+    def against(than: str) -> list[tuple[str, ...]]:
+        return [
+            (f"{name}{over} {NAMES[than]}", *(text(rows[policy], rows[than]) for rows in evaluation.runs.values()))
+            for name, policy in (("Best", PAPER), ("ours", COSERVE))
+        ]
+
+    best, ours = against(SAMBA)
+    return [best, papers, ours, *against(SAMBA_ALL_MEMORY)]
 
 
-def _switches(row: SystemRow) -> float:
-    return row.switches
+def _ratio(row: SystemRow, than: SystemRow) -> str:
+    return f"{row.images_per_s / than.images_per_s:.1f}"
 
 
-def _value(
-    evaluation: Evaluation, run: tuple[str, str], policy: str, value: Callable[[SystemRow], float]
-) -> float | None:
-    row = evaluation.row(*run, policy)
-    return None if row is None else value(row)
+def _fewer(row: SystemRow, than: SystemRow) -> str:
+    return f"{fewer_switches(row.switches, than.switches):.1%}"
 
 
 def _split(evaluation: Evaluation) -> str:
     """How Samba-CoE's memory is split in its main row, and what the other split does to it, row by row."""
-    calibrated = evaluation.row("B2", "numa", SAMBA)
-    here = "" if calibrated is None else f" ({calibrated.switches:,} here)"
+    calibrated = evaluation.runs.get(("B2", "numa"))
+    here = "" if calibrated is None else f" ({calibrated[SAMBA].switches:,} here)"
     said = (
         "Samba-CoE's main row keeps 75 % of the memory for experts and 25 % for batches, as Casual does: with that, "
         f"and with quantities of sigma 2, it makes about the paper's 1,060 switches in task B2 on NUMA{here}. But its "
@@ -273,43 +263,16 @@ def _split(evaluation: Evaluation) -> str:
         'to it. "All memory for experts" is the same with room for as many of the most used experts as fit beside one '
         "image"
     )
-    both = [(evaluation.row(*run, SAMBA), evaluation.row(*run, SAMBA_ALL_MEMORY)) for run in _runs(evaluation)]
-    found = [
-        f"- {main.task} {main.device}: {main.experts} to {other.experts} experts, {main.switches} to {other.switches} "
-        f"switches, Best over it{_change(evaluation, PAPER, main, other)}, "
-        f"ours{_change(evaluation, COSERVE, main, other)}"
-        for main, other in both
-        if main is not None and other is not None
-    ]
-    return "\n".join((f"{said}. From the one to the other:\n", *found)) if found else f"{said}."
-
-
-def _change(evaluation: Evaluation, policy: str, main: SystemRow, other: SystemRow) -> str:
-    """A policy's ratio over one row and over another one."""
-    row = evaluation.row(main.task, main.device, policy)
-    if row is None:
-        return " -"
-    return f" {row.images_per_s / main.images_per_s:.2f} to {row.images_per_s / other.images_per_s:.2f}"
-
-
-def _ratios(evaluation: Evaluation, policy: str, than: str) -> list[str]:
-    """The throughput of a policy over another one's, for each task and device."""
-    return [
-        "-" if row is None or other is None else f"{row.images_per_s / other.images_per_s:.1f}"
-        for row, other in _pairs(evaluation, policy, than)
-    ]
-
-
-def _fewer(evaluation: Evaluation, policy: str, than: str) -> list[str]:
-    """The part of another policy's switches that one does without, for each task and device."""
-    return [
-        "-" if row is None or other is None else f"{fewer_switches(row, other):.1%}"
-        for row, other in _pairs(evaluation, policy, than)
-    ]
-
-
-def _pairs(evaluation: Evaluation, policy: str, than: str) -> list[tuple[SystemRow | None, SystemRow | None]]:
-    return [(evaluation.row(*run, policy), evaluation.row(*run, than)) for run in _runs(evaluation)]
+    found = []
+    for (task, device), rows in evaluation.runs.items():
+        main, other = rows[SAMBA], rows[SAMBA_ALL_MEMORY]
+        best, ours = (
+            " to ".join(f"{rows[policy].images_per_s / samba.images_per_s:.2f}" for samba in (main, other))
+            for policy in (PAPER, COSERVE)
+        )
+        changes = f"{main.experts} to {other.experts} experts, {main.switches} to {other.switches} switches"
+        found.append(f"- {task} {device}: {changes}, Best over it {best}, ours {ours}")
+    return "\n".join((f"{said}. From the one to the other:\n", *found))
 
 
 def _paper_searches(evaluation: Evaluation) -> list[Best]:
@@ -325,7 +288,5 @@ def section(
     title: str, charts: Iterable[Path], header: Sequence[str], lines: Iterable[Sequence[str]], said: str
 ) -> str:
     """A heading, the charts, a table, and what there is to say about it."""
-    table = [header, ["---"] * len(header), *lines]
-    rows = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
     images = "\n".join(f"![{title}]({chart.name})" for chart in charts)
-    return f"## {title}\n\n{images}\n\n{rows}\n\n{said}"
+    return f"## {title}\n\n{images}\n\n{markdown_table([header, *lines])}\n\n{said}"

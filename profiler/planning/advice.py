@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
 from agent.deployment.memory_needs import memory_needs
+from experts.sizes import size_text
 from profiler.simulation.bounds import bounds
 from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, with_ssd
 
@@ -147,12 +148,6 @@ def advise(
         ssd=ssd,
         takt=takt,
     )
-
-
-def size_text(size_bytes: float) -> str:
-    """A memory's size, rounded up to a tenth: `5.1 GiB`."""
-    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
-    return f"{math.ceil(size_bytes / unit * 10) / 10:.1f} {name}"
 
 
 def speed_text(bytes_per_s: float) -> str:

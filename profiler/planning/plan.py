@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from io import StringIO
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.table import Table
 
 from agent.deployment.engine_setup import planned, profiled_box
 from experts.errors import ConfigError
-from profiler.planning.advice import advise, size_text
+from experts.sizes import size_text
+from profiler.planning.advice import advise
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, reaches, scenario_of, with_ssd
+from profiler.tables import folded, folded_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from rich.console import JustifyMethod
 
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 SHIFT_S = 8 * 3600.0
 WORKSPACE = "_workspace"
 LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
-TABLE_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +174,10 @@ def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, 
 
 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
-    """For people: a table of at most TABLE_WIDTH columns, and the advice below it."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.policy, *(text(row) for text in COLUMNS.values()))
-    out = StringIO()
-    console = Console(file=out, width=TABLE_WIDTH, force_terminal=False, color_system=None)
-    console.print(table)
-    for text in (LEGEND, *(() if advice is None else advice.sentences)):
-        console.print(text, highlight=False, markup=False)
-    return out.getvalue()
+    """For people: a table, as wide as a terminal, and the advice below it."""
+    columns: dict[str, JustifyMethod] = {"policy": "left", **dict.fromkeys(COLUMNS, "right")}
+    table = folded_table(columns, ((row.policy, *(text(row) for text in COLUMNS.values())) for row in rows))
+    return folded((table, LEGEND, *(() if advice is None else advice.sentences)))
 
 
 # -- setups --

@@ -5,25 +5,30 @@ Guarantees: everything shown is read from the stored profile; a chart whose data
 
 from __future__ import annotations
 
-import io
 from collections import Counter, defaultdict
+from dataclasses import asdict
 from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
+from experts.sizes import MEBIBYTE, mib
 from profiler.charts import Series, line_chart
 from profiler.microbench.fits import typical_s
+from profiler.tables import folded, folded_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from rich.console import JustifyMethod
 
     from agent.device_profile.records import KindProfile, StoredProfile, Trial
 
-WIDTH = 120
+COLUMNS: dict[str, JustifyMethod] = {
+    "kind": "left", "on": "left", "precision": "left", "K ms": "right", "B ms": "right", "fit": "right",
+    "batch": "right", "weights": "right", "per image": "right", "SSD ms": "right", "agrees with fp32": "left",
+}  # fmt: skip
+MIB = ",.1f"
 NORMALIZATIONS = {"imagenet", "unit"}
 MOST_CURVES = 6  # in one chart: more could not be told apart
 MOST_TRIALS = 12  # of one search in the table; the chart and the database hold all of them
@@ -67,11 +72,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             "origin": allocation.origin,
             "budget_bytes": dict(allocation.budget_bytes),
             "pools": {
-                pool.pool: {
-                    "expert_bytes": pool.expert_bytes,
-                    "workspace_bytes": pool.workspace_bytes,
-                    "experts": pool.experts,
-                }
+                pool.pool: {name: size for name, size in asdict(pool).items() if name != "pool"}
                 for pool in allocation.pools
             },
         },
@@ -81,45 +82,31 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
 
 def profile_table(profile: StoredProfile) -> str:
     """The profile for people."""
-    stream = io.StringIO()
-    console = Console(file=stream, width=WIDTH, force_terminal=False, color_system=None)
     box = profile.box
     versions = ", ".join(f"{name} {version}" for name, version in sorted(box.versions.items()))
-    console.print(f"{box.device}: {box.model}, {box.cores} cores; {versions}", highlight=False)
-    console.print(_kinds_table(profile))
-    for line in _closing_lines(profile):
-        console.print(line, highlight=False)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    heading = f"{box.device}: {box.model}, {box.cores} cores; {versions}"
+    text = folded((heading, folded_table(COLUMNS, _kind_rows(profile)), *_closing_lines(profile)))
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def profile_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     """Figures 5, 6 and 12 of the paper for this box, its usage CDF (11) and what the searches tried (17, 18)."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
+    return [*_kind_charts(profile, folder), *_usage_chart(profile, folder), *_search_charts(profile, folder)]
+
+
+def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     shown = _most_used_kinds(profile)
-    note = f"{profile.box.model}; means over repeats, outliers drawn in"
-    if shown:
-        path = folder / "average-latency.png"
-        averages = [Series(_label(kind), *_points(kind, per_image=True)) for kind in shown]
-        line_chart(path, "Average latency against batch size", "images in a batch", "ms per image", averages, note)
-        drawn.append(path)
-        path = folder / "batch-latency.png"
-        line_chart(
-            path,
-            "Latency against batch size, with K n + B",
-            "images in a batch",
-            "ms",
-            _fitted(shown),
-            f"{note}; dashed: fit",
-        )
-        drawn.append(path)
-        path = folder / "footprint.png"
-        held = [Series(_label(kind), *_footprint(kind)) for kind in shown]
-        line_chart(path, "Memory of one expert and its batch", "images in a batch", "MiB", held, "weights + workspace")
-        drawn.append(path)
-    drawn += _usage_chart(profile, folder)
-    drawn += _search_charts(profile, folder)
-    return drawn
+    if not shown:
+        return []
+    images, note = "images in a batch", f"{profile.box.model}; means over repeats, outliers drawn in"
+    averages = [Series(_label(kind), *_points(kind, per_image=True)) for kind in shown]
+    held = [Series(_label(kind), *_footprint(kind)) for kind in shown]
+    average, whole, memory = (folder / f"{name}.png" for name in ("average-latency", "batch-latency", "footprint"))
+    line_chart(average, "Average latency against batch size", images, "ms per image", averages, note)
+    line_chart(whole, "Latency against batch size, with K n + B", images, "ms", _fitted(shown), f"{note}; dashed: fit")
+    line_chart(memory, "Memory of one expert and its batch", images, "MiB", held, "weights + workspace")
+    return [average, whole, memory]
 
 
 def _kind_json(kind: KindProfile) -> dict[str, Any]:
@@ -140,24 +127,7 @@ def _kind_json(kind: KindProfile) -> dict[str, Any]:
     }
 
 
-def _kinds_table(profile: StoredProfile) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
-    table.add_column("kind", overflow="fold")
-    for name in (
-        "on",
-        "precision",
-        "K ms",
-        "B ms",
-        "fit",
-        "batch",
-        "weights",
-        "per image",
-        "SSD ms",
-        "agrees with fp32",
-    ):
-        table.add_column(
-            name, justify="left" if name in {"on", "precision", "agrees with fp32"} else "right", no_wrap=True
-        )
+def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
     agreements = {(each.kind, each.processor, each.precision): each for each in profile.agreements}
     on_the_line = {kind for kind, _ in profile.precisions}
     names = _short_names(on_the_line)
@@ -165,7 +135,7 @@ def _kinds_table(profile: StoredProfile) -> Table:
         agreement = agreements.get((kind.kind, kind.processor, kind.precision))
         is_chosen = profile.precisions.get((kind.kind, kind.processor)) == kind.precision
         told = "" if agreement is None else _agreement(agreement.images, agreement.labels_differ, agreement.agrees)
-        table.add_row(
+        yield (
             ("* " if is_chosen else "  ") + names[kind.kind],
             kind.processor,
             kind.precision,
@@ -173,12 +143,11 @@ def _kinds_table(profile: StoredProfile) -> Table:
             f"{kind.B_s * 1e3:.2f}",
             f"{kind.fit_error:.1%}",
             str(kind.max_batch),
-            _mib(kind.weight_bytes),
-            _mib(kind.workspace_bytes),
+            mib(kind.weight_bytes, MIB),
+            mib(kind.workspace_bytes, MIB),
             f"{kind.load_s['ssd'] * 1e3:.1f}" if "ssd" in kind.load_s else "-",
             told,
         )
-    return table
 
 
 def _short_names(kinds: set[str]) -> dict[str, str]:
@@ -217,8 +186,8 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     yield f"executors    {executors} ({allocation.origin})"
     for pool in allocation.pools:
         yield (
-            f"memory       {pool.pool}: {_mib(pool.expert_bytes)} for the {pool.experts} most used experts, "
-            f"{_mib(pool.workspace_bytes)} for batches"
+            f"memory       {pool.pool}: {mib(pool.expert_bytes, MIB)} for the {pool.experts} most used experts, "
+            f"{mib(pool.workspace_bytes, MIB)} for batches"
         )
     for search, trials in _by_search(profile.trials).items():
         told = ", ".join(f"{trial.setting} {trial.images_per_s:.1f}" for trial in trials[:MOST_TRIALS])
@@ -242,7 +211,7 @@ def _points(kind: KindProfile, *, per_image: bool) -> tuple[list[float], list[fl
 
 def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
     sizes = [float(batch.batch_size) for batch in kind.batches]
-    return sizes, [(kind.weight_bytes + batch.workspace_bytes) / 2**20 for batch in kind.batches]
+    return sizes, [(kind.weight_bytes + batch.workspace_bytes) / MEBIBYTE for batch in kind.batches]
 
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
@@ -280,11 +249,10 @@ def _usage_chart(profile: StoredProfile, folder: Path) -> list[Path]:
     cdf = usage_cdf(profile.usage.probabilities)
     if not cdf:
         return []
-    path = folder / "usage.png"
+    path, note = folder / "usage.png", f"{profile.usage.origin}"
     counts = [float(number) for number in range(len(cdf) + 1)]
     actual = Series("this line", counts, [0.0, *cdf])
     even = Series("all experts alike", [0.0, float(len(cdf))], [0.0, 1.0], kind="dashed")
-    note = f"{profile.usage.origin}"
     line_chart(path, "Expert usage", "experts, the most used first", "share of all uses", [actual, even], note)
     return [path]
 
@@ -308,7 +276,3 @@ def _by_search(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
     for trial in trials:
         found[trial.search].append(trial)
     return dict(found)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.1f} MiB"

@@ -31,21 +31,11 @@ class Decision:
         return self.moves_experts or self.event in (events.Loaded, events.LoadFailed, events.Quarantined)
 
 
-class TimedDecider:
-    """A Decider that times another one. ``decisions`` grows on the loop's thread."""
+class DeciderAround:
+    """Leaves everything but ``handle``, which is still to be written, to another Decider."""
 
     def __init__(self, decider: Decider) -> None:
         self._decider = decider
-        self.decisions: list[Decision] = []
-
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """As the other one does."""
-        started, cpu_started = time.perf_counter(), time.thread_time()
-        effects = self._decider.handle(event, now)
-        cpu_s, seconds = time.thread_time() - cpu_started, time.perf_counter() - started
-        moves = any(isinstance(effect, StartLoad | Evict) for effect in effects)
-        self.decisions.append(Decision(type(event), moves, seconds, cpu_s))
-        return effects
 
     def next_wakeup_s(self) -> float | None:
         """As the other one does."""
@@ -58,3 +48,20 @@ class TimedDecider:
     def check_invariants(self) -> None:
         """As the other one does."""
         self._decider.check_invariants()
+
+
+class TimedDecider(DeciderAround):
+    """A Decider that times another one. ``decisions`` grows on the loop's thread."""
+
+    def __init__(self, decider: Decider) -> None:
+        super().__init__(decider)
+        self.decisions: list[Decision] = []
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """As the other one does."""
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        effects = self._decider.handle(event, now)
+        cpu_s, seconds = time.thread_time() - cpu_started, time.perf_counter() - started
+        moves = any(isinstance(effect, StartLoad | Evict) for effect in effects)
+        self.decisions.append(Decision(type(event), moves, seconds, cpu_s))
+        return effects

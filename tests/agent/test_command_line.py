@@ -257,7 +257,7 @@ def test_a_truncated_image_is_unknown_and_goes_to_failed(tmp_path, serve):
 CRASHING = """
 import sys
 sys.path.insert(0, {root!r})
-from agent.records.results import ResultStore
+from agent.records.result_writer import ResultStore
 def refuse(*_):
     raise OSError("a mistake of the program")
 ResultStore.record = refuse

@@ -18,13 +18,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import IO, TYPE_CHECKING
 
 import psutil
 import yaml
 
 from experts.errors import CoServeError
+from profiler.bench.parts.software import software
+from profiler.targets import Target
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 
 if TYPE_CHECKING:
@@ -50,18 +51,14 @@ class StartTimes:
     stop_s: float
 
     @property
-    def meets_targets(self) -> bool:
-        """READY and small enough."""
-        return self.ready_s <= TARGET_READY_S and self.resident_bytes <= TARGET_RESIDENT_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class OneStart:
-    """One start, in seconds, and what was resident when it was ready."""
-
-    ready_s: float
-    resident_bytes: int
-    stop_s: float
+    def targets(self) -> tuple[Target, Target]:
+        """READY soon, and small enough."""
+        wanted, small = f"{TARGET_READY_S:.0f} s", f"at most {TARGET_RESIDENT_BYTES / 1e6:.0f} MB"
+        resident, is_small = f"{self.resident_bytes / 1e6:.0f} MB", self.resident_bytes <= TARGET_RESIDENT_BYTES
+        return (
+            Target("the agent is READY within", wanted, f"{self.ready_s:.1f} s", self.ready_s <= TARGET_READY_S),
+            Target("the agent without experts holds", small, resident, is_small),
+        )
 
 
 def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> StartTimes:
@@ -85,15 +82,13 @@ def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> Sta
 
 def report(times: StartTimes) -> str:
     """The figures in words, with the machine they come from, and whether they reach the targets."""
-    ready = "reached" if times.ready_s <= TARGET_READY_S else "SHORT of its target"
-    small = "reached" if times.resident_bytes <= TARGET_RESIDENT_BYTES else "SHORT of its target"
+    ready, resident = times.targets
     return "\n".join(
         (
-            f"machine    {platform.machine()}, {platform.system()} {platform.release()}, "
-            f"Python {sys.version.split()[0]}, torch {version('torch')}",
+            f"machine    {platform.machine()}, {software()}",
             f"starts     {times.starts}, one {ARCHITECTURE}, one watched folder, warm file cache",
-            f"ready      {times.ready_s:.1f} s, target {TARGET_READY_S:.0f} s: {ready}",
-            f"resident   {times.resident_bytes / 1e6:.0f} MB, target {TARGET_RESIDENT_BYTES / 1e6:.0f} MB: {small}",
+            f"ready      {ready.found}, target {TARGET_READY_S:.0f} s: {ready.remark}",
+            f"resident   {resident.found}, target {TARGET_RESIDENT_BYTES / 1e6:.0f} MB: {resident.remark}",
             f"stop       {times.stop_s:.1f} s",
         )
     )
@@ -114,7 +109,7 @@ def _line(folder: Path) -> Path:
     return line
 
 
-def start_once(line: Path) -> OneStart:
+def start_once(line: Path) -> StartTimes:
     """Serve a line until it is ready, then end it.
 
     Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time; also when it
@@ -135,7 +130,7 @@ def start_once(line: Path) -> OneStart:
             raise CoServeError(f"the agent did not end within {STOP_LIMIT_S:.0f} s of SIGTERM") from error
         stop_s = time.perf_counter() - asked
         drained.join()
-    return OneStart(ready_s, resident_bytes, stop_s)
+    return StartTimes(1, ready_s, resident_bytes, stop_s)
 
 
 @contextmanager

@@ -386,7 +386,7 @@ FULL_DISK = """
 import resource, sys, queue, signal, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from agent.records.results import ResultStore
+from agent.records.result_writer import ResultStore
 import importlib.util
 spec = importlib.util.spec_from_file_location("rows", {module!r})
 rows = importlib.util.module_from_spec(spec); sys.modules["rows"] = rows; spec.loader.exec_module(rows)
@@ -419,7 +419,7 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path: Path) -> None:
 def test_another_process_reads_while_the_agent_writes(tmp_path: Path) -> None:
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, result(1))
-        script = "import sys; from pathlib import Path; from agent.records.results import ResultReader\n"
+        script = "import sys; from pathlib import Path; from agent.records.result_reader import ResultReader\n"
         script += "print([row.result.key for row in ResultReader(Path(sys.argv[1])).query()])"
         ended = subprocess.run(
             [sys.executable, "-c", script, store.path],

@@ -70,7 +70,7 @@ def played(config, trace, capacity, usage=USAGE):
 def test_the_least_recently_used_model_goes(config, capacity, loads, evictions):
     trace = asking("cls/000", "cls/001", "cls/000", "cls/002", "cls/001", "cls/000")
     result = played(config, trace, capacity)
-    assert (result.loads, result.evictions, result.capacity) == (loads, evictions, capacity)
+    assert (result.loads, result.evictions) == (loads, evictions)
     assert result.bytes_read == pytest.approx(
         loads * config.catalog.experts["cls/000"].weights.stat().st_size, rel=0.05
     )
@@ -90,7 +90,6 @@ def test_the_most_used_models_are_there_when_its_clock_starts_and_are_not_counte
     result = played(config, trace, capacity)
     assert result.resident_at_start == there
     assert (result.loads, result.evictions) == (3 - capacity, 3 - capacity)
-    assert (result.load_s > 0) == (result.loads > 0)
     assert result.missing_bytes == result.bytes_read
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.profiler.one_run import FIGURES
 
+from profiler.bench.parts.decisions import DecisionTimes
 from profiler.bench.parts.loading import LoadingTimes
 from profiler.bench.parts.starting import StartTimes
 from profiler.bench.proof import Comparison, Proof
-from profiler.bench.report import Findings, targets_text, write_report
+from profiler.bench.report import Findings, write_report
 from profiler.bench.rows import Measurement, PolicyRow
 from profiler.bench.scheduling_cost import SchedulingCost
 from profiler.paper.evaluation import Evaluation
+from profiler.targets import targets_text
 from profiler.workload.generated_line import LineRecipe
+from tests.profiler.bench.one_run import FIGURES
 
+DECISIONS = tuple(
+    DecisionTimes(queued, 4000, 5, 6, 7, queued, queued, 1e-5, 190e-6, 4e-4, 8e-5) for queued in (1000, 10_000, 100_000)
+)
 COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0, 0.004)
 
 
@@ -39,11 +44,11 @@ def proof():
 
 
 def verdicts(proof):
-    return {target.what: target.reached for target in proof.targets()}
+    return {target.what: target.reached for target in proof.targets}
 
 
 def test_ratios_are_of_what_was_measured(proof):
-    found = {target.what: target.found for target in proof.targets()}
+    found = {target.what: target.found for target in proof.targets}
     assert found["coserve over samba, the SSD at full speed"] == "1.50"
     assert found["coserve over samba, loads held to 530 MB/s"] == "4"
     assert found["over a naive server, fp32"] == "6"
@@ -70,7 +75,7 @@ def test_the_larger_gap_of_scheduling_decides(proof):
 
 def test_what_is_missed_stands_as_short(proof):
     slow = replace(proof, held=compared({"coserve": 11.9, "samba": 3.0}, {}))
-    line = next(line for line in targets_text(slow.targets()).splitlines() if "530 MB/s" in line)
+    line = next(line for line in targets_text(slow.targets).splitlines() if "530 MB/s" in line)
     assert line.split()[-4:] == ["least", "4", "3.97", "SHORT"]
 
 
@@ -80,15 +85,14 @@ def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_f
         proof=proof,
         loads=LoadingTimes("resnet101", 8, 3, 178_700_000, 0.05, 0.055, 0.15, 0.004),
         start=StartTimes(3, 6.2, 380_000_000, 2.0),
-        decision_lines=("queued 1,000",),
+        decisions=DECISIONS,
         evaluation=Evaluation((), (), 1500 if is_full else 750),
-        targets=proof.targets(),
         is_full=is_full,
         rounds=1,
         seconds=200.0,
     )
     text = write_report(tmp_path, found).read_text(encoding="utf-8")
-    for part in ("200 s", "| reached |", "![", "SSD to runnable", "queued 1,000", "380 MB", "Figure 13", "Figure 19"):
+    for part in ("200 s", "| reached |", "![", "SSD to runnable", "190.0", "380 MB", "Figure 13", "Figure 19"):
         assert part in text
     assert ("their searches on smaller samples" in text) == (not is_full)
     assert ("searched for on 750 requests instead of 1,500" in text) == (not is_full)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.profiler.one_run import FIGURES
 
 from profiler.bench.rows import Measurement, Percentiles, PolicyRow, medians, report
+from tests.profiler.bench.one_run import FIGURES
 
 
 def row(*runs, policy="coserve", reasons=()):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from experts.errors import ConfigError
-from profiler.paper.devices import constants, read_device
+from profiler.paper.devices import read_device
+from tests.profiler.paper.constants import constants
 
 FOLDER = Path(__file__).parents[3] / "configs" / "devices"
 NUMA, UMA = FOLDER / "numa-rtx3080ti.yaml", FOLDER / "uma-apple-m2.yaml"

@@ -19,11 +19,11 @@ from agent.device_profile.records import (
 )
 from agent.device_profile.store import ProfileDraft, read_profile
 from experts.errors import ConfigError
-from profiler.paper.devices import constants
 from profiler.paper.measured_device import INSTEAD, device_notes, device_of
 from profiler.paper.systems import Loading, System, device_profile, simulate
 from profiler.paper.task_devices import task_device
 from profiler.paper.tasks import PaperBoard, task_of
+from tests.profiler.paper.constants import constants
 
 GIB = 2**30
 CUDA = BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 32 * GIB, 16 * GIB, {"torch": "2.15.0"})

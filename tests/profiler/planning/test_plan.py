@@ -28,7 +28,8 @@ from experts.expert import Precision
 from experts.packing import pack_line
 from experts.weights import SegmentStore
 from profiler.planning.advice import Limit
-from profiler.planning.plan import SHIFT_S, TABLE_WIDTH, as_json, plan, plan_advice, plan_table, required_images_per_s
+from profiler.planning.plan import SHIFT_S, as_json, plan, plan_advice, plan_table, required_images_per_s
+from profiler.tables import WIDTH
 from profiler.workload.traces import Arrival, board_trace, read_trace
 
 SLOT_BYTES = 262_144  # a multiple of the slots' alignment
@@ -283,7 +284,7 @@ def test_the_table_fits_and_holds_every_row(packed_line):
     rows = plan(packed_line.config, packed_line.profile, trace, ["coserve", "samba-parallel"])
     advice = plan_advice(packed_line.config, packed_line.profile, trace, "samba")
     text = plan_table(rows, advice)
-    assert max(len(line) for line in text.splitlines()) <= TABLE_WIDTH
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
     header, first, second, *_ = text.splitlines()
     assert header.split()[:3] == ["policy", "memory", "images/s"]
     assert first.split()[:4] == ["coserve", "0.6", "MiB", f"{rows[0].images_per_s:.2f}"]

@@ -24,7 +24,8 @@ from agent.device_profile.records import (
     Trial,
     UsageProfile,
 )
-from profiler.profiling.report import MOST_CURVES, WIDTH, profile_charts, profile_json, profile_table, usage_cdf
+from profiler.profiling.report import MOST_CURVES, profile_charts, profile_json, profile_table, usage_cdf
+from profiler.tables import WIDTH
 
 LARGE = "resnet101 224x224 imagenet"
 SMALL = "resnet101 64x64 imagenet stem=3x3"

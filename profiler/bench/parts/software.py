@@ -1,0 +1,11 @@
+"""The software that something was measured with."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+
+def software() -> str:
+    """The system, and the versions that matter."""
+    return f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {version('torch')}"

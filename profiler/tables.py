@@ -1,0 +1,54 @@
+"""Tables of the offline phase: columns of text for a terminal, and Markdown.
+
+Guarantees: a table says what its cells say, in their order; nothing is coloured, whatever the terminal is.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rich.console import JustifyMethod
+
+WIDTH = 120  # of what is folded
+
+
+def text_table(lines: Iterable[Sequence[object]], layout: str | None = None) -> str:
+    """Columns for a terminal, the headings being the first line.
+
+    ``layout``: how a line is formatted, such as ``{:<16} {:>8}``; None: as wide as the cells are, two blanks apart.
+    """
+    lines = list(lines)
+    layout = layout or "  ".join(f"{{:<{max(map(len, map(str, column)))}}}" for column in zip(*lines, strict=True))
+    return "\n".join(layout.format(*cells).rstrip() for cells in lines)
+
+
+def markdown_table(lines: Iterable[Sequence[str]]) -> str:
+    """The same in Markdown."""
+    header, *rows = lines
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def folded_table(columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for ``folded``, by heading; where it would be too wide, its first column is folded."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for number, (heading, justify) in enumerate(columns.items()):
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=number > 0)
+    for cells in rows:
+        table.add_row(*cells)
+    return table
+
+
+def folded(parts: Iterable[str | Table]) -> str:
+    """Text and tables one below the other, within WIDTH."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=WIDTH, force_terminal=False, color_system=None)
+    for part in parts:
+        console.print(part, highlight=False, markup=False)
+    return stream.getvalue()
