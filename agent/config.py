@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -354,6 +354,32 @@ class LineConfig:
         """Where the device profile of its box lies."""
         return self.state / "profile.db"
 
+    def having(
+        self,
+        *,
+        policy: str | None = None,
+        memory: Mapping[str, int] | None = None,
+        executors: Mapping[str, int] | None = None,
+        precision: Precision | None = None,
+    ) -> LineConfig:
+        """The line with these in the place of what the file says; None: as it says. ``memory``: bytes by name.
+
+        Raises ConfigError for a policy or a memory that there is none of.
+        """
+        policies = get_args(PolicyName)
+        if policy is not None and policy not in policies:
+            raise ConfigError(f"no policy {policy!r} - {suggestion(policy, policies)}")
+        unknown = sorted((memory or {}).keys() - MemorySection.model_fields.keys())
+        if unknown:
+            raise ConfigError(f"no memory is called {', '.join(unknown)} - use host, device or workspace")
+        return replace(
+            self,
+            policy=self.policy if policy is None else cast("PolicyName", policy),
+            memory=self.memory.model_copy(update=dict(memory or {})),
+            executors=self.executors if executors is None else executors,
+            precision=precision or self.precision,
+        )
+
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:
     """Read and validate one line file under this environment (default: the process's own).
@@ -420,16 +446,10 @@ def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | No
     """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5).
 
     A component's share is its quantity among all components of all board types, one board of each; without boards all
-    routes share alike. A subsequent expert is used as often as the experts before it let a request pass: at the rate
-    that ``pass_rates`` gives (0 to 1), else always. An expert that no board uses has 0.
+    routes share alike. ``pass_rates`` as for ``ExpertGraph.usage``. An expert that no board uses has 0.
     """
-    rates = pass_rates or {}
-    usage = dict.fromkeys(config.catalog.experts, 0.0)
-    for component, share in component_shares(config).items():
-        for step in config.catalog.graph.routes[component]:
-            usage[step.expert] += share
-            share *= rates.get(step.expert, 1.0)
-    return usage
+    used = config.catalog.graph.usage(component_shares(config), pass_rates or {})
+    return dict.fromkeys(config.catalog.experts, 0.0) | used
 
 
 def component_shares(config: LineConfig) -> dict[str, float]:

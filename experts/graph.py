@@ -69,6 +69,19 @@ class ExpertGraph:
         """The experts that run right after this one on some route, sorted."""
         return self._subsequents[expert]
 
+    def usage(self, shares: Mapping[str, float], pass_rates: Mapping[str, float]) -> dict[str, float]:
+        """How likely a request is to use each expert that these components' routes reach (CoServe, section 4.5).
+
+        ``shares``: how likely it is of each component. A subsequent expert is used as often as the experts before it
+        let a request pass: at the rate that ``pass_rates`` gives (0 to 1), else always.
+        """
+        usage: dict[str, float] = {}
+        for component, share in shares.items():
+            for step in self.routes[component]:
+                usage[step.expert] = usage.get(step.expert, 0.0) + share
+                share *= pass_rates.get(step.expert, 1.0)
+        return usage
+
     def judge(self, component: str, step: int, prediction: Prediction) -> Judgement:
         """Where a route goes after step number ``step`` (from 0) predicted this."""
         steps = self.routes[component]

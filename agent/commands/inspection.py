@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from contextlib import closing, contextmanager
-from queue import SimpleQueue
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
-from agent.deployment.build import build_agent, pack_as_served
+from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_served
 from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import state_held
-from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ExpertError
+from experts.errors import AlreadyRunning, ConfigError, ExpertError
 from experts.manifests import ManifestFolder
 from experts.snapshot import snapshot
 from experts.weights import SegmentStore
@@ -116,25 +115,12 @@ def _outcomes(
     packed: Path,
 ) -> list[tuple[Outcome, float]]:
     """What became of each image, in order, and in how many seconds."""
-    ended: SimpleQueue[tuple[int, Outcome, float] | AgentCrashed] = SimpleQueue()
-    agent = build_agent(
-        config, lambda number, outcome: ended.put((number, outcome, time.monotonic())), progress, packed=packed
-    )
-    agent.loop.when_crashed(ended.put)
-    agent.start()
-    try:
-        started = {agent.loop.submit(image, component=component): time.monotonic() for image in images}
-        outcomes: dict[int, tuple[Outcome, float]] = {}
-        while len(outcomes) < len(started):
-            end = ended.get()
-            if isinstance(end, AgentCrashed):
-                raise end
-            number, outcome, at_s = end
-            outcomes[number] = (outcome, at_s - started[number])
-            progress("inspect", len(outcomes), len(started))
-    finally:
-        agent.stop()
-    return [outcomes[number] for number in started]
+    with agent_with_requests(config, progress, AgentOptions(packed=packed)) as (agent, requests):
+        agent.start()
+        for image in images:
+            requests.submit(image, component=component)
+        ended = requests.collect(partial(progress, "inspect"))
+    return [(each.outcome, each.at_s - each.submitted_s) for each in ended]
 
 
 def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def judge(line_file: Path, specimens: Sequence[Specimen]) -> Judged:
         str(row["image"]): PartVerdict(Verdict(str(row["verdict"])), str(row["label"] or row["reason"]))
         for row in result_rows(config, None, None, None)
     }
-    budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.pools)
+    budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools)
     return Judged(verdicts, statistics, budget_bytes, watch.grown_bytes, left_bytes, judging_s)
 
 

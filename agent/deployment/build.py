@@ -3,37 +3,27 @@
 Guarantees: whatever must not start raises ConfigError here, before any request is taken; what is wrong with single
 experts does not stop the others: they are quarantined, and every request for them says why. With a device profile of
 the box nothing is run or timed at the start; what skeletons are copies of is made here, so that nothing is constructed
-beside running batches; ``planned`` gives what such an agent would decide with, from manifests.
+beside running batches. What it decides with is settled as ``agent.deployment.engine_setup`` has it for plans, too.
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing, suppress
-from dataclasses import astuple, dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
-from agent.core.engine import Engine
-from agent.core.policy import PRESETS
-from agent.deployment.executors import executor_specs
-from agent.deployment.memory_split import limits_of, pool_specs
+from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
 from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
-from agent.deployment.profile_in_use import (
-    changes,
-    find_profile,
-    precisions_of,
-    programs_of,
-    refuse_mismatches,
-    refuse_other_box,
-    usage_of,
-)
+from agent.deployment.profile_in_use import changes, find_profile, refuse_mismatches, refuse_other_box
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.detection import detect
-from agent.runtime.measuring.probe import Probed, estimated_matrix, probe
+from agent.runtime.measuring.probe import estimated_matrix, probe
+from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError
@@ -41,11 +31,11 @@ from experts.packing import PackingStep, pack_line
 from experts.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
+    from agent.core.performance import PerformanceMatrix
     from agent.core.request import Outcome
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
@@ -54,6 +44,7 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
     from experts.expert import Precision
     from experts.packing import PackingReport
+    from experts.weights import PackedExpert
 
 log = logging.getLogger(__name__)
 
@@ -61,35 +52,45 @@ Progress: TypeAlias = "Callable[[str, int, int], None]"
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
-    """A line's agent, not started yet. ``broken``: experts that cannot be served, and why.
+class AgentOptions:
+    """How an agent is built, beside its line.
 
-    ``probed``: what is known of the experts' times, from ``stored`` or a probe at this start.
+    ``packed``: weights in the place of the line's own. ``profile``: "auto" takes the line's own, which has to hold for
+    the box and the experts as they are; one that is given is taken as it is; None probes. ``decider`` may put something
+    between the loop and its Engine, such as a clock.
+    """
+
+    loop: LoopOptions = field(default_factory=LoopOptions)
+    packed: Path | None = None
+    profile: StoredProfile | Literal["auto"] | None = "auto"
+    given: Given = AS_CONFIGURED
+    decider: Callable[[Decider], Decider] = lambda engine: engine
+
+
+AS_SERVED = AgentOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A line's agent, not started yet. ``setup``: what its Engine decides with.
+
+    ``packed``: what it may load, by the name of the copy.
     """
 
     config: LineConfig
     box: Box
-    executors: Sequence[ExecutorSpec]
-    pools: Sequence[PoolSpec]
-    limits: Limits
-    precisions: Precisions
+    setup: EngineSetup
     stored: StoredProfile | None
-    probed: Probed
+    packed: Mapping[str, PackedExpert]
     loop: AgentLoop
     segments: SegmentStore
     templates: Templates  # of whatever it may load: while they are held, nothing is constructed beside batches
-    broken: Mapping[str, str]
     rss_before_bytes: int  # of this process, before it touched any weights
-
-    @property
-    def matrix(self) -> PerformanceMatrix:
-        """The performance matrix and the usage that its Engine decides with."""
-        return self.probed.matrix
 
     def start(self) -> None:
         """Begin to place experts and take requests."""
         self.loop.start()
-        for expert, reason in self.broken.items():
+        for expert, reason in self.setup.broken.items():
             self.loop.quarantine(expert, reason)
 
     def stop(self) -> None:
@@ -104,55 +105,56 @@ def build_agent(
     config: LineConfig,
     on_outcome: Callable[[int, Outcome], None],
     progress: Progress,
-    options: LoopOptions | None = None,
-    packed: Path | None = None,
-    *,
-    profile: StoredProfile | Literal["auto"] | None = "auto",
-    executors: Sequence[ExecutorSpec] | None = None,
-    pools: Sequence[PoolSpec] | None = None,
-    usage: Mapping[str, float] | None = None,
-    decider: Callable[[Engine], Decider] = lambda engine: engine,
+    options: AgentOptions = AS_SERVED,
 ) -> Agent:
-    """An agent for a line, over its own packed weights or those in ``packed``.
+    """An agent for a line.
 
-    ``profile``: "auto" takes the line's own, which has to hold for the box and the experts as they are; one that is
-    given is taken as it is; None probes. ``executors``, ``pools`` and ``usage`` (of every expert) stand in the place of
-    what line file and profile say. ``decider`` may put something between the loop and its Engine, such as a clock.
-    Raises ConfigError for what must not start, and MemoryExceeded for ``pools`` that are too small.
+    Raises ConfigError for what must not start, and MemoryExceeded for pools that are given and too small.
     """
     _import_runtimes(config)
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
-        segments = on_failure.enter_context(closing(SegmentStore(packed or config.packed_folder)))
-        ground = _groundwork(config, segments.directory, profile, executors)
+        segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
+        ground = _groundwork(config, segments.directory, options)
         report = pack(config, segments, ground.precisions, progress)
         copies = copies_of(config, ground.precisions, report.packed)
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
-        if ground.stored is not None and profile == "auto":
-            refuse_mismatches(config, ground.stored, ground.box, [copy.packed for copy in by_name.values()])
-        probed, specs = _memories(config, ground, copies, segments, progress, pools, usage)
+        if ground.profile is not None and options.profile == "auto":
+            refuse_mismatches(config, ground.profile, ground.box, [copy.packed for copy in by_name.values()])
+        setup = _setup(ground, copies, segments, progress)
         templates = make_templates(
-            copies, segments, threads_per_executor(ground.box, ground.executors),
+            copies, segments, threads_per_executor(ground.box, setup.executors),
             lambda done, total: progress("templates", done, total),
         )  # fmt: skip
-        limits = limits_of(config, specs)
-        engine = Engine(config.catalog.graph, probed.matrix, ground.executors, PRESETS[config.policy], limits)
         loop = assemble(
-            decider(engine), ground.box, ground.executors, limits, by_name, segments, on_outcome,
-            options or LoopOptions(), probed.matrix,
+            options.decider(setup.engine()), ground.box, setup.executors, setup.limits, by_name, segments, on_outcome,
+            options.loop, setup.matrix,
         )  # fmt: skip
         on_failure.pop_all()
-    broken = {name: error.message for name, error in report.failed.items()} | dict(probed.failed)
-    broken = dict(templates.failed) | broken
-    return Agent(
-        config, ground.box, ground.executors, specs, limits, ground.precisions, ground.stored, probed, loop, segments,
-        templates, broken, rss_before_bytes,
-    )  # fmt: skip
+    unpacked = {name: error.message for name, error in report.failed.items()}
+    setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))
+    rows = (row for column in setup.matrix.experts.values() for row in column.values())
+    packed = {row.copy: by_name[row.copy].packed for row in rows}
+    return Agent(config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes)
+
+
+@contextmanager
+def agent_with_requests(
+    config: LineConfig, progress: Progress, options: AgentOptions = AS_SERVED
+) -> Iterator[tuple[Agent, Requests]]:
+    """An agent that is not started yet, and requests to it; stopped in the end. Raises as ``build_agent`` does."""
+    requests = Requests()
+    agent = build_agent(config, requests.tell, progress, options)
+    requests.watch(agent.loop)
+    try:
+        yield agent, requests
+    finally:
+        agent.stop()
 
 
 def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progress) -> PackingReport:
     """Bring a line's packed weights up to date, in the precisions that its agent would run."""
-    ground = _groundwork(config, segments.directory, "auto", None)
+    ground = _groundwork(config, segments.directory, AS_SERVED)
     return pack(config, segments, ground.precisions, progress)
 
 
@@ -193,63 +195,36 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
     return (*changes(config, profile, box, packed), *written)
 
 
-@dataclass(frozen=True, slots=True)
-class _Groundwork:
-    """What is settled before anything is packed."""
-
-    box: Box
-    stored: StoredProfile | None
-    executors: tuple[ExecutorSpec, ...]
-    precisions: Precisions
-
-
-def _groundwork(
-    config: LineConfig,
-    packed: Path,
-    profile: StoredProfile | Literal["auto"] | None,
-    executors: Sequence[ExecutorSpec] | None,
-) -> _Groundwork:
+def _groundwork(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     box = detect_box(config)
-    stored = find_profile(config) if profile == "auto" else profile
+    stored = find_profile(config) if options.profile == "auto" else options.profile
     lying = [] if stored is None else lying_packed(config, packed)
-    if stored is not None and profile == "auto":
+    if stored is not None and options.profile == "auto":
         refuse_other_box(config, stored, box, lying)
-    allocation = None if stored is None else stored.allocation
-    specs = tuple(executors or executor_specs(config, box, allocation))
-    precisions = precisions_of(config, [spec.processor for spec in specs], stored, programs_of(lying))
-    return _Groundwork(box, stored, specs, precisions)
+    return groundwork(config, box, stored, lying, options.given)
 
 
-def _memories(
-    config: LineConfig,
-    ground: _Groundwork,
+def _setup(
+    ground: Groundwork,
     copies: Mapping[str, Sequence[ExpertCopy]],
     segments: SegmentStore,
     progress: Progress,
-    pools: Sequence[PoolSpec] | None,
-    given_usage: Mapping[str, float] | None,
-) -> tuple[Probed, tuple[PoolSpec, ...]]:
-    """The experts' times, from the profile or a probe, and how the memories are shared out."""
-    box, executors, usage = ground.box, ground.executors, given_usage or usage_of(config, ground.stored)
-    if ground.stored is not None:
-        probed = _profiled(config, ground.stored, box, copies, usage, executors)
-        return probed, tuple(pools or pool_specs(config, box, executors, probed.matrix, ground.stored.allocation))
-    if pools is None:
-        pool_specs(config, box, executors, estimated_matrix(box, copies, usage))  # what cannot fit is not even probed
+) -> EngineSetup:
+    """By the times that the profile has, or a probe finds."""
+    if ground.profile is not None:
+        found = _profiled(ground, ground.profile, copies)
+        return ground.setup(found, unmeasured(found, copies))
+    ground.setup(estimated_matrix(ground.box, copies, ground.usage))  # what cannot fit is not even probed
     progress("probe", 0, 1)
-    probed = probe(box, copies, segments, usage, threads_per_executor(box, executors))
+    probed = probe(ground.box, copies, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
     progress("probe", 1, 1)
-    return probed, tuple(pools or pool_specs(config, box, executors, probed.matrix))
+    return ground.setup(probed.matrix, probed.failed)
 
 
 def _profiled(
-    config: LineConfig,
-    stored: StoredProfile,
-    box: Box,
-    copies: Mapping[str, Sequence[ExpertCopy]],
-    usage: Mapping[str, float],
-    executors: Sequence[ExecutorSpec],
-) -> Probed:
+    ground: Groundwork, stored: StoredProfile, copies: Mapping[str, Sequence[ExpertCopy]]
+) -> PerformanceMatrix:
+    config, executors = ground.config, ground.executors
     measured = {kind.processor for kind in stored.kinds}
     strange = [processor for processor, listed in copies.items() if listed and processor not in measured]
     if strange:
@@ -257,7 +232,6 @@ def _profiled(
             f"the device profile has no times on {', '.join(strange)} - run `coserve profile {config.document.file}`",
             "executors",
         )
-    found = matrix(stored, box, copies, usage, executors)
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for share in sorted({core_share(stored, kind, executors) for kind in stored.kinds}, key=astuple):
         if share.factor != 1.0 and share.processor in copies:
@@ -266,7 +240,7 @@ def _profiled(
                 share.processor, share.factor, share.executors, share.threads_profiled,
                 "speedups" if share.is_measured else "shared cores",
             )  # fmt: skip
-    return Probed(found, unmeasured(found, copies))
+    return matrix(stored, ground.box, copies, ground.usage, executors)
 
 
 def _import_runtimes(config: LineConfig) -> None:

@@ -1,17 +1,18 @@
-"""What an agent of a line would decide with, by a device profile: no weights are touched, nothing is run or detected.
+"""What an agent of a line decides with: executors, precisions, performance matrix, memory split, limits and policy.
 
-Guarantees: the same choices as ``build_agent`` makes for the same line, box and profile, for they are made by the same
-functions.
+Guarantees: whoever serves and whoever plans settle it by the same functions, so that for the same line, box, profile
+and packed experts they decide alike. Nothing but manifests is read: no weights are touched, nothing is run or detected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from agent.core.engine import Engine
 from agent.core.performance import DEVICE, HOST
+from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
@@ -22,62 +23,121 @@ from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from agent.config import LineConfig, PolicyName
+    from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from experts.expert import Precision
+    from experts.graph import ExpertGraph
     from experts.weights import PackedExpert
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """What an agent of a line would decide with. ``broken``: experts that it would not serve, and why."""
+class Given:
+    """What stands in the place of what line file and profile say; None: as they say. ``usage``: of every expert.
 
+    What a line file can say is overridden there: see ``LineConfig.having``.
+    """
+
+    executors: Sequence[ExecutorSpec] | None = None
+    pools: Sequence[PoolSpec] | None = None
+    usage: Mapping[str, float] | None = None
+
+
+AS_CONFIGURED = Given()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """What an Engine is built with.
+
+    ``precisions``: those that experts are run in. ``broken``: experts that are not served, and why.
+    """
+
+    graph: ExpertGraph
+    policy: str
     executors: tuple[ExecutorSpec, ...]
-    pools: tuple[PoolSpec, ...]
     matrix: PerformanceMatrix
     limits: Limits
+    precisions: Precisions = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """Every memory, and how it is split."""
+        return self.limits.pools
+
+    def engine(self) -> Engine:
+        """A new Engine. Raises MemoryExceeded for memories that are too small."""
+        return Engine(self.graph, self.matrix, self.executors, PRESETS[self.policy], self.limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Groundwork:
+    """What is settled before anything is packed: who runs experts, in which precisions, how likely each is used."""
+
+    config: LineConfig
+    box: Box
+    profile: StoredProfile | None
+    executors: tuple[ExecutorSpec, ...]
     precisions: Precisions
-    broken: Mapping[str, str]
+    usage: Mapping[str, float]
+    pools: Sequence[PoolSpec] | None  # where they are given
+
+    def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
+        """The whole of it, by these times. Raises ConfigError naming each expert that can never fit."""
+        config = self.config
+        allocation = None if self.profile is None else self.profile.allocation
+        pools = tuple(self.pools or pool_specs(config, self.box, self.executors, times, allocation))
+        limits = limits_of(config, pools)
+        return EngineSetup(config.catalog.graph, config.policy, self.executors, times, limits, self.precisions, broken)
+
+
+def groundwork(
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile | None,
+    lying: Sequence[PackedExpert],
+    given: Given = AS_CONFIGURED,
+) -> Groundwork:
+    """As line file and profile say. ``lying``: what lies packed already; it tells kinds of ONNX graphs apart.
+
+    Raises ConfigError for a processor that the box does not have.
+    """
+    allocation = None if profile is None else profile.allocation
+    executors = tuple(given.executors or executor_specs(config, box, allocation))
+    precisions = precisions_of(config, [spec.processor for spec in executors], profile, programs_of(lying))
+    usage = given.usage or usage_of(config, profile)
+    return Groundwork(config, box, profile, executors, precisions, usage, given.pools)
 
 
 def planned(
     config: LineConfig,
     box: Box,
     profile: StoredProfile,
-    *,
-    policy: PolicyName | None = None,
-    memory: Mapping[str, int] | None = None,
-    executors: Sequence[ExecutorSpec] | Mapping[str, int] | None = None,
-    precision: Precision | None = None,
-    pools: Sequence[PoolSpec] | None = None,
-    without: Mapping[str, str] = MappingProxyType({}),
-) -> Planned:
-    """What an agent of this line on this box would decide with, by this profile; nothing but manifests is read.
+    given: Given = AS_CONFIGURED,
+    without: Mapping[str, str] = NOTHING,
+) -> EngineSetup:
+    """What an agent of this line on this box would decide with, by this profile and what lies packed.
 
-    ``policy``, ``memory`` (bytes by host, device and workspace), ``executors`` and ``precision`` stand in the place of
-    the line file's; ``pools`` of the whole split. ``without``: experts that are known not to be servable, and why.
-    Raises ConfigError, naming them, for experts that are not packed or whose kind was not profiled.
+    ``without``: experts that are known not to be servable, and why. Raises ConfigError, naming them, for experts that
+    are not packed or whose kind was not profiled.
     """
-    counts, given = (executors, None) if isinstance(executors, Mapping) else (None, executors)
-    wanted = _overridden(config, policy, memory, counts, precision)
-    lying = lying_packed(wanted, wanted.packed_folder)
-    specs = tuple(given) if given else executor_specs(wanted, box, profile.allocation)
-    programs = programs_of(lying)
-    kinds = {name: kind_name(wanted.catalog.experts[name], program) for name, program in programs.items()}
-    precisions = precisions_of(wanted, [spec.processor for spec in specs], profile, programs)
+    lying = lying_packed(config, config.packed_folder)
+    ground = groundwork(config, box, profile, lying, given)
+    kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
     packed = by_precision(lying)
-    copies = copies_of(wanted, precisions, {name: forms for name, forms in packed.items() if name not in without})
-    to_run = _to_run(precisions, profile, kinds)
-    _refuse_unpacked(wanted, to_run, packed, without, is_asked=wanted.precision != config.precision)
-    found = matrix(profile, box, copies, usage_of(wanted, profile), specs)
+    _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
+    able = {name: forms for name, forms in packed.items() if name not in without}
+    copies = copies_of(config, ground.precisions, able)
+    found = matrix(profile, box, copies, ground.usage, ground.executors)
     broken = unmeasured_kinds(found, kinds) | dict(without)
-    _refuse_unprofiled(wanted, profile, broken.keys() - without.keys())
-    shares = tuple(pools or pool_specs(wanted, box, specs, found, profile.allocation))
-    return Planned(specs, shares, found, limits_of(wanted, shares), precisions, broken)
+    _refuse_unprofiled(config, profile, broken.keys() - without.keys())
+    return ground.setup(found, broken)
 
 
 def profiled_box(profile: StoredProfile) -> Box:
@@ -91,25 +151,6 @@ def profiled_box(profile: StoredProfile) -> Box:
     versions = tuple(identity.versions.items())
     host = size(HOST, identity.host_bytes)
     return Box(identity.device, identity.model, identity.processors, identity.cores, host, device, versions)
-
-
-def _overridden(
-    config: LineConfig,
-    policy: PolicyName | None,
-    memory: Mapping[str, int] | None,
-    executors: Mapping[str, int] | None,
-    precision: Precision | None,
-) -> LineConfig:
-    unknown = sorted(set(memory or {}) - set(type(config.memory).model_fields))
-    if unknown:
-        raise ConfigError(f"no memory is called {', '.join(unknown)} - use host, device or workspace")
-    return replace(
-        config,
-        policy=policy or config.policy,
-        memory=config.memory.model_copy(update=dict(memory or {})),
-        executors=config.executors if executors is None else executors,
-        precision=precision or config.precision,
-    )
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
@@ -132,16 +173,15 @@ def _refuse_unpacked(
     precisions: Precisions,
     packed: Mapping[str, Mapping[Precision, PackedExpert]],
     without: Mapping[str, str],
-    *,
-    is_asked: bool,
 ) -> None:
-    """``is_asked``: another precision than the line file's is, which profiling would not pack."""
+    """Profiling packs what the line file asks for: another precision has to be written there first."""
     profiling = f"`coserve profile {config.document.file}`"
+    written = config.document.values.get("precision")
     wanted = {(name, form) for column in precisions.values() for name, form in column.items() if name not in without}
     problems = [
         config.document.error(
             f"not packed in {form} - write `precision: {form}` into the line file, then run {profiling}"
-            if is_asked and form == config.precision
+            if form == config.precision != written
             else f"not packed in {form} - run {profiling}, which packs it",
             "experts",
             name,

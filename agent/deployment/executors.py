@@ -8,7 +8,7 @@ from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from agent.config import LineConfig
     from agent.device_profile.records import Allocation
@@ -38,6 +38,11 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
         processors = processors[:1]  # one executor does everything: it gets all threads and the whole workspace
     if not processors:
         raise config.document.error("no executor at all - give one at least", "executors")
+    return executors_on(box, processors)
+
+
+def executors_on(box: Box, processors: Iterable[str]) -> tuple[ExecutorSpec, ...]:
+    """One on each of these processors, numbered in their order."""
     return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
 
 

@@ -50,7 +50,7 @@ def matrix(
     what they take from one another depends on what runs at the same time.
     """
     kinds = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds}
-    links = {link.link: link.bytes_per_s for link in profile.links}
+    links = profile.link_bytes_per_s
     experts: dict[str, dict[str, ExpertProfile]] = {}
     for processor, listed in copies.items():
         sources = (SSD, HOST) if box.pool_of(processor) == DEVICE else (SSD,)

@@ -203,6 +203,11 @@ class StoredProfile:
         return next((times.setting for times in self.spinning if times.is_chosen), DEFAULT)
 
     @property
+    def link_bytes_per_s(self) -> dict[str, float]:
+        """The speed of each link that was measured."""
+        return {link.link: link.bytes_per_s for link in self.links}
+
+    @property
     def chosen_kinds(self) -> list[KindProfile]:
         """The kinds as the agent will run them: one precision of each kind and processor."""
         return [kind for kind in self.kinds if self.precisions.get((kind.kind, kind.processor)) == kind.precision]

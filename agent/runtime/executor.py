@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
@@ -253,9 +253,8 @@ class BatchExecutor:
 
     def _record(self, results: Sequence[Prediction | Rejected], busy_s: float, infer_s: float) -> None:
         before = self._statistics
-        self._statistics = ExecutorStatistics(
-            executor=before.executor,
-            processor=before.processor,
+        self._statistics = replace(
+            before,
             batches=before.batches + 1,
             images=before.images + len(results),
             rejected=before.rejected + sum(isinstance(result, Rejected) for result in results),

@@ -83,7 +83,6 @@ class LoopOptions:
 
     ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
     preparation_threads: int = 2
-    decision_records: int = 1000
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000
     ages: AgeLimits = field(default_factory=AgeLimits)
@@ -97,14 +96,6 @@ class DecisionTimes:
     p50_s: float
     p99_s: float
     longest_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRecord:
-    """An assignment or an eviction, with all that it weighed. ``at_s`` is monotonic."""
-
-    at_s: float
-    decision: effects.Assigned | effects.Evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +177,6 @@ class AgentLoop:
         self._ticked_s = float("-inf")
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
-        self._records: deque[DecisionRecord] = deque(maxlen=options.decision_records)
         self._watch: BatchWatch | None = None
         self._crash: AgentCrashed | None = None
         self._on_crash: list[Callable[[AgentCrashed], None]] = []
@@ -197,7 +187,7 @@ class AgentLoop:
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
             effects.Evict: self._evict,
-            effects.Assigned: self._record,
+            effects.Assigned: lambda _: None,  # tells why, and asks for nothing
             effects.StandingChanged: self._log_standing,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
@@ -257,10 +247,6 @@ class AgentLoop:
     def requests_in_flight(self) -> int:
         """Submitted, and without an outcome yet."""
         return len(self._images)
-
-    def decisions(self) -> tuple[DecisionRecord, ...]:
-        """The latest assignments and evictions, oldest first."""
-        return self._ask(lambda: tuple(self._records))
 
     def statistics(self) -> LoopStatistics:
         """A frozen snapshot, taken between two events."""
@@ -404,14 +390,10 @@ class AgentLoop:
 
     def _evict(self, effect: effects.Evict) -> None:
         self._workshop.transfers.evict(effect)
-        self._record(effect)
         logger.debug(
             "expert_evicted expert=%s pool=%s size_bytes=%d stage=%d for=%s",
             effect.expert, effect.pool, effect.freed_bytes, effect.stage, effect.decision.for_copy,
         )  # fmt: skip
-
-    def _record(self, decision: effects.Assigned | effects.Evict) -> None:
-        self._records.append(DecisionRecord(self._clock(), decision))
 
     def _log_standing(self, effect: effects.StandingChanged) -> None:
         if effect.standing is effects.Standing.QUARANTINE:

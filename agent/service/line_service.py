@@ -117,7 +117,7 @@ class LineService:
         self._counts = dict.fromkeys(Verdict, 0)  # of rows that were stored; written on the store's thread only
         self._agent: Agent = build_agent(config, self._judged, progress)
         self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
-        self._drift = UsageDrift(self._agent.matrix.usage)
+        self._drift = UsageDrift(self._agent.setup.matrix.usage)
         self._drift_alarm = DriftAlarm()
         self._store = ResultStore(config.results_file)
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)

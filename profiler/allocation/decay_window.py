@@ -21,6 +21,26 @@ ERROR_MARGIN = 0.05  # section 5.3
 FIT_VALUES = 2  # the fewest that make a line
 
 
+@dataclass(frozen=True, slots=True)
+class WindowOptions:
+    """Of a decay-window search. Raises ConfigError, by the option's name, for what no search can work with."""
+
+    initial_window: int = INITIAL_WINDOW
+    error_margin: float = ERROR_MARGIN
+    fit_values: int = FIT_VALUES
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.initial_window < 100:
+            raise ConfigError(f"--initial-window: {self.initial_window} does not decay - take 1 to 99 experts")
+        if not 0 < self.error_margin < 1:
+            raise ConfigError(f"--error-margin: {self.error_margin} never decides - take a fraction between 0 and 1")
+        if self.fit_values < FIT_VALUES:
+            raise ConfigError(f"--fit-values: {self.fit_values} throughputs make no line - take {FIT_VALUES} or more")
+
+
+AS_IN_THE_PAPER = WindowOptions()
+
+
 class SearchEnd(StrEnum):
     """Why the window stopped sliding."""
 
@@ -66,11 +86,6 @@ class WindowSearch:
     tried: Mapping[int, float]
     chosen: int
 
-    @property
-    def images_per_s(self) -> float:
-        """The throughput of the chosen number."""
-        return self.tried[self.chosen]
-
 
 def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[Window]:
     """The windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
@@ -91,38 +106,29 @@ def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[W
 
 
 def decay_window_search(
-    throughput: Callable[[int], float],
-    most: int,
-    *,
-    least: int = 1,
-    initial_window: int = INITIAL_WINDOW,
-    error_margin: float = ERROR_MARGIN,
-    fit_values: int = FIT_VALUES,
-    slides_on: bool = False,
+    throughput: Callable[[int], float], most: int, least: int = 1, options: WindowOptions = AS_IN_THE_PAPER
 ) -> WindowSearch:
     """How many experts to keep room for (section 4.4, equations 1 to 3). ``throughput(n)``: images/s with n experts.
 
     The line of equation 2 is fitted by least squares to the throughputs at the first N upper bounds against their
-    numbers 1..N. The window stops at N + 1 where the throughput is short of the line by more than ``error_margin`` of
+    numbers 1..N. The window stops at N + 1 where the throughput is short of the line by more than the error margin of
     it; the window after the highest of the first N is the one in which it starts to drop. What the paper leaves open:
-    a line is fitted from ``fit_values`` throughputs on; one that does not rise, or the end of the memory, stops the
+    a line is fitted from so many throughputs on; one that does not rise, or the end of the memory, stops the
     window too, and the window up to the highest throughput is taken. Of the bounds and the middle of the window the
     one with the highest throughput is chosen, of equal ones the one with more experts; the paper draws at random.
     No window ends below ``least`` experts, where the memory has to have room for so many anyway.
-    ``slides_on`` (ours): a throughput that is short of the line but the highest so far does not stop the window.
-    Raises ConfigError for options without meaning.
+    Raises ConfigError where no expert fits.
     """
     if most < 1:
         raise ConfigError("no expert fits into this memory - raise its budget")
-    check_options(initial_window, error_margin, fit_values)
     tried: dict[int, float] = {}
     steps: list[WindowStep] = []
     end = SearchEnd.MEMORY
-    possible = [window for window in decay_windows(most, initial_window) if window.upper >= min(least, most)]
+    possible = [window for window in decay_windows(most, options.initial_window) if window.upper >= min(least, most)]
     for number, window in enumerate(possible, start=1):
         values = [step.images_per_s for step in steps]
         predicted = None
-        if len(values) >= fit_values:
+        if len(values) >= options.fit_values:
             line = linear_regression(range(1, number), values)
             if line.slope <= 0:
                 end = SearchEnd.NO_RISE
@@ -131,7 +137,7 @@ def decay_window_search(
         value = tried[window.upper] = throughput(window.upper)
         error = None if predicted is None else (predicted - value) / predicted
         steps.append(WindowStep(number, window, value, predicted, error))
-        if error is not None and error > error_margin and not (slides_on and value > max(values)):
+        if error is not None and error > options.error_margin:
             end = SearchEnd.BEND
             break
     chosen_window = _window_of_the_drop(steps, end)
@@ -148,13 +154,3 @@ def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> Window:
         highest = max(before, key=lambda step: (step.images_per_s, step.number))
         return steps[highest.number].window
     return max(steps, key=lambda step: (step.images_per_s, step.number)).window
-
-
-def check_options(initial_window: int, error_margin: float, fit_values: int) -> None:
-    """Raises ConfigError, by the option's name, for what no search can work with."""
-    if not 1 <= initial_window < 100:
-        raise ConfigError(f"--initial-window: {initial_window} does not decay - take 1 to 99 experts")
-    if not 0 < error_margin < 1:
-        raise ConfigError(f"--error-margin: {error_margin} never decides - take a fraction between 0 and 1")
-    if fit_values < FIT_VALUES:
-        raise ConfigError(f"--fit-values: {fit_values} throughputs make no line - take {FIT_VALUES} or more")

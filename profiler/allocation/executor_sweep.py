@@ -51,13 +51,13 @@ class _Run:
             self.steps[counts] = self.throughput(counts)
         return self.steps[counts]
 
-    def climb(self, ascending: Iterable[ExecutorCounts], declines: int) -> None:
+    def climb(self, ascending: Iterable[ExecutorCounts]) -> None:
         """One after another, until so many in a row are no better than the best, or one cannot be run."""
         best: float | None = None
         fallen = 0
         for counts in ascending:
             value = self.value(counts)
-            if best is not None and (value is None or (fallen + 1 == declines and value <= best)):
+            if best is not None and (value is None or (fallen + 1 == DECLINES and value <= best)):
                 return
             if value is not None:
                 best, fallen = (value, 0) if best is None or value > best else (best, fallen + 1)
@@ -70,23 +70,20 @@ class _Run:
 
 
 def executor_sweep(
-    throughput: Callable[[ExecutorCounts], float | None],
-    most_device: int,
-    most_cpu: int,
-    declines: int = DECLINES,
+    throughput: Callable[[ExecutorCounts], float | None], most_device: int, most_cpu: int
 ) -> ExecutorSweep:
     """Device executors from 1 on beside one of the CPU, then, with the best count, CPU executors from none on.
 
     ``most_device`` 0 stands for a box that has a CPU only, ``most_cpu`` 0 for one whose CPU runs no experts. Each row
-    ends after ``declines`` counts in a row that are no better than the best of it. The paper begins with one CPU
+    ends after DECLINES counts in a row that are no better than the best of it. The paper begins with one CPU
     executor; that a box may do best without any is ours.
     """
     run = _Run(throughput)
     beside = min(most_cpu, 1)
     if most_device:
-        run.climb((ExecutorCounts(device, beside) for device in range(1, most_device + 1)), declines)
+        run.climb(ExecutorCounts(device, beside) for device in range(1, most_device + 1))
     best = run.best()
     device = best.device if best else min(most_device, 1)
-    run.climb((ExecutorCounts(device, cpu) for cpu in range(0 if device else 1, most_cpu + 1)), declines)
+    run.climb(ExecutorCounts(device, cpu) for cpu in range(0 if device else 1, most_cpu + 1))
     steps = tuple(SweepStep(counts, value) for counts, value in run.steps.items())
     return ExecutorSweep(steps, run.best())

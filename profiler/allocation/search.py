@@ -11,56 +11,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.core.performance import ExecutorSpec
 from agent.core.policy import PRESETS, Assigning
-from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs
-from agent.deployment.memory_split import WORKSPACE_FRACTION
+from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs, executors_on
+from agent.deployment.memory_needs import MemoryNeeds, memory_needs
+from agent.deployment.memory_split import pinned_experts
 from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
 from experts.sizes import mib
-from profiler.allocation.decay_window import (
-    ERROR_MARGIN,
-    FIT_VALUES,
-    INITIAL_WINDOW,
-    SearchEnd,
-    Window,
-    WindowSearch,
-    WindowStep,
-    check_options,
-    decay_window_search,
-    decay_windows,
-)
-from profiler.allocation.executor_sweep import DECLINES, ExecutorCounts, ExecutorSweep, executor_sweep
-from profiler.allocation.memory_shares import MemoryNeeds, held_bytes, memory_needs, usage_cdf
+from profiler.allocation.decay_window import AS_IN_THE_PAPER, WindowOptions, WindowSearch, decay_window_search
+from profiler.allocation.executor_sweep import ExecutorCounts, executor_sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.core.performance import PerformanceMatrix, PoolSpec
+    from agent.core.performance import ExecutorSpec, PerformanceMatrix, PoolSpec
     from agent.runtime.machine.box import Box
 
     Throughput: TypeAlias = Callable[[Sequence[ExecutorSpec], Sequence[PoolSpec]], float]
-
-__all__ = [
-    "ExecutorCounts",
-    "ExecutorSweep",
-    "MemoryNeeds",
-    "SearchEnd",
-    "SearchOptions",
-    "SearchedAllocation",
-    "Window",
-    "WindowSearch",
-    "WindowStep",
-    "decay_window_search",
-    "decay_windows",
-    "executor_sweep",
-    "held_bytes",
-    "memory_needs",
-    "search_allocation",
-    "usage_cdf",
-    "window_trials",
-]
 
 SEARCHED_ON_ENGINE = "searched on the engine"
 SEARCHED_IN_SIMULATION = "searched in simulation"
@@ -70,21 +38,11 @@ MEMORY = "memory:"  # and the name of the memory
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How far to search. The first four are the decay window's, the others the sweep's.
+    """How far to search: the decay window, and the sweep."""
 
-    Raises ConfigError, by the option's name, for what no search can work with.
-    """
-
-    initial_window: int = INITIAL_WINDOW
-    error_margin: float = ERROR_MARGIN
-    fit_values: int = FIT_VALUES
-    slides_on: bool = False
+    window: WindowOptions = AS_IN_THE_PAPER
     most_device_executors: int = 6
     most_cpu_executors: int = 4
-    declines: int = DECLINES
-
-    def __post_init__(self) -> None:
-        check_options(self.initial_window, self.error_margin, self.fit_values)
 
     def on(self, box: Box) -> SearchOptions:
         """The same on this box: of a CPU alone at least as many executors as an agent starts without a profile."""
@@ -114,8 +72,9 @@ def search_allocation(
 ) -> SearchedAllocation:
     """The executors of a line, and how they share its memories (sections 4.4, 5.3; Figures 11, 17, 18).
 
-    ``throughput``: images/s with these executors and memories. ``budgets``: bytes by memory. Executors or a workspace
-    that the line file gives stay as they are. Raises ConfigError where a budget does not hold the largest expert.
+    ``throughput``: images/s with these executors and memories. ``budgets``: bytes by memory, nearest to the SSD first.
+    Executors or a workspace that the line file gives stay as they are. Raises ConfigError where a budget does not hold
+    the largest expert.
     """
     search = _Search(config, box, device, throughput, dict(budgets), options or SearchOptions())
     executors = search.executors()
@@ -134,8 +93,7 @@ def search_allocation(
 def executors_of(box: Box, counts: ExecutorCounts) -> tuple[ExecutorSpec, ...]:
     """So many executors of a box, the device's first."""
     device = next((processor for processor in box.processors if processor != "cpu"), "cpu")
-    processors = [device] * counts.device + ["cpu"] * counts.cpu
-    return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
+    return executors_on(box, [device] * counts.device + ["cpu"] * counts.cpu)
 
 
 @dataclass(slots=True)
@@ -160,7 +118,7 @@ class _Search:
         able = [name for name in self.box.processors if name in self.device.experts]
         most_cpu = min(self.options.most_cpu_executors, self.box.cores) if "cpu" in able else 0
         most_device = self.options.most_device_executors if set(able) - {"cpu"} else 0
-        sweep = executor_sweep(self._sweep_value, most_device, most_cpu, self.options.declines)
+        sweep = executor_sweep(self._sweep_value, most_device, most_cpu)
         for number, step in enumerate(sweep.steps, start=1):
             value = step.images_per_s
             note = "does not fit" if value is None else "best" if step.counts == sweep.best else ""
@@ -181,11 +139,8 @@ class _Search:
 
     def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
         """What each memory must and can hold."""
-        pinned = frozenset(name for name, expert in self.config.catalog.experts.items() if expert.pin)
-        return [
-            memory_needs(pool, self.box.pools, self.budgets[pool], executors, self.device, pinned)
-            for pool in self.box.pools
-        ]
+        pinned = pinned_experts(self.config)
+        return [*memory_needs(self.budgets, executors, self.device, pinned).values()]
 
     def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
         """The throughput of one configuration."""
@@ -214,10 +169,7 @@ class _Search:
         """A quarter for workspaces (section 5.2), but no more than the maximum batches can use."""
         given = self.config.memory.workspace
         return tuple(
-            needs.leaving(min(int(needs.budget_bytes * WORKSPACE_FRACTION), needs.maximum_batch_bytes))
-            if given is None
-            else needs.leaving(given)
-            for needs in self.needs(executors)
+            needs.leaving(needs.casual_workspace_bytes if given is None else given) for needs in self.needs(executors)
         )
 
     def _searched(
@@ -234,11 +186,8 @@ class _Search:
         found = decay_window_search(
             lambda experts: self.run(executors, pools(needs.keeping(experts))),
             needs.most,
-            least=needs.least,
-            initial_window=self.options.initial_window,
-            error_margin=self.options.error_margin,
-            fit_values=self.options.fit_values,
-            slides_on=self.options.slides_on,
+            needs.least,
+            self.options.window,
         )
         self.windows[needs.pool] = found
         chosen = pools(needs.keeping(found.chosen))

@@ -12,6 +12,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
 from agent.core.performance import DEVICE, HOST
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import Trial
@@ -35,8 +37,11 @@ DRIFT = 0.1
 class _Note:
     """Under what a run was made, and what was free when the search began."""
 
-    situation: object
-    available_bytes: Mapping[str, int]
+    situation: str
+    available_bytes: dict[str, NonNegativeInt]
+
+
+_NOTES = TypeAdapter(_Note)
 
 
 class SearchRuns:
@@ -74,7 +79,7 @@ class SearchRuns:
 
     def _keep(self, setting: str, images_per_s: float) -> None:
         available = {pool: self.box.size_of(pool).available_bytes for pool in self.box.pools}
-        note = json.dumps({"situation": self._situation, "available_bytes": available})
+        note = json.dumps(asdict(_Note(self._situation, available)))
         self._trials.append(Trial(RUNS, len(self._trials) + 1, setting, images_per_s, note))
         self._draft.save_trials(RUNS, self._trials)
 
@@ -82,12 +87,10 @@ class SearchRuns:
 def _note(trial: Trial, box: Box) -> _Note | None:
     """None for one that says nothing of this box."""
     try:
-        note = json.loads(trial.note)
-        situation, available_bytes = note["situation"], {pool: note["available_bytes"][pool] for pool in box.pools}
-    except (ValueError, TypeError, KeyError, RecursionError):
+        note = _NOTES.validate_json(trial.note, strict=True)
+    except ValidationError:
         return None
-    is_whole = all(type(size_bytes) is int and size_bytes >= 0 for size_bytes in available_bytes.values())
-    return _Note(situation, available_bytes) if is_whole else None
+    return note if note.available_bytes.keys() >= set(box.pools) else None
 
 
 def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:

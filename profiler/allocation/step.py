@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.deployment.engine_setup import planned
+from agent.deployment.memory_needs import memory_needs
 from agent.device_profile.records import PoolAllocation
 from experts.errors import SampleUnfit
-from profiler.allocation.memory_shares import memory_needs
 from profiler.allocation.search import EXECUTORS, MEMORY
 from profiler.allocation.search_runs import SearchRuns
 from profiler.allocation.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
@@ -88,7 +88,6 @@ class AllocationStep:
                     runs.box,
                     interim,
                     trace,
-                    lambda *_: None,
                     self.options,
                     self.failed,
                     counted.remembered_by(runs),
@@ -114,12 +113,7 @@ class AllocationStep:
     def _casual(self, interim: StoredProfile) -> Allocation:
         """As an agent would take it. Raises ConfigError naming each expert that does not fit."""
         found = planned(self.config, self.box, interim, without=self.failed)
-        budgets = interim.allocation.budget_bytes
-        pinned = found.limits.pinned
-        needs = {
-            pool: memory_needs(pool, self.box.pools, budgets[pool], found.executors, found.matrix, pinned)
-            for pool in self.box.pools
-        }
+        needs = memory_needs(interim.allocation.budget_bytes, found.executors, found.matrix, found.limits.pinned)
         pools = [
             PoolAllocation(
                 spec.name, spec.expert_bytes, spec.workspace_bytes, needs[spec.name].count_in(spec.expert_bytes)

@@ -13,18 +13,19 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import accumulate, cycle
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agent.config import component_shares
 from agent.core.performance import ExecutorSpec, PoolSpec
-from agent.deployment.engine_setup import planned
+from agent.deployment.build import AgentOptions
+from agent.deployment.engine_setup import NOTHING, Given, planned
+from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import AgentSetup, player
+from profiler.replay.player import player
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import Arrival
 
@@ -43,7 +44,6 @@ SAMPLE_REQUESTS = 1000
 INTERVAL_S = 0.004  # between two requests, as in section 5.1
 BUSY_FACTOR = 2.0  # requests come at least so many times as fast as they could be executed without any load
 NAMED = 3  # experts whose reasons a message gives
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def sample_requests(
@@ -129,25 +129,19 @@ def simulated_throughput(
     box: Box,
     profile: StoredProfile,
     trace: Sequence[Arrival],
-    seed: int = 0,
     without: Mapping[str, str] = NOTHING,
 ) -> Throughput:
     """By the simulator: seconds instead of hours. Raises ConfigError for what cannot be simulated."""
-    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+    scenario = scenario_of(config.catalog.graph, profile, trace)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
-        plan = planned(config, box, profile, executors=executors, pools=pools, without=without)
-        return forecast(scenario, plan, config.policy).images_per_s
+        setup = planned(config, box, profile, Given(executors, pools), without)
+        return forecast(scenario, setup).images_per_s
 
     return images_per_s
 
 
-def engine_throughput(
-    config: LineConfig,
-    profile: StoredProfile,
-    trace: Sequence[Arrival],
-    progress: Callable[[str, int, int], None],
-) -> Throughput:
+def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequence[Arrival]) -> Throughput:
     """By a real agent of this line for each configuration; the caller keeps other agents of the line away.
 
     Raises SampleUnfit when a request is not judged or an image is broken, AgentCrashed.
@@ -161,8 +155,8 @@ def engine_throughput(
     needed = experts_of(trace, config.catalog)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
-        setup = AgentSetup(profile=profile, executors=executors, pools=pools, is_strict=False)
-        with player(config, needed, setup, progress) as stage:
+        options = AgentOptions(profile=profile, given=Given(executors, pools))
+        with player(config, needed, options, is_strict=False) as stage:
             played = stage.play(trace, images)
         if played.unjudged(trace):
             raise _unfit(config.catalog, trace, played)
@@ -185,7 +179,7 @@ def search_in_simulation(
     """
     options = options or SearchOptions()
     device = device_matrix(config, box, profile, without)
-    throughput = simulated_throughput(config, box, profile, _busy(trace, device, options), without=without)
+    throughput = simulated_throughput(config, box, profile, _busy(trace, device, options), without)
     budgets = pool_budgets(config, box)
     return search_allocation(config, box, device, throughput, budgets, SEARCHED_IN_SIMULATION, options)
 
@@ -195,7 +189,6 @@ def search_on_engine(
     box: Box,
     profile: StoredProfile,
     trace: Sequence[Arrival],
-    progress: Callable[[str, int, int], None],
     options: SearchOptions | None = None,
     without: Mapping[str, str] = NOTHING,
     remembered: Callable[[Throughput], Throughput] = lambda throughput: throughput,
@@ -206,7 +199,7 @@ def search_on_engine(
     """
     options = options or SearchOptions()
     device = device_matrix(config, box, profile, without)
-    throughput = remembered(engine_throughput(config, profile, _busy(trace, device, options), progress))
+    throughput = remembered(engine_throughput(config, profile, _busy(trace, device, options)))
     return search_allocation(config, box, device, throughput, pool_budgets(config, box), SEARCHED_ON_ENGINE, options)
 
 
@@ -219,9 +212,9 @@ def device_matrix(
     able = [name for name in allowed if name in measured]
     if not able:
         raise ConfigError(f"the device profile has no times on {', '.join(allowed)} - run `coserve profile` again")
-    executors = [ExecutorSpec(number, name, box.pool_of(name)) for number, name in enumerate(able)]
+    executors = executors_on(box, able)
     pools = [PoolSpec(pool, budget_bytes, 0) for pool, budget_bytes in pool_budgets(config, box).items()]
-    return planned(config, box, profile, executors=executors, pools=pools, without=without).matrix
+    return planned(config, box, profile, Given(executors, pools), without).matrix
 
 
 def _busy(trace: Sequence[Arrival], device: PerformanceMatrix, options: SearchOptions) -> tuple[Arrival, ...]:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from agent.commands.inspection import outputs_sha256
 from agent.core.effects import StartBatch
-from agent.core.engine import Engine
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
+from agent.deployment.build import AgentOptions
 from agent.records.database import StateLock
 from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.box import torch_device
@@ -34,18 +34,17 @@ from profiler.bench.parts.software import software
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
 from profiler.bench.rows import Figures, Measurement, PolicyRow, Predicted, engine_figures, medians, naive_figures
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import AgentSetup, packed_copies, player
-from profiler.simulation.forecast import SHARING_PROCESSORS
-from profiler.simulation.simulator import PASSES, Simulator
+from profiler.replay.player import player
+from profiler.simulation.forecast import sharing_speedups
+from profiler.simulation.simulator import PASSES, simulator_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from agent.config import LineConfig, PolicyName
+    from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec
     from agent.deployment.build import Agent
-    from agent.device_profile.records import StoredProfile
     from experts.expert import Precision
     from profiler.bench.roofline import Compute, Work
     from profiler.replay.player import Played, Progress
@@ -72,6 +71,10 @@ class RunOptions:
     ssd_bytes_per_s: float | None = None
     with_roofline: bool = True
     is_locked: bool = False
+
+    def on(self, config: LineConfig) -> LineConfig:
+        """The line with what these replace of it. Raises ConfigError for a memory that no line has."""
+        return config.having(memory=self.memory, precision=self.precision, executors=self.executors)
 
 
 def run_line(
@@ -107,11 +110,11 @@ class _Bench:
                 raise ConfigError(f"no policy {policy!r} - choose of {', '.join((*PRESETS, NAIVE))}")
         self.experts = experts_of(trace, config.catalog)
         self.files: Mapping[str, Path] = {}
-        self._config = configured(config, options)
+        self._config = options.on(config)
         self._trace = trace
         self._images = images_of(trace, config.catalog)
         self._options = options
-        self._setup = AgentSetup(loop=LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s))
+        self._agent_options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s))
         self._progress = progress
         self._runs: dict[str, list[Figures]] = {policy: [] for policy in self.policies}
         self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(self.policies, ())
@@ -135,7 +138,7 @@ class _Bench:
                 self._progress(policy, repeat, repeats)
             self._compute += floors.of(agent)
             self._notes += floors.notes
-        first = next(iter(packed_copies(agent).values()))
+        first = next(iter(agent.packed.values()))
         return Measurement(
             line=self._config.line,
             machine=machine(agent),
@@ -160,8 +163,8 @@ class _Bench:
 
     def _warm_up(self) -> tuple[Agent, Work]:
         policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
-        config = with_policy(self._config, policy)
-        with player(config, self.experts, AgentSetup(), quiet(self._progress)) as stage:
+        config = self._config.having(policy=policy)
+        with player(config, self.experts, progress=quiet(self._progress)) as stage:
             played = stage.play(self._trace, self._images)
             return stage.agent, work_of(played, self._images)
 
@@ -175,8 +178,8 @@ class _Bench:
         """One run. ``agent``: of the first policy, around whose run the floor is measured twice."""
         if policy == NAIVE:
             return self._naive_figures(bandwidth, floors.seconds(agent), agent)
-        config = with_policy(self._config, policy)
-        with player(config, self.experts, self._setup, quiet(self._progress)) as stage:
+        config = self._config.having(policy=policy)
+        with player(config, self.experts, self._agent_options, quiet(self._progress)) as stage:
             played = stage.play(self._trace, self._images)
             self._agents[policy] = stage.agent
         if config.policy == agent.config.policy or not floors.of(stage.agent):
@@ -190,13 +193,13 @@ class _Bench:
 
     def _naive_figures(self, bandwidth: float, compute_s: float | None, agent: Agent) -> Figures:
         processor = agent.box.processors[0]
-        pool = next(pool for pool in agent.pools if pool.name == agent.box.pool_of(processor))
+        pool = next(pool for pool in agent.setup.pools if pool.name == agent.box.pool_of(processor))
         server = NaiveServer(
             experts=self._config.catalog.experts,
             graph=self._config.catalog.graph,
             files={expert: self.files[expert] for expert in self.experts},
             expert_bytes=pool.expert_bytes,
-            usage=agent.matrix.usage,
+            usage=agent.setup.matrix.usage,
             device=torch_device(processor),
             threads=agent.box.cores,
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
@@ -207,13 +210,13 @@ class _Bench:
 
     def _row(self, policy: str, agent: Agent) -> PolicyRow:
         agent = self._agents.get(policy, agent)
-        counts = Counter(spec.processor for spec in agent.executors)
-        memory = {pool.name: pool.expert_bytes for pool in agent.pools}
+        counts = Counter(spec.processor for spec in agent.setup.executors)
+        memory = {pool.name: pool.expert_bytes for pool in agent.setup.pools}
         return PolicyRow(
             policy=policy,
             requests=len(self._trace),
             precision="fp32" if policy == NAIVE else precision_text(agent),
-            memory=memory | {f"{pool.name}_workspace": pool.workspace_bytes for pool in agent.pools},
+            memory=memory | {f"{pool.name}_workspace": pool.workspace_bytes for pool in agent.setup.pools},
             executors={agent.box.processors[0]: 1} if policy == NAIVE else dict(counts),
             medians=medians(self._runs[policy]),
             runs=tuple(self._runs[policy]),
@@ -239,11 +242,11 @@ class _Floors:
         """Once more, on the executors that this agent has or had; nothing where no roofline is wanted."""
         if self._is_wanted:
             found = measure_compute(agent, self._work, self._progress)
-            self._found.setdefault(tuple(agent.executors), []).append(found)
+            self._found.setdefault(tuple(agent.setup.executors), []).append(found)
 
     def of(self, agent: Agent) -> Sequence[Compute]:
         """What was measured on this agent's executors."""
-        return self._found.get(tuple(agent.executors), ())
+        return self._found.get(tuple(agent.setup.executors), ())
 
     def seconds(self, agent: Agent) -> float | None:
         """Their mean; None where no roofline is wanted."""
@@ -251,74 +254,41 @@ class _Floors:
         return statistics.fmean(each.seconds for each in found) if found else None
 
 
-def with_policy(config: LineConfig, policy: str) -> LineConfig:
-    """The line under one of the presets. Raises ConfigError for another one."""
-    if policy not in PRESETS:
-        raise ConfigError(f"no policy {policy!r} - choose of {', '.join(PRESETS)}")
-    return replace(config, policy=cast("PolicyName", policy))
-
-
-def configured(config: LineConfig, options: RunOptions) -> LineConfig:
-    """The line with what these options replace. Raises ConfigError for a memory that no line has."""
-    unknown = options.memory.keys() - {"host", "device", "workspace"}
-    if unknown:
-        raise ConfigError(f"no memory {sorted(unknown)[0]!r} - give host, device or workspace, in bytes")
-    return replace(
-        config,
-        memory=config.memory.model_copy(update=dict(options.memory)),
-        precision=options.precision or config.precision,
-        executors=options.executors or config.executors,
-    )
-
-
 def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
     """What the simulator says that a trace takes, from this agent's own profile and limits.
 
     Experts answer as they did when it was played, so that requests take the same routes.
     """
-    config = agent.config
-    engine = Engine(config.catalog.graph, agent.matrix, agent.executors, PRESETS[config.policy], agent.limits)
     seen = {
         (number, step.expert): step.prediction
         for number, outcome in enumerate(played.outcomes)
         for step in outcome.steps
     }
-    simulation = Simulator(
-        engine,
-        agent.matrix,
-        agent.executors,
-        predict=lambda request, expert: seen.get((request, expert), PASSES),
-        link_bytes_per_s=_links(agent) | {SSD: ssd_bytes_per_s},
-        speedups=sharing_speedups(agent.stored),
+    links = {} if agent.stored is None else agent.stored.link_bytes_per_s
+    simulation = simulator_of(
+        agent.setup,
+        lambda request, expert: seen.get((request, expert), PASSES),
+        links | {SSD: ssd_bytes_per_s},
+        {} if agent.stored is None else sharing_speedups(agent.stored),
     ).run(trace)
-    processors = {spec.id: spec.processor for spec in agent.executors}
+    processors = {spec.id: spec.processor for spec in agent.setup.executors}
     batches = (effect.batch for _, effect in simulation.effects if isinstance(effect, StartBatch))
+    experts = agent.setup.matrix.experts
     busy_s = sum(
-        agent.matrix.experts[processors[batch.executor]][batch.expert].performance.latency_s(len(batch.requests))
+        experts[processors[batch.executor]][batch.expert].performance.latency_s(len(batch.requests))
         for batch in batches
     )
     return Predicted(max(simulation.finished_s.values()), busy_s)
 
 
-def sharing_speedups(stored: StoredProfile | None) -> dict[str, tuple[float, ...]]:
-    """Of processors whose executors slow one another down as batches come and go; a CPU's are in the matrix."""
-    speedups = {} if stored is None else stored.speedups
-    return {name: each for name, each in speedups.items() if name in SHARING_PROCESSORS and each}
-
-
 def precision_text(agent: Agent) -> str:
     """The precisions that an agent runs in, such as ``bf16``, or ``bf16+fp32`` where experts differ."""
-    return "+".join(sorted({packed.precision for packed in packed_copies(agent).values()}))
+    return "+".join(sorted({packed.precision for packed in agent.packed.values()}))
 
 
 def machine(agent: Agent) -> str:
     """What this was measured on: the box, its cores, the versions that matter."""
     return f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {software()}"
-
-
-def _links(agent: Agent) -> dict[str, float]:
-    """The links that a device profile has measured."""
-    return {} if agent.stored is None else {link.link: link.bytes_per_s for link in agent.stored.links}
 
 
 def _roofline_s(compute_s: float | None, io_s: float) -> float | None:

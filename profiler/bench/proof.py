@@ -129,6 +129,6 @@ def _compared(
     """First the plan from the line's profile, then the measurement."""
     profile = read_profile(config.profile_file)
     policies = [policy for policy in options.policies if policy != NAIVE]
-    rows = plan(config, None, profile, trace, policies, ssd_bytes_per_s=options.ssd_bytes_per_s)
+    rows = plan(config, profile, trace, policies, ssd_bytes_per_s=options.ssd_bytes_per_s)
     planned = {row.policy: row.images_per_s for row in rows}
     return Comparison(title, run_line(config, trace, options, progress), planned)

@@ -20,10 +20,12 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+from agent.deployment.build import AgentOptions
+from agent.deployment.engine_setup import Given
 from experts.direct_reads import DirectReader
 from experts.errors import ConfigError
 from experts.weights import ALIGNMENT_BYTES, AlignedBuffer
-from profiler.replay.player import AgentSetup, packed_copies, player
+from profiler.replay.player import player
 from profiler.workload.traces import Arrival
 
 if TYPE_CHECKING:
@@ -91,20 +93,20 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
     """
     if not work.experts:
         raise ConfigError(f"{agent.config.document.file}: no request of the trace was judged: nothing to compare with")
-    copies = packed_copies(agent)
+    copies = agent.packed
     sizes, kinds = _sizes(copies), _kinds(agent.config, copies)
     held = _held(agent, work, sizes, kinds)
     stands_for = _substitutes(work, held, kinds)
     trace = [Arrival(0.0, expert=stands_for[expert]) for expert in work.experts]
     first_uses = {arrival.expert: (arrival, image) for arrival, image in zip(trace, work.images, strict=True)}
     bytes_held = sum(sizes[expert] for expert in held)
-    setup = AgentSetup(
-        profile=agent.stored,
-        executors=agent.executors,
-        pools=[replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.pools],
-        usage={expert: float(expert in held) for expert in agent.config.catalog.experts},  # no other takes their room
+    given = Given(
+        agent.setup.executors,
+        [replace(pool, expert_bytes=max(bytes_held, pool.expert_bytes)) for pool in agent.setup.pools],
+        {expert: float(expert in held) for expert in agent.config.catalog.experts},  # no other takes their room
     )
-    with player(replace(agent.config, policy=POLICY), held, setup, progress) as stage:
+    options = AgentOptions(profile=agent.stored, given=given)
+    with player(agent.config.having(policy=POLICY), held, options, progress) as stage:
         stage.play([arrival for arrival, _ in first_uses.values()], [image for _, image in first_uses.values()])
         for _ in range(PASSES):
             played = stage.play(trace, work.images)
@@ -117,7 +119,7 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
 
 def io_bytes(agent: Agent, played: Played, work: Work) -> int:
     """Bytes of the distinct experts that a trace needed and no memory held at its start, shared parts once."""
-    copies = packed_copies(agent)
+    copies = agent.packed
     there = {copies[name].expert for name in played.resident_at_start}
     held = {segment.sha256 for name in played.resident_at_start for segment in copies[name].segments}
     missing: dict[str, int] = {}
@@ -131,7 +133,7 @@ def io_bytes(agent: Agent, played: Played, work: Work) -> int:
 def measure_bandwidth(agent: Agent) -> float:
     """Bytes per second of direct reads over the line's own packed files, the largest first, one after another."""
     segments: dict[str, tuple[Segment, str]] = {}
-    for packed in packed_copies(agent).values():
+    for packed in agent.packed.values():
         segments |= {segment.sha256: (segment, packed.expert) for segment in packed.segments}
     largest_first = sorted(segments.values(), key=lambda each: -each[0].size_bytes)
     reader, buffer = DirectReader(), AlignedBuffer(largest_first[0][0].size_bytes)

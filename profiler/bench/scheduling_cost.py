@@ -13,17 +13,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agent.deployment.build import AgentOptions
 from agent.records.database import StateLock
 from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.detection import detect
 from profiler.bench.playback import Playback
-from profiler.bench.policy_runs import RunOptions, configured, machine
+from profiler.bench.policy_runs import RunOptions, machine
 from profiler.bench.recorder import Recorder, Recording
 from profiler.bench.rows import busy_s
 from profiler.charts import bar_chart
 from profiler.paper.figures import FIGURE_19, FIGURE_19_SAID, section
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import AgentSetup, player
+from profiler.replay.player import player
 from profiler.targets import Target, at_most
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def measure_scheduling(
     Raises what ``run_line`` raises, and ConfigError for a run in which something fails.
     """
     options = options or RunOptions()
-    config = configured(config, options)
+    config = options.on(config)
     pairs: list[Pair] = []
     with ExitStack() as ending:
         if not options.is_locked:
@@ -136,7 +137,7 @@ def run_and_play_back(
         return playbacks[0]
 
     def played(decider: Callable[[Decider], Decider]) -> tuple[Played, str]:
-        with player(config, experts, AgentSetup(loop=options, decider=decider)) as stage:
+        with player(config, experts, AgentOptions(loop=options, decider=decider)) as stage:
             return stage.play(trace, images), machine(stage.agent)
 
     if earlier is None:

@@ -78,12 +78,8 @@ def plan(
         arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
         memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
-        common: dict[str, Any] = {
-            "executors": executor_counts(executors),
-            "precision": precision,
-            "ssd_bytes_per_s": bytes_per_s(ssd_bandwidth),
-            "seed": seed,
-        }
+        config = config.having(executors=executor_counts(executors), precision=precision)
+        common: dict[str, Any] = {"ssd_bytes_per_s": bytes_per_s(ssd_bandwidth), "seed": seed}
         found = _planned(config, stored, arrivals, policies or [config.policy], memories, common, progress)
     _tell(*found, as_json=as_json)
 
@@ -115,14 +111,14 @@ def _planned(
     for done, (policy, size) in enumerate(asked):
         progress(stage, done, steps)
         try:
-            (rows[policy, size],) = plan_rows(config, None, stored, arrivals, [policy], [memories[size]], **common)
+            (rows[policy, size],) = plan_rows(config, stored, arrivals, [policy], [memories[size]], **common)
         except ConfigError as error:
             refused[policy, size] = error
     if not rows:
         raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
     progress(stage, len(asked), steps)
     policy, size = next(iter(rows))
-    advice = plan_advice(config, None, stored, arrivals, policy, memories[size], **common)
+    advice = plan_advice(config, stored, arrivals, policy, memories[size], **common)
     progress(stage, steps, steps)
     return [*rows.values()], refused, advice
 

@@ -77,6 +77,7 @@ def profile(
         refuse_contradictions(ctx, is_measured=is_measured)
         config = read_line(line)
         spinning = set_spinning(config)
+        from profiler.allocation.decay_window import WindowOptions
         from profiler.allocation.search import SearchOptions
         from profiler.allocation.step import CASUAL, ENGINE, SIMULATE  # loads torch, as do those below
         from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
@@ -88,7 +89,7 @@ def profile(
             allocation=SIMULATE if simulate else CASUAL if casual else ENGINE,
             fresh=fresh,
             tolerance=tolerance,
-            search=SearchOptions(initial_window, error_margin, fit_values),
+            search=SearchOptions(WindowOptions(initial_window, error_margin, fit_values)),
             spinning=spinning,
         )
         with disk_explained(resumes=True), progress_on_stderr() as progress:

@@ -59,7 +59,7 @@ class _Reading:
     def __init__(self, profile: StoredProfile, file: Path) -> None:
         self._profile = profile
         self._file = file
-        self._links = {link.link: link.bytes_per_s for link in profile.links}
+        self._links = profile.link_bytes_per_s
         self._is_split = profile.box.device_bytes is not None
         self._sources = (SSD, HOST) if self._is_split else (SSD,)
 

@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agent.core.effects import StartLoad
-from agent.core.engine import Engine
 from agent.core.performance import (
     DEVICE,
     HOST,
@@ -35,10 +34,11 @@ from agent.core.performance import (
     PoolSpec,
 )
 from agent.core.policy import PRESETS, Assigning
+from agent.deployment.engine_setup import EngineSetup
+from agent.deployment.memory_needs import held_bytes
 from experts.errors import ConfigError
-from profiler.allocation.memory_shares import held_bytes
 from profiler.paper.devices import CPU, GPU
-from profiler.simulation.simulator import Simulator
+from profiler.simulation.simulator import simulator_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,16 +103,16 @@ def simulate(system: System, device: PaperDevice, task: Task) -> SystemRow:
     pools = pool_specs(system, device, task, specs)
     in_flight = len(specs) if system.loads_in_flight is None else system.loads_in_flight
     limits = Limits(pools, max_overtake_s=system.max_overtake_s, loads_in_flight=in_flight)
-    engine = Engine(task.graph, profile, specs, PRESETS[system.policy], limits)
+    setup = EngineSetup(task.graph, system.policy, specs, profile, limits)
     links = {SSD: device.links.ssd_bytes_per_s.value}
     if device.links.host_bytes_per_s is not None:
         links[HOST] = device.links.host_bytes_per_s.value
     speedups = {name: device.processor(name).speedups.value for name in (GPU, CPU)}
-    simulator = Simulator(engine, profile, specs, task.predict, link_bytes_per_s=links, speedups=speedups)
+    simulator = simulator_of(setup, task.predict, links, speedups)
     simulation = simulator.run(task.trace)
     loads = [each for at_s, each in simulation.effects if isinstance(each, StartLoad) and at_s >= simulation.started_s]
     gpu_pool = next(pool for pool in pools if pool.name == device.pool_of(GPU))
-    statistics = engine.statistics()
+    statistics = simulator.engine.statistics()
     return SystemRow(
         task=task.name,
         device=device.device,

@@ -94,8 +94,10 @@ def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -
     for number in range(requests):
         trace.append(Arrival(number * INTERVAL_S, arriving.choices(components, quantities)[0]))
         passes.append(arriving.random() < PASS_RATE)
-    usage = _usage(routes, dict(zip(components, quantities, strict=True)))
-    return Task(name, ExpertGraph(architectures, routes), architectures, usage, tuple(trace), tuple(passes))
+    graph, total = ExpertGraph(architectures, routes), sum(quantities)
+    shares = {component: quantity / total for component, quantity in zip(components, quantities, strict=True)}
+    usage = graph.usage(shares, dict.fromkeys(architectures, PASS_RATE))
+    return Task(name, graph, architectures, usage, tuple(trace), tuple(passes))
 
 
 def _routes(board: PaperBoard, components: list[str]) -> tuple[dict[str, tuple[RouteStep, ...]], dict[str, str]]:
@@ -115,15 +117,3 @@ def _routes(board: PaperBoard, components: list[str]) -> tuple[dict[str, tuple[R
             steps.append(RouteStep(detector, passing))
         routes[component] = tuple(steps)
     return routes, architectures | detectors
-
-
-def _usage(routes: Mapping[str, tuple[RouteStep, ...]], quantities: Mapping[str, float]) -> dict[str, float]:
-    """Computed from the quantities (section 4.5): a subsequent expert gets what its preliminary ones pass on."""
-    total = sum(quantities.values())
-    usage: dict[str, float] = {}
-    for component, steps in routes.items():
-        share = quantities[component] / total
-        for step in steps:
-            usage[step.expert] = usage.get(step.expert, 0.0) + share
-            share *= PASS_RATE
-    return usage

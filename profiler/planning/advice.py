@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
+from agent.deployment.memory_needs import memory_needs
 from experts.sizes import size_text
 from profiler.simulation.bounds import bounds
 from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, with_ssd
@@ -24,13 +25,12 @@ from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, w
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from agent.core.performance import SharedPart
-    from agent.deployment.engine_setup import Planned
+    from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
 
-    Split = Callable[[Mapping[str, int]], Planned]  # what is decided with, in budgets in bytes by memory
+    Split = Callable[[Mapping[str, int]], EngineSetup]  # what is decided with, in budgets in bytes by memory
 
 REMOVED = 0.95  # of what unlimited memory gives
 SSD_BUSY = 0.8  # arbitrary: beyond it loads can hardly overlap any better
@@ -107,40 +107,38 @@ class Advice:
 
 def advise(
     scenario: Scenario,
-    planned: Planned,
-    policy: str,
+    setup: EngineSetup,
     box: BoxIdentity,
-    required_images_per_s: float | None = None,
-    split: Split | None = None,
+    required_images_per_s: float | None,
+    split: Split,
 ) -> Advice:
     """What limits this scenario, and what would remove it. ``required_images_per_s``: what the line's takt needs.
 
-    ``split``: what the agent would decide with, were its memories given these budgets; None: workspaces stay as they
-    are, and experts get the rest. Raises ConfigError as ``forecast`` does.
+    ``split``: what the agent would decide with, were its memories given these budgets. Raises ConfigError as
+    ``forecast`` does.
     """
-    split = split or _beside_workspaces(planned)
-    now = forecast(scenario, planned, policy)
-    spacious = _with_room_for_all(planned, split)
+    now = forecast(scenario, setup)
+    spacious = _with_room_for_all(setup, split)
     settled, roomy = with_ssd(scenario, spacious, math.inf)
-    unlimited = forecast(settled, roomy, policy)
+    unlimited = forecast(settled, roomy)
     best_images_per_s = max(unlimited.images_per_s, now.images_per_s)
     target_images_per_s = REMOVED * best_images_per_s
     busy_fraction = now.bytes_read / scenario.ssd_bytes_per_s / now.seconds if now.seconds > 0.0 else 0.0
     memory = ssd = takt = None
     if now.images_per_s >= target_images_per_s:
-        floor = bounds(scenario.requests, scenario.resources(planned))
+        floor = bounds(scenario.requests, scenario.resources(setup))
         limit = Limit.ARRIVALS if _waits_for_arrivals(now, floor) else Limit.COMPUTE
     else:
-        limit = Limit.SSD if busy_fraction >= SSD_BUSY or _is_as_roomy(planned, spacious) else Limit.MEMORY
-        memory = _memory_remedy(scenario, planned, policy, box, target_images_per_s, spacious, split)
-        ssd = _ssd_remedy(scenario, planned, policy, target_images_per_s)
+        limit = Limit.SSD if busy_fraction >= SSD_BUSY or _is_as_roomy(setup, spacious) else Limit.MEMORY
+        memory = _memory_remedy(scenario, setup, box, target_images_per_s, spacious, split)
+        ssd = _ssd_remedy(scenario, setup, target_images_per_s)
     if required_images_per_s is not None:
-        is_met = reaches(scenario, planned, policy, now, required_images_per_s)
-        is_met_unlimited = is_met or reaches(settled, roomy, policy, unlimited, required_images_per_s)
+        is_met = reaches(scenario, setup, now, required_images_per_s)
+        is_met_unlimited = is_met or reaches(settled, roomy, unlimited, required_images_per_s)
         takt = Takt(required_images_per_s, is_met, is_met_unlimited)
     return Advice(
-        policy=policy,
-        budget_bytes=_budgets(planned),
+        policy=setup.policy,
+        budget_bytes=_budgets(setup),
         limit=limit,
         images_per_s=now.images_per_s,
         unlimited_images_per_s=best_images_per_s,
@@ -166,20 +164,19 @@ def _waits_for_arrivals(now: Forecast, floor: Bounds) -> bool:
 
 def _memory_remedy(
     scenario: Scenario,
-    planned: Planned,
-    policy: str,
+    setup: EngineSetup,
     box: BoxIdentity,
     target_images_per_s: float,
-    spacious: Planned,
+    spacious: EngineSetup,
     split: Split,
 ) -> MemoryRemedy | None:
     """The memory of the executors that do most is the device's where there is one, else the host's."""
-    used = {spec.pool for spec in planned.executors}
+    used = {spec.pool for spec in setup.executors}
     main = DEVICE if DEVICE in used else HOST
-    now_bytes, most_bytes = _budgets(planned), _budgets(spacious)
+    now_bytes, most_bytes = _budgets(setup), _budgets(spacious)
 
     def played(budget_bytes: Mapping[str, int]) -> Forecast:
-        return forecast(scenario, split(budget_bytes), policy)
+        return forecast(scenario, split(budget_bytes))
 
     for pools in dict.fromkeys(((main,), tuple(now_bytes))):
         now, most = ({pool: sizes[pool] for pool in pools} for sizes in (now_bytes, most_bytes))
@@ -207,11 +204,11 @@ def _box_bytes(box: BoxIdentity, pool: str) -> int:
     return box.device_bytes if pool == DEVICE and box.device_bytes is not None else box.host_bytes
 
 
-def _ssd_remedy(scenario: Scenario, planned: Planned, policy: str, target_images_per_s: float) -> SsdRemedy | None:
+def _ssd_remedy(scenario: Scenario, setup: EngineSetup, target_images_per_s: float) -> SsdRemedy | None:
     now_bytes_per_s = scenario.ssd_bytes_per_s
 
     def with_speed(bytes_per_s: float) -> Forecast:
-        return forecast(*with_ssd(scenario, planned, bytes_per_s), policy)
+        return forecast(*with_ssd(scenario, setup, bytes_per_s))
 
     fastest = now_bytes_per_s * FASTEST_SSD
     found = _smallest(now_bytes_per_s, fastest, lambda speed: with_speed(speed).images_per_s >= target_images_per_s)
@@ -234,43 +231,27 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
     return enough
 
 
-def _beside_workspaces(planned: Planned) -> Split:
-    """Experts get what the workspaces leave, which stay as they are."""
-    workspaces = {pool.name: pool.workspace_bytes for pool in planned.pools}
-    return lambda budget_bytes: with_expert_bytes(
-        planned, {pool: size - workspaces[pool] for pool, size in budget_bytes.items()}
-    )
-
-
-def _with_room_for_all(planned: Planned, split: Split) -> Planned:
+def _with_room_for_all(setup: EngineSetup, split: Split) -> EngineSetup:
     """With what unlimited memory gives to batches, and room for all experts but no more."""
-    unlimited = split({pool.name: UNLIMITED_BYTES for pool in planned.pools})
-    return with_expert_bytes(unlimited, _bytes_of_all(planned))
+    unlimited = split({pool.name: UNLIMITED_BYTES for pool in setup.pools})
+    return with_expert_bytes(unlimited, _bytes_of_all(setup))
 
 
-def _is_as_roomy(planned: Planned, spacious: Planned) -> bool:
+def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
     return all(
         pool.expert_bytes >= most.expert_bytes and pool.workspace_bytes >= most.workspace_bytes
-        for pool, most in zip(planned.pools, spacious.pools, strict=True)
+        for pool, most in zip(setup.pools, spacious.pools, strict=True)
     )
 
 
-def _budgets(planned: Planned) -> dict[str, int]:
-    return {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in planned.pools}
+def _budgets(setup: EngineSetup) -> dict[str, int]:
+    return {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in setup.pools}
 
 
-def _bytes_of_all(planned: Planned) -> dict[str, int]:
+def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
     """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
-    feeds = {pool.cache: pool.name for pool in planned.pools if pool.cache is not None}
-    needed = {}
-    for pool in planned.pools:
-        served = {pool.name, feeds.get(pool.name)}
-        columns = [planned.matrix.experts[spec.processor] for spec in planned.executors if spec.pool in served]
-        footprints = {row.copy: row.footprint for column in columns for row in column.values()}
-        parts: set[SharedPart] = {part for footprint in footprints.values() for part in footprint.shared}
-        own_bytes = sum(footprint.own_bytes for footprint in footprints.values())
-        needed[pool.name] = max(own_bytes + sum(part.size_bytes for part in parts), pool.expert_bytes)
-    return needed
+    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned)
+    return {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
 
 
 # -- sentences --

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from agent.core.policy import PRESETS
 from agent.deployment.engine_setup import planned, profiled_box
-from experts.document import suggestion
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import advise
@@ -25,11 +23,9 @@ if TYPE_CHECKING:
 
     from rich.console import JustifyMethod
 
-    from agent.config import LineConfig, PolicyName
-    from agent.deployment.engine_setup import Planned
+    from agent.config import LineConfig
+    from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
-    from agent.runtime.machine.box import Box
-    from experts.expert import Precision
     from profiler.planning.advice import Advice
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
@@ -79,66 +75,59 @@ class PlanRow:
 
 def plan(
     config: LineConfig,
-    box: Box | None,
     profile: StoredProfile,
     trace: Sequence[Arrival],
     policies: Sequence[str] = (),
     memories: Sequence[Mapping[str, int]] = ({},),
     *,
-    executors: Mapping[str, int] | None = None,
-    precision: Precision | None = None,
     ssd_bytes_per_s: float | None = None,
     seed: int = 0,
 ) -> tuple[PlanRow, ...]:
-    """A row for each memory and policy asked, in that order; no policy = the line's own.
+    """A row for each memory and policy asked, in that order, on the box that was profiled; no policy = the line's own.
 
-    ``box``: None = the one that was profiled. ``memories``, ``executors``, ``precision``: in the place of the line's
-    own; sizes in bytes by host, device and workspace. ``ssd_bytes_per_s``: in the place of the measured speed. ``seed``
-    draws which requests a step lets pass. Raises ConfigError for what cannot run, or fit.
+    ``memories``: in the place of the line's own, in bytes by host, device and workspace. ``ssd_bytes_per_s``: in the
+    place of the measured speed. ``seed`` draws which requests a step lets pass. Raises ConfigError for what cannot
+    run, or fit.
     """
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     required = required_images_per_s(config)
     rows = []
     for memory in memories:
         for policy in policies or (config.policy,):
-            setting = _planned(config, box, profile, policy, memory, executors, precision)
-            rows.append(plan_row(*_with_ssd(scenario, setting, ssd_bytes_per_s), policy, required))
+            setup = planned(config.having(policy=policy, memory=memory), profiled_box(profile), profile)
+            rows.append(plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required))
     return tuple(rows)
 
 
 def plan_advice(
     config: LineConfig,
-    box: Box | None,
     profile: StoredProfile,
     trace: Sequence[Arrival],
     policy: str | None = None,
     memory: Mapping[str, int] | None = None,
     *,
-    executors: Mapping[str, int] | None = None,
-    precision: Precision | None = None,
     ssd_bytes_per_s: float | None = None,
     seed: int = 0,
 ) -> Advice:
     """What limits the line under one policy in one memory, and what would remove that; arguments as of ``plan``."""
-    name = policy or config.policy
-    setting = _planned(config, box, profile, name, memory or {}, executors, precision)
+    asked = config.having(policy=policy, memory=memory)
+    box = profiled_box(profile)
+    setup = planned(asked, box, profile)
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
-    _refuse_broken(scenario, setting)
+    _refuse_broken(scenario, setup)
+
+    def split(budget_bytes: Mapping[str, int]) -> EngineSetup:
+        return _with_ssd(scenario, planned(asked.having(memory=budget_bytes), box, profile), ssd_bytes_per_s)[1]
+
     required = required_images_per_s(config)
-
-    def split(budget_bytes: Mapping[str, int]) -> Planned:
-        given = {**(memory or {}), **budget_bytes}
-        shared_out = _planned(config, box, profile, name, given, executors, precision)
-        return _with_ssd(scenario, shared_out, ssd_bytes_per_s)[1]
-
-    return advise(*_with_ssd(scenario, setting, ssd_bytes_per_s), name, profile.box, required, split)
+    return advise(*_with_ssd(scenario, setup, ssd_bytes_per_s), profile.box, required, split)
 
 
-def plan_row(scenario: Scenario, setting: Planned, policy: str, required_images_per_s: float | None) -> PlanRow:
+def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: float | None) -> PlanRow:
     """One row. Raises ConfigError as ``forecast`` does, and for experts that are broken."""
-    _refuse_broken(scenario, setting)
-    played = forecast(scenario, setting, policy)
-    resources = scenario.resources(setting)
+    _refuse_broken(scenario, setup)
+    played = forecast(scenario, setup)
+    resources = scenario.resources(setup)
     bound = bounds(scenario.requests, resources)
     needed = {expert for experts in scenario.steps for expert in experts}
     io_s = unread_bytes(needed, resources, played.resident_at_start) / scenario.ssd_bytes_per_s
@@ -146,18 +135,18 @@ def plan_row(scenario: Scenario, setting: Planned, policy: str, required_images_
     requests = len(scenario.trace)
     is_met = None
     if required_images_per_s is not None:
-        is_met = reaches(scenario, setting, policy, played, required_images_per_s)
+        is_met = reaches(scenario, setup, played, required_images_per_s)
     return PlanRow(
-        policy=policy,
-        memory={pool.name: pool.expert_bytes for pool in setting.pools}
-        | {pool.name + WORKSPACE: pool.workspace_bytes for pool in setting.pools},
-        executors=dict(Counter(spec.processor for spec in setting.executors)),
+        policy=setup.policy,
+        memory={pool.name: pool.expert_bytes for pool in setup.pools}
+        | {pool.name + WORKSPACE: pool.workspace_bytes for pool in setup.pools},
+        executors=dict(Counter(spec.processor for spec in setup.executors)),
         requests=requests,
         seconds=played.seconds,
         images_per_s=played.images_per_s,
         switches=played.switches,
         loads=_loads(played),
-        switching_loads=played.loads_to({spec.pool for spec in setting.executors}),
+        switching_loads=played.loads_to({spec.pool for spec in setup.executors}),
         evictions=played.evictions,
         bytes_read=played.bytes_read,
         bytes_read_per_shift=_per_shift(played, required_images_per_s if is_met else None),
@@ -191,44 +180,21 @@ def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
     return folded((table, LEGEND, *(() if advice is None else advice.sentences)))
 
 
-# -- settings --
+# -- setups --
 
 
-def _planned(
-    config: LineConfig,
-    box: Box | None,
-    profile: StoredProfile,
-    policy: str,
-    memory: Mapping[str, int],
-    executors: Mapping[str, int] | None,
-    precision: Precision | None,
-) -> Planned:
-    """What an agent of the line would decide with, were it configured so."""
-    if policy not in PRESETS:
-        raise ConfigError(f"no policy {policy!r} - {suggestion(policy, PRESETS)}")
-    return planned(
-        config,
-        box or profiled_box(profile),
-        profile,
-        policy=cast("PolicyName", policy),
-        memory=memory,
-        executors=executors,
-        precision=precision,
-    )
-
-
-def _with_ssd(scenario: Scenario, setting: Planned, bytes_per_s: float | None) -> tuple[Scenario, Planned]:
+def _with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float | None) -> tuple[Scenario, EngineSetup]:
     if bytes_per_s is None:
-        return scenario, setting
+        return scenario, setup
     if bytes_per_s <= 0.0:
         raise ConfigError(f"an SSD of {bytes_per_s} bytes/s reads nothing - give more than 0")
-    return with_ssd(scenario, setting, bytes_per_s)
+    return with_ssd(scenario, setup, bytes_per_s)
 
 
-def _refuse_broken(scenario: Scenario, setting: Planned) -> None:
-    needed = sorted({expert for experts in scenario.steps for expert in experts} & setting.broken.keys())
+def _refuse_broken(scenario: Scenario, setup: EngineSetup) -> None:
+    needed = sorted({expert for experts in scenario.steps for expert in experts} & setup.broken.keys())
     if needed:
-        reasons = [f"the trace needs {expert}, which cannot be served: {setting.broken[expert]}" for expert in needed]
+        reasons = [f"the trace needs {expert}, which cannot be served: {setup.broken[expert]}" for expert in needed]
         raise ConfigError.of([ConfigError(reason) for reason in reasons])
 
 

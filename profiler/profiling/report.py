@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import asdict
+from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from experts.sizes import MEBIBYTE, mib
-from profiler.allocation.memory_shares import usage_cdf
 from profiler.charts import Series, line_chart
 from profiler.microbench.fits import typical_s
 from profiler.tables import folded, folded_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import JustifyMethod
@@ -54,7 +54,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             "processors": list(profile.box.processors),
             "cores": profile.box.cores,
             "versions": dict(profile.box.versions),
-            "links_bytes_per_s": {link.link: link.bytes_per_s for link in profile.links},
+            "links_bytes_per_s": profile.link_bytes_per_s,
             "speedups": {name: list(values) for name, values in profile.speedups.items()},
             "spinning": {
                 "setting": profile.spinning_setting,
@@ -231,6 +231,18 @@ def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
         for number, kind in enumerate(kinds)
     ]
     return measured + lines
+
+
+def usage_cdf(probabilities: Mapping[str, float]) -> tuple[float, ...]:
+    """The share of all uses that the 1, 2, 3... most used experts have together (section 4.4, Figure 11).
+
+    Probabilities of requests need not add up to 1, shares do. Without any use all experts share alike.
+    """
+    descending = sorted(probabilities.values(), reverse=True)
+    total = sum(descending)
+    if total <= 0:
+        return tuple((number + 1) / len(descending) for number in range(len(descending)))
+    return tuple(min(share / total, 1.0) for share in accumulate(descending))
 
 
 def _usage_chart(profile: StoredProfile, folder: Path) -> list[Path]:

@@ -11,15 +11,12 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from agent.deployment.build import build_agent
-from agent.deployment.packed_copies import copy_name, packed_manifests
-from agent.runtime.loop import LoopOptions
-from experts.errors import AgentCrashed, ConfigError, ExpertError
-from experts.expert import Precision, Verdict
+from agent.deployment.build import AS_SERVED, agent_with_requests
+from experts.errors import ConfigError, ExpertError
+from experts.expert import Verdict
 from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
 from profiler.replay.timed_decider import Decision, TimedDecider
 
@@ -30,12 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from agent.config import LineConfig
-    from agent.core.performance import ExecutorSpec, PoolSpec
     from agent.core.request import Outcome
-    from agent.deployment.build import Agent
-    from agent.device_profile.records import StoredProfile
+    from agent.deployment.build import Agent, AgentOptions
     from agent.runtime.loop import Decider, LoopStatistics
-    from experts.weights import PackedExpert
+    from agent.runtime.requests import Requests
     from profiler.workload.traces import Arrival
 
     Progress = Callable[[str, int, int], None]
@@ -90,22 +85,13 @@ class Played:
         return tuple(self.outcomes[number].reason or "no reason given" for number in self.unjudged(trace))
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An outcome and when it came, monotonic."""
-
-    number: int
-    outcome: Outcome
-    at_s: float
-
-
 @dataclass(slots=True)
 class Player:
     """A running agent that traces can be played on, one after another."""
 
     agent: Agent
     timer: TimedDecider
-    _ended: SimpleQueue[Ended | AgentCrashed] = field(default_factory=SimpleQueue)
+    _requests: Requests
 
     def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> Played:
         """Submit every request at its time and wait for every outcome. Raises AgentCrashed."""
@@ -114,19 +100,19 @@ class Player:
         forget_peak_rss()
         cores = CoresInUse()
         started_s = time.monotonic()
-        numbers = [
-            self._submit(arrival, image, started_s + arrival.at_s) for arrival, image in zip(trace, images, strict=True)
-        ]
-        ended = self._collect(len(numbers))
+        for arrival, image in zip(trace, images, strict=True):
+            delay_s = started_s + arrival.at_s - time.monotonic()
+            if delay_s > 0:
+                time.sleep(delay_s)
+            self._requests.submit(image, component=arrival.component, expert=arrival.expert)
+        ended = self._requests.collect()
         peak_rss_bytes, others_fraction = peak_resident_bytes(), cores.others_fraction()
         decisions = tuple(self.timer.decisions[decided:])
         self.agent.loop.wait_until_idle(SETTLE_LIMIT_S)
         return Played(
-            seconds=max(ended[number].at_s for number in numbers) - started_s,
-            outcomes=tuple(ended[number].outcome for number in numbers),
-            waits_s=tuple(
-                ended[number].at_s - started_s - arrival.at_s for number, arrival in zip(numbers, trace, strict=True)
-            ),
+            seconds=max(end.at_s for end in ended) - started_s,
+            outcomes=tuple(end.outcome for end in ended),
+            waits_s=tuple(end.at_s - started_s - arrival.at_s for end, arrival in zip(ended, trace, strict=True)),
             decisions=decisions,
             before=before,
             after=self.agent.loop.statistics(),
@@ -134,97 +120,39 @@ class Player:
             others_fraction=others_fraction,
         )
 
-    def _submit(self, arrival: Arrival, image: NDArray[np.uint8], due_s: float) -> int:
-        loop = self.agent.loop
-        delay_s = due_s - time.monotonic()
-        if delay_s > 0:
-            time.sleep(delay_s)
-        if loop.crash is not None:
-            raise loop.crash
-        return loop.submit(image, component=arrival.component, expert=arrival.expert)
-
-    def _collect(self, count: int) -> dict[int, Ended]:
-        ended: dict[int, Ended] = {}
-        while len(ended) < count:
-            end = self._ended.get()
-            if isinstance(end, AgentCrashed):
-                raise end
-            ended[end.number] = end
-        return ended
-
-
-@dataclass(frozen=True, slots=True)
-class AgentSetup:
-    """How an agent is built, beside its line: as ``build_agent`` takes it. ``decider`` stands before its Engine.
-
-    ``is_strict``: experts that cannot be served are refused before anything is played; else their requests end UNKNOWN.
-    """
-
-    loop: LoopOptions = field(default_factory=LoopOptions)
-    profile: StoredProfile | Literal["auto"] | None = "auto"
-    executors: Sequence[ExecutorSpec] | None = None
-    pools: Sequence[PoolSpec] | None = None
-    usage: Mapping[str, float] | None = None
-    decider: Callable[[Decider], Decider] = lambda engine: engine
-    is_strict: bool = True
-
 
 @contextmanager
 def player(
-    config: LineConfig, experts: Iterable[str], setup: AgentSetup, progress: Progress = lambda *_: None
+    config: LineConfig,
+    experts: Iterable[str],
+    options: AgentOptions = AS_SERVED,
+    progress: Progress = lambda *_: None,
+    *,
+    is_strict: bool = True,
 ) -> Iterator[Player]:
     """An agent whose initial placement is complete, stopped in the end.
 
-    ``experts``: those that traces will need. A strict setup raises ConfigError naming each of them that cannot be
-    served, and WeightsError for a packed file that is damaged or gone.
+    ``experts``: those that traces will need. ``is_strict``: raises ConfigError naming each of them that cannot be
+    served, and WeightsError for a packed file that is damaged or gone; else their requests end UNKNOWN.
     """
-    ended: SimpleQueue[Ended | AgentCrashed] = SimpleQueue()
     timers: list[TimedDecider] = []
 
     def timed(engine: Decider) -> Decider:
-        timers.append(TimedDecider(setup.decider(engine)))
+        timers.append(TimedDecider(options.decider(engine)))
         return timers[0]
 
-    def tell(number: int, outcome: Outcome) -> None:
-        ended.put(Ended(number, outcome, time.monotonic()))
-
-    agent = build_agent(
-        config,
-        tell,
-        progress,
-        setup.loop,
-        profile=setup.profile,
-        executors=setup.executors,
-        pools=setup.pools,
-        usage=setup.usage,
-        decider=timed,
-    )
-    agent.loop.when_crashed(ended.put)
     needed = sorted(set(experts))
-    try:
-        if setup.is_strict:
-            _refuse_broken(config, needed, agent.broken)
-        _verify(agent, needed, is_strict=setup.is_strict)
+    with agent_with_requests(config, progress, replace(options, decider=timed)) as (agent, requests):
+        if is_strict:
+            _refuse_broken(config, needed, agent.setup.broken)
+        _verify(agent, needed, is_strict=is_strict)
         agent.start()
         if not agent.loop.wait_until_idle(PLACEMENT_LIMIT_S):
             raise ConfigError(f"{config.document.file}: experts were not placed within {PLACEMENT_LIMIT_S:.0f} s")
-        if setup.is_strict:
+        if is_strict:
             engine = agent.loop.statistics().engine
             _refuse_broken(config, needed, {**engine.on_probation, **engine.quarantined})
-        yield Player(agent, timers[0], ended)
-    finally:
-        agent.stop()
-
-
-def packed_copies(agent: Agent) -> dict[str, PackedExpert]:
-    """What this agent may load, by the name of the copy."""
-    copies = {row.copy for column in agent.matrix.experts.values() for row in column.values()}
-    found = {
-        copy_name(expert, Precision(manifest.packed.precision)): manifest.packed
-        for expert, manifests in packed_manifests(agent.config).items()
-        for manifest in manifests
-    }
-    return {copy: found[copy] for copy in copies}
+        yield Player(agent, timers[0], requests)
 
 
 def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
@@ -234,7 +162,7 @@ def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
     """
     segments = {
         segment.sha256: (segment, packed.expert)
-        for packed in packed_copies(agent).values()
+        for packed in agent.packed.values()
         if packed.expert in experts
         for segment in packed.segments
     }

@@ -12,7 +12,7 @@ takes away choices, so a bound without it stays one.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -302,12 +302,8 @@ def _next_uses(order: Sequence[str]) -> list[int]:
 
 def _common_parts(footprints: Sequence[Footprint]) -> dict[str, int]:
     """The shared parts that every one of these footprints has."""
-    holders: defaultdict[str, int] = defaultdict(int)
-    sizes = {part.id: part.size_bytes for footprint in footprints for part in footprint.shared}
-    for footprint in footprints:
-        for part in footprint.shared:
-            holders[part.id] += 1
-    return {part: size for part, size in sizes.items() if holders[part] == len(footprints)}
+    common = set.intersection(*(set(footprint.shared) for footprint in footprints))
+    return {part.id: part.size_bytes for part in common}
 
 
 # -- time --

@@ -15,20 +15,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.effects import Assigned, Evict, Fail, StartLoad
-from agent.core.engine import Engine
 from agent.core.performance import SSD, PerformanceMatrix
-from agent.core.policy import PRESETS
 from experts.document import suggestion
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import NOTHING_FOUND, Prediction
 from profiler.simulation.bounds import RequestSteps, Resources
-from profiler.simulation.simulator import Simulator
+from profiler.simulation.simulator import simulator_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.core.effects import Effect
-    from agent.deployment.engine_setup import Planned
+    from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
     from experts.graph import ExpertGraph
     from profiler.workload.traces import Arrival
@@ -79,11 +77,9 @@ class Scenario:
         """What the SSD gives."""
         return self.link_bytes_per_s[SSD]
 
-    def resources(self, planned: Planned) -> Resources:
+    def resources(self, setup: EngineSetup) -> Resources:
         """What a schedule has to work with, as the bounds take it."""
-        return Resources(
-            tuple(planned.executors), tuple(planned.pools), planned.matrix, self.ssd_bytes_per_s, self.speedups
-        )
+        return Resources(setup.executors, setup.pools, setup.matrix, self.ssd_bytes_per_s, self.speedups)
 
     def predict(self, request: int, expert: str) -> Prediction:
         """What lets a request go on to the steps that were drawn for it, and no further."""
@@ -134,12 +130,16 @@ def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arri
     """
     if not trace:
         raise ConfigError("an empty queue: the trace holds no request - there is nothing to plan")
-    links = {link.link: link.bytes_per_s for link in profile.links}
+    links = profile.link_bytes_per_s
     if links.get(SSD, 0.0) <= 0.0:
         raise ConfigError("the device profile has no speed of its SSD - run `coserve profile` for this line again")
     steps = draw_steps(trace, graph, profile.usage.pass_rates, seed)
-    speedups = {name: each for name, each in profile.speedups.items() if name in SHARING_PROCESSORS and each}
-    return Scenario(graph, tuple(trace), steps, links, speedups)
+    return Scenario(graph, tuple(trace), steps, links, sharing_speedups(profile))
+
+
+def sharing_speedups(profile: StoredProfile) -> dict[str, tuple[float, ...]]:
+    """Of processors whose executors slow one another down as batches come and go; a CPU's are in the matrix."""
+    return {name: each for name, each in profile.speedups.items() if name in SHARING_PROCESSORS and each}
 
 
 def draw_steps(
@@ -167,21 +167,13 @@ def draw_steps(
     return tuple(drawn)
 
 
-def forecast(scenario: Scenario, planned: Planned, policy: str) -> Forecast:
+def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
     """Play the trace. Raises ConfigError when an expert cannot fit, or no executor can run one that is needed."""
-    _refuse_unable(scenario, planned)
+    _refuse_unable(scenario, setup)
     try:
-        engine = Engine(scenario.graph, planned.matrix, planned.executors, PRESETS[policy], planned.limits)
+        simulator = simulator_of(setup, scenario.predict, scenario.link_bytes_per_s, scenario.speedups)
     except MemoryExceeded as error:
         raise ConfigError(f"{error} - plan with more memory, or with a smaller model") from error
-    simulator = Simulator(
-        engine,
-        planned.matrix,
-        planned.executors,
-        predict=scenario.predict,
-        link_bytes_per_s=scenario.link_bytes_per_s,
-        speedups=scenario.speedups,
-    )
     simulation = simulator.run(scenario.trace)
     effects = [effect for _, effect in simulation.effects]
     start = next(at for at, effect in enumerate(effects) if isinstance(effect, Assigned | Fail))
@@ -189,7 +181,7 @@ def forecast(scenario: Scenario, planned: Planned, policy: str) -> Forecast:
     return Forecast(
         seconds=max(simulation.finished_s.values()),
         waits_s=simulation.waits_s(scenario.trace),
-        switches=engine.statistics().switches,  # before the trace nobody waits for a load
+        switches=simulator.engine.statistics().switches,  # before the trace nobody waits for a load
         loads=dict(sorted(Counter(f"{load.source}_{load.pool}" for load in loads).items())),
         evictions=sum(isinstance(effect, Evict) for effect in effects[start:]),
         bytes_read=sum(load.size_bytes for load in loads if load.source == SSD),
@@ -197,7 +189,7 @@ def forecast(scenario: Scenario, planned: Planned, policy: str) -> Forecast:
     )
 
 
-def reaches(scenario: Scenario, planned: Planned, policy: str, played: Forecast, images_per_s: float) -> bool:
+def reaches(scenario: Scenario, setup: EngineSetup, played: Forecast, images_per_s: float) -> bool:
     """Does the line keep up with that many images a second? ``played``: the forecast of this scenario.
 
     The trace is played over and over at that rate. That its last images come late tells nothing: they wait for their
@@ -209,7 +201,7 @@ def reaches(scenario: Scenario, planned: Planned, policy: str, played: Forecast,
         return True  # in time, and the next pass would find the same experts in memory
     passes = max(LEAST_PASSES, math.ceil(LEAST_REQUESTS / requests))
     repeated = scenario.repeated(passes, images_per_s)
-    waits_s = forecast(repeated, planned, policy).waits_s
+    waits_s = forecast(repeated, setup).waits_s
     ends_s = sorted(arrival.at_s + wait_s for arrival, wait_s in zip(repeated.trace, waits_s, strict=True))
     came = [requests * (each + 1) for each in range(passes)]
     still_open = [count - bisect_right(ends_s, count / images_per_s * (1.0 + ROUNDING)) for count in came]
@@ -217,12 +209,12 @@ def reaches(scenario: Scenario, planned: Planned, policy: str, played: Forecast,
     return min(still_open[-third:]) <= max(still_open[:third]) + 1
 
 
-def with_ssd(scenario: Scenario, planned: Planned, bytes_per_s: float) -> tuple[Scenario, Planned]:
+def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tuple[Scenario, EngineSetup]:
     """The same with another SSD: what a load takes beside reading its bytes stays as it is."""
     links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
     gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
     experts = {}
-    for processor, column in planned.matrix.experts.items():
+    for processor, column in setup.matrix.experts.items():
         experts[processor] = {
             name: replace(
                 row,
@@ -233,14 +225,14 @@ def with_ssd(scenario: Scenario, planned: Planned, bytes_per_s: float) -> tuple[
             )
             for name, row in column.items()
         }
-    profile = PerformanceMatrix(experts, planned.matrix.usage)
-    return replace(scenario, link_bytes_per_s=links), replace(planned, matrix=profile)
+    matrix = PerformanceMatrix(experts, setup.matrix.usage)
+    return replace(scenario, link_bytes_per_s=links), replace(setup, matrix=matrix)
 
 
-def with_expert_bytes(planned: Planned, expert_bytes: Mapping[str, int]) -> Planned:
+def with_expert_bytes(setup: EngineSetup, expert_bytes: Mapping[str, int]) -> EngineSetup:
     """The same with other room for experts, by memory; workspaces stay as they are."""
-    pools = tuple(replace(pool, expert_bytes=expert_bytes.get(pool.name, pool.expert_bytes)) for pool in planned.pools)
-    return replace(planned, pools=pools, limits=replace(planned.limits, pools=pools))
+    pools = tuple(replace(pool, expert_bytes=expert_bytes.get(pool.name, pool.expert_bytes)) for pool in setup.pools)
+    return replace(setup, limits=replace(setup.limits, pools=pools))
 
 
 def _strangers(trace: Iterable[Arrival], graph: ExpertGraph) -> Iterable[str]:
@@ -253,9 +245,9 @@ def _strangers(trace: Iterable[Arrival], graph: ExpertGraph) -> Iterable[str]:
             yield f"the trace asks for expert {arrival.expert!r}, which this line does not have - {hint}"
 
 
-def _refuse_unable(scenario: Scenario, planned: Planned) -> None:
-    processors = dict.fromkeys(spec.processor for spec in planned.executors)
-    able = {expert for processor in processors for expert in planned.matrix.experts.get(processor, {})}
+def _refuse_unable(scenario: Scenario, setup: EngineSetup) -> None:
+    processors = dict.fromkeys(spec.processor for spec in setup.executors)
+    able = {expert for processor in processors for expert in setup.matrix.experts.get(processor, {})}
     unable = sorted({expert for experts in scenario.steps for expert in experts} - able)
     if unable:
         there = ", ".join(processors) or "none"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from agent.core.effects import Complete, Evict, Fail, StartBatch, StartLoad
+from agent.core.effects import Complete, Fail, StartBatch, StartLoad
 from agent.core.events import Arrived, Finished, Loaded, Started, Tick
 from experts.expert import Prediction
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.request import Batch, Outcome
+    from agent.deployment.engine_setup import EngineSetup
     from profiler.workload.traces import Arrival
 
 PASSES = Prediction("ok", 1.0)
@@ -224,6 +225,11 @@ class Simulator:
         return self._rows[key]
 
 
-def evictions(simulation: Simulation) -> list[Evict]:
-    """The evictions of a simulation, in order."""
-    return [effect for _, effect in simulation.effects if isinstance(effect, Evict)]
+def simulator_of(
+    setup: EngineSetup,
+    predict: Callable[[int, str], Prediction],
+    link_bytes_per_s: Mapping[str, float],
+    speedups: Mapping[str, tuple[float, ...]],
+) -> Simulator:
+    """Of a new Engine. Raises MemoryExceeded for memories that are too small."""
+    return Simulator(setup.engine(), setup.matrix, setup.executors, predict, link_bytes_per_s, speedups)

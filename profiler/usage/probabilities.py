@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.config import component_shares, usage_probabilities
-from agent.deployment.build import build_agent
+from agent.deployment.build import AgentOptions, agent_with_requests
 from agent.device_profile.records import UsageOrigin, UsageProfile
 from agent.runtime.executor import ImageFile
-from experts.errors import AgentCrashed, ConfigError
+from experts.errors import ConfigError
 from experts.expert import Verdict
 from profiler.usage.history import served_requests
 from profiler.workload.samples import LineSamples
@@ -92,7 +92,6 @@ def usage_from_samples(
     config: LineConfig,
     folder: Path | None,
     progress: Callable[[str, int, int], None],
-    packed: Path | None = None,
     most: int = MOST_SAMPLES,
     profile: StoredProfile | None = None,
 ) -> UsageFound:
@@ -100,15 +99,15 @@ def usage_from_samples(
 
     How often each component comes is told by the boards' quantities, not by how many samples of it there are; how
     often its experts let it pass is counted, so defects should be as rare among the samples as on the line. At most
-    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``; ``packed`` and ``profile``: as for
-    ``build_agent``, and without a profile it probes: the line's own need not hold any more while it is made anew.
+    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``. Without ``profile`` it probes: the
+    line's own need not hold any more while it is made anew.
     Raises ConfigError where no image can be judged, AgentCrashed.
     """
     samples = LineSamples.find(config, folder, most, is_label_even=False)
     refuse_uncountable(config, samples)
     chosen = {(each.component, each.path): each for listed in samples.by_expert.values() for each in listed}
     requests = [chosen[place] for place in sorted(chosen)]
-    outcomes = _outcomes(config, requests, progress, packed, profile)
+    outcomes = _outcomes(config, requests, progress, profile)
     judged = _judged([sample.component for sample in requests], outcomes)
     weights = _weights(config, Counter(component for component, _ in judged))
     count = RouteCount()
@@ -161,44 +160,25 @@ class RouteCount:
 
     def probabilities(self, graph: ExpertGraph, pass_rates: Mapping[str, float]) -> dict[str, float]:
         """Of each expert, smoothed: see the module."""
-        one_more = dict.fromkeys(graph.experts, 0.0)
-        for steps in graph.routes.values():
-            share = 1 / len(graph.routes)
-            for step in steps:
-                one_more[step.expert] += share
-                share *= pass_rates[step.expert]
-        return {name: (self._uses.get(name, 0.0) + one_more[name]) / (self._weight + 1) for name in sorted(one_more)}
+        one_more = graph.usage(dict.fromkeys(graph.routes, 1 / len(graph.routes)), pass_rates)
+        return {
+            name: (self._uses.get(name, 0.0) + one_more.get(name, 0.0)) / (self._weight + 1)
+            for name in sorted(graph.experts)
+        }
 
 
 def _outcomes(
     config: LineConfig,
     requests: Sequence[Sample],
     progress: Callable[[str, int, int], None],
-    packed: Path | None,
     profile: StoredProfile | None,
 ) -> list[Outcome]:
     """What became of each request, in order."""
-    ended: SimpleQueue[tuple[int, Outcome] | AgentCrashed] = SimpleQueue()
-    agent = build_agent(
-        config, lambda number, outcome: ended.put((number, outcome)), progress, packed=packed, profile=profile
-    )
-    agent.loop.when_crashed(ended.put)
-    agent.start()
-    try:
-        numbers = [
-            agent.loop.submit(ImageFile(sample.path, sample.max_pixels), component=sample.component)
-            for sample in requests
-        ]
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(numbers):
-            end = ended.get()
-            if isinstance(end, AgentCrashed):
-                raise end
-            outcomes[end[0]] = end[1]
-            progress("usage", len(outcomes), len(numbers))
-    finally:
-        agent.stop()
-    return [outcomes[number] for number in numbers]
+    with agent_with_requests(config, progress, AgentOptions(profile=profile)) as (agent, asked):
+        agent.start()
+        for sample in requests:
+            asked.submit(ImageFile(sample.path, sample.max_pixels), component=sample.component)
+        return [each.outcome for each in asked.collect(partial(progress, "usage"))]
 
 
 def _judged(components: Sequence[str], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:

@@ -1,8 +1,8 @@
 """Traces: arrivals in a file, one JSON object a line, or as a line's boards would bring them.
 
 Guarantees: what is read is complete and in the order of its times, or a ConfigError names file, line and key of every
-mistake, up to MOST_PROBLEMS of them; it counts from its first arrival, so an hour cut out of a day starts at once; a
-trace that was written reads back as the same arrivals, so counted; the same line and seed give the same boards.
+mistake, up to MOST_PROBLEMS of them; it counts from its first arrival, so an hour cut out of a day starts at once; the
+same line and seed give the same boards.
 
     {"t": 0.004, "component": "resistor-0402", "image": "crops/17.png"}    a component's route, on this image
     {"t": 0.008, "expert": "cls/resistor-0402"}                            one expert directly, on a synthetic image
@@ -24,7 +24,7 @@ from experts.document import suggestion
 from experts.errors import ConfigError, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -63,18 +63,6 @@ def read_trace(path: Path, catalog: Catalog) -> tuple[Arrival, ...]:
             f'{path}: an empty queue: no arrival in it - write lines such as {{"t": 0, "component": ...}}'
         )
     return tuple(replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals)
-
-
-def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
-    """Write a trace, whole or not at all. Images below the trace's folder are named relative to it."""
-    folder = path.absolute().parent
-    partial = folder / f".{path.name}.{os.getpid()}.partial"
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(_row(arrival, folder), ensure_ascii=False) + "\n" for arrival in arrivals)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def board_trace(
@@ -127,18 +115,6 @@ def _together(path: Path, problems: Sequence[ConfigError]) -> ConfigError:
     if len(problems) > len(told):
         told.append(ConfigError(f"{path}: and {len(problems) - len(told)} mistakes more - correct these first"))
     return ConfigError.of(told)
-
-
-def _row(arrival: Arrival, folder: Path) -> dict[str, Any]:
-    row: dict[str, Any] = {"t": arrival.at_s}
-    if arrival.component is not None:
-        row["component"] = arrival.component
-    if arrival.expert is not None:
-        row["expert"] = arrival.expert
-    if arrival.image is not None:
-        image = arrival.image.absolute()
-        row["image"] = str(image.relative_to(folder) if image.is_relative_to(folder) else image)
-    return row
 
 
 class _Mistake(Exception):

@@ -15,8 +15,8 @@ from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
-from agent.deployment.build import build_agent, detect_box
-from agent.deployment.engine_setup import planned, profiled_box
+from agent.deployment.build import AgentOptions, build_agent, detect_box
+from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.packed_copies import copies_of, lying_packed
 from agent.deployment.performance_matrix import matrix
 from agent.deployment.profile_in_use import precision_of, usage_of
@@ -111,7 +111,9 @@ class Line:
     def built(self, **options):
         """An agent, its outcomes by request and the stages it went through; stopped in the end."""
         outcomes, stages = {}, []
-        agent = build_agent(self.config, outcomes.__setitem__, lambda stage, *_: stages.append(stage), **options)
+        agent = build_agent(
+            self.config, outcomes.__setitem__, lambda stage, *_: stages.append(stage), AgentOptions(**options)
+        )
         agent.start()
         try:
             yield agent, outcomes, stages
@@ -159,20 +161,20 @@ def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_pro
     with line.built() as (agent, _, stages):
         assert "probe" not in stages
         assert agent.stored == stored
-        assert [spec.processor for spec in agent.executors] == ["emulated", "emulated", "cpu"]
-        assert agent.pools == (
+        assert [spec.processor for spec in agent.setup.executors] == ["emulated", "emulated", "cpu"]
+        assert agent.setup.pools == (
             PoolSpec("host", 29 * MIB, 1 * MIB),
             PoolSpec("device", 15 * MIB, 5 * MIB, cache="host"),
         )
-        assert {processor: set(column.values()) for processor, column in agent.precisions.items()} == {
+        assert {processor: set(column.values()) for processor, column in agent.setup.precisions.items()} == {
             processor: {form} for processor, form in FORMS.items()
         }
-        rows = agent.matrix.experts
+        rows = agent.setup.matrix.experts
         assert rows["emulated"]["cls/f0"].copy == "cls/f0@bf16"
         assert rows["cpu"]["cls/f0"].copy == "cls/f0@fp32"
         assert rows["cpu"]["cls/f0"].performance.max_batch == 3
-        assert agent.matrix.usage == {"cls/f0": 0.6, "cls/f1": 0.4, "cls/f2": 0.0}
-        assert agent.broken == {}
+        assert agent.setup.matrix.usage == {"cls/f0": 0.6, "cls/f1": 0.4, "cls/f2": 0.0}
+        assert agent.setup.broken == {}
 
 
 def test_an_agent_with_a_profile_judges_as_one_without(line):
@@ -191,19 +193,16 @@ def test_what_is_planned_is_what_an_agent_decides_with(line):
     config = line.config
     found = planned(config, detect_box(config), stored)
     with line.built() as (agent, _, _):
-        assert found.executors == agent.executors
-        assert found.pools == agent.pools
-        assert found.matrix == agent.matrix
-        assert found.limits == agent.limits
-        assert (found.precisions, found.broken) == (agent.precisions, agent.broken)
+        for name in ("policy", "executors", "pools", "matrix", "limits", "precisions", "broken"):
+            assert getattr(found, name) == getattr(agent.setup, name)
 
 
 def test_the_line_file_comes_before_the_profile(line):
     line.profiled()
     line.document |= {"executors": {"cpu": 1}, "memory": {"host": "25MiB", "workspace": "2MiB"}}
     with line.built() as (agent, _, _):
-        assert [spec.processor for spec in agent.executors] == ["cpu"]
-        assert agent.pools[0] == PoolSpec("host", 23 * MIB, 2 * MIB)
+        assert [spec.processor for spec in agent.setup.executors] == ["cpu"]
+        assert agent.setup.pools[0] == PoolSpec("host", 23 * MIB, 2 * MIB)
 
 
 def test_what_the_caller_gives_comes_before_both(line):
@@ -211,15 +210,17 @@ def test_what_the_caller_gives_comes_before_both(line):
     line.config.profile_file.unlink()
     executors = (ExecutorSpec(0, "cpu", "host"),)
     pools = (PoolSpec("host", 9 * MIB, MIB), PoolSpec("device", 8 * MIB, MIB, cache="host"))
-    with line.built(profile=stored, executors=executors, pools=pools) as (agent, _, stages):
-        assert (agent.executors, agent.pools, agent.stored) == (executors, pools, stored)
+    with line.built(profile=stored, given=Given(executors, pools)) as (agent, _, stages):
+        assert (agent.setup.executors, agent.setup.pools, agent.stored) == (executors, pools, stored)
         assert "probe" not in stages
-    with line.built(profile=None, executors=executors, pools=pools) as (agent, _, stages):
-        assert (agent.executors, agent.pools, agent.stored) == (executors, pools, None)
+    with line.built(profile=None, given=Given(executors, pools)) as (agent, _, stages):
+        assert (agent.setup.executors, agent.setup.pools, agent.stored) == (executors, pools, None)
         assert "probe" in stages
     tiny = (PoolSpec("host", 1000, MIB), PoolSpec("device", 1000, MIB, cache="host"))
     with pytest.raises(MemoryExceeded):
-        build_agent(line.config, lambda *_: None, lambda *_: None, profile=stored, executors=executors, pools=tiny)
+        build_agent(
+            line.config, lambda *_: None, lambda *_: None, AgentOptions(profile=stored, given=Given(executors, tiny))
+        )
 
 
 def test_a_profile_that_is_not_wanted_is_not_even_read(line):
@@ -295,7 +296,7 @@ def test_a_broken_expert_is_quarantined_and_the_profile_holds_for_the_others(lin
     line.profiled()
     (line.folder / "f1.yaml").unlink()
     agent, outcomes = line.served()
-    assert agent.broken.keys() == {"cls/f1"}
+    assert agent.setup.broken.keys() == {"cls/f1"}
     assert [outcomes[name].verdict for name in ("c0", "c1")] == [Verdict.OK, Verdict.UNKNOWN]
 
 
@@ -318,7 +319,7 @@ def test_a_program_that_cannot_be_read_is_found_by_the_load(line, caplog):
         program = segments.program_path(packed.program_sha256)
     program.write_bytes(program.read_bytes()[::-1])
     agent, outcomes = line.served()
-    assert agent.broken == {}
+    assert agent.setup.broken == {}
     assert len(agent.templates.held) == 4
     assert "template_left_to_load copy=cls/f1" in caplog.text
     assert {name: outcome.verdict for name, outcome in outcomes.items()} == {
@@ -333,8 +334,8 @@ def test_a_kind_that_could_not_be_run_is_quarantined(line):
     kept = [kind for kind in stored.kinds if kind.kind in rest]
     line.profiled(kinds=kept, precisions={key: form for key, form in stored.precisions.items() if key[0] in rest})
     with line.built() as (agent, _, _):
-        assert len(agent.broken) == len(kinds) - len(rest)
-        assert all("could be run when the box was profiled" in reason for reason in agent.broken.values())
+        assert len(agent.setup.broken) == len(kinds) - len(rest)
+        assert all("could be run when the box was profiled" in reason for reason in agent.setup.broken.values())
 
 
 def test_a_processor_without_times_is_refused(line):
@@ -345,7 +346,7 @@ def test_a_processor_without_times_is_refused(line):
     assert "the device profile has no times on emulated - run `coserve profile" in line.refusal()
     line.document["executors"] = {"cpu": 1}
     with line.built() as (agent, _, _):
-        assert agent.broken == {}
+        assert agent.setup.broken == {}
 
 
 def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog):
@@ -371,7 +372,7 @@ def test_other_cpu_executors_than_were_profiled_are_scaled_and_told(line, caplog
     allocation = Allocation("casual", {}, (), {"cpu": 1})
     line.profiled(kinds=kinds, precisions=chosen, allocation=allocation, box=identity_of(box))
     with caplog.at_level(logging.INFO), line.built() as (agent, _, _):
-        performance = agent.matrix.experts["cpu"]["cls/f0"].performance
+        performance = agent.setup.matrix.experts["cpu"]["cls/f0"].performance
     assert (performance.K_s, performance.B_s) == (pytest.approx(0.25 * 2 / 1.5), pytest.approx(0.125 * 2 / 1.5))
     assert caplog.text.count("cpu_times_scaled processor=cpu factor=1.33 executors=2") == 1
 
@@ -381,8 +382,8 @@ def test_a_searched_split_without_room_for_the_largest_expert_gives_way_to_the_c
     kinds = [replace(kind, max_batch=24) for kind in line.profiled().kinds]
     line.profiled(allocation=replace(ALLOCATION, pools=shares), kinds=kinds)
     with line.built() as (agent, _, _):
-        assert agent.pools[1].expert_bytes + agent.pools[1].workspace_bytes == 20 * MIB
-        assert agent.pools[1].expert_bytes > 14 * MIB
+        assert agent.setup.pools[1].expert_bytes + agent.setup.pools[1].workspace_bytes == 20 * MIB
+        assert agent.setup.pools[1].expert_bytes > 14 * MIB
     assert "searched_workspace_left_out pool=device" in caplog.text
 
 
@@ -438,19 +439,21 @@ def test_a_plan_takes_other_settings_and_reads_no_weights(line):
     config, box = line.config, detect_box(line.config)
     for file in (config.packed_folder / "segments").iterdir():
         file.unlink()
-    found = planned(config, box, stored, policy="samba", memory={"host": 12 * MIB, "workspace": 2 * MIB})
+    found = planned(config.having(policy="samba", memory={"host": 12 * MIB, "workspace": 2 * MIB}), box, stored)
     assert [spec.processor for spec in found.executors] == ["emulated"]
     assert [(pool.expert_bytes, pool.workspace_bytes) for pool in found.pools] == [
         (10 * MIB, 2 * MIB),
         (18 * MIB, 2 * MIB),
     ]
-    assert [spec.processor for spec in planned(config, box, stored, executors={"cpu": 2}).executors] == ["cpu", "cpu"]
+    assert [spec.processor for spec in planned(config.having(executors={"cpu": 2}), box, stored).executors] == [
+        "cpu"
+    ] * 2
     specs = (ExecutorSpec(0, "cpu", "host"),)
     shares = (PoolSpec("host", 9 * MIB, MIB), PoolSpec("device", 9 * MIB, MIB, cache="host"))
-    given = planned(config, box, stored, executors=specs, pools=shares)
+    given = planned(config, box, stored, Given(specs, shares))
     assert (given.executors, given.pools, given.limits.pools) == (specs, shares, shares)
     with pytest.raises(ConfigError, match="no memory is called disk"):
-        planned(config, box, stored, memory={"disk": 1})
+        config.having(memory={"disk": 1})
 
 
 def test_a_plan_for_the_box_that_was_profiled_has_its_budgets(line):
@@ -493,10 +496,10 @@ def test_a_form_is_asked_for_only_where_the_profile_has_a_choice_for_the_kind(li
         "cls/f2": "cls/f2@fp32",
     }
     assert found.broken == {}
-    (reason,) = planned(line.config, detect_box(line.config), stored, executors={"emulated": 1}).broken.items()
+    (reason,) = planned(line.config.having(executors={"emulated": 1}), detect_box(line.config), stored).broken.items()
     assert reason == ("cls/f0", f"no expert of its kind ({failing}) could be run when the box was profiled")
     agent, outcomes = line.served()
-    assert agent.matrix == found.matrix
+    assert agent.setup.matrix == found.matrix
     assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}
 
 
@@ -512,7 +515,7 @@ def test_a_form_that_the_profile_chose_is_asked_for(line):
 def test_a_plan_of_a_budget_below_the_largest_expert_names_it(line):
     stored = line.profiled()
     with pytest.raises(ConfigError, match=r"experts\.cls/f0: needs 1\.0 MiB, but memory\.device leaves"):
-        planned(line.config, detect_box(line.config), stored, memory={"device": 600_000})
+        planned(line.config.having(memory={"device": 600_000}), detect_box(line.config), stored)
 
 
 def test_the_matrix_of_a_plan_is_that_of_its_copies(line):

@@ -7,13 +7,11 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agent.config import read_line
-from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix, SharedPart
+from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.deployment.executors import executor_specs
-from agent.deployment.memory_split import available_for, casual_allocation, experts_that_fit, pool_budgets, pool_specs
+from agent.deployment.memory_split import available_for, casual_allocation, pool_budgets, pool_specs
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
@@ -82,23 +80,9 @@ def shares(specs):
 )
 def test_casual_is_the_paper_s(box, executors):
     budgets = dict.fromkeys(box.pools, 100 * MIB + 1)
-    found = casual_allocation(box, budgets, [Footprint(40 * MIB)] * 4)
+    found = casual_allocation(box, budgets)
     assert (found.origin, found.executors, found.budget_bytes) == ("casual", executors, budgets)
-    assert found.pools == tuple(PoolAllocation(pool, 75 * MIB + 1, 25 * MIB, 1) for pool in box.pools)
-
-
-def test_experts_that_share_are_counted_with_what_they_share_once():
-    trunk = SharedPart("trunk", 30)
-    ranked = [Footprint(10, (trunk,)), Footprint(10, (trunk,)), Footprint(20)]
-    assert [experts_that_fit(ranked, size) for size in (39, 40, 49, 50, 69, 70, 1000)] == [0, 1, 1, 2, 2, 3, 3]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 300))
-def test_those_that_fit_fit_and_one_more_does_not(sizes, room):
-    count = experts_that_fit([Footprint(size) for size in sizes], room)
-    assert sum(sizes[:count]) <= room
-    assert count == len(sizes) or sum(sizes[: count + 1]) > room
+    assert found.pools == tuple(PoolAllocation(pool, 75 * MIB + 1, 25 * MIB, 0) for pool in box.pools)
 
 
 def test_executors_come_from_the_line_then_the_profile_then_the_rule(line):

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 
 import agent.runtime.loop
-from agent.core import effects
 from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
@@ -282,16 +281,6 @@ def test_a_request_names_a_component_or_an_expert(line):
         for wrong in ({}, {"component": "own-0", "expert": "cls/own-0"}):
             with pytest.raises(ValueError, match="exactly one"):
                 agent.loop.submit(line.pixels(0), **wrong)
-
-
-def test_the_latest_decisions_can_be_read_and_are_bounded(line):
-    with Agent(line, policy="samba") as agent:
-        run_mixed_requests(agent)
-        records = agent.loop.decisions()
-    kinds = {type(record.decision) for record in records}
-    assert kinds == {effects.Assigned, effects.Evict}
-    assert [record.at_s for record in records] == sorted(record.at_s for record in records)
-    assert len(records) <= LoopOptions().decision_records
 
 
 def test_what_the_caller_raises_stops_the_agent_and_is_told(line):

@@ -49,6 +49,7 @@ once_it_serves(lose)
 HANGING = """
 from functools import partial
 import agent.runtime.loop, experts.direct_reads
+from agent.deployment.build import AgentOptions
 from agent.runtime.ages import AgeLimits
 from agent.runtime.loop import LoopOptions
 
@@ -56,7 +57,8 @@ def hang(*_):
     threading.Event().wait()
 
 ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
-agent.service.line_service.build_agent = partial(agent.service.line_service.build_agent, options=LoopOptions(ages=ages))
+options = AgentOptions(loop=LoopOptions(ages=ages))
+agent.service.line_service.build_agent = partial(agent.service.line_service.build_agent, options=options)
 agent.runtime.loop.STOP_S = experts.direct_reads.CLOSE_S = 0.5
 """
 HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"

@@ -22,7 +22,7 @@ from PIL import Image
 import agent.service.line_service
 import agent.service.serve
 from agent.config import read_line
-from agent.deployment.build import build_agent, detect_box
+from agent.deployment.build import AgentOptions, build_agent, detect_box
 from agent.deployment.packed_copies import copies_of
 from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
@@ -432,7 +432,7 @@ def test_a_signal_that_another_thread_receives_ends_the_wait(line, monkeypatch):
 
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
-    slow = partial(build_agent, options=LoopOptions(ssd_bytes_per_s=1.0))
+    slow = partial(build_agent, options=AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1.0)))
     monkeypatch.setattr(agent.service.line_service, "build_agent", slow)
     with line.served() as service:
         wait_until(lambda: any(pool.loading for pool in service.agent.loop.statistics().engine.pools))

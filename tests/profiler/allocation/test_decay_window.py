@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import ConfigError
-from profiler.allocation.decay_window import SearchEnd, Window, decay_window_search, decay_windows
+from profiler.allocation.decay_window import SearchEnd, Window, WindowOptions, decay_window_search, decay_windows
 
 
 def upper_bounds(most, initial_window=15):
@@ -65,7 +65,7 @@ def test_the_papers_task_a():
 def test_the_line_is_the_least_squares_one_through_all_values_so_far():
     """10, 12, 13 fit 1.5 N + 26/3, so f(4) = 14.6667; 13 is 11.4 % short of it, and 13 of f(3) = 14 only 7.1 %."""
     measured = Measured(n15=10.0, n28=12.0, n39=13.0, n48=13.0)
-    search = decay_window_search(measured, most=90, error_margin=0.08)
+    search = decay_window_search(measured, most=90, options=WindowOptions(error_margin=0.08))
     assert [step.predicted for step in search.steps[2:]] == [pytest.approx(14.0), pytest.approx(14 + 2 / 3)]
     assert [step.error for step in search.steps[2:]] == [pytest.approx(1 / 14), pytest.approx(1 - 39 / 44)]
     assert search.window == Window(39, 48)
@@ -79,7 +79,7 @@ def test_the_margin_is_five_percent_of_the_line(value, end):
 
 @pytest.mark.parametrize("fit_values", [2, 3, 4])
 def test_no_line_is_fitted_to_fewer_values_than_asked(fit_values):
-    search = decay_window_search(lambda n: 100.0 - abs(n - 47), most=60, fit_values=fit_values)
+    search = decay_window_search(lambda n: 100.0 - abs(n - 47), most=60, options=WindowOptions(fit_values=fit_values))
     assert [step.number for step in search.steps if step.predicted is None] == list(range(1, fit_values + 1))
 
 
@@ -138,36 +138,9 @@ def test_windows_below_the_least_are_passed_over():
     assert (search.window, search.chosen) == (Window(48, 56), 48)
 
 
-def test_a_bend_in_a_rise_stops_the_window_unless_it_slides_on():
+def test_a_bend_in_a_rise_stops_the_window():
     rising = Measured(n15=10.0, n28=20.0, n39=24.0, n48=26.0, n56=22.0)
     assert decay_window_search(rising, most=60).window == Window(28, 39)
-    assert decay_window_search(rising, most=60, slides_on=True).window == Window(48, 56)
-    assert decay_window_search(rising, most=60, slides_on=True).chosen == 48
-
-
-@given(
-    most=st.integers(1, 300),
-    peak=st.integers(1, 300),
-    rise=st.floats(0.001, 10.0),
-    fall=st.floats(0.001, 10.0),
-    bend=st.floats(0.3, 3.0),
-    initial_window=st.integers(5, 60),
-)
-def test_what_is_chosen_is_within_one_window_of_the_optimum(most, peak, rise, fall, bend, initial_window):
-    """Any throughput that rises to one peak and falls after it, in a curve, is found by the window that slides on."""
-    peak = min(peak, most)
-
-    def throughput(experts):
-        steep = rise if experts <= peak else fall
-        return 1000.0 * 2.0 ** (-steep * (abs(experts - peak) / most) ** bend)
-
-    search = decay_window_search(throughput, most, initial_window=initial_window, slides_on=True)
-    windows = list(decay_windows(most, initial_window))
-
-    def number_of(experts):
-        return next(number for number, window in enumerate(windows) if experts <= window.upper)
-
-    assert abs(number_of(search.chosen) - number_of(peak)) <= 1
 
 
 @given(most=st.integers(40, 200), knee=st.integers(30, 200), start=st.floats(1.0, 50.0), drop=st.floats(0.2, 0.9))
@@ -189,10 +162,16 @@ def test_the_window_exactly_as_in_the_paper_finds_the_end_of_a_straight_rise(mos
         assert (search.end, search.chosen) == (SearchEnd.MEMORY, most)
 
 
+def test_a_memory_without_room_is_refused_before_anything_runs():
+    asked = Measured(n1=1.0)
+    with pytest.raises(ConfigError, match="no expert fits into this memory - raise its budget"):
+        decay_window_search(asked, most=0)
+    assert asked.asked == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"most": 0}, "no expert fits into this memory - raise its budget"),
         ({"initial_window": 0}, "--initial-window: 0 does not decay - take 1 to 99 experts"),
         ({"initial_window": 100}, "--initial-window: 100 does not decay"),
         ({"error_margin": 0.0}, "--error-margin: 0.0 never decides"),
@@ -200,8 +179,6 @@ def test_the_window_exactly_as_in_the_paper_finds_the_end_of_a_straight_rise(mos
         ({"fit_values": 1}, "--fit-values: 1 throughputs make no line - take 2 or more"),
     ],
 )
-def test_options_without_meaning_are_refused_before_anything_runs(options, message):
-    asked = Measured(n1=1.0)
+def test_options_without_meaning_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        decay_window_search(asked, **({"most": 60} | options))
-    assert asked.asked == []
+        WindowOptions(**options)

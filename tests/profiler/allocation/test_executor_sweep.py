@@ -30,11 +30,6 @@ def test_one_decline_between_two_rises_does_not_end_a_row():
     assert sweep.best == ExecutorCounts(3, 0)
 
 
-def test_a_single_decline_may_end_it():
-    sweep = executor_sweep(by_sum([0, 10, 9, 12], [0]), most_device=3, most_cpu=0, declines=1)
-    assert run_of(sweep) == [(1, 0), (2, 0)]
-
-
 def test_a_box_may_do_best_without_its_cpu():
     assert executor_sweep(by_sum([0, 10, 9], [3, 2, 1]), 2, 4).best == ExecutorCounts(1, 0)
 

@@ -17,7 +17,7 @@ from agent.core.policy import PRESETS
 from agent.device_profile.records import PoolAllocation, Trial
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
-from profiler.allocation.decay_window import Window
+from profiler.allocation.decay_window import Window, WindowOptions
 from profiler.allocation.search import SearchOptions, search_allocation
 
 MIB = 2**20
@@ -331,7 +331,7 @@ def test_executors_of_a_large_box_end_with_two_declines(folder, best, tried):
 
 def test_the_windows_are_as_the_options_say(folder):
     config, device = line_of(folder, 80, executors={"cpu": 1}), device_of(80, ("cpu",), max_batch=40)
-    options = SearchOptions(initial_window=40, error_margin=0.5, fit_values=3)
+    options = SearchOptions(WindowOptions(40, 0.5, 3))
     found = search_allocation(
         config, CPU_ONLY, device, lambda executors, pools: 1.0 + pools[0].expert_bytes, {"host": 81 * MIB}, "", options
     )

@@ -285,7 +285,7 @@ def test_a_search_on_the_engine_finds_what_an_agent_starts_with(tmp_path):
     profile = profile_of(config, box)
     trace = sample_requests(config, 24, interval_s=0.0)
     options = SearchOptions(most_cpu_executors=2)
-    found = search_on_engine(config, box, profile, trace, quiet, options)
+    found = search_on_engine(config, box, profile, trace, options)
     assert found.allocation.origin == "searched on the engine"
     assert all(trial.images_per_s > 0 for trial in found.trials)
     assert found.windows["host"].window.upper <= 9
@@ -301,7 +301,7 @@ def refusal(config, trace):
     """Why a sample measures nothing on one executor."""
     pools = (PoolSpec("host", 512 * KIB, 512 * KIB),)
     with pytest.raises(SampleUnfit) as caught:
-        engine_throughput(config, profile_of(config, detect("cpu")), trace, quiet)(ONE_EXECUTOR, pools)
+        engine_throughput(config, profile_of(config, detect("cpu")), trace)(ONE_EXECUTOR, pools)
     return caught.value
 
 
@@ -336,7 +336,7 @@ def test_an_empty_sample_is_refused_by_both_sources(tmp_path):
     with pytest.raises(ConfigError, match="an empty queue"):
         search_in_simulation(config, box, profile, ())
     with pytest.raises(ConfigError, match="an empty queue"):
-        search_on_engine(config, box, profile, (), quiet)
+        search_on_engine(config, box, profile, ())
 
 
 def test_usage_in_the_profile_decides_who_is_held(tmp_path):

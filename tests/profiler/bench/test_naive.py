@@ -15,7 +15,7 @@ from experts.errors import ConfigError
 from experts.expert import NOTHING_FOUND, Precision
 from profiler.bench.naive import NaiveServer, build, drop_from_cache, infer, naive_files
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import AgentSetup, player
+from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import Arrival
 
@@ -128,7 +128,7 @@ def test_it_follows_routes_and_judges_as_the_engine_does(config):
     images = [picture(number) for number in range(8)]
     experts = experts_of(trace, config.catalog)
     assert "det/000" in experts
-    with player(config, experts, AgentSetup()) as stage:
+    with player(config, experts) as stage:
         engine = stage.play(trace, images)
     with naive_files(config, experts) as files:
         naive = server_of(config, files, ALL_ROOM).play(trace, images)

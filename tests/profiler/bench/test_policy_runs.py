@@ -10,16 +10,17 @@ import pytest
 from agent.config import read_line
 from agent.core.events import Arrived
 from agent.core.request import Outcome
+from agent.deployment.build import AS_SERVED, AgentOptions
 from agent.deployment.profile_in_use import usage_of
 from agent.records.database import StateLock
 from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.box import MemorySize
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ImageUnreadable
 from experts.expert import Precision, Verdict
-from profiler.bench.policy_runs import RunOptions, configured, run_line
+from profiler.bench.policy_runs import RunOptions, run_line
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, work_of
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import AgentSetup, Player, packed_copies, player
+from profiler.replay.player import Player, player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import Arrival, read_trace
 
@@ -89,7 +90,7 @@ def test_every_policy_and_the_naive_server_judge_alike(measured):
 
 
 def test_the_labels_differ_so_that_agreeing_on_them_says_something(config, trace):
-    with player(config, experts_of(trace, config.catalog), AgentSetup()) as stage:
+    with player(config, experts_of(trace, config.catalog)) as stage:
         labels = stage.play(trace, images_of(trace, config.catalog)).labels
     assert len(set(labels)) > 1
 
@@ -152,14 +153,14 @@ def test_a_line_without_overrides_runs_its_own_policy(config):
 
 def test_overrides_replace_what_the_line_says(config):
     options = RunOptions(memory={"host": 10**9, "workspace": 10**8}, precision=Precision.BF16, executors={"cpu": 2})
-    changed = configured(config, options)
+    changed = options.on(config)
     assert (changed.memory.host, changed.memory.workspace, changed.memory.device) == (
         10**9,
         10**8,
         config.memory.device,
     )
     assert (changed.precision, changed.executors) == (Precision.BF16, {"cpu": 2})
-    assert configured(config, RunOptions()) == config
+    assert RunOptions().on(config) == config
 
 
 def test_a_rate_that_loads_are_held_to_is_said(config, generated):
@@ -175,7 +176,7 @@ def test_a_rate_that_loads_are_held_to_is_said(config, generated):
     [
         (RunOptions(policies=("fastest",)), "no policy 'fastest' - choose of coserve, .*naive"),
         (RunOptions(repeats=0), "nothing to measure"),
-        (RunOptions(memory={"disk": 1}), "no memory 'disk'"),
+        (RunOptions(memory={"disk": 1}), "no memory is called disk"),
     ],
 )
 def test_options_that_make_no_measurement_are_refused(config, options, told):
@@ -234,12 +235,12 @@ def play_on(config, setup):
 
 def test_an_agent_that_crashes_ends_the_measurement(config):
     with pytest.raises(AgentCrashed, match="ArithmeticError: gave up"):
-        play_on(config, AgentSetup(decider=Crashing))
+        play_on(config, AgentOptions(decider=Crashing))
 
 
 def test_requests_that_were_not_judged_are_told_with_their_reasons(config):
     """A route's UNKNOWN is one that was not judged; an expert asked directly always is UNKNOWN, but has a label."""
-    played = play_on(config, AgentSetup(loop=LoopOptions(checks_invariants=True)))
+    played = play_on(config, AgentOptions(loop=LoopOptions(checks_invariants=True)))
     assert played.unknown_reasons(IN_TURN) == ()
     unjudged = Outcome(Verdict.UNKNOWN, None, None, (), "the expert broke")
     component = replace(IN_TURN[0], expert=None, component="part-000")
@@ -248,8 +249,8 @@ def test_requests_that_were_not_judged_are_told_with_their_reasons(config):
     assert changed.unknown_reasons(IN_TURN) == ("the expert broke",)
 
 
-def play_for_its_work(config, setup=None):
-    with player(config, experts_of(IN_TURN, config.catalog), setup or AgentSetup()) as stage:
+def play_for_its_work(config, options=AS_SERVED):
+    with player(config, experts_of(IN_TURN, config.catalog), options) as stage:
         assert isinstance(stage, Player)
         played = stage.play(IN_TURN, images_of(IN_TURN, config.catalog))
         return stage.agent, played, work_of(played, images_of(IN_TURN, config.catalog))
@@ -257,12 +258,12 @@ def play_for_its_work(config, setup=None):
 
 def test_the_floor_counts_bytes_of_what_was_needed_and_not_there(config, generated):
     """Nothing is placed for samba: both experts; with room for all, coserve begins with both."""
-    samba = configured(replace(config, policy="samba"), RunOptions(memory=room_for(generated, 3)))
+    samba = RunOptions(memory=room_for(generated, 3)).on(replace(config, policy="samba"))
     agent, played, work = play_for_its_work(samba)
     assert work.experts == ("cls/000", "cls/001", "cls/000", "cls/001")
-    packed = {form.expert: form.own.size_bytes for form in packed_copies(agent).values()}
+    packed = {form.expert: form.own.size_bytes for form in agent.packed.values()}
     assert io_bytes(agent, played, work) == packed["cls/000"] + packed["cls/001"]
-    agent, played, work = play_for_its_work(configured(config, RunOptions(memory=room_for(generated, 3))))
+    agent, played, work = play_for_its_work(RunOptions(memory=room_for(generated, 3)).on(config))
     assert io_bytes(agent, played, work) == 0
     assert measure_bandwidth(agent) > 0
 

@@ -6,7 +6,6 @@ import json
 import random
 from contextlib import closing
 from dataclasses import replace
-from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +23,7 @@ from agent.core.performance import (
     PoolSpec,
     SharedPart,
 )
-from agent.deployment.engine_setup import Planned, planned, profiled_box
+from agent.deployment.engine_setup import EngineSetup, Given, planned, profiled_box
 from agent.device_profile.records import (
     Allocation,
     BatchTimes,
@@ -61,7 +60,7 @@ def profile_of(ssd_bytes_per_s):
     return StoredProfile("t", "now", BOX, links, (), (), {}, {}, usage, Allocation("casual", {}, (), {}))
 
 
-def setting(places, ssd_bytes_per_s, parts=(), split=False):
+def setting(places, ssd_bytes_per_s, parts=(), split=False, policy="paper"):
     load_s = {SSD: EXPERT_BYTES / ssd_bytes_per_s} | ({"host": EXPERT_BYTES / 1e10} if split else {})
     footprint = Footprint(EXPERT_BYTES, parts)
     column = {name: ExpertProfile(name, PERFORMANCE, footprint, load_s) for name in NAMES}
@@ -70,7 +69,7 @@ def setting(places, ssd_bytes_per_s, parts=(), split=False):
     pools = (host, PoolSpec("device", room_bytes, WORKSPACE_BYTES, cache="host")) if split else (host,)
     executors = (ExecutorSpec(0, "cuda", "device"),) if split else (ExecutorSpec(0, "cpu", "host"),)
     profile = PerformanceMatrix({executors[0].processor: column}, dict.fromkeys(NAMES, 1 / EXPERTS))
-    return Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
+    return EngineSetup(GRAPH, policy, executors, profile, Limits(pools))
 
 
 def even_trace(requests=200, every_s=0.004, seed=1):
@@ -78,10 +77,16 @@ def even_trace(requests=200, every_s=0.004, seed=1):
     return [Arrival(every_s * number, rng.choice(NAMES)) for number in range(requests)]
 
 
-def advised(trace, places, ssd_bytes_per_s, policy="paper", required=None, **more):
+def beside_workspaces(setup):
+    """Workspaces stay as they are, and experts get the rest."""
+    workspaces = {pool.name: pool.workspace_bytes for pool in setup.pools}
+    return lambda budgets: with_expert_bytes(setup, {pool: size - workspaces[pool] for pool, size in budgets.items()})
+
+
+def advised(trace, places, ssd_bytes_per_s, required=None, **more):
     plain = setting(places, ssd_bytes_per_s, **more)
     scenario = scenario_of(GRAPH, profile_of(ssd_bytes_per_s), trace)
-    return scenario, plain, advise(scenario, plain, policy, BOX, required)
+    return scenario, plain, advise(scenario, plain, BOX, required, beside_workspaces(plain))
 
 
 def test_everything_in_memory_leaves_compute():
@@ -112,13 +117,13 @@ def test_too_little_memory_is_told_with_what_would_do(split):
     assert memory.now_bytes[pool] < memory.budget_bytes[pool] <= EXPERTS * EXPERT_BYTES + WORKSPACE_BYTES
 
     def with_room(expert_bytes):
-        return forecast(scenario, with_expert_bytes(plain, {pool: int(expert_bytes)}), "paper").images_per_s
+        return forecast(scenario, with_expert_bytes(plain, {pool: int(expert_bytes)})).images_per_s
 
     assert with_room(memory.budget_bytes[pool] - WORKSPACE_BYTES) == memory.images_per_s
     assert with_room(memory.budget_bytes[pool] / STEP - WORKSPACE_BYTES) < target
-    faster = forecast(*with_ssd(scenario, plain, ssd.bytes_per_s), "paper").images_per_s
+    faster = forecast(*with_ssd(scenario, plain, ssd.bytes_per_s)).images_per_s
     assert faster == ssd.images_per_s
-    assert forecast(*with_ssd(scenario, plain, ssd.bytes_per_s / STEP), "paper").images_per_s < target
+    assert forecast(*with_ssd(scenario, plain, ssd.bytes_per_s / STEP)).images_per_s < target
 
 
 def test_where_one_memory_is_not_enough_all_of_them_grow():
@@ -128,8 +133,10 @@ def test_where_one_memory_is_not_enough_all_of_them_grow():
     host = PoolSpec("host", 2 * EXPERT_BYTES, WORKSPACE_BYTES)
     pools = (host, PoolSpec("device", 4 * EXPERT_BYTES, WORKSPACE_BYTES, cache="host"))
     profile = PerformanceMatrix({"cuda": column, "cpu": column}, dict.fromkeys(NAMES, 1 / EXPERTS))
-    plain = Planned(executors, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
-    advice = advise(scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, "paper", BOX)
+    plain = EngineSetup(GRAPH, "paper", executors, profile, Limits(pools))
+    advice = advise(
+        scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, BOX, None, beside_workspaces(plain)
+    )
     assert list(advice.memory.budget_bytes) == ["host", "device"]
     assert advice.memory.images_per_s >= REMOVED * advice.unlimited_images_per_s
     assert "of host memory (now 264.0 MiB" in advice.sentences[2]
@@ -145,7 +152,7 @@ class AutoLine:
     A batch at its maximum takes as much as two experts.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, policy="paper"):
         weights = folder / "fake.yaml"
         weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": SLOT_BYTES // 4}))
         expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
@@ -156,7 +163,7 @@ class AutoLine:
             "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(8)},
         }
         (folder / "line.yaml").write_text(json.dumps(document))
-        self.config = read_line(folder / "line.yaml", {})
+        self.config = read_line(folder / "line.yaml", {}).having(policy=policy)
         experts = self.config.catalog.experts
         with closing(SegmentStore(self.config.packed_folder)) as store:
             report = pack_line(experts.values(), lambda expert: {Precision.FP32}, store)
@@ -187,31 +194,32 @@ class AutoLine:
         )
 
     def split(self, budget_bytes):
-        return planned(self.config, profiled_box(self.profile), self.profile, memory=budget_bytes)
+        return planned(self.config.having(memory=budget_bytes), profiled_box(self.profile), self.profile)
 
 
 @pytest.mark.parametrize("policy", ["paper", "coserve"])
 def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tmp_path):
     """Batches get their part of more memory, too: experts need more than their own bytes beside today's batches."""
-    line = AutoLine(tmp_path)
+    line = AutoLine(tmp_path, policy)
     rng = random.Random(3)
     trace = [Arrival(0.02 * number, f"c{rng.randrange(8)}") for number in range(120)]
     scenario = scenario_of(line.config.catalog.graph, line.profile, trace)
     small = line.split({"host": 3 * SLOT_BYTES})
     assert small.pools[0].workspace_bytes == 3 * SLOT_BYTES // 4
-    advice = advise(scenario, small, policy, line.profile.box, split=line.split)
+    advice = advise(scenario, small, line.profile.box, None, line.split)
     assert advice.limit in (Limit.MEMORY, Limit.SSD)
     target = REMOVED * advice.unlimited_images_per_s
     followed = line.split(advice.memory.budget_bytes)
-    assert forecast(scenario, followed, policy).images_per_s == advice.memory.images_per_s >= target
+    assert forecast(scenario, followed).images_per_s == advice.memory.images_per_s >= target
     less = line.split({"host": int(advice.memory.budget_bytes["host"] / STEP)})
-    assert forecast(scenario, less, policy).images_per_s < target
+    assert forecast(scenario, less).images_per_s < target
     unlimited = line.split({"host": 2**40})
-    assert forecast(*with_ssd(scenario, unlimited, 1e15), policy).images_per_s == pytest.approx(
+    assert forecast(*with_ssd(scenario, unlimited, 1e15)).images_per_s == pytest.approx(
         advice.unlimited_images_per_s, rel=1e-3
     )
-    beside = advise(scenario, small, policy, line.profile.box).memory  # workspaces as they are, which they do not stay
-    assert forecast(scenario, line.split(beside.budget_bytes), policy).images_per_s < beside.images_per_s
+    kept = beside_workspaces(small)  # workspaces as they are, which they do not stay
+    beside = advise(scenario, small, line.profile.box, None, kept).memory
+    assert forecast(scenario, line.split(beside.budget_bytes)).images_per_s < beside.images_per_s
 
 
 def test_room_for_batches_is_memory_too(tmp_path):
@@ -221,13 +229,13 @@ def test_room_for_batches_is_memory_too(tmp_path):
         line.config,
         profiled_box(line.profile),
         line.profile,
-        pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),),
+        Given(pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),)),
     )
     scenario = scenario_of(line.config.catalog.graph, line.profile, [Arrival(0.0, "c0")] * 64)
-    advice = advise(scenario, small, "paper", line.profile.box, split=line.split)
+    advice = advise(scenario, small, line.profile.box, None, line.split)
     assert (advice.limit, advice.switches, advice.ssd) == (Limit.MEMORY, 0, None)
     assert advice.sentences[1] == "Memory is the limit: batches get less of it than they can use."
-    followed = forecast(scenario, line.split(advice.memory.budget_bytes), "paper")
+    followed = forecast(scenario, line.split(advice.memory.budget_bytes))
     assert followed.images_per_s == advice.memory.images_per_s
 
 
@@ -292,8 +300,8 @@ def test_memory_for_all_experts_counts_shared_parts_once():
 )
 def test_whatever_the_line_the_advice_is_consistent(places, ssd_bytes_per_s, policy, seed, split):
     trace = even_trace(requests=60, seed=seed)
-    _, _, advice = advised(trace, places, ssd_bytes_per_s, policy, required=10.0, split=split)
-    assert advice == advised(trace, places, ssd_bytes_per_s, policy, required=10.0, split=split)[2]
+    _, _, advice = advised(trace, places, ssd_bytes_per_s, policy=policy, required=10.0, split=split)
+    assert advice == advised(trace, places, ssd_bytes_per_s, policy=policy, required=10.0, split=split)[2]
     assert advice.images_per_s <= advice.unlimited_images_per_s
     is_free = advice.images_per_s >= REMOVED * advice.unlimited_images_per_s
     assert is_free == (advice.limit in (Limit.COMPUTE, Limit.ARRIVALS))

@@ -124,7 +124,7 @@ def test_a_row_by_hand(packed_line):
     Two experts have to be read, 0.2 s of the SSD, as none is there at the start; the best start holds one of them.
     """
     memory = {"host": SLOT_BYTES + WORKSPACE_BYTES}
-    (row,) = plan(packed_line.config, None, packed_line.profile, trace_of("010"), ["samba"], [memory])
+    (row,) = plan(packed_line.config, packed_line.profile, trace_of("010"), ["samba"], [memory])
     assert (row.policy, row.requests, row.executors) == ("samba", 3, {"cpu": 1})
     assert row.memory == {"host": SLOT_BYTES, "host_workspace": WORKSPACE_BYTES}
     assert row.seconds == pytest.approx(0.39)
@@ -146,7 +146,7 @@ def test_a_takt_that_is_too_short_is_missed(packed_line):
     """Ten images, 0.01 s each at the very best, every 50 ms."""
     boards = {"main": BOARD["main"] | {"takt_s": 0.05}}
     config = replace_boards(packed_line, boards)
-    (row,) = plan(config, None, packed_line.profile, board_trace(config, 3, seed=0))
+    (row,) = plan(config, packed_line.profile, board_trace(config, 3, seed=0))
     assert row.required_images_per_s == pytest.approx(200.0)
     assert row.takt_met is False
     assert row.bytes_read_per_shift == round(row.bytes_read / row.requests * row.images_per_s * SHIFT_S)
@@ -157,7 +157,7 @@ def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
     config = replace_boards(packed_line, {"main": BOARD["main"] | {"takt_s": 0.25}})
     roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
     trace = trace_of("0123" * 10, every_s=1.0)
-    rows = plan(config, None, packed_line.profile, trace, ["coserve", "samba"], [roomy])
+    rows = plan(config, packed_line.profile, trace, ["coserve", "samba"], [roomy])
     assert [row.required_images_per_s for row in rows] == pytest.approx([40.0, 40.0])
     assert all(row.images_per_s < 1.1 for row in rows)
     assert [row.takt_met for row in rows] == [True, False]
@@ -169,14 +169,14 @@ def test_an_hour_cut_out_of_a_day_is_planned_as_one_that_begins_at_once(packed_l
     for start_s in (0, 28_800):
         file = packed_line.folder / f"from-{start_s}.jsonl"
         file.write_text("".join(f'{{"t": {start_s + n / 4}, "component": "c{n % 4}"}}\n' for n in range(40)))
-        rows += plan(config, None, packed_line.profile, read_trace(file, config.catalog))
+        rows += plan(config, packed_line.profile, read_trace(file, config.catalog))
     assert rows[1] == rows[0]
     assert rows[1].seconds < 11.0
     assert rows[1].bound.arrivals_s == pytest.approx(39 / 4 + 0.03)
     assert rows[1].takt_met is True
     limits = [
         plan_advice(
-            config, None, packed_line.profile, read_trace(packed_line.folder / f"from-{start_s}.jsonl", config.catalog)
+            config, packed_line.profile, read_trace(packed_line.folder / f"from-{start_s}.jsonl", config.catalog)
         )
         for start_s in (0, 28_800)
     ]
@@ -200,7 +200,7 @@ def test_board_types_take_turns_in_what_the_takt_asks_for(packed_line):
 
 def test_a_line_without_boards_has_no_takt_and_reads_at_the_rate_it_reaches(packed_line):
     config = replace_boards(packed_line, {})
-    (row,) = plan(config, None, packed_line.profile, trace_of("0123" * 5))
+    (row,) = plan(config, packed_line.profile, trace_of("0123" * 5))
     assert (row.required_images_per_s, row.takt_met) == (None, None)
     assert row.bytes_read_per_shift == round(row.bytes_read / 20 * row.images_per_s * SHIFT_S)
 
@@ -208,7 +208,7 @@ def test_a_line_without_boards_has_no_takt_and_reads_at_the_rate_it_reaches(pack
 def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
     trace = board_trace(packed_line.config, boards=6, seed=1)
     memories = [{"host": places * SLOT_BYTES + WORKSPACE_BYTES} for places in (1, 2, 4)]
-    rows = plan(packed_line.config, None, packed_line.profile, trace, sorted(PRESETS), memories)
+    rows = plan(packed_line.config, packed_line.profile, trace, sorted(PRESETS), memories)
     assert [(row.policy, row.memory["host"]) for row in rows] == [
         (policy, places * SLOT_BYTES) for places in (1, 2, 4) for policy in sorted(PRESETS)
     ]
@@ -220,11 +220,11 @@ def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
     bounds = [rows[at].bound for at in (0, len(PRESETS), 2 * len(PRESETS))]
     assert [bound.switches for bound in bounds] == [3, 2, 0]
     assert [bound.seconds for bound in bounds] == sorted((bound.seconds for bound in bounds), reverse=True)
-    assert rows == plan(packed_line.config, None, packed_line.profile, trace, sorted(PRESETS), memories)
+    assert rows == plan(packed_line.config, packed_line.profile, trace, sorted(PRESETS), memories)
 
 
 def test_the_lines_own_policy_and_memory_are_planned_when_none_is_asked(packed_line):
-    (row,) = plan(packed_line.config, None, packed_line.profile, trace_of("01"))
+    (row,) = plan(packed_line.config, packed_line.profile, trace_of("01"))
     assert (row.policy, row.memory["host"]) == ("coserve", 2 * SLOT_BYTES)
 
 
@@ -237,30 +237,28 @@ def test_pass_rates_of_the_profile_decide_who_goes_on(packed_line):
     file.write_text(json.dumps(document))
     never = replace(packed_line.profile, usage=UsageProfile({}, {"cls/f0": 0.0}, UsageOrigin.COMPUTED))
     config, trace = read_line(file, {}), trace_of("0" * 8)
-    (stopped,), (passed,) = plan(config, None, never, trace), plan(config, None, packed_line.profile, trace)
+    (stopped,), (passed,) = plan(config, never, trace), plan(config, packed_line.profile, trace)
     assert stopped.bound.compute_s == pytest.approx(8 * 0.01 + 2 * 0.02)
     assert passed.bound.compute_s == pytest.approx(2 * stopped.bound.compute_s)
 
 
 def test_a_faster_ssd_can_be_asked_about(packed_line):
     trace = trace_of("0123" * 5)
-    (today,) = plan(packed_line.config, None, packed_line.profile, trace, ["samba"])
-    (faster,) = plan(
-        packed_line.config, None, packed_line.profile, trace, ["samba"], ssd_bytes_per_s=10 * SSD_BYTES_PER_S
-    )
+    (today,) = plan(packed_line.config, packed_line.profile, trace, ["samba"])
+    (faster,) = plan(packed_line.config, packed_line.profile, trace, ["samba"], ssd_bytes_per_s=10 * SSD_BYTES_PER_S)
     assert faster.images_per_s > 2 * today.images_per_s
     assert faster.bound.io_s == pytest.approx(today.bound.io_s / 10)
     with pytest.raises(ConfigError, match="an SSD of 0 bytes/s reads nothing"):
-        plan(packed_line.config, None, packed_line.profile, trace, ssd_bytes_per_s=0)
+        plan(packed_line.config, packed_line.profile, trace, ssd_bytes_per_s=0)
 
 
 def test_advice_says_what_would_help(packed_line):
-    advice = plan_advice(packed_line.config, None, packed_line.profile, trace_of("0123" * 10), "paper")
+    advice = plan_advice(packed_line.config, packed_line.profile, trace_of("0123" * 10), "paper")
     assert advice.limit is Limit.MEMORY
     assert advice.memory.budget_bytes["host"] <= EXPERTS * SLOT_BYTES + WORKSPACE_BYTES
     assert advice.takt.is_met
     roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
-    advice = plan_advice(packed_line.config, None, packed_line.profile, trace_of("0123" * 10), "paper", roomy)
+    advice = plan_advice(packed_line.config, packed_line.profile, trace_of("0123" * 10), "paper", roomy)
     assert advice.limit is Limit.COMPUTE
 
 
@@ -275,16 +273,16 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(packed_lin
         allocation=Allocation("searched", {"host": 4 * SLOT_BYTES}, (searched,), {"cpu": 1}),
     )
     config, trace = read_line(file, {}), trace_of("0123" * 10)
-    advice = plan_advice(config, None, profile, trace, "paper", {"host": 2 * SLOT_BYTES}, ssd_bytes_per_s=1e6)
+    advice = plan_advice(config, profile, trace, "paper", {"host": 2 * SLOT_BYTES}, ssd_bytes_per_s=1e6)
     advised = [advice.memory.budget_bytes]
-    (row,) = plan(config, None, profile, trace, ["paper"], advised, ssd_bytes_per_s=1e6)
+    (row,) = plan(config, profile, trace, ["paper"], advised, ssd_bytes_per_s=1e6)
     assert row.images_per_s == advice.memory.images_per_s
 
 
 def test_the_table_fits_and_holds_every_row(packed_line):
     trace = trace_of("0123" * 5)
-    rows = plan(packed_line.config, None, packed_line.profile, trace, ["coserve", "samba-parallel"])
-    advice = plan_advice(packed_line.config, None, packed_line.profile, trace, "samba")
+    rows = plan(packed_line.config, packed_line.profile, trace, ["coserve", "samba-parallel"])
+    advice = plan_advice(packed_line.config, packed_line.profile, trace, "samba")
     text = plan_table(rows, advice)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     header, first, second, *_ = text.splitlines()
@@ -297,8 +295,8 @@ def test_the_table_fits_and_holds_every_row(packed_line):
 
 def test_scripts_read_plain_json(packed_line):
     trace = trace_of("0123" * 5)
-    rows = plan(packed_line.config, None, packed_line.profile, trace)
-    advice = plan_advice(packed_line.config, None, packed_line.profile, trace)
+    rows = plan(packed_line.config, packed_line.profile, trace)
+    advice = plan_advice(packed_line.config, packed_line.profile, trace)
     read = json.loads(json.dumps(as_json(rows, advice)))
     (row,) = read["rows"]
     assert row["bound"].keys() >= {"switches", "fcfs_switches", "seconds"}
@@ -317,7 +315,6 @@ def refused(packed_line, trace=None, policies=(), memory=None, config=None, prof
     with pytest.raises(ConfigError) as caught:
         plan(
             config or packed_line.config,
-            None,
             profile or packed_line.profile,
             trace_of("01") if trace is None else trace,
             policies,

@@ -218,9 +218,9 @@ class TestAWholeProfile:
         with serving(line.config) as (agent, stages):
             assert agent.stored == done.profile
             assert "probe" not in stages
-            assert set(agent.precisions["cpu"].values()) == {"fp32"}
-            assert {spec.processor for spec in agent.executors} == {"cpu"}
-            assert len(agent.executors) == done.profile.allocation.executors["cpu"]
+            assert set(agent.setup.precisions["cpu"].values()) == {"fp32"}
+            assert {spec.processor for spec in agent.setup.executors} == {"cpu"}
+            assert len(agent.setup.executors) == done.profile.allocation.executors["cpu"]
 
     def test_the_chosen_precision_is_the_one_that_is_packed_and_run(self, line):
         line.document["precision"] = "bf16"
@@ -239,7 +239,7 @@ class TestAWholeProfile:
         }
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+            assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
 
     def test_a_precision_that_was_measured_may_be_asked_for_afterwards(self, line):
         weights = line.folder / "s.safetensors"
@@ -256,8 +256,8 @@ class TestAWholeProfile:
         assert "not packed in bf16 - run `coserve profile" in run("plan", line.file, check=78).stderr
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
-            assert agent.broken == {}
+            assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+            assert agent.setup.broken == {}
         write_random_weights(weights, "squeezenet1_1", 2, seed=4)
         with pytest.raises(ConfigError, match="expert cls/f0 has other weights than those that were profiled"):
             build_agent(line.config, lambda *_: None, lambda *_: None)
@@ -304,7 +304,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert agent.broken == {}
+            assert agent.setup.broken == {}
 
     def test_on_another_image_than_the_one_it_is_tried_with_leaves_the_search_with_its_components(self, line):
         """Its answer on black is a number, as there are no biases, and on anything else it is none."""
@@ -524,7 +524,7 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         assert {name.split()[0] for name, _ in done.profile.precisions} == {"fake"}
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert set(agent.broken) == {"cls/f0"}
+            assert set(agent.setup.broken) == {"cls/f0"}
 
     def test_it_is_run_neither_with_the_profile_nor_without(self, line):
         """It runs in fp32, which an earlier profile measured, and in the form that the line file gives now it fails."""
@@ -542,11 +542,17 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         assert not [kind for kind, _ in done.profile.precisions if kind.startswith("squeezenet1_1")]
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert (set(agent.matrix.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+            assert (set(agent.setup.matrix.experts["cpu"]), set(agent.setup.broken)) == (
+                {"cls/f1", "cls/f2"},
+                {"cls/f0"},
+            )
         line.path.unlink()
         with serving(line.config) as (agent, stages):
             assert "probe" in stages
-            assert (set(agent.matrix.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+            assert (set(agent.setup.matrix.experts["cpu"]), set(agent.setup.broken)) == (
+                {"cls/f1", "cls/f2"},
+                {"cls/f0"},
+            )
 
     def test_where_else_it_runs_and_in_what_is_told(self, line):
         """Its other processor ran that form when a killed run measured it."""
@@ -623,7 +629,7 @@ class TestAgain:
         assert not comparisons(stages)
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert set(agent.precisions["cpu"].values()) == set(second.precisions.values())
+            assert set(agent.setup.precisions["cpu"].values()) == set(second.precisions.values())
 
     def test_an_expert_that_joined_is_measured_and_the_others_are_not(self, line):
         left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
@@ -829,7 +835,7 @@ class TestSamples:
         assert {kind.samples.split(";")[0] for kind in done.profile.kinds} == {"2 images from crops", SYNTHETIC}
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert agent.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
+            assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
 
     @pytest.mark.parametrize("change", ["another image", "other pixels", "one more"])
     def test_what_agreed_on_others_is_compared_again(self, line, change):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from agent.device_profile.records import (
@@ -21,7 +24,7 @@ from agent.device_profile.records import (
     Trial,
     UsageProfile,
 )
-from profiler.profiling.report import MOST_CURVES, profile_charts, profile_json, profile_table
+from profiler.profiling.report import MOST_CURVES, profile_charts, profile_json, profile_table, usage_cdf
 from profiler.tables import WIDTH
 
 LARGE = "resnet101 224x224 imagenet"
@@ -224,3 +227,26 @@ def test_a_line_of_many_kinds_is_drawn_by_its_largest(profile, tmp_path):
     ]
     chosen = {(each.kind, "cuda"): "bf16" for each in many}
     assert len(profile_charts(replace(profile, kinds=tuple(many), precisions=chosen), tmp_path)) == 5
+
+
+def test_the_cdf_of_hand_worked_probabilities():
+    """Sorted 0.5, 0.3, 0.2 and one that follows half of the requests: 0.5; all 1.5 uses."""
+    cdf = usage_cdf({"a": 0.2, "b": 0.5, "c": 0.3, "after-b": 0.5})
+    assert cdf == (pytest.approx(1 / 3), pytest.approx(2 / 3), pytest.approx(1.3 / 1.5), pytest.approx(1.0))
+
+
+def test_the_papers_two_extreme_cdfs():
+    """All alike: a straight line; one expert only: a step (section 4.4)."""
+    assert usage_cdf(dict.fromkeys("abcd", 0.25)) == (0.25, 0.5, 0.75, 1.0)
+    assert usage_cdf({"a": 0.0, "b": 1.0, "c": 0.0}) == (1.0, 1.0, 1.0)
+    assert usage_cdf(dict.fromkeys("ab", 0.0)) == (0.5, 1.0)
+    assert usage_cdf({}) == ()
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1))
+def test_a_cdf_rises_ever_more_slowly_to_one(probabilities):
+    cdf = usage_cdf(probabilities)
+    steps = [after - before for before, after in zip((0.0, *cdf), cdf, strict=False)]
+    assert cdf[-1] == pytest.approx(1.0)
+    assert all(step >= -1e-12 for step in steps)
+    assert all(later <= earlier + 1e-9 for earlier, later in pairwise(steps))

@@ -11,7 +11,7 @@ import pytest
 from agent.config import read_line
 from profiler.replay.host_load import CoresInUse
 from profiler.replay.images import experts_of, images_of
-from profiler.replay.player import AgentSetup, player
+from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import read_trace
 
@@ -32,7 +32,7 @@ def test_an_hour_cut_out_of_a_day_is_played_at_once(tmp_path, config):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trace = read_trace(file, config.catalog)
     assert [arrival.at_s for arrival in trace] == pytest.approx([0.0, 0.01, 0.02, 0.03])
-    with player(config, experts_of(trace, config.catalog), AgentSetup()) as stage:
+    with player(config, experts_of(trace, config.catalog)) as stage:
         played = stage.play(trace, images_of(trace, config.catalog))
     assert trace[-1].at_s <= played.seconds < EIGHT_O_CLOCK_S
     assert all(0.0 <= wait_s <= played.seconds for wait_s in played.waits_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from agent.core.performance import (
     PoolSpec,
 )
 from agent.core.policy import PRESETS
-from agent.deployment.engine_setup import Planned
+from agent.deployment.engine_setup import EngineSetup
 from agent.device_profile.records import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
 from experts.errors import ConfigError
 from experts.graph import ExpertGraph, RouteStep
@@ -50,7 +49,7 @@ def stored(pass_rates=None, speedups=None, links=LINKS):
     return StoredProfile("t", "now", BOX, links, (), (), {}, {}, usage, allocation, speedups or {})
 
 
-def setting(graph, places, executors=1, extra_load_s=0.0, processor="cpu"):
+def setting(graph, places, executors=1, extra_load_s=0.0, processor="cpu", policy="paper"):
     """A box with room for so many experts, of EXPERT_BYTES each."""
     load_s = EXPERT_BYTES / SSD_BYTES_PER_S + extra_load_s
     column = {
@@ -59,7 +58,7 @@ def setting(graph, places, executors=1, extra_load_s=0.0, processor="cpu"):
     specs = tuple(ExecutorSpec(number, processor, "host") for number in range(executors))
     pools = (PoolSpec("host", places * EXPERT_BYTES, 100),)
     profile = PerformanceMatrix({processor: column}, dict.fromkeys(column, 1 / len(column)))
-    return Planned(specs, pools, profile, Limits(pools), MappingProxyType({}), MappingProxyType({}))
+    return EngineSetup(graph, policy, specs, profile, Limits(pools))
 
 
 AB = graph_of({"a": ["a"], "b": ["b"]})
@@ -68,7 +67,7 @@ AB = graph_of({"a": ["a"], "b": ["b"]})
 def test_first_come_first_served_by_hand():
     """Room for one: load a, run it; load b, run it; load a again, run it: 3 x (0.1 + 0.03) s."""
     scenario = scenario_of(AB, stored(), [Arrival(0.0, "a"), Arrival(0.0, "b"), Arrival(0.0, "a")])
-    found = forecast(scenario, setting(AB, places=1), "samba")
+    found = forecast(scenario, setting(AB, places=1, policy="samba"))
     assert found.seconds == pytest.approx(0.39)
     assert found.waits_s == pytest.approx((0.13, 0.26, 0.39))
     assert (found.switches, found.evictions, found.bytes_read) == (3, 2, 3 * EXPERT_BYTES)
@@ -82,10 +81,10 @@ def test_first_come_first_served_by_hand():
 def test_what_is_placed_before_the_trace_is_not_counted():
     """The paper's policy begins with a in memory; b makes it go before its second request comes: two loads."""
     scenario = scenario_of(AB, stored(), [Arrival(0.5, "a"), Arrival(0.5, "b"), Arrival(0.51, "a")])
-    found = forecast(scenario, setting(AB, places=1), "paper")
+    found = forecast(scenario, setting(AB, places=1))
     assert found.resident_at_start == {"a"}
     assert (found.switches, found.evictions, found.bytes_read) == (2, 2, 2 * EXPERT_BYTES)
-    roomy = forecast(scenario, setting(AB, places=2), "paper")
+    roomy = forecast(scenario, setting(AB, places=2))
     assert roomy.resident_at_start == {"a", "b"}
     assert (roomy.switches, roomy.evictions, roomy.bytes_read, roomy.loads) == (0, 0, 0, {})
     assert roomy.seconds == pytest.approx(0.5 + 0.03 + 0.03 + 0.03)
@@ -93,7 +92,7 @@ def test_what_is_placed_before_the_trace_is_not_counted():
 
 def test_quantiles_are_those_of_the_nearest_rank():
     found = forecast(
-        scenario_of(AB, stored(), [Arrival(float(n), "a") for n in range(100)]), setting(AB, places=1), "samba"
+        scenario_of(AB, stored(), [Arrival(float(n), "a") for n in range(100)]), setting(AB, places=1, policy="samba")
     )
     assert sorted(found.waits_s)[-1] == pytest.approx(0.13)
     assert found.wait_s(0.99) == pytest.approx(0.03)
@@ -103,9 +102,9 @@ def test_quantiles_are_those_of_the_nearest_rank():
 def test_another_ssd_changes_the_reading_and_nothing_else():
     """A load takes 0.05 s beside its 0.1 s of reading; ten times as fast an SSD leaves 0.06 s."""
     scenario = scenario_of(AB, stored(), [Arrival(0.0, "a")])
-    slow = setting(AB, places=1, extra_load_s=0.05)
-    assert forecast(scenario, slow, "samba").seconds == pytest.approx(0.15 + 0.03)
-    assert forecast(*with_ssd(scenario, slow, 10 * SSD_BYTES_PER_S), "samba").seconds == pytest.approx(0.06 + 0.03)
+    slow = setting(AB, places=1, extra_load_s=0.05, policy="samba")
+    assert forecast(scenario, slow).seconds == pytest.approx(0.15 + 0.03)
+    assert forecast(*with_ssd(scenario, slow, 10 * SSD_BYTES_PER_S)).seconds == pytest.approx(0.06 + 0.03)
 
 
 def test_more_room_leaves_workspaces_as_they_are():
@@ -118,8 +117,8 @@ def test_an_accelerators_executors_share_it_and_a_cpus_do_not():
     trace = [Arrival(0.0, "a"), Arrival(0.0, "b")]
     speedups = {"cuda": (1.0, 1.0), "cpu": (1.0, 1.0)}
     scenario = scenario_of(AB, stored(speedups=speedups), trace)
-    on_cuda = forecast(scenario, setting(AB, places=2, executors=2, processor="cuda"), "paper")
-    on_cpu = forecast(scenario, setting(AB, places=2, executors=2), "paper")
+    on_cuda = forecast(scenario, setting(AB, places=2, executors=2, processor="cuda"))
+    on_cpu = forecast(scenario, setting(AB, places=2, executors=2))
     assert (on_cuda.seconds, on_cpu.seconds) == pytest.approx((0.06, 0.03))
 
 
@@ -147,9 +146,9 @@ def test_every_policy_runs_the_steps_that_were_drawn(policy, rate, places, seed)
     graph = graph_of(ROUTES)
     trace = [*TRACE[:60], Arrival(1.0, expert="y")]
     scenario = scenario_of(graph, stored({"a": rate, "b": rate}), trace, seed)
-    plain = setting(graph, places)
-    found = forecast(scenario, plain, policy)
-    assert found == forecast(scenario, plain, policy)
+    plain = setting(graph, places, policy=policy)
+    found = forecast(scenario, plain)
+    assert found == forecast(scenario, plain)
     assert len(found.waits_s) == len(trace)
     work_s = Counter(expert for experts in scenario.steps for expert in experts).total() * PERFORMANCE.K_s
     assert found.seconds >= work_s
@@ -169,8 +168,8 @@ def test_predictions_lead_a_request_along_its_steps_and_no_further():
 
 
 def keeps_up(trace, places, policy, images_per_s):
-    scenario, planned = scenario_of(AB, stored(), trace), setting(AB, places)
-    return reaches(scenario, planned, policy, forecast(scenario, planned, policy), images_per_s)
+    scenario, setup = scenario_of(AB, stored(), trace), setting(AB, places, policy=policy)
+    return reaches(scenario, setup, forecast(scenario, setup), images_per_s)
 
 
 def steady(count, images_per_s):
@@ -188,11 +187,11 @@ def test_a_line_keeps_up_with_what_its_batches_take_however_late_the_last_image_
 
 def test_a_trace_that_comes_at_the_very_rate_is_not_missed_by_its_last_images_wait():
     """20 images in 0.475 s, the last of which is there some 0.05 s later: past the 0.5 s that 20 images have."""
-    scenario, planned = scenario_of(AB, stored(), steady(20, 40.0)), setting(AB, places=2)
-    played = forecast(scenario, planned, "paper")
+    scenario, setup = scenario_of(AB, stored(), steady(20, 40.0)), setting(AB, places=2)
+    played = forecast(scenario, setup)
     assert played.loads == {}
     assert played.images_per_s < 40.0
-    assert reaches(scenario, planned, "paper", played, 40.0)
+    assert reaches(scenario, setup, played, 40.0)
 
 
 @pytest.mark.parametrize("count", [2, 4, 50])
@@ -204,8 +203,8 @@ def test_a_queue_that_grows_is_missed_however_short_the_trace(count):
 
 def test_what_lies_in_memory_at_the_start_does_not_hide_a_queue_that_grows():
     """a is there and b is loaded: 0.16 s for the first two, but 0.26 s for each two after these."""
-    scenario, planned = scenario_of(AB, stored(), steady(2, 500.0)), setting(AB, places=1)
-    played = forecast(scenario, planned, "paper")
+    scenario, setup = scenario_of(AB, stored(), steady(2, 500.0)), setting(AB, places=1)
+    played = forecast(scenario, setup)
     assert played.images_per_s > 12.0
     assert played.resident_at_start == {"a"}
     assert keeps_up(steady(2, 500.0), 2, "samba", 12.0)
@@ -261,11 +260,11 @@ def test_a_profile_without_an_ssd_is_refused():
 
 def test_an_expert_that_never_fits_is_refused():
     with pytest.raises(ConfigError, match=r"host, for a.*plan with more memory"):
-        forecast(scenario_of(AB, stored(), [Arrival(0.0, "a")]), setting(AB, places=0), "coserve")
+        forecast(scenario_of(AB, stored(), [Arrival(0.0, "a")]), setting(AB, places=0, policy="coserve"))
 
 
 def test_an_expert_that_no_executor_runs_is_refused():
     wide = graph_of({"a": ["a"], "z": ["z"]})
     narrow = setting(AB, places=1)
     with pytest.raises(ConfigError, match="no executor can run z, executors are on: cpu - add one"):
-        forecast(scenario_of(wide, stored(), [Arrival(0.0, "z")]), narrow, "coserve")
+        forecast(scenario_of(wide, stored(), [Arrival(0.0, "z")]), narrow)

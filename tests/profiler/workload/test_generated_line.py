@@ -58,8 +58,8 @@ def test_the_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated
     config = read_line(generated.line, ON_CPU)
     agent = build_agent(config, lambda *_: None, lambda *_: None)
     try:
-        (pool,) = agent.pools
-        footprints = {row.footprint.total_bytes for row in agent.matrix.experts["cpu"].values()}
+        (pool,) = agent.setup.pools
+        footprints = {row.footprint.total_bytes for row in agent.setup.matrix.experts["cpu"].values()}
     finally:
         agent.stop()
     assert footprints == {generated.footprint_bytes}

@@ -1,4 +1,4 @@
-"""Memory shares: what one memory must hold and can hold, experts against workspaces (CoServe, section 4.4).
+"""Memory needs: what one memory must hold and can hold, experts against workspaces (CoServe, section 4.4).
 
 Guarantees: every share it hands out is one that an Engine accepts with these executors: the largest expert fits beside
 the pinned ones, and each executor has the workspace of one image; the two parts are the whole budget.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from agent.core.performance import PoolSpec
@@ -20,20 +19,24 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, PerformanceMatrix
 
+WORKSPACE_FRACTION = 0.25  # of a memory, for batches, where nobody says (section 5.2)
 LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """One memory with its executors. ``held_bytes[n - 1]``: what the n most used copies take together.
+    """One memory with so many executors. ``held_bytes[n - 1]``: what the n most used copies take together.
 
-    ``largest``: the expert that needs most room, ``largest_bytes``, beside the pinned ones. Workspaces: of one image,
-    and of the maximum batch, on every executor at once.
+    ``footprints``: of each expert, and whether it is pinned. ``largest``: the expert that needs most room,
+    ``largest_bytes``, beside the pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at
+    once.
     """
 
     pool: str
     cache: str | None
     budget_bytes: int
+    executors: int
+    footprints: tuple[tuple[str, Footprint, bool], ...]
     held_bytes: tuple[int, ...]
     largest: str
     largest_bytes: int
@@ -55,6 +58,11 @@ class MemoryNeeds:
         return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
 
     @property
+    def casual_workspace_bytes(self) -> int:
+        """As much as all executors can use at once, a quarter of the memory at most, one image each at least."""
+        return max(min(self.maximum_batch_bytes, int(self.budget_bytes * WORKSPACE_FRACTION)), self.one_image_bytes)
+
+    @property
     def most(self) -> int:
         """How many of the most used copies fit while each executor keeps the workspace of one image."""
         return self.count_in(self.budget_bytes - self.one_image_bytes)
@@ -63,6 +71,10 @@ class MemoryNeeds:
     def least(self) -> int:
         """How many of them fit where only the largest expert and the pinned ones have to."""
         return self.count_in(self.largest_bytes)
+
+    def misfits(self, expert_bytes: int) -> dict[str, int]:
+        """Experts that could never run from so many bytes for experts, and what each needs beside the pinned ones."""
+        return misfits(self.footprints, expert_bytes)
 
     def count_in(self, expert_bytes: int) -> int:
         """How many of the most used copies fit into so many bytes."""
@@ -80,46 +92,37 @@ class MemoryNeeds:
 
 
 def memory_needs(
-    pool: str,
-    pools: Sequence[str],
-    budget_bytes: int,
+    budgets: Mapping[str, int],
     executors: Sequence[ExecutorSpec],
     profile: PerformanceMatrix,
     pinned: frozenset[str],
-) -> MemoryNeeds:
-    """What these executors need of one memory. ``pools``: all memories of the box, nearest to the SSD first.
+) -> dict[str, MemoryNeeds]:
+    """What these executors need of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
 
     A memory holds what runs from it and what those behind it are fed from; one that only feeds has no least size.
     """
-    place = pools.index(pool)
-    users = [spec for spec in executors if spec.pool == pool]
+    pools = tuple(budgets)
     homes = pinned_homes(pinned, executors, profile.experts)
-    needs = misfits(footprints_in(pool, executors, profile.experts, homes), -1)
-    largest = max(sorted(needs), key=needs.__getitem__, default="")
-    readers = [spec for spec in executors if pools.index(spec.pool) >= place]
-    columns = [profile.experts[spec.processor].values() for spec in users]
-    return MemoryNeeds(
-        pool=pool,
-        cache=pools[place - 1] if place else None,
-        budget_bytes=budget_bytes,
-        held_bytes=held_bytes(_most_used_first(readers, profile)),
-        largest=largest,
-        largest_bytes=needs.get(largest, 0),
-        one_image_bytes=sum(_largest_workspace(column, at_maximum=False) for column in columns),
-        maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
-    )
-
-
-def usage_cdf(probabilities: Mapping[str, float]) -> tuple[float, ...]:
-    """The share of all uses that the 1, 2, 3... most used experts have together (section 4.4, Figure 11).
-
-    Probabilities of requests need not add up to 1, shares do. Without any use all experts share alike.
-    """
-    descending = sorted(probabilities.values(), reverse=True)
-    total = sum(descending)
-    if total <= 0:
-        return tuple((number + 1) / len(descending) for number in range(len(descending)))
-    return tuple(min(share / total, 1.0) for share in accumulate(descending))
+    found = {}
+    for place, pool in enumerate(pools):
+        footprints = tuple(footprints_in(pool, executors, profile.experts, homes))
+        needs = misfits(footprints, -1)
+        largest = max(sorted(needs), key=needs.__getitem__, default="")
+        readers = [spec for spec in executors if pools.index(spec.pool) >= place]
+        columns = [profile.experts[spec.processor].values() for spec in executors if spec.pool == pool]
+        found[pool] = MemoryNeeds(
+            pool=pool,
+            cache=pools[place - 1] if place else None,
+            budget_bytes=budgets[pool],
+            executors=len(columns),
+            footprints=footprints,
+            held_bytes=held_bytes(_most_used_first(readers, profile)),
+            largest=largest,
+            largest_bytes=needs.get(largest, 0),
+            one_image_bytes=sum(_largest_workspace(column, at_maximum=False) for column in columns),
+            maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
+        )
+    return found
 
 
 def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:

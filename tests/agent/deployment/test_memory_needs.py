@@ -1,8 +1,6 @@
-"""What one memory must and can hold: bytes, the CDF and shares that an Engine accepts."""
+"""What one memory must and can hold: bytes, and shares that an Engine accepts."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -21,9 +19,9 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.core.policy import PRESETS
+from agent.deployment.memory_needs import held_bytes, memory_needs
 from experts.errors import MemoryExceeded
 from experts.graph import ExpertGraph, RouteStep
-from profiler.allocation.memory_shares import held_bytes, memory_needs, usage_cdf
 
 CPU = (ExecutorSpec(0, "cpu", "host"),)
 SPLIT = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cuda", "device"), ExecutorSpec(2, "cpu", "host"))
@@ -37,35 +35,20 @@ def row(copy, own_bytes, shared=(), workspace_bytes=10, max_batch=4, base_bytes=
 
 def one_memory(budget_bytes, column, usage=None, executors=CPU, pinned=()):
     profile = PerformanceMatrix({"cpu": column}, usage or {})
-    return memory_needs("host", ("host",), budget_bytes, executors, profile, frozenset(pinned))
-
-
-def test_the_cdf_of_hand_worked_probabilities():
-    """Sorted 0.5, 0.3, 0.2 and one that follows half of the requests: 0.5; all 1.5 uses."""
-    cdf = usage_cdf({"a": 0.2, "b": 0.5, "c": 0.3, "after-b": 0.5})
-    assert cdf == (pytest.approx(1 / 3), pytest.approx(2 / 3), pytest.approx(1.3 / 1.5), pytest.approx(1.0))
-
-
-def test_the_papers_two_extreme_cdfs():
-    """All alike: a straight line; one expert only: a step (section 4.4)."""
-    assert usage_cdf(dict.fromkeys("abcd", 0.25)) == (0.25, 0.5, 0.75, 1.0)
-    assert usage_cdf({"a": 0.0, "b": 1.0, "c": 0.0}) == (1.0, 1.0, 1.0)
-    assert usage_cdf(dict.fromkeys("ab", 0.0)) == (0.5, 1.0)
-    assert usage_cdf({}) == ()
-
-
-@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1))
-def test_a_cdf_rises_ever_more_slowly_to_one(probabilities):
-    cdf = usage_cdf(probabilities)
-    steps = [after - before for before, after in zip((0.0, *cdf), cdf, strict=False)]
-    assert cdf[-1] == pytest.approx(1.0)
-    assert all(step >= -1e-12 for step in steps)
-    assert all(later <= earlier + 1e-9 for earlier, later in pairwise(steps))
+    return memory_needs({"host": budget_bytes}, executors, profile, frozenset(pinned))["host"]
 
 
 def test_a_shared_part_is_held_once():
     parts = (SharedPart("trunk", 100),)
     assert held_bytes([Footprint(5, parts), Footprint(7), Footprint(6, parts)]) == (105, 112, 118)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 300))
+def test_those_that_fit_fit_and_one_more_does_not(sizes, room):
+    needs = one_memory(1000, {f"e{number}": row(f"e{number}", size) for number, size in enumerate(sizes)})
+    count = needs.count_in(room)
+    assert sum(sizes[:count]) <= room
+    assert count == len(sizes) or sum(sizes[: count + 1]) > room
 
 
 def test_the_most_used_come_first_and_equal_ones_by_name():
@@ -108,16 +91,14 @@ def test_two_processors_in_one_memory_share_copies_of_one_precision():
     }
     executors = (ExecutorSpec(0, "cuda", "host"), ExecutorSpec(1, "cpu", "host"))
     profile = PerformanceMatrix(columns, {"a": 0.6, "b": 0.4})
-    needs = memory_needs("host", ("host",), 1000, executors, profile, frozenset())
+    needs = memory_needs({"host": 1000}, executors, profile, frozenset())["host"]
     assert needs.held_bytes == (10, 30, 50)
 
 
 def test_the_memory_in_front_of_the_device_is_filled_with_what_the_device_runs():
     column = {"a": row("a", 10), "b": row("b", 20)}
     profile = PerformanceMatrix({"cuda": column}, {"a": 0.6, "b": 0.4})
-    host, device = (
-        memory_needs(pool, ("host", "device"), 100, SPLIT[:2], profile, frozenset()) for pool in ("host", "device")
-    )
+    host, device = memory_needs({"host": 100, "device": 100}, SPLIT[:2], profile, frozenset()).values()
     assert (host.cache, host.held_bytes, host.largest_bytes, host.one_image_bytes) == (None, (10, 30), 0, 0)
     assert (device.cache, device.held_bytes, device.largest_bytes, device.one_image_bytes) == ("host", (10, 30), 20, 20)
     assert host.leaving(0) == PoolSpec("host", 100, 0)
@@ -147,7 +128,7 @@ def test_every_share_is_the_whole_budget_and_one_an_engine_accepts(
     pinned = frozenset(f"e{number}" for number, (_, _, is_pinned) in enumerate(drawn) if is_pinned)
     executors = tuple(ExecutorSpec(number, "cpu", "host") for number in range(cpus))
     profile = PerformanceMatrix({"cpu": column}, {})
-    needs = memory_needs("host", ("host",), budget_bytes, executors, profile, pinned)
+    needs = memory_needs({"host": budget_bytes}, executors, profile, pinned)["host"]
     graph = ExpertGraph(column, {name: (RouteStep(name, frozenset({"ok"})),) for name in column})
 
     def engine_of(spec):

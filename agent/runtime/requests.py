@@ -1,0 +1,69 @@
+"""Requests whose outcomes somebody waits for: one-off commands, replays, measurements. A service journals instead."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from experts.errors import AgentCrashed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.core.request import Outcome
+    from agent.runtime.executor import ImageSource
+    from agent.runtime.loop import AgentLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of a request; when it was submitted, and when its outcome came, monotonic."""
+
+    outcome: Outcome
+    submitted_s: float
+    at_s: float
+
+
+class Requests:
+    """Submits requests to one loop and collects their outcomes, or its crash.
+
+    A loop is made with its ``on_outcome``, which is ``tell``, and then given to ``watch``; after that one thread
+    submits and collects.
+    """
+
+    _loop: AgentLoop
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[tuple[int, Outcome, float] | AgentCrashed] = SimpleQueue()
+        self._submitted_s: dict[int, float] = {}
+
+    def tell(self, number: int, outcome: Outcome) -> None:
+        """An outcome has come."""
+        self._ended.put((number, outcome, time.monotonic()))
+
+    def watch(self, loop: AgentLoop) -> None:
+        """Submit to this loop, and learn of its crash."""
+        self._loop = loop
+        loop.when_crashed(self._ended.put)
+
+    def submit(self, image: ImageSource, *, component: str | None = None, expert: str | None = None) -> None:
+        """As ``AgentLoop.submit``. Raises AgentCrashed."""
+        if self._loop.crash is not None:
+            raise self._loop.crash
+        number = self._loop.submit(image, component=component, expert=expert)
+        self._submitted_s[number] = time.monotonic()
+
+    def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:
+        """What became of all that was submitted since the last time, in that order. Raises AgentCrashed."""
+        submitted_s, self._submitted_s = self._submitted_s, {}
+        ended: dict[int, Ended] = {}
+        while len(ended) < len(submitted_s):
+            end = self._ended.get()
+            if isinstance(end, AgentCrashed):
+                raise end
+            number, outcome, at_s = end
+            ended[number] = Ended(outcome, submitted_s[number], at_s)
+            progress(len(ended), len(submitted_s))
+        return [ended[number] for number in submitted_s]

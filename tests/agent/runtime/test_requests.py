@@ -1,0 +1,78 @@
+"""Requests whose outcomes somebody waits for, over a loop that answers when the test says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from agent.core.request import Outcome
+from agent.runtime.requests import Requests
+from experts.errors import AgentCrashed
+from experts.expert import Verdict
+
+IMAGE = np.zeros((8, 8, 3), dtype=np.uint8)
+
+
+class Loop:
+    """Numbers its requests, and remembers whom to tell of its crash."""
+
+    def __init__(self):
+        self.asked, self.told, self.crash = [], [], None
+
+    def when_crashed(self, tell):
+        self.told.append(tell)
+
+    def submit(self, image, *, component=None, expert=None):
+        self.asked.append((component, expert))
+        return len(self.asked)
+
+
+@pytest.fixture
+def loop():
+    return Loop()
+
+
+@pytest.fixture
+def requests(loop):
+    requests = Requests()
+    requests.watch(loop)
+    return requests
+
+
+def outcome(label):
+    return Outcome(Verdict.OK, label, 1.0, ())
+
+
+def test_outcomes_are_in_the_order_of_the_requests_however_they_come(loop, requests):
+    requests.submit(IMAGE, component="resistor")
+    requests.submit(IMAGE, expert="cls/a")
+    for number, label in ((2, "second"), (1, "first")):
+        requests.tell(number, outcome(label))
+    told = []
+    ended = requests.collect(lambda done, total: told.append((done, total)))
+    assert loop.asked == [("resistor", None), (None, "cls/a")]
+    assert [each.outcome.label for each in ended] == ["first", "second"]
+    assert ended[0].submitted_s <= ended[1].submitted_s <= ended[1].at_s <= ended[0].at_s
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_what_was_collected_is_not_waited_for_again(requests):
+    requests.submit(IMAGE, component="resistor")
+    requests.tell(1, outcome("first"))
+    requests.collect()
+    requests.submit(IMAGE, component="resistor")
+    requests.tell(2, outcome("second"))
+    assert [each.outcome.label for each in requests.collect()] == ["second"]
+    assert requests.collect() == []
+
+
+def test_a_crash_ends_the_wait_and_every_further_request(loop, requests):
+    requests.submit(IMAGE, component="resistor")
+    (tell,) = loop.told
+    loop.crash = AgentCrashed(ValueError("broken"))
+    tell(loop.crash)
+    with pytest.raises(AgentCrashed, match="broken"):
+        requests.collect()
+    with pytest.raises(AgentCrashed, match="broken"):
+        requests.submit(IMAGE, component="resistor")
+    assert len(loop.asked) == 1
