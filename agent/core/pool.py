@@ -267,5 +267,5 @@ def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int
         parts = sum(part.size_bytes for part in footprint.shared if part.id not in pinned_parts)
         needed = pinned_bytes if pinned else pinned_bytes + footprint.own_bytes + parts
         if needed > expert_bytes:
-            needs[expert] = needed
+            needs[expert] = max(needed, needs.get(expert, 0))  # an expert may be there in several forms
     return needs

@@ -260,3 +260,8 @@ def test_an_expert_needs_its_own_bytes_and_shared_parts_beside_everything_pinned
     assert misfits(experts, 16) == {"sharing": 26, "alone": 25}
     assert misfits(experts, 25) == {"sharing": 26}
     assert misfits(iter(experts), 26) == {}
+
+
+@pytest.mark.parametrize("sizes", [(9, 4), (4, 9)])
+def test_an_expert_that_is_there_in_several_forms_needs_its_largest(sizes):
+    assert misfits([("two forms", Footprint(size), False) for size in sizes], -1) == {"two forms": 9}
