@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
-from experts.manifests import replacing
+from experts.packed.manifests import replacing
 
 UNPICKLING = Path(__file__).parent / "backends" / "unpickling.py"
 UNPICKLING_LIMIT_S = 600.0  # a few GB from a slow disk; a file that takes longer is not a state dict

@@ -25,8 +25,8 @@ RUNTIMES = ("torch", "torchvision", "ultralytics", "onnxruntime", "onnx")
 RUNTIME_FENCE = (
     "experts.backends",
     "experts.llm",
-    "experts.packing",
-    "experts.weights",
+    "experts.packed.packing",
+    "experts.packed.weights",
     "agent.runtime",
     "agent.demo",
     "profiler.microbench",
@@ -88,7 +88,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
     "sqlite3", "sqlite_utils", "pathlib", "os", "io", "shutil", "tempfile", "socket", "subprocess",
-    "experts.backends", "experts.llm", "experts.packing", "experts.weights", "experts.catalog",
+    "experts.backends", "experts.llm", "experts.packed.packing", "experts.packed.weights", "experts.catalog",
 )  # fmt: skip
 
 
@@ -374,7 +374,7 @@ class TestTheImportRules:
         [
             ("experts.backends.detector", "from ultralytics import YOLO\nimport torch"),
             ("experts.backends.onnx", "import onnx, onnxruntime"),
-            ("experts.packing", "import torch"),
+            ("experts.packed.packing", "import torch"),
             ("agent.core.engine", "from agent.core.queue import ExecutorQueue\nfrom experts.graph import ExpertGraph"),
             ("agent.core.engine", "from . import queue\nfrom ..core import pool"),
             ("agent.core.engine", "from dataclasses import dataclass\nimport heapq, math"),

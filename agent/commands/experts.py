@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from agent.config import LineConfig
-    from experts.manifests import Manifest
+    from experts.packed.manifests import Manifest
 
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_se
 from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import state_held
 from experts.errors import AlreadyRunning, ConfigError, ExpertError
-from experts.manifests import ManifestFolder
-from experts.snapshot import snapshot
-from experts.weights import SegmentStore
+from experts.packed.manifests import ManifestFolder
+from experts.packed.snapshot import snapshot
+from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
-    from experts.manifests import Manifest
+    from experts.packed.manifests import Manifest
 
 log = logging.getLogger(__name__)
 

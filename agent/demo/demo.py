@@ -37,8 +37,8 @@ from agent.service.line_service import LineService
 from experts import sizes
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision, Verdict
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from agent.demo.training.crops import LabelledCrop
     from agent.demo.training.train import TrainedLine
     from agent.runtime.loop import LoopStatistics
-    from experts.weights import PackedExpert
+    from experts.packed.weights import PackedExpert
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 

@@ -27,8 +27,8 @@ from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError
-from experts.packing import PackingStep, pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import PackingStep, pack_line
+from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from agent.runtime.loop import Decider
     from agent.runtime.machine.box import Box
     from experts.expert import Precision
-    from experts.packing import PackingReport
-    from experts.weights import PackedExpert
+    from experts.packed.packing import PackingReport
+    from experts.packed.weights import PackedExpert
 
 log = logging.getLogger(__name__)
 

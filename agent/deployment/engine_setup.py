@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import StoredProfile
     from experts.expert import Precision
     from experts.graph import ExpertGraph
-    from experts.weights import PackedExpert
+    from experts.packed.weights import PackedExpert
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Precision
-from experts.manifests import ManifestFolder
+from experts.packed.manifests import ManifestFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from experts.expert import Expert
-    from experts.manifests import Manifest, Source
-    from experts.weights import PackedExpert
+    from experts.packed.manifests import Manifest, Source
+    from experts.packed.weights import PackedExpert
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
 

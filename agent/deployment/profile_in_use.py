@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
     from agent.runtime.machine.box import Box
-    from experts.weights import PackedExpert
+    from experts.packed.weights import PackedExpert
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from agent.runtime.machine.box import Box
-    from experts.weights import PackedExpert
+    from experts.packed.weights import PackedExpert
 
 
 def identity_of(box: Box) -> BoxIdentity:

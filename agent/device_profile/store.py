@@ -22,7 +22,7 @@ from agent.device_profile.records import Agreement, LinkSpeed, SpinTimes, Trial
 from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
 from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
-from experts.manifests import sync_directory
+from experts.packed.manifests import sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

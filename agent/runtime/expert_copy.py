@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from experts.expert import Expert
-    from experts.weights import PackedExpert
+    from experts.packed.weights import PackedExpert
 
 SHORT_SHA256 = 12
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
     from agent.runtime.slots import SlotStatistics
     from agent.runtime.transfer import TransferStatistics
-    from experts.weights import SegmentStore
+    from experts.packed.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
 from experts.errors import IllegalMove, LoadError, MemoryExceeded, WorkOverdue
 from experts.expert import Precision
-from experts.weights import tensor_views
+from experts.packed.weights import tensor_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
     from experts.backends.base import Skeleton
-    from experts.weights import PackedExpert, Segment, SegmentStore
+    from experts.packed.weights import PackedExpert, Segment, SegmentStore
 
 
 MOVE_S = 60.0  # a copy within one memory takes milliseconds

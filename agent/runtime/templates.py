@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import InputSpec
-    from experts.weights import SegmentStore
+    from experts.packed.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
 

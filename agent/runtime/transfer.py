@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
     from agent.runtime.slots import Slot, SlotStore
-    from experts.direct_reads import FilePart
-    from experts.weights import AlignedBuffer, Segment, SegmentStore
+    from experts.packed.direct_reads import FilePart
+    from experts.packed.weights import AlignedBuffer, Segment, SegmentStore
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from agent.deployment.build import AgentOptions
 from agent.deployment.engine_setup import Given
-from experts.direct_reads import DirectReader
 from experts.errors import ConfigError
-from experts.weights import ALIGNMENT_BYTES, AlignedBuffer
+from experts.packed.direct_reads import DirectReader
+from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer
 from profiler.replay.player import player
 from profiler.workload.traces import Arrival
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig, PolicyName
     from agent.deployment.build import Agent
     from experts.expert import InputSpec
-    from experts.weights import PackedExpert, Segment
+    from experts.packed.weights import PackedExpert, Segment
     from profiler.replay.player import Played, Progress
 
     Kind = tuple[frozenset[str], InputSpec]

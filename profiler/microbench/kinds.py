@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from agent.runtime.measuring.meter import WorkspaceMeter
-    from experts.weights import SegmentStore
+    from experts.packed.weights import SegmentStore
     from profiler.workload.samples import LineSamples
 
 logger = logging.getLogger(__name__)

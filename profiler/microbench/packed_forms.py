@@ -17,7 +17,7 @@ from agent.runtime.machine.box import torch_device
 from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
-from experts.packing import forget_other_forms, pack_line
+from experts.packed.packing import forget_other_forms, pack_line
 from experts.sizes import mib
 from profiler.microbench.agreement import candidate_precisions
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.runtime.machine.box import Box
-    from experts.packing import PackingStep
-    from experts.weights import SegmentStore
+    from experts.packed.packing import PackingStep
+    from experts.packed.weights import SegmentStore
     from profiler.workload.samples import LineSamples
 
     Copies: TypeAlias = "defaultdict[Precision, list[ExpertCopy]]"

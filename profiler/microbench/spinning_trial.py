@@ -16,7 +16,7 @@ from agent.deployment.packed_copies import copy_name, packed_manifests
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.measuring.rig import MeasuringRig
 from experts.expert import Precision
-from experts.weights import SegmentStore
+from experts.packed.weights import SegmentStore
 from profiler.microbench.batches import ImageCycle
 from profiler.microbench.fits import typical_s
 from profiler.workload.samples import LineSamples

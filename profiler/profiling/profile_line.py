@@ -30,7 +30,7 @@ from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import by_kind
 from agent.runtime.measuring.loads import measure_links
 from experts.errors import ConfigError, CoServeError, ExpertError
-from experts.weights import SegmentStore
+from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import ENGINE, AllocationStep

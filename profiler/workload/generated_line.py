@@ -32,8 +32,8 @@ from experts.backends import backend_for, family
 from experts.backends.weight_files import saving
 from experts.errors import ConfigError
 from experts.expert import Expert, InputSpec, Precision
-from experts.packing import pack_line
-from experts.weights import DTYPE_BYTES, SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import DTYPE_BYTES, SegmentStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

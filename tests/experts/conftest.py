@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision
-from experts.weights import AlignedBuffer, SegmentStore, tensor_views
+from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 
 LABELS = ("ok", "missing", "shifted")
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
-from experts.packing import import_weights
+from experts.packed.packing import import_weights
 
 
 class Malicious:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experts.weights import SegmentStore
+from experts.packed.weights import SegmentStore
 
 
 @pytest.fixture

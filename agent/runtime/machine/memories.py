@@ -23,7 +23,7 @@ from agent.core.performance import DEVICE, HOST
 from agent.runtime.machine.arena import Arena
 from agent.runtime.machine.cuda_runtime import cuda_runtime
 from experts.errors import BackendUnavailable, MemoryExceeded
-from experts.weights import AlignedBuffer
+from experts.packed.weights import AlignedBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
-    from experts.weights import SegmentStore
+    from experts.packed.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
 

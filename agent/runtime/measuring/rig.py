@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from experts.expert import Prediction
-    from experts.weights import SegmentStore
+    from experts.packed.weights import SegmentStore
 
 LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
 PREPARATION_THREADS = 2  # as many as an agent has, unless it is told otherwise

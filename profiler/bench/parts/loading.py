@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experts.backends import backend_for
-from experts.direct_reads import DirectReader
 from experts.expert import Precision
-from experts.packing import pack_line
-from experts.weights import AlignedBuffer, SegmentStore, tensor_views
+from experts.packed.direct_reads import DirectReader
+from experts.packed.packing import pack_line
+from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.parts.software import software
 from profiler.targets import Target
 from profiler.workload.generated_line import removed_afterwards, write_experts
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from experts.expert import Expert
-    from experts.weights import PackedExpert
+    from experts.packed.weights import PackedExpert
 
 TARGET_RATIO = 1.15
 

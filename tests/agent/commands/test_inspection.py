@@ -18,8 +18,8 @@ from agent.core.engine import Engine
 from agent.core.events import Arrived
 from agent.records.database import StateLock
 from experts.errors import AgentCrashed
-from experts.snapshot import snapshot
-from experts.weights import SegmentStore
+from experts.packed.snapshot import snapshot
+from experts.packed.weights import SegmentStore
 
 
 def quiet(stage, done, total):

@@ -27,8 +27,8 @@ from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict
-from experts.packing import forget_other_forms, pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import forget_other_forms, pack_line
+from experts.packed.weights import SegmentStore
 
 PATIENCE_S = 60.0
 MIB = 2**20

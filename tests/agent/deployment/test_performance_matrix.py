@@ -15,7 +15,7 @@ from agent.device_profile.records import Allocation, BoxIdentity, KindProfile, L
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.box import Box, MemorySize
 from experts.expert import Expert, InputSpec
-from experts.weights import SLOT_QUANTUM_BYTES, PackedExpert, Segment
+from experts.packed.weights import SLOT_QUANTUM_BYTES, PackedExpert, Segment
 
 UNIT = SLOT_QUANTUM_BYTES
 BOX = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 16), MemorySize(12, 12), (("torch", "2"),))

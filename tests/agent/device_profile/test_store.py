@@ -37,7 +37,7 @@ from agent.device_profile.store import ProfileDraft, partial_of, read_profile, r
 from agent.device_profile.tables import TABLES
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError, ProfileDamaged
-from experts.weights import PackedExpert, Segment, TensorSpec
+from experts.packed.weights import PackedExpert, Segment, TensorSpec
 
 GIB = 2**30
 BOX = BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16 * GIB, 12 * GIB, {"torch": "2.15.0", "python": "3.11.2"})

@@ -15,8 +15,8 @@ from torchvision import models
 from agent.runtime.expert_copy import ExpertCopy
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision, Prediction
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

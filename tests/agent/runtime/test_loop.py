@@ -29,7 +29,7 @@ from experts.backends.classifier import ClassifierBackend, ClassifierSkeleton
 from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded, WorkOverdue
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
-from experts.weights import SegmentStore
+from experts.packed.weights import SegmentStore
 
 PATIENCE_S = 60.0
 WORKSPACE_BYTES = 64 * 1024 * 1024

@@ -15,8 +15,8 @@ from agent.runtime.machine.memories import EmulatedMemory
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision
-from experts.packing import pack_line
-from experts.weights import SLOT_QUANTUM_BYTES, SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore
 
 PATIENCE_S = 30.0
 QUANTA = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 5, "f": 6}  # each fake's own size

@@ -20,8 +20,8 @@ from agent.runtime.templates import make_templates
 from agent.runtime.threads import use_threads
 from experts.backends import classifier, detector
 from experts.expert import Expert, InputSpec, Precision
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 
 LABELS = ("ok", "bad")
 SIZE = InputSpec(64, 64)

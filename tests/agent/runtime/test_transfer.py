@@ -21,8 +21,8 @@ from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
-from experts.packing import pack_line
-from experts.weights import Segment, SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import Segment, SegmentStore
 
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0

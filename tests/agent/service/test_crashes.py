@@ -48,7 +48,7 @@ once_it_serves(lose)
 """
 HANGING = """
 from functools import partial
-import agent.runtime.loop, experts.direct_reads
+import agent.runtime.loop, experts.packed.direct_reads
 from agent.deployment.build import AgentOptions
 from agent.runtime.ages import AgeLimits
 from agent.runtime.loop import LoopOptions
@@ -59,10 +59,10 @@ def hang(*_):
 ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
 options = AgentOptions(loop=LoopOptions(ages=ages))
 agent.service.line_service.build_agent = partial(agent.service.line_service.build_agent, options=options)
-agent.runtime.loop.STOP_S = experts.direct_reads.CLOSE_S = 0.5
+agent.runtime.loop.STOP_S = experts.packed.direct_reads.CLOSE_S = 0.5
 """
 HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"
-HANGING_LOAD = HANGING + "once_it_serves(lambda: setattr(experts.direct_reads, '_read_part', hang))"
+HANGING_LOAD = HANGING + "once_it_serves(lambda: setattr(experts.packed.direct_reads, '_read_part', hang))"
 EMBEDDING = """
 from pathlib import Path
 from agent.config import read_line

@@ -36,8 +36,8 @@ from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
 from experts.errors import AgentCrashed
 from experts.expert import Precision, Verdict
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 PATIENCE_S = 60.0

@@ -8,7 +8,7 @@ import torch
 from experts.backends.classifier import ClassifierBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
-from experts.packing import pack_line
+from experts.packed.packing import pack_line
 
 BACKEND = ClassifierBackend()
 FAMILIES = ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_x_400mf"]

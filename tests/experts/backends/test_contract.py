@@ -15,8 +15,8 @@ import torch
 from experts.backends import backend_for
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 
 FAMILIES = {
     "resnet18": lambda files, name, seed: files.classifier(name, "resnet18", seed, size=32),

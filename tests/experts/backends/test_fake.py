@@ -7,7 +7,7 @@ import pytest
 from experts.backends.fake import FakeBackend
 from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
-from experts.packing import pack_line
+from experts.packed.packing import pack_line
 
 BACKEND = FakeBackend()
 

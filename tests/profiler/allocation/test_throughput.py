@@ -26,7 +26,7 @@ from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
-from experts.weights import SegmentStore
+from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
 from profiler.allocation.throughput import (
     busy_interval_s,

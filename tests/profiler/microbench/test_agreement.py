@@ -15,8 +15,8 @@ from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
 from experts.backends.classifier import write_random_weights
 from experts.expert import NOTHING_FOUND, BoundingBox, Expert, InputSpec, Precision, Prediction
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 from profiler.microbench.agreement import (
     TOLERANCE,
     candidate_precisions,

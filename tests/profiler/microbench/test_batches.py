@@ -16,7 +16,7 @@ from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.measuring.rig import TimedBatch
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec
-from experts.weights import PackedExpert, Segment
+from experts.packed.weights import PackedExpert, Segment
 from profiler.microbench.batches import (
     EXTRA_FRACTION,
     EXTRA_RUNS,

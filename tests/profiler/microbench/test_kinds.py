@@ -19,8 +19,8 @@ from agent.runtime.measuring.meter import ResidentMeter
 from experts.backends.classifier import build_trainable
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec, Precision
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.fits import LEAST_S
 from profiler.microbench.kinds import (

@@ -10,7 +10,7 @@ from PIL import Image
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
 from experts.expert import Expert, InputSpec, Precision
-from experts.packing import pack_line
+from experts.packed.packing import pack_line
 from profiler.microbench.kinds import Bench
 from profiler.microbench.smoke_test import failing_experts
 from profiler.workload.samples import LineSamples, Sample

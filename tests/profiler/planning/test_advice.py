@@ -37,9 +37,9 @@ from agent.device_profile.records import (
 from agent.runtime.expert_copy import kind_name
 from experts.expert import Precision
 from experts.graph import ExpertGraph, RouteStep
-from experts.packing import pack_line
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 from experts.sizes import size_text
-from experts.weights import SegmentStore
 from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, speed_text
 from profiler.simulation.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
 from profiler.workload.traces import Arrival

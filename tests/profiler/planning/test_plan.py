@@ -25,8 +25,8 @@ from agent.device_profile.records import (
 from agent.runtime.expert_copy import kind_name
 from experts.errors import ConfigError
 from experts.expert import Precision
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 from profiler.planning.advice import Limit
 from profiler.planning.plan import SHIFT_S, as_json, plan, plan_advice, plan_table, required_images_per_s
 from profiler.tables import WIDTH

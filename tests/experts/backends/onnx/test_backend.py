@@ -20,8 +20,8 @@ from experts.backends.onnx.session import SESSIONS_KEPT
 from experts.backends.streams import await_writes
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
-from experts.manifests import ManifestFolder
-from experts.packing import pack_line
+from experts.packed.manifests import ManifestFolder
+from experts.packed.packing import pack_line
 
 BACKEND = OnnxBackend()
 

@@ -18,8 +18,8 @@ from experts.backends.onnx.layout import IDENTITY_KEY, runtime_identity
 from experts.backends.onnx.runtime_form import Refused, packable, runtime_form
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
-from experts.manifests import ManifestFolder
-from experts.packing import pack_line
+from experts.packed.manifests import ManifestFolder
+from experts.packed.packing import pack_line
 
 FORM = Precision.ONNXRUNTIME
 
@@ -238,8 +238,8 @@ def test_serving_what_is_packed_exports_nothing(files, store):
         "import numpy as np, torch\n"
         "from experts.backends import backend_for\n"
         "from experts.expert import Expert, InputSpec, Precision\n"
-        "from experts.packing import pack_line\n"
-        "from experts.weights import AlignedBuffer, SegmentStore, tensor_views\n"
+        "from experts.packed.packing import pack_line\n"
+        "from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views\n"
         "torch.set_num_threads(1)\n"
         f"path, labels = Path({str(expert.weights)!r}), {expert.labels}\n"
         "expert = Expert('cls/x', 'squeezenet1_1', path, labels, InputSpec(64, 64))\n"

@@ -6,14 +6,14 @@ import hashlib
 import os
 from typing import TYPE_CHECKING, Self
 
-from experts.weights import ALIGNMENT_BYTES, Segment, TensorSpec
+from experts.packed.weights import ALIGNMENT_BYTES, Segment, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
     from types import TracebackType
 
-    from experts.sharing import TensorKey
+    from experts.packed.sharing import TensorKey
 
 TENSOR_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 

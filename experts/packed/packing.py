@@ -25,10 +25,10 @@ import torch
 from experts.backends import backend_for
 from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMissing
 from experts.importing import import_weights
-from experts.manifests import Manifest, ManifestFolder, Source, replacing, sync_directory
-from experts.segment_writer import SegmentWriter
-from experts.sharing import TensorKey, plan_sharing
-from experts.weights import PackedExpert, Segment
+from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing, sync_directory
+from experts.packed.segment_writer import SegmentWriter
+from experts.packed.sharing import TensorKey, plan_sharing
+from experts.packed.weights import PackedExpert, Segment
 
 if TYPE_CHECKING:
     import os
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Packable
     from experts.expert import Expert, Precision
-    from experts.sharing import Partition
-    from experts.weights import SegmentStore, TensorSpec
+    from experts.packed.sharing import Partition
+    from experts.packed.weights import SegmentStore, TensorSpec
 
 __all__ = ["PackingReport", "PackingStep", "forget_other_forms", "import_weights", "pack_line"]
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import Precision
-from experts.manifests import ManifestFolder
-from experts.packing import forget_other_forms, pack_line
+from experts.packed.manifests import ManifestFolder
+from experts.packed.packing import forget_other_forms, pack_line
 
 MIB = 1024 * 1024
 

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experts.direct_reads import DirectReader, FileStamp
 from experts.errors import WeightsCorrupt, WeightsMissing
+from experts.packed.direct_reads import DirectReader, FileStamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.direct_reads import FilePart
+    from experts.packed.direct_reads import FilePart
 
 ALIGNMENT_BYTES = 4096  # what direct I/O asks of offset, length and address on every filesystem we know
 LOCK_NAME = "packing.lock"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.sharing import SHARED_MINIMUM_BYTES, TensorKey, plan_sharing
+from experts.packed.sharing import SHARED_MINIMUM_BYTES, TensorKey, plan_sharing
 
 
 def key(name, content, size_bytes=SHARED_MINIMUM_BYTES):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from experts.weights import PackedExpert, Segment, TensorSpec
+from experts.packed.weights import PackedExpert, Segment, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

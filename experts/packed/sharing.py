@@ -10,12 +10,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experts.weights import DTYPE_BYTES
+from experts.packed.weights import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from experts.weights import TensorSpec
+    from experts.packed.weights import TensorSpec
 
 SHARED_MINIMUM_BYTES = 1024 * 1024  # below this a second file costs more to open than it saves to store
 

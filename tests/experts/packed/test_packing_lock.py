@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 
 from experts.expert import Precision
-from experts.packing import pack_line
-from experts.weights import SegmentStore
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
 
 
 def test_the_store_is_locked_while_it_is_packed_and_free_afterwards(files, store):

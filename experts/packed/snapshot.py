@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from experts.weights import SegmentStore
+    from experts.packed.weights import SegmentStore
 
 log = logging.getLogger(__name__)
 
