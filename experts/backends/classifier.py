@@ -17,17 +17,17 @@ from safetensors.torch import save_file
 from torch.nn import Conv2d
 from torchvision import models
 
-from experts.backends.activations import Workspace, workspace
 from experts.backends.base import Packable
-from experts.backends.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
-from experts.backends.binding import Binding
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
 from experts.backends.made_once import MadeOnce
+from experts.backends.modules.activations import Workspace, workspace
+from experts.backends.modules.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
+from experts.backends.modules.binding import Binding
+from experts.backends.modules.weightless import Weightless
 from experts.backends.outputs import require_numbers
 from experts.backends.pixels import stretched
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict, saving
-from experts.backends.weightless import Weightless
 from experts.errors import WeightsMismatch
 from experts.expert import Precision, Prediction
 

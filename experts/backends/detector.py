@@ -24,17 +24,17 @@ import torch
 from PIL import Image
 from torchvision.ops import batched_nms
 
-from experts.backends.activations import Workspace, workspace
 from experts.backends.base import Packable, Prepared
-from experts.backends.binding import Binding, weight_names
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
 from experts.backends.made_once import MadeOnce
+from experts.backends.modules.activations import Workspace, workspace
+from experts.backends.modules.binding import Binding, weight_names
+from experts.backends.modules.weightless import Weightless
 from experts.backends.outputs import require_numbers
 from experts.backends.pixels import normalized, require_rgb
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import read_state_dict
-from experts.backends.weightless import Weightless
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, BoundingBox, Precision, Prediction
 

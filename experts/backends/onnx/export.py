@@ -13,7 +13,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch.func import functional_call
 
-from experts.backends.binding import weight_names
+from experts.backends.modules.binding import weight_names
 from experts.backends.onnx.session import strip_notes
 
 if TYPE_CHECKING:

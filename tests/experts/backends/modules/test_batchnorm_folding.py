@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from experts.architectures import CLASSIFIERS
-from experts.backends.batchnorm_folding import FoldablePair, foldable_pairs
 from experts.backends.classifier import build_trainable
-from experts.backends.weightless import Weightless
+from experts.backends.modules.batchnorm_folding import FoldablePair, foldable_pairs
+from experts.backends.modules.weightless import Weightless
 
 WAIT_S = 60.0
 
