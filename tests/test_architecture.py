@@ -37,6 +37,13 @@ RUNTIME_FENCE = (
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
 ROOMS: dict[str, tuple[str, ...]] = {
+    "experts.backends.modules": (),
+    "experts.backends": (
+        "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
+    ),
+    "experts.packed": (
+        "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.importing",
+    ),
     "agent.config": (),
     "agent.core": (),
     "agent.runtime.machine": ("agent.core",),
@@ -294,9 +301,9 @@ def room_of(name: str) -> str | None:
 
 
 class TestTheRooms:
-    @pytest.mark.parametrize("layer", ["agent", "profiler"])
+    @pytest.mark.parametrize("layer", ["experts", "agent", "profiler"])
     def test_each_folder_is_a_room_with_a_rule(self, layer):
-        assert folders_of(layer) - set(ROOMS) <= {layer, f"{layer}.cli"}
+        assert folders_of(layer) - set(ROOMS) <= {layer, f"{layer}.cli", "experts.backends.onnx"}  # backends, and ONNX
         assert {room for room in ROOMS if room.startswith(f"{layer}.")} <= folders_of(layer) | {
             module_name(path) for path in source_files()
         }

@@ -262,7 +262,7 @@ def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int
     pinned_parts = {part.id: part.size_bytes for _, footprint, pinned in listed if pinned for part in footprint.shared}
     pinned_own = sum(footprint.own_bytes for _, footprint, pinned in listed if pinned)
     pinned_bytes = pinned_own + sum(pinned_parts.values())
-    needs = {}
+    needs: dict[str, int] = {}
     for expert, footprint, pinned in listed:
         parts = sum(part.size_bytes for part in footprint.shared if part.id not in pinned_parts)
         needed = pinned_bytes if pinned else pinned_bytes + footprint.own_bytes + parts
