@@ -43,8 +43,8 @@ from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
 from profiler.cli.arguments import disk_explained
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.spinning import ROUNDS, SpinTrial, try_setting
+from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
-from profiler.profiling.profile_line import profile_line as profiling
 from profiler.workload.samples import SYNTHETIC
 
 ROOT = Path(__file__).parents[3]
