@@ -41,6 +41,7 @@ from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGIN
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
 from profiler.cli.arguments import disk_explained
+from profiler.microbench import batches, kinds
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.spinning import ROUNDS, SpinTrial, try_setting
 from profiler.profiling import profile_line as profiling
@@ -155,6 +156,14 @@ def _quiet_box(monkeypatch):
     monkeypatch.setattr(profiling, "QUIET_FRACTION", 1.0)
     monkeypatch.setattr(profiling, "MOST_FIT_ERROR", math.inf)
     monkeypatch.setattr(profiling, "MOST_UNUSED", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _few_runs(monkeypatch):
+    """As few as there can be: nothing here asks what they told."""
+    monkeypatch.setattr(batches, "PEAK_RUNS", 1)
+    monkeypatch.setattr(batches, "TRIAL_RUNS", 1)
+    monkeypatch.setattr(kinds, "BATCHES_TOGETHER", 2)
 
 
 def told(stages):
@@ -542,11 +551,11 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
         assert not [kind for kind, _ in done.profile.precisions if kind.startswith("squeezenet1_1")]
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+            assert (set(agent.matrix.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
         line.path.unlink()
         with serving(line.config) as (agent, stages):
             assert "probe" in stages
-            assert (set(agent.profile.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
+            assert (set(agent.matrix.experts["cpu"]), set(agent.broken)) == ({"cls/f1", "cls/f2"}, {"cls/f0"})
 
     def test_where_else_it_runs_and_in_what_is_told(self, line):
         """Its other processor ran that form when a killed run measured it."""
