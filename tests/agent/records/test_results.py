@@ -386,7 +386,7 @@ FULL_DISK = """
 import resource, sys, queue, signal, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from agent.records.results import ResultStore
+from agent.records.result_writer import ResultStore
 import importlib.util
 spec = importlib.util.spec_from_file_location("rows", {module!r})
 rows = importlib.util.module_from_spec(spec); sys.modules["rows"] = rows; spec.loader.exec_module(rows)

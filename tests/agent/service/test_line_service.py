@@ -324,7 +324,7 @@ import os, signal, sys
 from pathlib import Path
 import agent.runtime.executor as executor
 from agent.config import read_line
-from agent.service.line_service import serve_line
+from agent.service.serve import serve_line
 decode = executor.read_image
 
 def deadly(source, name, *rest):
