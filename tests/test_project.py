@@ -23,6 +23,9 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+NAMED_FILE = re.compile(r"`((?:agent|configs|docs|experts|packaging|profiler|tests)/[\w./-]*)`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+ROOM = re.compile(r"^( *)([\w-]+)/ +\S")  # of the drawing of the house, which steps two columns in for each folder
 
 
 def absent_tests(markdown: str) -> set[str]:
@@ -33,6 +36,30 @@ def absent_tests(markdown: str) -> set[str]:
         if not (ROOT / file).is_file()
         or (name and not re.search(rf"^ *def {name}\(", (ROOT / file).read_text("utf-8"), re.MULTILINE))
     }
+
+
+def pages() -> list[Path]:
+    """What is read of the project: its front door, and all behind it."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def absent_files(markdown: str, folder: Path) -> set[str]:
+    """Files and folders of the project that a page of this folder names, or links to, and that are not there."""
+    named = {name for name in NAMED_FILE.findall(markdown) if not (ROOT / name).exists()}
+    return named | {link for link in LINK.findall(markdown) if not (folder / link).exists()}
+
+
+def drawn_rooms(markdown: str) -> set[str]:
+    """The folders of the house that a page draws, as paths."""
+    rooms: set[str] = set()
+    above: list[str] = []
+    for fenced in re.findall(r"^```\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL):
+        for line in fenced.splitlines():
+            if drawn := ROOM.match(line):
+                del above[len(drawn[1]) // 2 :]
+                above.append(drawn[2])
+                rooms.add("/".join(above))
+    return rooms
 
 
 def make_targets() -> set[str]:
@@ -56,9 +83,33 @@ class TestTheDocuments:
     def test_the_targets_everybody_needs_are_there(self):
         assert {"venv", "demo", "test", "lint", "bench", "clean", "help"} <= make_targets()
 
-    def test_the_readme_names_only_targets_that_exist(self):
-        named = targets_named_in((ROOT / "README.md").read_text("utf-8"))
-        assert {"demo", "test"} <= named <= make_targets()
+    def test_the_readme_names_the_targets_to_begin_with(self):
+        assert {"demo", "test"} <= targets_named_in((ROOT / "README.md").read_text("utf-8"))
+
+    @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+    def test_a_page_names_only_what_exists(self, page):
+        markdown = page.read_text("utf-8")
+        assert targets_named_in(markdown) <= make_targets()
+        assert absent_files(markdown, page.parent) == set()
+
+    def test_what_a_page_names_and_is_not_there_is_found(self):
+        named = "`agent/core/` `agent/core/engine.py` `agent/gone.py` `experts/gone/` `cls/gone` `experts list`"
+        linked = "[a](promises.md) [b](../README.md#licence) [c](gone.md) [d](https://a.example/gone.md)"
+        assert absent_files(f"{named} {linked}", ROOT / "docs") == {"agent/gone.py", "experts/gone/", "gone.md"}
+
+    def test_every_page_is_one_link_from_the_readme(self):
+        links = set(LINK.findall((ROOT / "README.md").read_text("utf-8")))
+        assert {str(page.relative_to(ROOT)) for page in pages() if page != ROOT / "README.md"} <= links
+
+    def test_the_house_is_drawn_as_it_is(self):
+        inits = (path for name in ("experts", "agent", "profiler") for path in (ROOT / name).rglob("__init__.py"))
+        there = {str(path.parent.relative_to(ROOT)) for path in inits}
+        drawn = drawn_rooms((ROOT / "docs" / "architecture.md").read_text("utf-8"))
+        assert {room for room in drawn if not room.startswith(("configs", "docs", "tests"))} == there
+
+    def test_a_drawing_is_read(self):
+        drawing = "text/ a\n```\nagent/       b\n  core/      c\n  cli.py     d\ndocs/        e\n```\n"
+        assert drawn_rooms(drawing) == {"agent", "agent/core", "docs"}
 
     def test_prose_is_not_taken_for_a_command(self):
         assert targets_named_in("make sure\n`make demo` `make VENV=x test`\n```\nmake lint\n```\n") == {

@@ -19,21 +19,20 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from agent.intake.arrivals import Arrival, IntakeStatistics, Refusal, Settlement
 from agent.intake.filing import Filing, Shelves, printable
-from agent.intake.hints import Hint, Hints
 from agent.intake.inbox import MARKER, Claimed, Inbox
 from agent.intake.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Candidate, Evidence, Rule, Sighting
 from agent.intake.waiting import Waiting
-from experts.filesystem import filesystem_type, tells_changes
+from agent.intake.watch import FolderWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from agent.config import FolderSection
+    from agent.intake.hints import Hint
     from agent.intake.naming import ImageName, Naming
     from experts.expert import Verdict
 
@@ -44,74 +43,6 @@ NO_ROOM_S = 0.25  # between two questions whether the agent has room again
 LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us claim
 BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
 SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
-
-
-class SourceState(StrEnum):
-    """Whether the folder can be read."""
-
-    STOPPED = "stopped"
-    ONLINE = "online"
-    OFFLINE = "offline"
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now.
-
-    ``is_ours``: nobody else moves or replaces it there. ``sighting``: what it was when it was found complete.
-    """
-
-    key: str
-    path: Path
-    is_ours: bool
-    sighting: Sighting
-    relpath: str
-    board: str
-    component: str
-    ref: str
-    board_type: str | None
-    arrived_at: datetime
-    max_pixels: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A file that can never be judged, and why. ``key`` identifies it across restarts, as an arrival's does.
-
-    Settled, it goes to `failed/`, unless files are kept where they are. ``name`` is what its name tells, None where
-    that is nothing.
-    """
-
-    key: str
-    relpath: str
-    reason: str
-    name: ImageName | None
-    at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """A stored verdict: its file may go."""
-
-    key: str
-    verdict: Verdict
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class IntakeStatistics:
-    """A snapshot. ``stale``: files that stay incomplete; ``alarm``: what keeps files from being moved, else None."""
-
-    state: SourceState
-    is_polled: bool
-    waiting: int
-    stale: tuple[str, ...]
-    in_flight: int
-    offered: int
-    refused: int
-    filed: int
-    unfiled: int
-    alarm: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +93,7 @@ class FolderIntake:
         self._rule = _rule(config)
         self._inbox = Inbox(config.path, owner)
         self._shelves = Shelves(self._inbox, config.after == "delete", wall)
-        self._hints: Hints | None = None
+        self._watch = FolderWatch(config.path, self._note)
         self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._settled: queue.SimpleQueue[Settlement] = queue.SimpleQueue()
         self._withdrawn: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -171,10 +102,8 @@ class FolderIntake:
         self._in_flight: dict[str, Claimed] = {}
         self._unreturned: list[Claimed] = []  # withdrawn, and the filesystem does not let them go back
         self._refusals: dict[str, _ClaimRefused] = {}
-        self._state = SourceState.STOPPED
         self._claim_alarm: str | None = None
         self._is_held_up = False
-        self._is_polled = True
         self._was_online = False
         self._ignores_next_scan = config.ignore_existing
         self._next_scan = float("-inf")
@@ -236,7 +165,7 @@ class FolderIntake:
         self._take_notes(now)
         if now >= self._next_scan:
             self._scan(now)
-        if self._state is SourceState.ONLINE:
+        if self._watch.is_online:
             self._offer_recovered()
             self._consider(now)
         self._snapshot = self._statistics()
@@ -252,11 +181,10 @@ class FolderIntake:
             self._wake.wait(delay_s)
             self._wake.clear()
             self._stopping.wait(BREATH_S)
-        self._stop_hints()
+        self._watch.stop()
         self._take_settled()
         self._shelves.work(float("inf"))
         self._inbox.leave()
-        self._state = SourceState.STOPPED
         self._snapshot = self._statistics()
 
     def _note(self, hint: Hint) -> None:
@@ -325,13 +253,13 @@ class FolderIntake:
         try:
             if self._waiting.turn_to(self._inbox.inode()):
                 log.warning("intake_folder_replaced folder=%s: it is another one than before", self._config.path)
-                self._stop_hints()  # they watch the one before
-                self._state = SourceState.OFFLINE
+                self._watch.turn_away()
             listed = list(self._inbox.scan())
-            if self._go_online():
+            if self._watch.go_online(has_thread=self._thread is not None):
                 listed = list(self._inbox.scan())  # what came before events began to be told
         except OSError as error:
-            self._go_offline(error)
+            self._watch.go_offline(error)
+            self._waiting.clear()
             self._next_scan = now + self._config.poll_s
             return
         if self._ignores_next_scan:
@@ -347,19 +275,6 @@ class FolderIntake:
         self._rested_at = ended + (SCAN_SHARE - 1) * (ended - started)
         self._next_scan = max(now + self._config.poll_s, self._rested_at)
 
-    def _go_online(self) -> bool:
-        """Begin to watch a folder that can be read (again); False if it is watched already."""
-        if self._state is SourceState.ONLINE:
-            return False
-        self._state = SourceState.ONLINE
-        tells = tells_changes(filesystem_type(self._config.path))
-        if tells and self._thread is not None:
-            self._hints = Hints(self._config.path, self._note)
-            tells = self._hints.start()
-        self._is_polled = not tells
-        log.info("intake_online folder=%s polled=%s", self._config.path, self._is_polled)
-        return True
-
     def _recover(self) -> None:
         """Take up what is claimed and in nobody's hands: an earlier run's, or what an error left behind a rename."""
         self._unreturned = [file for file in self._unreturned if not self._put_back(file)]
@@ -370,18 +285,6 @@ class FolderIntake:
         if found or not self._was_online:
             log.info("intake_recovered folder=%s files=%d", self._config.path, len(found))
         self._was_online = True
-
-    def _go_offline(self, error: OSError) -> None:
-        if self._state is not SourceState.OFFLINE:
-            log.error("intake_offline folder=%s reason=%s: looked for again", self._config.path, error.strerror)
-        self._state = SourceState.OFFLINE
-        self._stop_hints()
-        self._waiting.clear()
-
-    def _stop_hints(self) -> None:
-        hints, self._hints = self._hints, None
-        if hints is not None:
-            hints.stop(timeout_s=1.0)
 
     def _offer_recovered(self) -> None:
         while self._recovered and self._has_room():
@@ -533,8 +436,8 @@ class FolderIntake:
 
     def _statistics(self) -> IntakeStatistics:
         return IntakeStatistics(
-            state=self._state,
-            is_polled=self._is_polled,
+            state=self._watch.state,
+            is_polled=self._watch.is_polled,
             waiting=len(self._waiting) + len(self._recovered),
             stale=self._waiting.stale,
             in_flight=len(self._in_flight),

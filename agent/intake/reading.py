@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from agent.intake.folder import Arrival
+    from agent.intake.arrivals import Arrival
 
 log = logging.getLogger(__name__)
 

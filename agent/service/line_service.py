@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.config import FolderSection, LineConfig
-    from agent.intake.folder import Arrival, IntakeStatistics, Refusal
+    from agent.intake.arrivals import Arrival, IntakeStatistics, Refusal
     from agent.intake.reading import ReadingStatistics
     from agent.records.boards import LedgerStatistics
     from agent.records.results import Recorded, Result, StoreStatistics

@@ -12,7 +12,7 @@ from experts.expert import Verdict
 if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.request import Outcome
-    from agent.intake.folder import Arrival, Refusal
+    from agent.intake.arrivals import Arrival, Refusal
 
 
 def judged_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Result:

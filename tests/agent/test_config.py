@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,8 @@ from experts.errors import ConfigError
 from experts.expert import Precision
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "line.yaml"
+README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "line-file.md"
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 MINIMAL = f"""\
 line: demo
@@ -224,6 +227,24 @@ def keys_of(schema: dict[str, Any]) -> set[str]:
     return {key for part in (schema, *schema["$defs"].values()) for key in part.get("properties", {})}
 
 
+def keys_in_full(schema: dict[str, Any], part: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]:
+    """Every key of a part of the schema by its path, `*` for a name that the owner chooses, `[]` for a list's entry."""
+    part = schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+    found: dict[str, dict[str, Any]] = {}
+    for name, key in part.get("properties", {}).items():
+        found |= {(inner := f"{path}.{name}".removeprefix(".")): key, **keys_in_full(schema, key, inner)}
+    chosen = (part.get("additionalProperties"), *part.get("patternProperties", {}).values())
+    for suffix, inside in (*((".*", each) for each in chosen), ("[]", part.get("items"))):
+        if isinstance(inside, dict):
+            found |= keys_in_full(schema, inside, path + suffix)
+    return found
+
+
+def rows_of(markdown: str) -> dict[str, str]:
+    """The keys of a page's tables, each with what stands as its default."""
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", markdown, re.MULTILINE))
+
+
 def test_the_schema_describes_every_key() -> None:
     schema = json_schema()
     for part in (schema, *schema["$defs"].values()):
@@ -246,6 +267,32 @@ def test_the_example_states_the_defaults_that_hold() -> None:
     for key in ("ready", "poll_s", "stale_after_s", "after", "ignore_existing", "max_pixels"):
         (line,) = re.findall(rf"^ +{key}: *(.*)$", text, re.MULTILINE)
         assert yaml.safe_load(line.split("#")[0]) == folder[key]["default"]
+
+
+def test_the_page_explains_every_key_and_no_other() -> None:
+    schema = json_schema()
+    assert rows_of(PAGE.read_text("utf-8")).keys() == keys_in_full(schema, schema).keys()
+
+
+def test_the_page_states_the_defaults_that_hold() -> None:
+    schema, stated = json_schema(), rows_of(PAGE.read_text("utf-8"))
+    for path, key in keys_in_full(schema, schema).items():
+        if "default" not in key:
+            assert stated[path] == "required", path
+        elif isinstance(key["default"], str | int | float):
+            assert yaml.safe_load(stated[path].strip("`")) == key["default"], path
+
+
+def test_a_key_that_a_page_lacks_is_found() -> None:
+    inner = {"$defs": {"Inner": {"properties": {"size": {}, "pin": {}}}}}
+    schema = inner | {"properties": {"experts": {"additionalProperties": {"$ref": "#/$defs/Inner"}}}}
+    page = "| `experts` | required | models |\n| `experts.*.size` | `1` | pixels, `pin` |\n"
+    assert keys_in_full(schema, schema).keys() - rows_of(page).keys() == {"experts.*.pin"}
+
+
+def test_the_line_file_that_the_readme_shows_is_one(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^ *```yaml\n(.*?)^ *```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert line_of(tmp_path, textwrap.dedent(shown)).line == "top-side"
 
 
 def test_the_policies_are_the_presets_of_the_core() -> None:

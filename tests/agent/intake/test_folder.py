@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent.config import FolderSection
+from agent.intake.arrivals import Arrival, Refusal, SourceState
 from agent.intake.filing import Filing, Shelves
-from agent.intake.folder import Arrival, FolderIntake, Refusal, SourceState
+from agent.intake.folder import FolderIntake
 from agent.intake.hints import Hint, Hints
 from agent.intake.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.intake.naming import ImageName, Naming

@@ -419,7 +419,7 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path: Path) -> None:
 def test_another_process_reads_while_the_agent_writes(tmp_path: Path) -> None:
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, result(1))
-        script = "import sys; from pathlib import Path; from agent.records.results import ResultReader\n"
+        script = "import sys; from pathlib import Path; from agent.records.result_reader import ResultReader\n"
         script += "print([row.result.key for row in ResultReader(Path(sys.argv[1])).query()])"
         ended = subprocess.run(
             [sys.executable, "-c", script, store.path],

@@ -286,7 +286,7 @@ def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> No
 
 
 def test_the_log_is_folded_in_once_nothing_comes_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.records.results.IDLE_CHECKPOINT_S", 0.02)
+    monkeypatch.setattr("agent.records.result_writer.IDLE_CHECKPOINT_S", 0.02)
     log = tmp_path / "r.sqlite-wal"
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         for _ in range(2):  # and again after the next rows
@@ -298,7 +298,7 @@ def test_the_log_is_folded_in_once_nothing_comes_any_more(tmp_path: Path, monkey
 def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agent.records.results.IDLE_CHECKPOINT_S", 0.05)
+    monkeypatch.setattr("agent.records.result_writer.IDLE_CHECKPOINT_S", 0.05)
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         store.record(BARE, lambda _: store._database.conn.close())
         wait_until(store, lambda: len(caplog.records) > 0)
@@ -369,11 +369,13 @@ def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrivals = Arrivals([12.0, 0.25, 0.125, 0.0, 1.0, 11.0])
-    monkeypatch.setattr("agent.records.results.GROUP_ROWS", 3)
-    monkeypatch.setattr("agent.records.results.GROUP_WAIT_S", 0.5)
-    monkeypatch.setattr("agent.records.results.IDLE_CHECKPOINT_S", 5.0)
-    monkeypatch.setattr("agent.records.results.time", SimpleNamespace(monotonic=lambda: arrivals.now_s))
-    monkeypatch.setattr("agent.records.results.queue", SimpleNamespace(SimpleQueue=lambda: arrivals, Empty=queue.Empty))
+    monkeypatch.setattr("agent.records.result_writer.GROUP_ROWS", 3)
+    monkeypatch.setattr("agent.records.result_writer.GROUP_WAIT_S", 0.5)
+    monkeypatch.setattr("agent.records.result_writer.IDLE_CHECKPOINT_S", 5.0)
+    monkeypatch.setattr("agent.records.result_writer.time", SimpleNamespace(monotonic=lambda: arrivals.now_s))
+    monkeypatch.setattr(
+        "agent.records.result_writer.queue", SimpleNamespace(SimpleQueue=lambda: arrivals, Empty=queue.Empty)
+    )
     store = ResultStore(tmp_path / "r.sqlite")
     store._database.conn.set_trace_callback(lambda sql: "checkpoint" in sql and arrivals.events.append("folded in"))
     for count in range(5):
@@ -404,7 +406,7 @@ def test_a_file_that_was_moved_is_begun_anew_once_waits_as_long_for_a_lock_and_i
         return open_for_writing(path, busy_timeout_s)
 
     file = tmp_path / "r.sqlite"
-    monkeypatch.setattr("agent.records.results.open_for_writing", opening)
+    monkeypatch.setattr("agent.records.result_writer.open_for_writing", opening)
     with closing(ResultStore(file, busy_timeout_s=0.5)) as store:
         file.rename(tmp_path / "moved.sqlite")
         for count in range(2):

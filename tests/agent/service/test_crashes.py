@@ -56,7 +56,7 @@ def hang(*_):
     threading.Event().wait()
 
 ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
-agent.service.build_agent = partial(agent.service.build_agent, options=LoopOptions(ages=ages))
+agent.service.line_service.build_agent = partial(agent.service.line_service.build_agent, options=LoopOptions(ages=ages))
 agent.runtime.loop.STOP_S = experts.direct_reads.CLOSE_S = 0.5
 """
 HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"

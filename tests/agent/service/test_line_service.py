@@ -20,6 +20,7 @@ import yaml
 from PIL import Image
 
 import agent.service.line_service
+import agent.service.serve
 from agent.config import read_line
 from agent.deployment.build import build_agent, detect_box
 from agent.deployment.packed_copies import copies_of
@@ -246,7 +247,7 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
 
 def reading(monkeypatch, read_file):
     """Arrivals are read so from now on."""
-    monkeypatch.setattr(agent.service, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
+    monkeypatch.setattr(agent.service.line_service, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
 
 
 def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
@@ -400,7 +401,7 @@ def test_a_signal_in_any_moment_of_waiting_ends_it(line, monkeypatch):
     monkeypatch.setattr(LineService, "start", started)
     monkeypatch.setattr(LineService, "stop", stopped)
     try:
-        assert agent.service.serve_line(line.config, lambda *_: None)["requests"] == 0
+        assert agent.service.serve.serve_line(line.config, lambda *_: None)["requests"] == 0
     finally:
         sys.setprofile(None)
     assert moments
@@ -413,7 +414,7 @@ def test_a_signal_that_another_thread_receives_ends_the_wait(line, monkeypatch):
 
     def place():
         frame = sys._current_frames()[main]
-        return frame.f_code.co_filename == agent.service.__file__ and (frame.f_code.co_name, frame.f_lasti)
+        return frame.f_code.co_filename == agent.service.serve.__file__ and (frame.f_code.co_name, frame.f_lasti)
 
     def receive():
         places = [False]
@@ -427,13 +428,13 @@ def test_a_signal_that_another_thread_receives_ends_the_wait(line, monkeypatch):
         receiver.start()
 
     monkeypatch.setattr(LineService, "start", started)
-    assert agent.service.serve_line(line.config, lambda *_: None)["requests"] == 0
+    assert agent.service.serve.serve_line(line.config, lambda *_: None)["requests"] == 0
     receiver.join()
 
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
     slow = partial(build_agent, options=LoopOptions(ssd_bytes_per_s=1.0))
-    monkeypatch.setattr(agent.service, "build_agent", slow)
+    monkeypatch.setattr(agent.service.line_service, "build_agent", slow)
     with line.served() as service:
         wait_until(lambda: any(pool.loading for pool in service.agent.loop.statistics().engine.pools))
     assert "not_drained" not in caplog.text

@@ -65,6 +65,8 @@ def test_what_a_process_has_its_children_do_no_others_took(monkeypatch):
         now["all"], now["own"] = next(moments)
         return now["all"]
 
-    monkeypatch.setattr("profiler.replay.player.psutil.cpu_times", cpu_times)
-    monkeypatch.setattr("profiler.replay.player.psutil.Process", lambda: SimpleNamespace(cpu_times=lambda: now["own"]))
+    monkeypatch.setattr("profiler.replay.host_load.psutil.cpu_times", cpu_times)
+    monkeypatch.setattr(
+        "profiler.replay.host_load.psutil.Process", lambda: SimpleNamespace(cpu_times=lambda: now["own"])
+    )
     assert CoresInUse().others_fraction() == pytest.approx(0.4)
