@@ -442,8 +442,7 @@ def judged_labels(config, images):
     return [outcomes[number].label for number in numbers], evictions
 
 
-def test_every_preset_and_the_three_tier_path_give_the_same_labels_in_fp32(tmp_path, monkeypatch):
-    monkeypatch.setattr("agent.runtime.measuring.probe.KIND_LIMIT_S", 0.1)  # who is faster changes no label
+def test_every_preset_and_the_three_tier_path_give_the_same_labels_in_fp32(tmp_path):
     line = write_real_line(tmp_path)
     images = coloured_images(tmp_path, 8)
     labels = {}
