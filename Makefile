@@ -21,8 +21,9 @@ venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject
 demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
 	$(VENV)/bin/coserve demo
 
+# Several processes share the cores: threads of one that waited by spinning would take them from the others.
 test: $(INSTALLED)  ## all tests, WORKERS=logical at once: one for each core, up to eight
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check .

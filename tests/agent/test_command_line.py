@@ -18,11 +18,13 @@ import torch
 import torchvision
 from PIL import Image
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from agent.commands.inspection import inspect_images, outputs_sha256, verify_line
 from agent.config import read_line
 from agent.core.policy import PRESETS
 from agent.deployment.build import build_agent
+from coserve import app
 
 ROOT = Path(__file__).parents[2]
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
@@ -30,14 +32,20 @@ DEADLINE_S = 90.0
 BROKEN_PNG = b"\x89PNG\r\n\x1a\n" + b"rubbish" * 50 + b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 
-def coserve(*words, environment=None, check=None):
-    """Run the command to its end; its outcome."""
+def coserve(*words, check):
+    """Run the command to its end in a process of its own; its outcome."""
     command = [sys.executable, str(ROOT / "coserve.py"), *map(str, words)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | (environment or {}), check=False
-    )
-    if check is not None:
-        assert done.returncode == check, done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == check, done.stderr
+    return done
+
+
+def coserve_here(*words, check):
+    """Run the command to its end in this process, which has loaded torch already; its outcome."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == check, done.stderr
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert "Traceback" not in done.stderr
     return done
 
 
@@ -152,7 +160,7 @@ def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cl
     assert {verdict for verdict, _ in rows.values()} == {"OK"}
     assert json.loads(out)["requests"] == 3
     assert len(list((tmp_path / "inbox" / "done").rglob("*.png"))) == 3
-    boards = json.loads(coserve("results", line, "--boards", "--json", check=0).stdout)["results"]
+    boards = json.loads(coserve_here("results", line, "--boards", "--json", check=0).stdout)["results"]
     assert [(board["serial"], board["verdict"]) for board in boards] == [("B1", "OK")]
 
 
@@ -206,7 +214,7 @@ def test_a_flipped_byte_in_packed_weights_is_found_before_anything_is_judged_wit
         damaged[1000] ^= 1
         segment.write_bytes(damaged)
         os.utime(segment, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert coserve("experts", "verify", line).returncode == 1
+    coserve_here("experts", "verify", line, check=1)
     drop(tmp_path, "B1_c0_R1.png")
     serving = serve(line)
     rows = serving.wait_for_verdicts(1)
@@ -289,9 +297,9 @@ def test_looking_at_a_running_line_leaves_its_weights_alone(tmp_path, serve):
     changed = {"weight_bytes": 2_100_000, "workspace_bytes": 1000, "label": "bad"}
     for number in range(3):
         (tmp_path / "weights" / f"f{number}.yaml").write_text(json.dumps(changed))
-    coserve("experts", "verify", line, check=0)
+    coserve_here("experts", "verify", line, check=0)
     image = next((tmp_path / "inbox" / "done").rglob("*.png"))
-    found = json.loads(coserve("inspect", line, image, "--component", "c1", "--json", check=0).stdout)["results"]
+    found = json.loads(coserve_here("inspect", line, image, "--component", "c1", "--json", check=0).stdout)["results"]
     assert [row["verdict"] for row in found] == ["NG"]
     assert sorted(segments.iterdir()) == before
     drop(tmp_path, "B1_c1_R1.png")
@@ -304,8 +312,7 @@ def test_a_second_agent_on_the_same_line_is_refused_and_the_first_goes_on(tmp_pa
     serving = serve(line)
     drop(tmp_path, "B1_c0_R1.png")
     serving.wait_for(1)
-    second = coserve("serve", line)
-    assert second.returncode == 1
+    second = coserve_here("serve", line, check=1)
     assert "is held by another agent or `coserve profile`: stop it first" in second.stderr
     drop(tmp_path, "B1_c1_R1.png")
     serving.wait_for(2)
@@ -316,8 +323,7 @@ def test_a_state_that_is_no_folder_is_told_in_one_line(tmp_path):
     state = read_line(line, {}).state
     state.write_text("not a folder")
     for command in (["serve", line], ["inspect", line, tmp_path / "a.png", "--component", "c0"]):
-        done = coserve(*command)
-        assert done.returncode == 1
+        done = coserve_here(*command, check=1)
         assert (
             done.stderr
             == f"{state}: is there, and is no folder - make room there or correct `state`, then start again\n"
@@ -336,7 +342,7 @@ def test_a_wrong_line_file_ends_with_78_naming_file_line_and_key(tmp_path, chang
     line = write_line(tmp_path)
     line.write_text(line.read_text().replace(*change))
     for command in (("config", "check"), ("serve",)):
-        done = coserve(*command, line, check=78)
+        done = coserve_here(*command, line, check=78)
         assert f"{line}:" in done.stderr
         assert says in done.stderr
         assert not (tmp_path / "state").exists()
@@ -352,7 +358,7 @@ def test_a_circle_of_experts_ends_with_78(tmp_path):
         "c1: [{expert: cls/f1, pass: [ok]}]", "c1: [{expert: cls/f1, pass: [ok]}, {expert: cls/f0, pass: [ok]}]"
     )
     line.write_text(text)
-    done = coserve("serve", line, check=78)
+    done = coserve_here("serve", line, check=78)
     assert "cls/f0" in done.stderr
     assert "cls/f1" in done.stderr
 
@@ -368,8 +374,8 @@ def test_an_expert_larger_than_the_budget_ends_with_78_naming_it(tmp_path):
 
 
 def test_wrong_words_end_with_2():
-    assert coserve("inspect").returncode == 2
-    assert coserve("no-such-command").returncode == 2
+    coserve("inspect", check=2)
+    coserve_here("no-such-command", check=2)
 
 
 def write_real_line(folder, *, experts=4):

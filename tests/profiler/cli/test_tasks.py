@@ -18,6 +18,7 @@ from agent.device_profile.records import (
     UsageProfile,
 )
 from agent.device_profile.store import ProfileDraft
+from profiler.bench import scaled_tasks
 from profiler.cli.app import offline_app
 from profiler.paper.evaluation import ABLATIONS
 
@@ -74,8 +75,9 @@ def test_what_cannot_be_run_is_refused_and_nothing_is_written(words, code, said,
 
 
 @pytest.mark.slow
-def test_a_small_line_of_real_experts_under_every_policy(tasks, tmp_path):
-    """Three ResNet101 in memory for two; one object on stdout, and nothing of them left on the disk."""
+def test_a_small_line_of_real_experts_under_every_policy(tasks, tmp_path, monkeypatch):
+    """Three classifiers in memory for two; one object on stdout, and nothing of them left on the disk."""
+    monkeypatch.setattr(scaled_tasks, "CLASSIFIER", "squeezenet1_1")  # a small one: a ResNet101 takes seconds to pack
     done = tasks("--experts", 3, "--requests", 1, "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
@@ -84,5 +86,5 @@ def test_a_small_line_of_real_experts_under_every_policy(tasks, tmp_path):
         ("scaled", policy, 1) for policy in policies
     ]
     assert all(row["unknown"] == 0 and row["switches"] >= 0 for row in found["rows"])
-    assert found["notes"][0] == "3 resnet101 at 224 px; memory for 2 of 3"
+    assert found["notes"][0] == "3 squeezenet1_1 at 224 px; memory for 2 of 3"
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from PIL import Image
 from experts.errors import ConfigError
 from profiler.allocation.decay_window import SearchEnd, Window, WindowSearch
 from profiler.bench.scheduling_cost import SchedulingCost, figure_19
+from profiler.paper import tasks
 from profiler.paper.best import Best, highest, search_best
 from profiler.paper.devices import read_device
 from profiler.paper.evaluation import (
@@ -206,8 +207,11 @@ def test_the_best_is_the_best_of_what_was_run(device):
 
 @pytest.fixture(scope="module")
 def one_task():
+    """A task of 200 requests in the place of 2,500, and what was told meanwhile."""
     steps = []
-    evaluation = evaluate([UMA], lambda text, done, total: steps.append((text, done, total)), ("B1",), 120)
+    with pytest.MonkeyPatch.context() as shortened:
+        shortened.setitem(tasks.REQUESTS, "1", 200)
+        evaluation = evaluate([UMA], lambda text, done, total: steps.append((text, done, total)), ("B1",), 120)
     return evaluation, steps
 
 

@@ -41,6 +41,7 @@ from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGIN
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
 from profiler.cli.arguments import disk_explained
+from profiler.microbench import batches, kinds
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.spinning import ROUNDS, SpinTrial, try_setting
 from profiler.profiling import profile_line as profiling
@@ -155,6 +156,14 @@ def _quiet_box(monkeypatch):
     monkeypatch.setattr(profiling, "QUIET_FRACTION", 1.0)
     monkeypatch.setattr(profiling, "MOST_FIT_ERROR", math.inf)
     monkeypatch.setattr(profiling, "MOST_UNUSED", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _few_runs(monkeypatch):
+    """As few as there can be: nothing here asks what they told."""
+    monkeypatch.setattr(batches, "PEAK_RUNS", 1)
+    monkeypatch.setattr(batches, "TRIAL_RUNS", 1)
+    monkeypatch.setattr(kinds, "BATCHES_TOGETHER", 2)
 
 
 def told(stages):
