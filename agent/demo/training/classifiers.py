@@ -11,6 +11,7 @@ Why: a trunk that has seen all components needs few crops of each, and is traine
 from __future__ import annotations
 
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -165,8 +166,7 @@ def train_own_stages(
 
 def own_stages(trunk: nn.Module, rows: Sequence[int]) -> tuple[nn.Module, nn.Linear]:
     """Copies of the joint layer4, its statistics frozen, and of the joint head's rows of one component."""
-    stage = resnet(1).layer4
-    stage.load_state_dict(trunk.layer4.state_dict())
+    stage = deepcopy(trunk.layer4)
     head = nn.Linear(trunk.fc.in_features, len(rows))
     with torch.no_grad():
         head.weight.copy_(trunk.fc.weight[list(rows)])
