@@ -10,7 +10,7 @@ Why: a trunk that has seen all components needs few crops of each, and is traine
 
 from __future__ import annotations
 
-from copy import deepcopy
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agent.demo.training.learning import Descent, Pace, fast_math
+from agent.demo.training.learning import Descent, Pace
 from experts.backends.classifier import build_trainable
 from experts.backends.pixels import IMAGENET_DEVIATION, IMAGENET_MEAN
 from experts.expert import Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from agent.demo.training.crops import LabelledCrop
 
@@ -165,7 +165,8 @@ def train_own_stages(
 
 def own_stages(trunk: nn.Module, rows: Sequence[int]) -> tuple[nn.Module, nn.Linear]:
     """Copies of the joint layer4, its statistics frozen, and of the joint head's rows of one component."""
-    stage = deepcopy(trunk.layer4)
+    stage = resnet(1).layer4
+    stage.load_state_dict(trunk.layer4.state_dict())
     head = nn.Linear(trunk.fc.in_features, len(rows))
     with torch.no_grad():
         head.weight.copy_(trunk.fc.weight[list(rows)])
@@ -233,3 +234,12 @@ def normalised(batch: Tensor) -> Tensor:
     """uint8 pictures as the serving backend feeds them: scaled to [0, 1], ImageNet's mean and deviation taken out."""
     mean, deviation = torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1), torch.tensor(IMAGENET_DEVIATION).view(1, 3, 1, 1)
     return ((batch.float() / 255.0 - mean) / deviation).contiguous(memory_format=torch.channels_last)
+
+
+@contextmanager
+def fast_math() -> Iterator[None]:
+    """bf16 where this processor multiplies it natively, else fp32."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    has_bf16 = bool(capabilities.get("avx512_bf16"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16):
+        yield

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from agent.demo.rendering.components import OK, Detector
 from agent.demo.training.classifiers import pictures
 from agent.demo.training.crops import BODIES_FILE
-from agent.demo.training.learning import Descent, Pace, fast_math
+from agent.demo.training.learning import Descent, Pace
 from experts.backends.detector import CONFIDENCE_MINIMUM, build_trainable
 from experts.errors import ConfigError
 from experts.expert import NOTHING_FOUND, Prediction
@@ -137,11 +137,7 @@ def fit(module: nn.Module, data: DetectorSet, pace: Pace, batch_size: int, gener
         if len(order) < size:
             order = torch.cat([order, torch.randperm(count, generator=generator)])
         picked, order = order[:size], order[size:]
-        batch = shifted_batch(data, picked, generator)
-        with fast_math():
-            raw = module(batch["img"])
-        in_fp32 = raw | {name: raw[name].float() for name in ("boxes", "scores")}
-        descent.step(module.loss(batch, in_fp32)[0].sum())
+        descent.step(module.loss(shifted_batch(data, picked, generator))[0].sum())
         yield step + 1
 
 

@@ -1,21 +1,16 @@
-"""Gradient descent at a pace: the learning rate rises for a quarter of the steps, then falls to nothing.
-
-Networks answer in bf16 where that is fast; losses and weights are fp32.
-"""
+"""Gradient descent at a pace: the learning rate rises for a quarter of the steps, then falls to nothing."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch import Tensor
     from torch.nn import Parameter
@@ -49,12 +44,3 @@ class Descent:
         clip_grad_norm_(self._parameters, MAX_GRADIENT)
         self._optimizer.step()
         self._schedule.step()
-
-
-@contextmanager
-def fast_math() -> Iterator[None]:
-    """bf16 where this processor multiplies it natively, else fp32."""
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    has_bf16 = bool(capabilities.get("avx512_bf16"))
-    with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16):
-        yield
