@@ -469,26 +469,18 @@ def assemble(
     segments: SegmentStore,
     on_outcome: Callable[[int, Outcome], None],
     options: LoopOptions,
-    profile: PerformanceMatrix | None = None,
+    matrix: PerformanceMatrix | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentLoop:
     """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.
 
-    ``copies`` by name, all that the Engine's profile mentions. ``on_outcome`` runs on the loop's thread: see AgentLoop.
-    ``profile``: by which the ages of batches and loads are judged; None where nothing is known of their times.
+    ``copies`` by name, all that the Engine's matrix mentions. ``on_outcome`` runs on the loop's thread: see AgentLoop.
+    ``matrix``: by which the ages of batches and loads are judged; None where nothing is known of their times.
     Raises BackendUnavailable when the box cannot provide a memory.
     """
     inbox: SimpleQueue[Message] = SimpleQueue()
     shelf = SkeletonShelf(segments)
-    stores = {
-        spec.name: SlotStore(
-            memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes),
-            spec.expert_bytes,
-            sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
-            shelf,
-        )
-        for spec in limits.pools
-    }
+    stores = _stores(box, executors, limits, shelf)
     staging = HostMemory(pinned=box.name == "cuda")
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
     threads = threads_per_executor(box, executors)
@@ -509,5 +501,18 @@ def assemble(
         spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads, watch) for spec in executors
     }
     workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running)
-    forecast = Forecast(profile, executors, options.ssd_bytes_per_s)
+    forecast = Forecast(matrix, executors, options.ssd_bytes_per_s)
     return AgentLoop(engine, workshop, inbox, on_outcome, options, forecast, clock)
+
+
+def _stores(box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf) -> dict[str, SlotStore]:
+    """Each memory's slots, bound for the devices that run from it."""
+    return {
+        spec.name: SlotStore(
+            memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes),
+            spec.expert_bytes,
+            sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
+            shelf,
+        )
+        for spec in limits.pools
+    }
