@@ -1,1 +1,1 @@
-"""What is kept: verdicts, boards."""
+"""What is kept: verdicts, boards, and how often an image was tried."""

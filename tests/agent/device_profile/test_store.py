@@ -483,6 +483,10 @@ EDITED = [
     ("UPDATE usage SET probability = 9e999", "usage.probability of cls/a: inf is not a number from 0 to 1"),
     ("UPDATE usage SET pass_rate = 7", "usage.pass_rate of cls/a: 7.0 is not a number from 0 to 1"),
     ("UPDATE usage_origin SET requests = 'a'", "usage_origin.requests: 'a' is not a whole number from 0"),
+    (
+        "UPDATE usage_origin SET origin = 'guessed'",
+        "usage_origin.origin: 'guessed' is not one of computed from quantities, counted on samples, served",
+    ),
     ("UPDATE allocation_budgets SET budget_bytes = 'a'", "allocation_budgets.budget_bytes of host: 'a' is not"),
     ("UPDATE allocation_pools SET expert_bytes = 'a'", "allocation_pools.expert_bytes of host: 'a' is not"),
     ("UPDATE allocation_pools SET expert_bytes = -5", "allocation_pools.expert_bytes of host: -5 is not"),
