@@ -8,296 +8,48 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field
 
-from experts.catalog import (
-    Catalog,
-    CatalogSections,
-    ComponentType,
-    FilePath,
-    Section,
-    build_catalog,
-    catalog_problems,
+from agent.line_file.api import ApiSection
+from agent.line_file.boards import BoardSection, LayoutSections
+from agent.line_file.intake import TYPE_GROUP, IntakeSection
+from agent.line_file.machine import (
+    Device,
+    ExecutorCounts,
+    MemorySection,
+    OptionalPrecision,
+    PolicyName,
+    SchedulingSection,
 )
+from agent.line_file.records import OutboxSection, RecordsSection
+from agent.line_file.values import Name
+from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems
 from experts.document import Document, read_document, suggestion
-from experts.errors import ConfigError
+from experts.errors import ConfigError, SecretMissing
 from experts.expert import Precision
-from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
-    from pathlib import Path
+
+    from agent.line_file.intake import CameraSection
+    from agent.line_file.values import SecretSection
 
 ENVIRONMENT_PREFIX = "COSERVE__"
-AUTO = "auto"
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B|B)")
-UNIT_BYTES = {"B": 1} | {
-    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
-    for power, prefix in enumerate("KMGT", start=1)
-    for binary in ("", "i")
-}
-PROCESSORS = ("cuda", "cpu", "mps", "emulated")
-MAX_EXECUTORS = 64
-PolicyName = Literal["coserve", "paper", "samba", "samba-fifo", "samba-parallel", "none", "em", "em-ra"]
-Device = Literal["auto", "cpu", "cuda", "mps", "emulated"]
-ReadyMode = Literal["auto", "rename", "marker", "stable"]
-NAME_GROUPS = ("board", "component", "ref")  # what a file's name must tell
-TYPE_GROUP = "type"  # and, where several board types are configured, this
-
-
-def size_bytes(text: str) -> int:
-    """`4GiB`, `512MiB` or `1.5GB` in bytes. Raises ValueError for anything else, a number without unit included."""
-    found = SIZE.fullmatch(text)
-    if not found:
-        raise ValueError(f"{text!r} is not a size - write a number and a unit, such as 512MiB or 4GiB")
-    return int(float(found[1]) * UNIT_BYTES[found[2]])
-
-
-def _optional_size(value: object) -> int | None:
-    if value == AUTO:
-        return None
-    bytes_ = size_bytes(str(value))
-    if bytes_ < 1:
-        raise ValueError(f"{value!r} is no memory at all - write auto, or a size such as 4GiB")
-    return bytes_
-
-
-def _optional_precision(value: object) -> object:
-    return None if value == AUTO else value
-
-
-def _executors(value: object) -> object:
-    if value == AUTO:
-        return None
-    if not isinstance(value, dict) or not value:
-        raise ValueError(f"{value!r} is neither auto nor counts - write auto, or {{cuda: 3, cpu: 1}}")
-    for processor, count in value.items():
-        if processor not in PROCESSORS:
-            raise ValueError(f"no processor {processor!r} - {suggestion(processor, PROCESSORS)}")
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_EXECUTORS:
-            raise ValueError(f"{processor}: {count!r} is not a count from 0 to {MAX_EXECUTORS} - correct it")
-    if not any(value.values()):
-        raise ValueError("no executor at all - give one processor at least 1")
-    return value
-
-
-def _address(text: str, info: ValidationInfo) -> str:
-    if text.startswith("unix:"):
-        path = text.removeprefix("unix:")
-        if not path:
-            raise ValueError("an address without a path - write unix:./state/coserve.sock")
-        folder: Path = (info.context or {})["folder"]
-        return f"unix:{(folder / path).absolute()}"
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{text!r} is not an address - write unix:PATH or 127.0.0.1:PORT, a port from 0 to 65535")
-    if not _is_loopback(host.removeprefix("[").removesuffix("]")):
-        raise ValueError(f"{host!r} can be reached from other machines - this version serves 127.0.0.1 and [::1] only")
-    return text
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"not a regular expression ({error}) - correct it") from error
-    return text
-
-
-SIZE_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^(auto|{SIZE.pattern})$", "default": AUTO})
-OptionalSize = Annotated[int | None, BeforeValidator(_optional_size), SIZE_SCHEMA]
-OptionalPrecision = Annotated[
-    Precision | None,
-    BeforeValidator(_optional_precision),
-    WithJsonSchema({"enum": [AUTO, *Precision], "default": AUTO}),
-]
-COUNT_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MAX_EXECUTORS}
-ExecutorCounts = Annotated[
-    dict[str, int] | None,
-    BeforeValidator(_executors),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"const": AUTO},
-                {
-                    "type": "object",
-                    "properties": dict.fromkeys(PROCESSORS, COUNT_SCHEMA),
-                    "additionalProperties": False,
-                },
-            ],
-            "default": AUTO,
-        }
-    ),
-]
-Address = Annotated[str, AfterValidator(_address)]
-Addresses = Annotated[
-    tuple[Address, ...],
-    BeforeValidator(_one_or_many),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "default": []}),
-]
-Seconds = Annotated[float, Field(strict=True, gt=0, le=86_400)]
-
-
-class BoardSection(Section):
-    """One board type: what is expected of each board, and how long it may take."""
-
-    components: dict[ComponentType, Annotated[int, Field(strict=True, ge=1, le=100_000)]] = Field(
-        min_length=1, description="component type -> how many a board has, 1 to 100000; each needs a route"
-    )
-    takt_s: Seconds = Field(60.0, description="time from one board to the next, in seconds, up to 86400; default 60")
-    timeout_s: Seconds | None = Field(
-        None,
-        description="seconds from a board's first result until what is missing makes it UNKNOWN, of those in which the "
-        "agent runs; default 2 x takt_s",
-    )
-
-    @property
-    def patience_s(self) -> float:
-        """``timeout_s``, or its default."""
-        return 2 * self.takt_s if self.timeout_s is None else self.timeout_s
-
-
-class MemorySection(Section):
-    """Budgets in bytes; None = as the device allows."""
-
-    host: OptionalSize = Field(None, description="host memory for experts: auto or a size (4GiB); default auto")
-    device: OptionalSize = Field(None, description="device memory for experts: auto or a size (4GiB); default auto")
-    workspace: OptionalSize = Field(
-        None,
-        description="memory kept for running batches, of each: auto (the device profile's; without one what batches "
-        "can use, a quarter at most) or a size (1GiB); default auto",
-    )
-
-
-class SchedulingSection(Section):
-    """Bounds of the scheduler."""
-
-    max_overtake_s: Seconds = Field(
-        5.0, description="longest that a request may be overtaken by requests of other experts, seconds; default 5"
-    )
-
-
-class FolderSection(Section):
-    """One watched folder."""
-
-    path: FilePath = Field(description="folder to watch, subfolders included, relative to this file")
-    pattern: Annotated[str, AfterValidator(_pattern)] = Field(
-        description="regular expression of whole file names (of the path below the folder, if it holds a `/`) "
-        "with the groups board, component and ref, and type where there are several board types"
-    )
-    component: ComponentType | None = Field(
-        None, description="component type of every file here, in place of the pattern's group; default: the group"
-    )
-    ready: ReadyMode = Field(
-        "auto",
-        description="what shows that a file is complete: rename (it appears whole), marker (NAME.done beside it), "
-        "stable (it stops changing), or auto: any of them; default auto",
-    )
-    settle_ms: int | None = Field(
-        None,
-        strict=True,
-        ge=0,
-        le=600_000,
-        description="how long a file must stay unchanged, in ms, 0 to 600000; default 200 once its writer closed it, "
-        "2000 where that cannot be seen",
-    )
-    poll_s: float = Field(
-        2.0,
-        strict=True,
-        ge=0.05,
-        le=3600,
-        description="seconds between two looks at the folder, 0.05 to 3600; default 2",
-    )
-    stale_after_s: Seconds = Field(
-        60.0,
-        description="a file that is incomplete, or may not be read, and that nobody writes, is UNKNOWN after so many "
-        "seconds; default 60",
-    )
-    after: Literal["keep", "move", "delete"] = Field(
-        "move",
-        description="what becomes of a judged file: keep (stays), move (to done/ or ng/), delete; "
-        "UNKNOWN ones move to failed/ unless kept; default move",
-    )
-    ignore_existing: bool = Field(
-        False, strict=True, description="true: files that are there at the start stay unjudged; default false"
-    )
-    max_pixels: int = Field(
-        DEFAULT_MAX_PIXELS,
-        strict=True,
-        ge=1,
-        le=LARGEST_MAX_PIXELS,
-        description=f"larger images are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}; default {DEFAULT_MAX_PIXELS}",
-    )
-
-    @model_validator(mode="after")
-    def _names_tell_everything(self) -> FolderSection:
-        groups = re.compile(self.pattern).groupindex
-        missing = [name for name in NAME_GROUPS if name not in groups and not (name == "component" and self.component)]
-        if missing:
-            raise ValueError(f"the pattern has no group {', '.join(missing)} - add (?P<{missing[0]}>...)")
-        if self.component and "component" in groups:
-            raise ValueError("component is both a key and a group of the pattern - keep one")
-        unknown = sorted(set(groups) - {*NAME_GROUPS, TYPE_GROUP})
-        if unknown:
-            raise ValueError(
-                f"nobody reads the group {unknown[0]!r} - {suggestion(unknown[0], (*NAME_GROUPS, TYPE_GROUP))}"
-            )
-        return self
-
-
-class IntakeSection(Section):
-    """Where images come from."""
-
-    folders: tuple[FolderSection, ...] = Field((), description="watched folders; default none")
-    cameras: tuple[Any, ...] = Field((), description="must be empty: cameras are not in this version")
-
-    @field_validator("cameras")
-    @classmethod
-    def _no_camera(cls, cameras: tuple[Any, ...]) -> tuple[Any, ...]:
-        if cameras:
-            raise ValueError("cameras are not in this version - write `cameras: []` and watch a folder")
-        return cameras
-
-
-class ApiSection(Section):
-    """Addresses of the APIs; checked now, served by a later version."""
-
-    grpc: Addresses = Field((), description="unix:PATH or loopback HOST:PORT, one or a list; default none")
-    http: Addresses = Field((), description="unix:PATH or loopback HOST:PORT, one or a list; default none")
+CREDENTIALS = "CREDENTIALS_DIRECTORY"  # where systemd puts what LoadCredential= names
 
 
 class LineSections(CatalogSections):
     """A whole line file."""
 
-    line: str = Field(pattern=r"^\w[\w.-]*$", description="name of this installation: letters, digits, `_`, `.`, `-`")
+    line: Name = Field(description="name of this installation: letters, digits, `_`, `.`, `-`")
     state: FilePath = Field(description="folder of databases and packed weights, relative to this file")
-    boards: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], BoardSection] = Field(
+    boards: dict[Name, BoardSection] = Field(
         {}, description="board types: quantities give usage probabilities and the board verdict; default none"
     )
     memory: MemorySection = Field(MemorySection(), description="memory budgets; default auto")
@@ -319,6 +71,8 @@ class LineSections(CatalogSections):
     scheduling: SchedulingSection = Field(SchedulingSection(), description="bounds of the scheduler")
     intake: IntakeSection = Field(IntakeSection(), description="where images come from")
     api: ApiSection = Field(ApiSection(), description="addresses of the APIs; default none")
+    records: RecordsSection = Field(RecordsSection(), description="what is kept, and for how long")
+    outbox: OutboxSection = Field(OutboxSection(), description="to whom verdicts are told; default nobody")
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +91,9 @@ class LineConfig:
     scheduling: SchedulingSection
     intake: IntakeSection
     api: ApiSection
+    records: RecordsSection
+    outbox: OutboxSection
+    layouts: Mapping[str, LayoutSections]  # board type -> where its parts lie, of those that have a layout
     document: Document
 
     @property
@@ -388,7 +145,19 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
     """
     document = overlay(read_document(path.absolute()), os.environ if environment is None else environment)
     sections = document.validate(LineSections)
-    problems = [*catalog_problems(sections, document), *_board_problems(sections, document)]
+    problems = [
+        *catalog_problems(sections, document),
+        *_board_problems(sections, document),
+        *_folder_problems(sections, document),
+        *_camera_problems(sections, document),
+    ]
+    layouts: dict[str, LayoutSections] = {}
+    for name, board in sections.boards.items():
+        if board.layout is not None:
+            try:
+                layouts[name] = read_layout(board.layout, board, sections.routes)
+            except ConfigError as error:
+                problems += error.problems
     if problems:
         raise ConfigError.of(problems)
     return LineConfig(
@@ -404,8 +173,29 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
         scheduling=sections.scheduling,
         intake=sections.intake,
         api=sections.api,
+        records=sections.records,
+        outbox=sections.outbox,
+        layouts=MappingProxyType(layouts),
         document=document,
     )
+
+
+def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = None) -> str:
+    """A password or a token, without the end of its line. Raises SecretMissing, which says where it was looked for."""
+    if secret.file is not None:
+        file = secret.file
+    else:
+        folder = (os.environ if environment is None else environment).get(CREDENTIALS)
+        if folder is None:
+            raise SecretMissing(f"credential {secret.credential}", "no credentials: systemd gives them to a unit")
+        file = Path(folder) / str(secret.credential)
+    try:
+        text = file.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SecretMissing(str(file), getattr(error, "strerror", None) or "not text in UTF-8") from error
+    if not text:
+        raise SecretMissing(str(file), "it is empty")
+    return text
 
 
 def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> bool:
@@ -470,6 +260,9 @@ def _board_problems(sections: LineSections, document: Document) -> Iterator[Conf
             if component not in sections.routes:
                 hint = suggestion(component, sections.routes, "add its route, or take it off the board")
                 yield document.error(f"no route for {component!r} - {hint}", "boards", name, "components", component)
+
+
+def _folder_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
     for index, folder in enumerate(sections.intake.folders):
         where = ("intake", "folders", index)
         if folder.component and folder.component not in sections.routes:
@@ -485,3 +278,54 @@ def _board_problems(sections: LineSections, document: Document) -> Iterator[Conf
             folder.path == other or folder.path in other.parents or other in folder.path.parents for other in others
         ):
             yield document.error("lies in, or around, another watched folder - watch each file once", *where, "path")
+
+
+def _camera_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
+    names = Counter(camera.name for camera in sections.intake.cameras)
+    for index, camera in enumerate(sections.intake.cameras):
+        where = ("intake", "cameras", index)
+        if names[camera.name] > 1:
+            yield document.error("two cameras have this name - give each its own", *where, "name")
+        if camera.component is not None and camera.component not in sections.routes:
+            hint = suggestion(camera.component, sections.routes, "add its route")
+            yield document.error(f"no route for {camera.component!r} - {hint}", *where, "component")
+        if camera.board_type is not None and camera.board_type not in sections.boards:
+            hint = suggestion(camera.board_type, sections.boards, "add it to boards:")
+            yield document.error(f"no board type {camera.board_type!r} - {hint}", *where, "board_type")
+        elif camera.board_type is None and len(sections.boards) > 1:
+            several = ", ".join(sections.boards)
+            yield document.error(f"which of {several} does it see? - add board_type:", *where)
+        elif camera.component is None and not _has_layout(camera, sections):
+            yield document.error(
+                "what does a frame show? - add component:, or a layout: to its board, by which frames are cut", *where
+            )
+
+
+def _has_layout(camera: CameraSection, sections: LineSections) -> bool:
+    names = [camera.board_type] if camera.board_type else list(sections.boards)
+    return bool(names) and all(sections.boards[name].layout is not None for name in names)
+
+
+def read_layout(file: Path, board: BoardSection, routes: Collection[str]) -> LayoutSections:
+    """Read the layout of one board type. Raises ConfigError, whose ``problems`` are all that was found."""
+    document = read_document(file)
+    layout = document.validate(LayoutSections)
+    problems = [*_part_problems(layout, document, routes)]
+    counts = Counter(part.component for part in layout.parts.values())
+    for component in sorted(board.components.keys() | counts.keys()):
+        wanted, there = board.components.get(component, 0), counts[component]
+        if wanted != there:
+            problems.append(document.error(f"{there} parts of {component!r}, where its board has {wanted}", "parts"))
+    if problems:
+        raise ConfigError.of(problems)
+    return layout
+
+
+def _part_problems(layout: LayoutSections, document: Document, routes: Collection[str]) -> Iterator[ConfigError]:
+    height_px, width_px = layout.size
+    for ref, part in layout.parts.items():
+        if part.component not in routes:
+            hint = suggestion(part.component, routes, "add its route")
+            yield document.error(f"no route for {part.component!r} - {hint}", "parts", ref, "component")
+        if part.box[2] > width_px or part.box[3] > height_px:
+            yield document.error(f"the box leaves the frame of {width_px} x {height_px}", "parts", ref, "box")

@@ -2,6 +2,7 @@
 
 CoServeError
 +- ConfigError              a line file, a key or a value: exit code 78, before anything starts
+|  +- SecretMissing         a password or a token is not where the line file says
 |  +- ProfileDamaged        a device profile's file holds something else
 |  `- SampleUnfit           requests that are to be measured are not judged; it says which experts and images leave
 +- ExpertError              one expert; the agent lives on
@@ -19,6 +20,7 @@ CoServeError
 +- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
++- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
@@ -29,6 +31,7 @@ CoServeError
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,6 +82,14 @@ class ConfigError(CoServeError):
         together.place = problems[0].place
         together._several = tuple(problems)
         return together
+
+
+class SecretMissing(ConfigError):
+    """A password or a token that cannot be read. ``where`` it was looked for."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason} - put the secret there, or correct where it lies")
+        self.where = where
 
 
 class ProfileDamaged(ConfigError):
@@ -193,6 +204,26 @@ class IllegalMove(CoServeError):
         self.copy = copy
         self.state = state
         self.move = move
+
+
+class Refusing(StrEnum):
+    """Why an order is refused: what a caller can tell apart."""
+
+    QUEUE_FULL = "QUEUE_FULL"  # too many images are under way, or too many bytes of them: again in a while
+    TOO_LARGE = "TOO_LARGE"  # this image never fits
+    NOT_FOUND = "NOT_FOUND"  # no such model, camera, board type
+    INVALID = "INVALID"  # the order contradicts itself, or the line file
+    NOT_NOW = "NOT_NOW"  # it cannot be done in the state that things are in
+    STOPPING = "STOPPING"  # the agent ends: the next one will answer
+
+
+class OrderRefused(CoServeError):
+    """An order that was not taken, and left nothing behind. ``retry_s``: when to try again; None: never as it is."""
+
+    def __init__(self, reason: Refusing, message: str, retry_s: float | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_s = retry_s
 
 
 class AlreadyRunning(CoServeError):

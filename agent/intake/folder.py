@@ -31,9 +31,9 @@ from agent.intake.watch import FolderWatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.config import FolderSection
     from agent.intake.hints import Hint
     from agent.intake.naming import ImageName, Naming
+    from agent.line_file.intake import FolderSection
     from experts.expert import Verdict
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agent.config import FolderSection, LineConfig
+    from agent.config import LineConfig
+    from agent.line_file.intake import FolderSection
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from agent.service.recording import inspection_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from agent.config import BoardSection
+    from agent.line_file.boards import BoardSection
     from agent.records.boards import BoardVerdict, LedgerStatistics
     from agent.records.result_writer import ResultStore
     from agent.records.results import Result

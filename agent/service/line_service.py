@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
 
-    from agent.config import FolderSection, LineConfig
+    from agent.config import LineConfig
     from agent.intake.arrivals import Arrival, IntakeStatistics, Refusal
     from agent.intake.reading import ReadingStatistics
+    from agent.line_file.intake import FolderSection
     from agent.records.boards import LedgerStatistics
     from agent.records.results import Recorded, Result, StoreStatistics
     from agent.service.drift import DriftStatistics

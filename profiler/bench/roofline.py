@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from agent.config import LineConfig, PolicyName
+    from agent.config import LineConfig
     from agent.deployment.build import Agent
+    from agent.line_file.machine import PolicyName
     from experts.expert import InputSpec
     from experts.packed.weights import PackedExpert, Segment
     from profiler.replay.player import Played, Progress

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.config import MAX_EXECUTORS, PROCESSORS, size_bytes
+from agent.line_file.machine import MAX_EXECUTORS, PROCESSORS
+from agent.line_file.values import size_bytes
 from experts.document import suggestion
 from experts.errors import ConfigError
 

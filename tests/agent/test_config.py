@@ -10,8 +10,10 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from agent.config import LineConfig, PolicyName, json_schema, read_line, size_bytes, usage_probabilities
+from agent.config import LineConfig, json_schema, read_line, usage_probabilities
 from agent.core.policy import PRESETS
+from agent.line_file.machine import PolicyName
+from agent.line_file.values import size_bytes
 from experts.errors import ConfigError
 from experts.expert import Precision
 

@@ -26,7 +26,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.config import FolderSection
 from agent.intake.arrivals import Arrival, Refusal, SourceState
 from agent.intake.filing import Filing, Shelves
 from agent.intake.folder import FolderIntake
@@ -36,6 +35,7 @@ from agent.intake.naming import ImageName, Naming
 from agent.intake.ranking import Ranking
 from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
 from agent.intake.waiting import Waiting
+from agent.line_file.intake import FolderSection
 from experts.expert import Verdict
 from experts.images import Completeness
 

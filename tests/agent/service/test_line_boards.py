@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from agent.config import BoardSection
+from agent.line_file.boards import BoardSection
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from agent.service.line_boards import LineBoards

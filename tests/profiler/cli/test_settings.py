@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.config import MAX_EXECUTORS
+from agent.line_file.machine import MAX_EXECUTORS
 from experts.errors import ConfigError
 from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
 

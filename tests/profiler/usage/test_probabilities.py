@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent.commands.results import result_rows, write_rows
-from agent.config import BoardSection, read_line
+from agent.config import read_line
 from agent.device_profile.records import UsageOrigin
+from agent.line_file.boards import BoardSection
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from experts.errors import ConfigError

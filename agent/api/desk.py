@@ -1,0 +1,224 @@
+"""The one desk that every API stands before: what can be asked of a line, and the nouns of question and answer.
+
+Guarantees of whoever keeps it: no call blocks on an expert, and none on the disk for longer than a short read; every
+order that is taken is told exactly one end, unless it was cancelled, and an order that is kept is durable before it is
+told to be accepted, and stored before it is told to be judged; what is refused is refused at once and leaves nothing
+behind. All calls are for any thread; listeners are called on threads of the desk's and return at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import datetime
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from experts.expert import BoundingBox, Verdict
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """One image to be judged: by a component's route, by one expert, or, with neither, part by part as a frame of a
+    whole board, which its board type's layout cuts.
+
+    ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. ``key``: the caller's idempotency key; an order
+    whose key has a verdict is told that one, and one whose key is under way waits for the same end. ``is_kept``: it is
+    journaled, stored, and counts on its board; else it is answered, and nothing remains of it.
+    """
+
+    image: bytes | NDArray[np.uint8]
+    component: str | None = None
+    expert: str | None = None
+    board: str | None = None
+    board_type: str | None = None
+    ref: str | None = None
+    key: str | None = None
+    is_kept: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one image, or one part of a frame, was judged. ``seq``: its row's number; None where it is not kept.
+
+    ``queue_s``: before its first batch; ``compute_s``: in batches; ``seconds``: from its arrival to its verdict.
+    """
+
+    key: str
+    component: str
+    verdict: Verdict
+    seq: int | None = None
+    expert: str | None = None
+    board: str | None = None
+    board_type: str | None = None
+    ref: str | None = None
+    label: str | None = None
+    score: float | None = None
+    reason: str | None = None
+    experts: tuple[str, ...] = ()
+    boxes: tuple[BoundingBox, ...] = ()
+    arrived_at: datetime | None = None
+    finished_at: datetime | None = None
+    seconds: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class Listener(Protocol):
+    """Who ordered."""
+
+    def accepted(self) -> None:
+        """The order is durable: it will be judged, whatever happens. Of orders that are kept only; at most once."""
+
+    def judged(self, parts: Sequence[Part]) -> None:
+        """The end: one part, or each of a frame's. Stored by now, if the order is kept."""
+
+
+class Ticket(Protocol):
+    """An order under way."""
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: what has not begun is withdrawn, as if it had never come; what runs is
+        finished, and stored if it is kept. The listener hears nothing more. May be called at any time, and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Something that can be asked: a component's route, or one expert. ``reason``: why it is not ready."""
+
+    name: str
+    experts: tuple[str, ...]
+    labels: tuple[str, ...]
+    input_px: tuple[int, int] | None  # (height, width) that its first expert sees
+    max_batch: int
+    is_ready: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BoardView:
+    """One board as it is now. ``verdict`` and ``closed_at``: None while it is open. ``missing``: component -> images."""
+
+    serial: str
+    board_type: str
+    verdict: Verdict | None
+    opened_at: datetime
+    closed_at: datetime | None
+    missing: Mapping[str, int]
+    counts: Mapping[Verdict, int]
+    parts: tuple[Part, ...] = ()
+    is_revision: bool = False
+
+
+Event: TypeAlias = "Part | BoardView"  # a result that was just stored, or a board's verdict
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """One executor's queue. ``running``: the expert of its batch; None while it is idle."""
+
+    executor: int
+    processor: str
+    requests: int
+    running: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """One memory: what it holds, of what it may."""
+
+    name: str
+    used_bytes: int
+    capacity_bytes: int
+    experts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceView:
+    """A folder or a camera. ``received``: images taken from it; ``dropped``: frames that gave way to later ones."""
+
+    name: str
+    kind: str
+    state: str
+    received: int = 0
+    waiting: int = 0
+    dropped: int = 0
+    alarm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StatusView:
+    """A snapshot of the whole agent. ``standing``: expert -> why it is not asked at the moment."""
+
+    line: str
+    version: str
+    uptime_s: float
+    is_draining: bool
+    requests_in_flight: int
+    verdicts: Mapping[Verdict, int]
+    boards_open: int
+    switches: int
+    loads: int
+    evictions: int
+    bytes_read: int
+    queues: tuple[QueueView, ...] = ()
+    pools: tuple[PoolView, ...] = ()
+    sources: tuple[SourceView, ...] = ()
+    standing: Mapping[str, str] = field(default_factory=dict)
+    alarms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadView:
+    """What a reload did. Not applied: ``problems`` says why, and everything is as it was.
+
+    ``needs_restart``: keys of the line file that changed and take effect at the next start only.
+    """
+
+    is_applied: bool
+    problems: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+
+
+class Desk(Protocol):
+    """See the module. Whatever is refused raises OrderRefused, whose ``reason`` says of what kind that is."""
+
+    def order(self, order: Order, listener: Listener) -> Ticket:
+        """Have an image judged."""
+
+    def models(self) -> Sequence[Model]:
+        """All that can be asked: routes by their component's name, experts as `expert:ID`."""
+
+    def load(self, model: str) -> None:
+        """Bring a model's experts into memory, now if there is room that nobody needs sooner; returns at once."""
+
+    def unload(self, model: str) -> None:
+        """Let a model's experts go from memory, unless they are in use; they come back when they are asked."""
+
+    def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
+        """The latest run of the board of each type with this serial; empty where none is known."""
+
+    def results_after(self, seq: int, limit: int) -> Sequence[Part]:
+        """Stored results with larger numbers, in their order."""
+
+    def subscribe(self, tell: Callable[[Event], None]) -> Callable[[], None]:
+        """Have every result and board verdict told once it is stored, in that order; call what is returned to end."""
+
+    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
+        """Have a camera that waits for triggers take a frame; the key that its results begin with."""
+
+    def status(self) -> StatusView:
+        """A snapshot."""
+
+    def explain(self, subject: str) -> Sequence[str]:
+        """Why something is as it is, in sentences: an expert's id, a component, or a result's key."""
+
+    def reload(self) -> ReloadView:
+        """Read the line file anew, and do as it says. Takes as long as new experts need to be packed."""

@@ -1,0 +1,1 @@
+"""The sections of a line file, by subject: what each key means, and what it may be."""

@@ -1,0 +1,60 @@
+"""Board types: what is expected of each board, how long it may take, and where on a frame its parts lie.
+
+Guarantees: a layout that is configured fits the board that it belongs to, part by part, and no box leaves its frame.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from agent.line_file.values import Seconds
+from experts.catalog import ComponentType, FilePath, Pixels, Section
+
+Position = Annotated[int, Field(strict=True, ge=0, le=65_535)]
+
+
+class BoardSection(Section):
+    """One board type: what is expected of each board, and how long it may take."""
+
+    components: dict[ComponentType, Annotated[int, Field(strict=True, ge=1, le=100_000)]] = Field(
+        min_length=1, description="component type -> how many a board has, 1 to 100000; each needs a route"
+    )
+    takt_s: Seconds = Field(60.0, description="time from one board to the next, in seconds, up to 86400; default 60")
+    timeout_s: Seconds | None = Field(
+        None,
+        description="seconds from a board's first result until what is missing makes it UNKNOWN, of those in which the "
+        "agent runs; default 2 x takt_s",
+    )
+    layout: FilePath | None = Field(
+        None,
+        description="YAML file that says where on a frame of the whole board each part lies (size, parts), relative to "
+        "this file; default none",
+    )
+
+    @property
+    def patience_s(self) -> float:
+        """``timeout_s``, or its default."""
+        return 2 * self.takt_s if self.timeout_s is None else self.timeout_s
+
+
+class PartSection(Section):
+    """Where one part of a board lies on its frame."""
+
+    component: ComponentType = Field(description="its component type")
+    box: tuple[Position, Position, Position, Position] = Field(description="[left, top, right, bottom] in pixels")
+
+    @model_validator(mode="after")
+    def _is_a_box(self) -> PartSection:
+        left, top, right, bottom = self.box
+        if left >= right or top >= bottom:
+            raise ValueError("the box has no inside - write [left, top, right, bottom], left and top the smaller ones")
+        return self
+
+
+class LayoutSections(Section):
+    """A layout file: where the parts of one board type lie on a frame."""
+
+    size: tuple[Pixels, Pixels] = Field(description="[height, width] of the frames that it is for, in pixels")
+    parts: dict[str, PartSection] = Field(min_length=1, description="ref -> the part's component and box")

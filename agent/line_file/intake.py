@@ -1,0 +1,178 @@
+"""Where images come from: watched folders and cameras."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+
+from agent.line_file.values import Name, Seconds, SecretSection
+from experts.catalog import ComponentType, FilePath, Section
+from experts.document import suggestion
+from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
+
+ReadyMode = Literal["auto", "rename", "marker", "stable"]
+NAME_GROUPS = ("board", "component", "ref")  # what a file's name must tell
+TYPE_GROUP = "type"  # and, where several board types are configured, this
+CAMERA_SCHEMES = ("rtsp", "rtsps", "http", "https", "file", "v4l2", "genicam")
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression ({error}) - correct it") from error
+    return text
+
+
+def _camera_url(text: str, info: ValidationInfo) -> str:
+    scheme, colon, rest = text.partition(":")
+    if not colon or scheme not in CAMERA_SCHEMES:
+        raise ValueError(
+            f"{text!r} is no camera - write rtsp://, http:// (MJPEG), file:CLIP, v4l2:/dev/video0, or genicam:"
+        )
+    if not rest.strip("/"):
+        raise ValueError(f"{text!r} names nothing behind {scheme}: - write which camera, host or file")
+    if scheme in {"rtsp", "rtsps", "http", "https"} and urlsplit(text).password is not None:
+        raise ValueError("a password stands in the url - write user: and password: {file: ...} instead")
+    if scheme == "file":
+        folder: Path = (info.context or {})["folder"]
+        return f"file:{(folder / rest).absolute()}"
+    return text
+
+
+MaxPixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_MAX_PIXELS)]
+
+
+class FolderSection(Section):
+    """One watched folder."""
+
+    path: FilePath = Field(description="folder to watch, subfolders included, relative to this file")
+    pattern: Annotated[str, AfterValidator(_pattern)] = Field(
+        description="regular expression of whole file names (of the path below the folder, if it holds a `/`) "
+        "with the groups board, component and ref, and type where there are several board types"
+    )
+    component: ComponentType | None = Field(
+        None, description="component type of every file here, in place of the pattern's group; default: the group"
+    )
+    ready: ReadyMode = Field(
+        "auto",
+        description="what shows that a file is complete: rename (it appears whole), marker (NAME.done beside it), "
+        "stable (it stops changing), or auto: any of them; default auto",
+    )
+    settle_ms: int | None = Field(
+        None,
+        strict=True,
+        ge=0,
+        le=600_000,
+        description="how long a file must stay unchanged, in ms, 0 to 600000; default 200 once its writer closed it, "
+        "2000 where that cannot be seen",
+    )
+    poll_s: float = Field(
+        2.0,
+        strict=True,
+        ge=0.05,
+        le=3600,
+        description="seconds between two looks at the folder, 0.05 to 3600; default 2",
+    )
+    stale_after_s: Seconds = Field(
+        60.0,
+        description="a file that is incomplete, or may not be read, and that nobody writes, is UNKNOWN after so many "
+        "seconds; default 60",
+    )
+    after: Literal["keep", "move", "delete"] = Field(
+        "move",
+        description="what becomes of a judged file: keep (stays), move (to done/ or ng/), delete; "
+        "UNKNOWN ones move to failed/ unless kept; default move",
+    )
+    ignore_existing: bool = Field(
+        False, strict=True, description="true: files that are there at the start stay unjudged; default false"
+    )
+    max_pixels: int = Field(
+        DEFAULT_MAX_PIXELS,
+        strict=True,
+        ge=1,
+        le=LARGEST_MAX_PIXELS,
+        description=f"larger images are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}; default {DEFAULT_MAX_PIXELS}",
+    )
+
+    @model_validator(mode="after")
+    def _names_tell_everything(self) -> FolderSection:
+        groups = re.compile(self.pattern).groupindex
+        missing = [name for name in NAME_GROUPS if name not in groups and not (name == "component" and self.component)]
+        if missing:
+            raise ValueError(f"the pattern has no group {', '.join(missing)} - add (?P<{missing[0]}>...)")
+        if self.component and "component" in groups:
+            raise ValueError("component is both a key and a group of the pattern - keep one")
+        unknown = sorted(set(groups) - {*NAME_GROUPS, TYPE_GROUP})
+        if unknown:
+            raise ValueError(
+                f"nobody reads the group {unknown[0]!r} - {suggestion(unknown[0], (*NAME_GROUPS, TYPE_GROUP))}"
+            )
+        return self
+
+
+class CameraSection(Section):
+    """One camera."""
+
+    name: Name = Field(description="its name in states, counts and results: letters, digits, `_`, `.`, `-`; once only")
+    url: Annotated[str, AfterValidator(_camera_url)] = Field(
+        description="rtsp://HOST/..., http://HOST/... (MJPEG), file:CLIP (relative to this file), v4l2:/dev/video0, or "
+        "genicam:SERIAL"
+    )
+    user: str | None = Field(None, description="who logs in at the camera; default nobody")
+    password: SecretSection | None = Field(None, description="that user's: {credential: NAME} or {file: PATH}")
+    mode: Literal["free_run", "triggered"] = Field(
+        "free_run",
+        description="free_run (the latest frame, whenever there is room; others are counted as dropped) or triggered "
+        "(one frame for each trigger, none of which is dropped silently); default free_run",
+    )
+    interval_s: Seconds | None = Field(
+        None, description="triggered: a trigger by itself every so many seconds; default only those by the API"
+    )
+    queue: int = Field(
+        8, strict=True, ge=1, le=1000, description="triggered: frames that may wait for room, 1 to 1000; default 8"
+    )
+    component: ComponentType | None = Field(
+        None, description="every frame is one part of this component type; default: cut by its board's layout"
+    )
+    board_type: str | None = Field(
+        None, description="board type of every frame; its layout says which parts are cut; default the only one"
+    )
+    open_timeout_s: Seconds = Field(10.0, description="how long connecting may take, seconds; default 10")
+    stall_timeout_s: Seconds = Field(
+        5.0, description="without a frame for so many seconds it is STALLED and connected anew; default 5"
+    )
+    loop: bool = Field(False, strict=True, description="file: begin again where it ends; default false")
+    frames_per_s: Annotated[float, Field(strict=True, gt=0, le=1000)] | None = Field(
+        None, description="file: how fast it is played; default as it was recorded"
+    )
+    max_pixels: MaxPixels = Field(
+        DEFAULT_MAX_PIXELS,
+        description=f"larger frames are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}; default {DEFAULT_MAX_PIXELS}",
+    )
+
+    @property
+    def scheme(self) -> str:
+        """What kind of camera: the part of its url before the colon."""
+        return self.url.partition(":")[0]
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> CameraSection:
+        if self.password is not None and self.user is None:
+            raise ValueError("a password without a user - add user:")
+        if self.interval_s is not None and self.mode != "triggered":
+            raise ValueError("interval_s is for mode: triggered - add that, or leave interval_s out")
+        if self.scheme != "file" and (self.loop or self.frames_per_s is not None):
+            raise ValueError("loop and frames_per_s are for file: - leave them out")
+        return self
+
+
+class IntakeSection(Section):
+    """Where images come from."""
+
+    folders: tuple[FolderSection, ...] = Field((), description="watched folders; default none")
+    cameras: tuple[CameraSection, ...] = Field((), description="cameras; default none")

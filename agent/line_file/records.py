@@ -1,0 +1,114 @@
+"""What is kept of a line's work and for how long, and to whom it is told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, model_validator
+
+from agent.line_file.values import Seconds, SecretSection, Size
+from experts.catalog import FilePath, Section
+
+
+def _mqtt_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"mqtt", "mqtts"} or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"{text!r} is no broker - write mqtt://HOST:1883, or mqtts://HOST:8883 for TLS")
+    if parts.username or parts.password:
+        raise ValueError("a login stands in the url - write user: and password: {file: ...} instead")
+    return text
+
+
+def _web_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{text!r} is no web address - write http://HOST/PATH or https://HOST/PATH")
+    if parts.username or parts.password:
+        raise ValueError("a login stands in the url - write token: {file: ...} instead")
+    return text
+
+
+class KeepSection(Section):
+    """How long results and their images stay; without any of these for ever. OK ones go before NG ones."""
+
+    days: Annotated[int, Field(strict=True, ge=1, le=36_500)] | None = Field(
+        None, description="rows and images older than so many days go; default none"
+    )
+    size: Size | None = Field(
+        None, description="images kept, the oldest OK ones go first and NG ones last, when they take more; default none"
+    )
+    free: Size | None = Field(None, description="the same when less than this is free on their disk; default none")
+    export_required: bool = Field(
+        False, strict=True, description="true: nothing goes that the export has not written yet; default false"
+    )
+
+
+class ExportSection(Section):
+    """Files for others, one a day, which appear whole."""
+
+    folder: FilePath = Field(description="where they are put, relative to this file")
+    format: Literal["csv", "jsonl"] = Field("csv", description="csv or jsonl; default csv")
+
+
+class RecordsSection(Section):
+    """What is kept."""
+
+    images: Literal["none", "ng", "all"] = Field(
+        "ng",
+        description="which images of cameras and of the API are kept in the state: none, ng (also UNKNOWN), all; "
+        "default ng",
+    )
+    keep: KeepSection = Field(KeepSection(), description="for how long; default for ever")
+    export: ExportSection | None = Field(None, description="a file of all results each day; default none")
+
+
+class MqttSection(Section):
+    """A broker that verdicts are published to, at least once each."""
+
+    url: Annotated[str, AfterValidator(_mqtt_url)] = Field(description="mqtt://HOST:1883, or mqtts://HOST:8883 for TLS")
+    topic: str = Field("coserve", pattern=r"^[^+#\x00]+$", description="first part of every topic; default coserve")
+    client_id: str | None = Field(None, description="how it calls itself; default coserve-LINE")
+    user: str | None = Field(None, description="who logs in; default nobody")
+    password: SecretSection | None = Field(None, description="that user's: {credential: NAME} or {file: PATH}")
+    ca: FilePath | None = Field(None, description="mqtts: PEM file of the authority to trust; default the system's")
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> MqttSection:
+        if self.password is not None and self.user is None:
+            raise ValueError("a password without a user - add user:")
+        if self.ca is not None and not self.url.startswith("mqtts:"):
+            raise ValueError("ca is for mqtts: - write the url with mqtts://")
+        return self
+
+
+class WebhookSection(Section):
+    """A web address that verdicts are posted to, at least once each."""
+
+    url: Annotated[str, AfterValidator(_web_url)] = Field(description="http://HOST/PATH or https://HOST/PATH")
+    token: SecretSection | None = Field(None, description="sent as authorization: Bearer TOKEN; default nothing")
+    ca: FilePath | None = Field(None, description="https: PEM file of the authority to trust; default the system's")
+    timeout_s: Seconds = Field(10.0, description="how long an answer may take, seconds; default 10")
+
+
+class OutboxSection(Section):
+    """To whom verdicts are told once they are stored, and again until it was heard."""
+
+    events: tuple[Literal["board", "ng", "result"], ...] = Field(
+        ("board", "ng"),
+        min_length=1,
+        description="board (each board's verdict), ng (each image that is NG or UNKNOWN), result (each image); "
+        "default [board, ng]",
+    )
+    limit: int = Field(
+        100_000,
+        strict=True,
+        ge=100,
+        le=10_000_000,
+        description="messages that may wait for one receiver; the oldest give way, counted; default 100000",
+    )
+    per_s: Annotated[float, Field(strict=True, gt=0, le=100_000)] = Field(
+        200.0, description="messages a second to one receiver, so that a backlog does not flood it; default 200"
+    )
+    mqtt: MqttSection | None = Field(None, description="an MQTT broker; default none")
+    webhook: WebhookSection | None = Field(None, description="a web address; default none")

@@ -1,0 +1,75 @@
+"""Kinds of values that several sections know: sizes, seconds, names, secrets by reference.
+
+Guarantees: a secret never stands in a line file; whatever is wrong is told with what to write instead.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from experts.catalog import FilePath, Section
+
+AUTO = "auto"
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B|B)")
+UNIT_BYTES = {"B": 1} | {
+    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate("KMGT", start=1)
+    for binary in ("", "i")
+}
+
+
+def size_bytes(text: str) -> int:
+    """`4GiB`, `512MiB` or `1.5GB` in bytes. Raises ValueError for anything else, a number without unit included."""
+    found = SIZE.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is not a size - write a number and a unit, such as 512MiB or 4GiB")
+    return int(float(found[1]) * UNIT_BYTES[found[2]])
+
+
+def _optional_size(value: object) -> int | None:
+    if value == AUTO:
+        return None
+    bytes_ = size_bytes(str(value))
+    if bytes_ < 1:
+        raise ValueError(f"{value!r} is no memory at all - write auto, or a size such as 4GiB")
+    return bytes_
+
+
+def _size(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):  # a default, which stands in the schema as it is
+        return value
+    bytes_ = size_bytes(str(value))
+    if bytes_ < 1:
+        raise ValueError(f"{value!r} is nothing at all - write a size such as 4GiB")
+    return bytes_
+
+
+def _no_path(name: str) -> str:
+    if "/" in name or name in {".", ".."}:
+        raise ValueError(f"{name!r} is a path - write the name that the unit's LoadCredential= gives it")
+    return name
+
+
+SIZE_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^(auto|{SIZE.pattern})$", "default": AUTO})
+OptionalSize = Annotated[int | None, BeforeValidator(_optional_size), SIZE_SCHEMA]
+Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
+Seconds = Annotated[float, Field(strict=True, gt=0, le=86_400)]
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+
+
+class SecretSection(Section):
+    """A password or a token, by where it lies: exactly one of both."""
+
+    credential: Annotated[str, BeforeValidator(_no_path)] | None = Field(
+        None, description="name of a systemd credential (LoadCredential=NAME:FILE in the unit)"
+    )
+    file: FilePath | None = Field(None, description="a file that holds it alone, relative to this file")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> SecretSection:
+        if (self.credential is None) == (self.file is None):
+            raise ValueError("a secret lies in one place - write {credential: NAME} or {file: PATH}")
+        return self
