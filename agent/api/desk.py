@@ -101,7 +101,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class BoardView:
-    """One board as it is now. ``verdict`` and ``closed_at``: None while it is open. ``missing``: component -> images."""
+    """One board as it is. ``verdict`` and ``closed_at``: None while it is open. ``missing``: component -> images."""
 
     serial: str
     board_type: str

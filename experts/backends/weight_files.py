@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 import torch
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError
 from onnx.external_data_helper import uses_external_data
 from safetensors import SafetensorError, safe_open
 
