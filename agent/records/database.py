@@ -74,6 +74,30 @@ def results_and_boards(database: Database) -> None:
     database.execute("CREATE INDEX boards_closed_at ON boards (closed_at)")
 
 
+@migrations()
+def accepted_requests(database: Database) -> None:
+    """The journal: requests without a verdict, and their images, which several of them may share."""
+    database.execute("CREATE TABLE accepted_images (id INTEGER PRIMARY KEY, content BLOB NOT NULL)")
+    database.execute(
+        """
+        CREATE TABLE accepted (
+            key TEXT NOT NULL UNIQUE,
+            source TEXT NOT NULL,
+            component TEXT,
+            expert TEXT,
+            board TEXT,
+            board_type TEXT,
+            ref TEXT,
+            name TEXT NOT NULL,
+            box TEXT,
+            accepted_at TEXT NOT NULL,
+            image INTEGER NOT NULL REFERENCES accepted_images
+        )
+        """
+    )
+    database.execute("CREATE INDEX accepted_image ON accepted (image)")
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """The migrated database, with its folder; the connection may be used by one thread at a time.
 

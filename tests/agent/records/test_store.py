@@ -44,7 +44,7 @@ def wait_until(store: ResultStore, is_so: Callable[[], bool]) -> None:
     for _ in range(10_000):
         if is_so():
             return
-        assert store._thread.is_alive(), "the writer has ended"
+        assert store._committer._thread.is_alive(), "the writer has ended"
         threading.Event().wait(0.001)
     raise AssertionError("it did not come about")
 
@@ -209,7 +209,7 @@ def test_a_callback_that_raises_is_logged_with_its_row(store: ResultStore, caplo
     settled(store)
     assert reports == [Recorded(1, is_new=True), Recorded(2, is_new=True)]
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
-        (logging.ERROR, "result_callback_failed seq=1")
+        (logging.ERROR, "result_callback_failed answer=Recorded(seq=1, is_new=True)")
     ]
     assert caplog.records[0].exc_info is not None
     assert caplog.records[0].exc_info[0] is KeyError
@@ -242,7 +242,7 @@ def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_onc
     caplog.set_level(logging.INFO)
     with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
         patience = Patience(9, other.rollback)
-        store._abandoned = patience
+        store._committer._abandoned = patience
         other.execute("BEGIN IMMEDIATE")
         committed = threading.Event()
         store.record(BARE, lambda _: committed.set())
@@ -264,7 +264,7 @@ def test_while_nothing_can_be_committed_the_alarm_says_why(store: ResultStore, t
             seen.append(store.statistics())
             other.rollback()
 
-        store._abandoned = Patience(1, look)
+        store._committer._abandoned = Patience(1, look)
         other.execute("BEGIN IMMEDIATE")
         committed = threading.Event()
         store.record(BARE, lambda _: committed.set())
@@ -276,17 +276,17 @@ def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> No
     store = ResultStore(tmp_path / "r.sqlite", busy_timeout_s=0.0)
     with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
         waiting = threading.Event()
-        store._abandoned = Patience(1, waiting.set)
+        store._committer._abandoned = Patience(1, waiting.set)
         other.execute("BEGIN IMMEDIATE")
         store.record(BARE)
         wait_until(store, waiting.is_set)
         assert store.close(timeout_s=0.0) is False
-    assert not store._thread.is_alive()
+    assert not store._committer._thread.is_alive()
     assert store.statistics().pending == 1
 
 
 def test_the_log_is_folded_in_once_nothing_comes_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.records.result_writer.IDLE_CHECKPOINT_S", 0.02)
+    monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.02)
     log = tmp_path / "r.sqlite-wal"
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         for _ in range(2):  # and again after the next rows
@@ -298,11 +298,11 @@ def test_the_log_is_folded_in_once_nothing_comes_any_more(tmp_path: Path, monkey
 def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agent.records.result_writer.IDLE_CHECKPOINT_S", 0.05)
+    monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.05)
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        store.record(BARE, lambda _: store._database.conn.close())
+        store.record(BARE, lambda _: store._committer._database.conn.close())
         wait_until(store, lambda: len(caplog.records) > 0)
-        assert store._thread.is_alive()
+        assert store._committer._thread.is_alive()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "WARNING",
@@ -369,15 +369,15 @@ def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrivals = Arrivals([12.0, 0.25, 0.125, 0.0, 1.0, 11.0])
-    monkeypatch.setattr("agent.records.result_writer.GROUP_ROWS", 3)
-    monkeypatch.setattr("agent.records.result_writer.GROUP_WAIT_S", 0.5)
-    monkeypatch.setattr("agent.records.result_writer.IDLE_CHECKPOINT_S", 5.0)
-    monkeypatch.setattr("agent.records.result_writer.time", SimpleNamespace(monotonic=lambda: arrivals.now_s))
+    monkeypatch.setattr("agent.records.group_commit.GROUP_JOBS", 3)
+    monkeypatch.setattr("agent.records.group_commit.GROUP_WAIT_S", 0.5)
+    monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 5.0)
+    monkeypatch.setattr("agent.records.group_commit.time", SimpleNamespace(monotonic=lambda: arrivals.now_s))
     monkeypatch.setattr(
-        "agent.records.result_writer.queue", SimpleNamespace(SimpleQueue=lambda: arrivals, Empty=queue.Empty)
+        "agent.records.group_commit.queue", SimpleNamespace(SimpleQueue=lambda: arrivals, Empty=queue.Empty)
     )
     store = ResultStore(tmp_path / "r.sqlite")
-    store._database.conn.set_trace_callback(lambda sql: "checkpoint" in sql and arrivals.events.append("folded in"))
+    store._committer._database.conn.set_trace_callback(lambda sql: "checkpoint" in sql and arrivals.events.append("folded in"))
     for count in range(5):
         store.record(number(count), lambda recorded: arrivals.events.append(f"row {recorded.seq}"))
     assert store.close()
@@ -406,7 +406,7 @@ def test_a_file_that_was_moved_is_begun_anew_once_waits_as_long_for_a_lock_and_i
         return open_for_writing(path, busy_timeout_s)
 
     file = tmp_path / "r.sqlite"
-    monkeypatch.setattr("agent.records.result_writer.open_for_writing", opening)
+    monkeypatch.setattr("agent.records.group_commit.open_for_writing", opening)
     with closing(ResultStore(file, busy_timeout_s=0.5)) as store:
         file.rename(tmp_path / "moved.sqlite")
         for count in range(2):

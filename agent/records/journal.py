@@ -1,0 +1,131 @@
+"""The journal: requests that were accepted and have no verdict yet, each with the image that it is about.
+
+Guarantees: what is committed here is offered again by every start until its result is stored or it is withdrawn; an
+image is kept once, however many parts of it are asked about, and as long as one of them is. A folder's files are not
+in it: a claimed file is its own journal, it lies in its folder until its verdict is stored.
+
+The functions work inside the transaction of their caller.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from agent.records.database import open_for_reading, utc_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from sqlite_utils import Database
+
+COLUMNS = "key source component expert board board_type ref name box accepted_at"
+INSERT = f"INSERT INTO accepted ({COLUMNS.replace(' ', ', ')}, image) VALUES (:{COLUMNS.replace(' ', ', :')}, :image)"
+
+
+class Acceptance(StrEnum):
+    """What became of a request that wanted to be accepted."""
+
+    NEW = "new"
+    UNDER_WAY = "under way"
+    JUDGED = "judged"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request. ``source``: the camera or API that it came by; ``name``: what people call its image.
+
+    ``box``: the part of the image that it is about, (left, top, right, bottom) in pixels; None for all of it.
+    """
+
+    key: str
+    source: str
+    name: str
+    accepted_at: datetime
+    component: str | None = None
+    expert: str | None = None
+    board: str | None = None
+    board_type: str | None = None
+    ref: str | None = None
+    box: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A request of an earlier run. ``image``: the number under which its bytes are read."""
+
+    entry: Entry
+    image: int
+
+
+class JournalReader:
+    """Reads the journal of a line, while an agent writes it or not. Each call is one short look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def unfinished(self) -> list[Unfinished]:
+        """All requests without a verdict, in the order in which they were accepted."""
+        with closing(open_for_reading(self.path)) as connection:
+            rows = connection.execute("SELECT * FROM accepted ORDER BY rowid").fetchall()
+        return [Unfinished(_entry(dict(row)), row["image"]) for row in rows]
+
+    def content(self, image: int) -> bytes | None:
+        """An image's bytes; None where all its requests have ended."""
+        with closing(open_for_reading(self.path)) as connection:
+            rows = connection.execute("SELECT content FROM accepted_images WHERE id = ?", (image,)).fetchall()
+        return bytes(rows[0][0]) if rows else None
+
+
+def values(entry: Entry) -> dict[str, object]:
+    """A row's values. Raises ValueError for a time without zone."""
+    plain: dict[str, object] = {name: getattr(entry, name) for name in COLUMNS.split()}
+    plain["box"] = None if entry.box is None else json.dumps(entry.box)
+    plain["accepted_at"] = utc_text(entry.accepted_at)
+    return plain
+
+
+def accept(database: Database, rows: Sequence[Mapping[str, object]], content: bytes) -> list[Acceptance]:
+    """Write what is new of these; the image with the first of it."""
+    image: int | None = None
+    answers = []
+    for row in rows:
+        answer = _known(database, str(row["key"]))
+        if answer is Acceptance.NEW:
+            if image is None:
+                sql = "INSERT INTO accepted_images (content) VALUES (?) RETURNING id"
+                image = database.execute(sql, (content,)).fetchall()[0][0]
+            database.execute(INSERT, {**row, "image": image})
+        answers.append(answer)
+    return answers
+
+
+def end(database: Database, key: str) -> None:
+    """Nothing is to be done any more under this key; the image goes with its last request."""
+    found = database.execute("DELETE FROM accepted WHERE key = ? RETURNING image", (key,)).fetchall()
+    for (image,) in found:
+        database.execute(
+            "DELETE FROM accepted_images WHERE id = ? AND NOT EXISTS (SELECT 1 FROM accepted WHERE image = ?)",
+            (image, image),
+        )
+
+
+def _known(database: Database, key: str) -> Acceptance:
+    if database.execute("SELECT 1 FROM results WHERE key = ?", (key,)).fetchall():
+        return Acceptance.JUDGED
+    if database.execute("SELECT 1 FROM accepted WHERE key = ?", (key,)).fetchall():
+        return Acceptance.UNDER_WAY
+    return Acceptance.NEW
+
+
+def _entry(row: dict[str, object]) -> Entry:
+    plain = {name: row[name] for name in COLUMNS.split()}
+    box = row["box"]
+    plain["box"] = None if box is None else tuple(json.loads(str(box)))
+    plain["accepted_at"] = datetime.fromisoformat(str(row["accepted_at"]))
+    return Entry(**plain)  # type: ignore[arg-type]  # as the table's columns say

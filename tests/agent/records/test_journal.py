@@ -1,0 +1,192 @@
+"""The journal: what is accepted survives every end of the process, once, until it has its verdict."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from agent.records.journal import Acceptance, Entry, JournalReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import pytest
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+WAIT_S = 20.0
+
+
+def entry(key: str, **changes: object) -> Entry:
+    made = Entry(key, "api", f"{key}.png", NOON, component="c0", board="b1", board_type="main", ref=key)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def result(key: str) -> Result:
+    return Result(
+        key=key, line="l", component="c0", image="i", verdict=Verdict.OK, arrived_at=NOON, finished_at=NOON,
+        seconds=0.1, config_sha256="ab",
+    )  # fmt: skip
+
+
+def accepted(store: ResultStore, entries: Sequence[Entry], content: bytes = b"image") -> Sequence[Acceptance]:
+    told: queue.Queue[Sequence[Acceptance]] = queue.Queue()
+    store.accept(entries, content, told.put)
+    return told.get(timeout=WAIT_S)
+
+
+def judged(store: ResultStore, key: str) -> None:
+    told: queue.Queue[object] = queue.Queue()
+    store.record(result(key), told.put)
+    told.get(timeout=WAIT_S)
+
+
+def images_in(file: Path) -> int:
+    with closing(sqlite3.connect(file)) as connection:
+        return int(connection.execute("SELECT count(*) FROM accepted_images").fetchone()[0])
+
+
+def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path: Path) -> None:
+    file = tmp_path / "r.db"
+    first = entry("a", expert="cls/x", component=None, board=None, board_type=None, ref=None)
+    second = entry("b", box=(1, 2, 30, 40))
+    with closing(ResultStore(file)) as store:
+        accepted(store, [first], b"one")
+        accepted(store, [second], b"two")
+    reader = JournalReader(file)
+    found = reader.unfinished()
+    assert [each.entry for each in found] == [first, second]
+    assert [reader.content(each.image) for each in found] == [b"one", b"two"]
+
+
+def test_a_verdict_ends_its_request_with_the_same_commit(tmp_path: Path) -> None:
+    file = tmp_path / "r.db"
+    seen: queue.Queue[list[str]] = queue.Queue()
+    with closing(ResultStore(file)) as store:
+        accepted(store, [entry("a")])
+        store.record(result("a"), lambda _: seen.put([each.entry.key for each in JournalReader(file).unfinished()]))
+        assert seen.get(timeout=WAIT_S) == []
+    assert images_in(file) == 0
+
+
+def test_an_image_of_many_parts_is_kept_once_and_until_its_last_part_is_judged(tmp_path: Path) -> None:
+    file = tmp_path / "r.db"
+    with closing(ResultStore(file)) as store:
+        accepted(store, [entry("a"), entry("b"), entry("c")])
+        assert images_in(file) == 1
+        judged(store, "a")
+        judged(store, "c")
+        (left,) = JournalReader(file).unfinished()
+        assert (left.entry.key, JournalReader(file).content(left.image)) == ("b", b"image")
+        judged(store, "b")
+        assert JournalReader(file).content(left.image) is None
+
+
+def test_a_key_is_accepted_once_and_its_sender_learns_how_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "r.db"
+    with closing(ResultStore(file)) as store:
+        assert accepted(store, [entry("a"), entry("b")]) == [Acceptance.NEW, Acceptance.NEW]
+        judged(store, "a")
+        again = accepted(store, [entry("a"), entry("b"), entry("c")])
+        assert again == [Acceptance.JUDGED, Acceptance.UNDER_WAY, Acceptance.NEW]
+        assert [each.entry.key for each in JournalReader(file).unfinished()] == ["b", "c"]
+
+
+def test_an_image_of_which_all_is_known_is_not_kept_again(tmp_path: Path) -> None:
+    file = tmp_path / "r.db"
+    with closing(ResultStore(file)) as store:
+        accepted(store, [entry("a")])
+        accepted(store, [entry("a")])
+        assert images_in(file) == 1
+
+
+def test_what_is_withdrawn_leaves_nothing_and_may_come_again(tmp_path: Path) -> None:
+    file = tmp_path / "r.db"
+    with closing(ResultStore(file)) as store:
+        accepted(store, [entry("a"), entry("b")])
+        store.withdraw(["a", "b", "never there"])
+        assert accepted(store, [entry("a")]) == [Acceptance.NEW]
+        assert [each.entry.key for each in JournalReader(file).unfinished()] == ["a"]
+        assert images_in(file) == 1
+
+
+KILLED = """
+import sys, os, signal
+from pathlib import Path
+from datetime import datetime, UTC
+from agent.records.journal import Entry
+from agent.records.result_writer import ResultStore
+store = ResultStore(Path(sys.argv[1]))
+told = 0
+def tell(number):
+    global told
+    print(number, flush=True)
+    told += 1
+    if told == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+for number in range(10_000):
+    entry = Entry(str(number), "api", "i", datetime.now(UTC), component="c")
+    store.accept([entry], b"x" * 1000, lambda _, number=number: tell(number))
+store.close(60)
+"""
+
+
+def test_a_killed_agent_has_lost_nothing_that_it_acknowledged(tmp_path: Path) -> None:
+    file = tmp_path / "r.db"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    acknowledged = set(done.stdout.split())
+    assert len(acknowledged) == 20
+    assert acknowledged <= {each.entry.key for each in JournalReader(file).unfinished()}
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["accept", "judge", "withdraw", "restart"]), st.lists(st.integers(0, 6), max_size=4))
+)
+
+
+@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(steps=STEPS)
+def test_a_request_is_unfinished_or_judged_whatever_happens_in_between(
+    steps: list[tuple[str, list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.mktemp("journal") / "r.db"
+    store = ResultStore(file)
+    unfinished: dict[str, None] = {}
+    verdicts: set[str] = set()
+    for action, numbers in steps:
+        keys = [str(number) for number in dict.fromkeys(numbers)]
+        if action == "accept":
+            store.accept([entry(key) for key in keys], b"image", lambda _: None)
+            unfinished |= dict.fromkeys(key for key in keys if key not in verdicts and key not in unfinished)
+        elif action == "judge":
+            for key in keys:
+                store.record(result(key))
+                unfinished.pop(key, None)
+                verdicts.add(key)
+        elif action == "withdraw":
+            store.withdraw(keys)
+            for key in keys:
+                unfinished.pop(key, None)
+        else:
+            assert store.close()
+            store = ResultStore(file)
+    assert store.close()
+    reader = JournalReader(file)
+    assert [each.entry.key for each in reader.unfinished()] == list(unfinished)
+    assert all(reader.content(each.image) == b"image" for each in reader.unfinished())
+    assert {row.result.key for row in store.query()} == verdicts
+    assert images_in(file) <= len(unfinished)
