@@ -29,7 +29,7 @@ from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
 from agent.core.pool import ModelPool, PoolStatistics, misfits
 from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
-from agent.core.request import Batch, Outcome, Rejected, StepResult
+from agent.core.request import CANCELLED, Batch, Outcome, Rejected, StepResult
 from agent.core.scheduler import Scheduler
 from agent.core.splitter import BatchSplitter
 from agent.core.standing import Standings
@@ -319,7 +319,7 @@ class Engine:
             ticket.is_cancelled = True  # it runs: its batch's answer ends it
             return False
         self._leave_queue(event.request, ticket)
-        self._fail(event.request, "cancelled", effects)
+        self._fail(event.request, CANCELLED, effects)
         return True
 
     def _quarantined(self, event: events.Quarantined, effects: list[Effect]) -> bool:
@@ -360,9 +360,7 @@ class Engine:
             self._fail(request, result.reason, effects)
             return
         ticket.steps.append(StepResult(expert, result))
-        if ticket.is_cancelled:
-            self._fail(request, "cancelled", effects)
-        elif ticket.component is None:
+        if ticket.component is None:
             outcome = Outcome(
                 Verdict.UNKNOWN, result.label, result.score, tuple(ticket.steps), "asked of one expert, not of a route"
             )
@@ -374,7 +372,9 @@ class Engine:
         self, request: int, ticket: Ticket, component: str, prediction: Prediction, effects: list[Effect]
     ) -> None:
         judgement = self._graph.judge(component, ticket.step, prediction)
-        if judgement.next_expert is not None:
+        if judgement.next_expert is not None and ticket.is_cancelled:
+            self._fail(request, CANCELLED, effects)
+        elif judgement.next_expert is not None:
             ticket.step += 1
             ticket.attempts = 0
             self._enqueue(request, ticket, judgement.next_expert, effects)
@@ -460,7 +460,7 @@ class Engine:
         ticket = self._tickets[request]
         ticket.attempts += 1
         if ticket.is_cancelled:
-            return self._fail(request, "cancelled", effects)
+            return self._fail(request, CANCELLED, effects)
         ran_alone = len(batch.requests) == 1 and not event.out_of_memory
         if ran_alone or ticket.attempts >= self._limits.batch_attempts:
             return self._fail(request, f"{batch.expert}: {event.reason}", effects)

@@ -24,6 +24,9 @@ class StepResult:
     prediction: Prediction
 
 
+CANCELLED = "cancelled"  # the reason of an outcome that nobody wants any more, and for which something had yet to run
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a request ended. ``label`` and ``score`` are the deciding step's; UNKNOWN carries a reason."""

@@ -94,6 +94,18 @@ class LedgerStatistics:
     closed: int
 
 
+@dataclass(frozen=True, slots=True)
+class BoardRun:
+    """One board as it is now. ``closed``: its verdict; None while it waits for images."""
+
+    serial: str
+    board_type: str
+    opened_at: datetime
+    missing: Mapping[str, int]
+    counts: Mapping[Verdict, int]
+    closed: BoardVerdict | None
+
+
 @dataclass(slots=True)
 class _Board:
     """``opened_s`` and ``closed_s`` are monotonic; of a stored run they are not known until `replay` finds them out."""
@@ -230,6 +242,15 @@ class BoardLedger:
     def longest_timeout(self) -> timedelta:
         """Of all board types; nothing where there are none."""
         return max((manifest.timeout for manifest in self._manifests.values()), default=timedelta())
+
+    def runs(self, serial: str) -> tuple[BoardRun, ...]:
+        """The boards of this serial, one of each type at most."""
+        boards = (self._boards.get((serial, board_type)) for board_type in self._manifests)
+        return tuple(
+            BoardRun(board.serial, board.board_type, board.opened_at, board.missing, board.counts, board.closed)
+            for board in boards
+            if board is not None
+        )
 
     def statistics(self) -> LedgerStatistics:
         """A snapshot of how many boards are open and closed."""

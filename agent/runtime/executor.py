@@ -16,24 +16,23 @@ import math
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from agent.core.events import BatchFailed, Finished
 from agent.core.request import Rejected
 from agent.runtime.device_loss import Breakdown, DeviceWatch
+from agent.runtime.image_sources import image_name, pixels_of
 from agent.runtime.machine.box import torch_device
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.daemon_threads import DaemonThreads
 from experts.errors import CoServeError, ImageError, MemoryExceeded, OutputInvalid
-from experts.images import DEFAULT_MAX_PIXELS, read_image
+from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec
     from agent.core.request import Batch
+    from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from agent.runtime.slots import SlotStore
     from experts.backends.base import Skeleton
@@ -51,27 +51,6 @@ logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFile:
-    """An image's file, with a limit of its own: one that has more pixels is rejected."""
-
-    path: Path
-    max_pixels: int
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedImage:
-    """An image file's bytes, with the name that a rejection calls it by and a limit of pixels of its own."""
-
-    content: bytes
-    name: str
-    max_pixels: int
-
-
-# pixels (height, width, 3) uint8 RGB, an encoded file's bytes, or a file: with the agent's limit of pixels or its own
-ImageSource = np.ndarray | bytes | Path | EncodedImage | ImageFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +121,9 @@ class Preparation:
 
     def _prepare(self, expert: Expert, image: ImageSource, name: str) -> Prepared | Rejected:
         try:
-            return backend_for(expert.architecture).prepare(expert, self._pixels(image, name))
+            return backend_for(expert.architecture).prepare(
+                expert, pixels_of(image, name, self._max_pixels, self._gate.room_for)
+            )
         except ImageError as error:
             return Rejected(str(error))
         except MemoryError:
@@ -150,15 +131,6 @@ class Preparation:
         except Exception as error:
             logger.exception("preparation_broke expert=%s image=%s", expert.id, name)
             return Rejected(f"{name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}")
-
-    def _pixels(self, image: ImageSource, name: str) -> np.ndarray:
-        if isinstance(image, np.ndarray):
-            return image
-        if isinstance(image, EncodedImage):
-            return read_image(image.content, name, image.max_pixels, self._gate.room_for)
-        if isinstance(image, ImageFile):
-            return read_image(image.path, name, image.max_pixels, self._gate.room_for)
-        return read_image(image, name, self._max_pixels, self._gate.room_for)
 
 
 class BatchExecutor:
@@ -269,15 +241,6 @@ def own_stream(device: str) -> AbstractContextManager[object]:
     if device == "cuda":
         return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-any-return]
     return nullcontext()
-
-
-def image_name(image: ImageSource, request: int) -> str:
-    """What messages call an image: its file's name, or its request."""
-    if isinstance(image, EncodedImage):
-        return image.name
-    if isinstance(image, ImageFile):
-        return image.path.name
-    return image.name if isinstance(image, Path) else f"image of request {request}"
 
 
 def judge(skeleton: Skeleton, expert: Expert, images: Sequence[Prepared]) -> list[Prediction | Rejected]:

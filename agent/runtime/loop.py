@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.core.request import Outcome
-    from agent.runtime.executor import ExecutorStatistics, ImageSource
+    from agent.runtime.executor import ExecutorStatistics
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from agent.runtime.slots import SlotStatistics
     from agent.runtime.transfer import TransferStatistics

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.core.request import Outcome
-    from agent.runtime.executor import ImageSource
+    from agent.runtime.image_sources import ImageSource
     from agent.runtime.loop import AgentLoop
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardLedger, BoardManifest
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from agent.line_file.boards import BoardSection
-    from agent.records.boards import BoardVerdict, LedgerStatistics
+    from agent.records.boards import BoardRun, BoardVerdict, LedgerStatistics
     from agent.records.result_writer import ResultStore
-    from agent.records.results import Result
+    from agent.records.results import Recorded, Result
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,11 @@ class LineBoards:
         self._wall = wall
         self._guard = threading.Lock()  # held while a verdict is decided and until the store has it
         self._decided: deque[BoardVerdict] = deque()  # and not yet taken by the store
+        self._tell: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
+
+    def when_stored(self, tell: Callable[[BoardVerdict, Recorded], None]) -> None:
+        """Have this called, on the store's thread, for every verdict that is new there."""
+        self._tell = tell
 
     def take_up(self) -> None:
         """Boards that were open when the agent last ended; closed ones stay as they are stored."""
@@ -84,6 +90,11 @@ class LineBoards:
         with self._guard:
             self._record(self._ledger.expire(self._clock(), self._wall()))
 
+    def runs(self, serial: str) -> tuple[BoardRun, ...]:
+        """The boards of this serial that wait for images, or closed a short while ago."""
+        with self._guard:
+            return self._ledger.runs(serial)
+
     def statistics(self) -> LedgerStatistics:
         """A snapshot of how many boards are open and closed."""
         with self._guard:
@@ -94,8 +105,12 @@ class LineBoards:
         self._decided.extend(verdicts)
         while self._decided:
             verdict = self._decided[0]
-            self._store.record_board(verdict)
+            self._store.record_board(verdict, partial(self._stored, verdict))
             self._decided.popleft()
             log.info(
                 "board_judged board=%s verdict=%s missing=%s", verdict.serial, verdict.verdict, dict(verdict.missing)
             )
+
+    def _stored(self, verdict: BoardVerdict, recorded: Recorded) -> None:
+        if recorded.is_new:
+            self._tell(verdict, recorded)

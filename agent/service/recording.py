@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -13,39 +14,42 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.request import Outcome
     from agent.intake.arrivals import Arrival, Refusal
+    from agent.records.journal import Entry
 
 
-def judged_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Result:
-    """The row of an image whose request has just ended."""
-    now = datetime.now(UTC).astimezone()
-    steps = [
-        {
-            "expert": step.expert,
-            "label": step.prediction.label,
-            "score": step.prediction.score,
-            "boxes": [box.as_json() for box in step.prediction.boxes],
-        }
-        for step in outcome.steps
-    ]
-    return Result(
-        key=arrival.key,
-        line=config.line,
-        component=arrival.component,
-        image=arrival.relpath,
-        verdict=outcome.verdict,
-        arrived_at=arrival.arrived_at,
-        finished_at=now,
-        seconds=(now - arrival.arrived_at).total_seconds(),
-        config_sha256=config.catalog.sha256,
-        board=arrival.board,
-        board_type=arrival.board_type,
-        ref=arrival.ref,
-        label=outcome.label,
-        score=outcome.score,
-        reason=outcome.reason,
-        experts=tuple(step.expert for step in outcome.steps),
-        detail={"steps": steps},
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What a row is about."""
+
+    key: str
+    component: str
+    image: str
+    board: str | None
+    board_type: str | None
+    ref: str | None
+    arrived_at: datetime
+
+
+def arrival_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Result:
+    """The row of a folder's image whose request has just ended."""
+    subject = _Subject(
+        arrival.key,
+        arrival.component,
+        arrival.relpath,
+        arrival.board,
+        arrival.board_type,
+        arrival.ref,
+        arrival.arrived_at,
     )
+    return _judged(config, subject, outcome)
+
+
+def entry_result(config: LineConfig, entry: Entry, outcome: Outcome) -> Result:
+    """The row of a journaled request that has just ended."""
+    subject = _Subject(
+        entry.key, entry.component or "", entry.name, entry.board, entry.board_type, entry.ref, entry.accepted_at
+    )
+    return _judged(config, subject, outcome)
 
 
 def refused_result(config: LineConfig, refusal: Refusal) -> Result:
@@ -73,3 +77,35 @@ def inspection_of(result: Result) -> Inspection | None:
     if result.board is None or result.board_type is None or result.ref is None:
         return None
     return Inspection(result.board, result.board_type, result.component, result.ref, result.verdict, result.finished_at)
+
+
+def _judged(config: LineConfig, subject: _Subject, outcome: Outcome) -> Result:
+    now = datetime.now(UTC).astimezone()
+    steps = [
+        {
+            "expert": step.expert,
+            "label": step.prediction.label,
+            "score": step.prediction.score,
+            "boxes": [box.as_json() for box in step.prediction.boxes],
+        }
+        for step in outcome.steps
+    ]
+    return Result(
+        key=subject.key,
+        line=config.line,
+        component=subject.component,
+        image=subject.image,
+        verdict=outcome.verdict,
+        arrived_at=subject.arrived_at,
+        finished_at=now,
+        seconds=(now - subject.arrived_at).total_seconds(),
+        config_sha256=config.catalog.sha256,
+        board=subject.board,
+        board_type=subject.board_type,
+        ref=subject.ref,
+        label=outcome.label,
+        score=outcome.score,
+        reason=outcome.reason,
+        experts=tuple(step.expert for step in outcome.steps),
+        detail={"steps": steps},
+    )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from agent.core.events import BatchFailed
 from agent.core.request import Rejected
 from agent.device_profile.records import Agreement
-from agent.runtime.executor import ImageFile
+from agent.runtime.image_sources import ImageFile
 from agent.runtime.machine.box import torch_device
 from experts.backends import backend_for
 from experts.errors import ExpertError

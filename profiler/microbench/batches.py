@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
 from agent.device_profile.records import BatchTimes
-from agent.runtime.executor import ImageFile
+from agent.runtime.image_sources import ImageFile
 from agent.runtime.measuring.rig import noise
 from experts.backends import backend_for
 from experts.errors import LoadError
@@ -27,8 +27,8 @@ from profiler.microbench.fits import typical_s
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from agent.runtime.executor import ImageSource
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.image_sources import ImageSource
     from agent.runtime.measuring.meter import WorkspaceMeter
     from agent.runtime.measuring.rig import MeasuringRig, TimedBatch
     from profiler.workload.samples import Sample

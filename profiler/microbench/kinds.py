@@ -34,8 +34,8 @@ from profiler.workload.samples import described
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.runtime.executor import ImageSource
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from agent.runtime.measuring.meter import WorkspaceMeter
     from experts.packed.weights import SegmentStore

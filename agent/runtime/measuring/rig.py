@@ -32,8 +32,8 @@ from experts import errors
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from agent.runtime.executor import ImageSource
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from experts.expert import Prediction
     from experts.packed.weights import SegmentStore

@@ -377,7 +377,9 @@ def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_
         "agent.records.group_commit.queue", SimpleNamespace(SimpleQueue=lambda: arrivals, Empty=queue.Empty)
     )
     store = ResultStore(tmp_path / "r.sqlite")
-    store._committer._database.conn.set_trace_callback(lambda sql: "checkpoint" in sql and arrivals.events.append("folded in"))
+    store._committer._database.conn.set_trace_callback(
+        lambda sql: "checkpoint" in sql and arrivals.events.append("folded in")
+    )
     for count in range(5):
         store.record(number(count), lambda recorded: arrivals.events.append(f"row {recorded.seq}"))
     assert store.close()

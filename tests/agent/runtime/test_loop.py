@@ -20,8 +20,8 @@ import agent.runtime.loop
 from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
-from agent.runtime.executor import EncodedImage, ImageFile
 from agent.runtime.expert_copy import footprint_of
+from agent.runtime.image_sources import EncodedImage, ImageFile
 from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
 from agent.runtime.machine.detection import detect
 from agent.runtime.slots import SlotStore

@@ -41,7 +41,7 @@ class StoreInMemory:
         self.boards = []
         self.before = lambda verdict: None
 
-    def record_board(self, verdict):
+    def record_board(self, verdict, on_committed):
         self.before(verdict)
         self.boards.append(verdict)
 

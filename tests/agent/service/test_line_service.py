@@ -19,7 +19,8 @@ import pytest
 import yaml
 from PIL import Image
 
-import agent.service.line_service
+import agent.service.folder_door
+import agent.service.inspector
 import agent.service.serve
 from agent.config import read_line
 from agent.deployment.build import AgentOptions, build_agent, detect_box
@@ -246,7 +247,7 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
 
 def reading(monkeypatch, read_file):
     """Arrivals are read so from now on."""
-    monkeypatch.setattr(agent.service.line_service, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
+    monkeypatch.setattr(agent.service.folder_door, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
 
 
 def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
@@ -322,17 +323,17 @@ def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_un
 DEADLY = """
 import os, signal, sys
 from pathlib import Path
-import agent.runtime.executor as executor
+import agent.runtime.image_sources as image_sources
 from agent.config import read_line
 from agent.service.serve import serve_line
-decode = executor.read_image
+decode = image_sources.read_image
 
 def deadly(source, name, *rest):
     if "poison" in name:  # as a native decoder that crashes on hostile bytes
         os.kill(os.getpid(), signal.SIGKILL)
     return decode(source, name, *rest)
 
-executor.read_image = deadly
+image_sources.read_image = deadly
 serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
 """
 
@@ -433,7 +434,7 @@ def test_a_signal_that_another_thread_receives_ends_the_wait(line, monkeypatch):
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
     slow = partial(build_agent, options=AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1.0)))
-    monkeypatch.setattr(agent.service.line_service, "build_agent", slow)
+    monkeypatch.setattr(agent.service.inspector, "build_agent", slow)
     with line.served() as service:
         wait_until(lambda: any(pool.loading for pool in service.agent.loop.statistics().engine.pools))
     assert "not_drained" not in caplog.text

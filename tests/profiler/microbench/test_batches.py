@@ -11,8 +11,8 @@ import pytest
 
 from agent.core.events import BatchFailed
 from agent.device_profile.records import BatchTimes
-from agent.runtime.executor import ImageFile
 from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.image_sources import ImageFile
 from agent.runtime.measuring.rig import TimedBatch
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec

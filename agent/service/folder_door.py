@@ -1,0 +1,134 @@
+"""A watched folder's files on their way: claimed, read, judged, stored, put away.
+
+Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
+verdict was committed before a crash is moved, not judged again. A file's bytes are read before it goes to the agent,
+so that nothing but its own folder waits for its disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from typing import TYPE_CHECKING
+
+from agent.core.request import Outcome
+from agent.intake.filing import printable
+from agent.intake.folder import FolderIntake
+from agent.intake.naming import naming_of
+from agent.intake.reading import Answers, ArrivalReader
+from agent.runtime.image_sources import EncodedImage
+from agent.service.inspector import ATTEMPTS_MAXIMUM, Task
+from agent.service.recording import arrival_result, refused_result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.config import LineConfig
+    from agent.intake.arrivals import Arrival, Refusal
+    from agent.line_file.intake import FolderSection
+    from agent.records.result_reader import ResultReader
+    from agent.records.results import Recorded, Result
+    from agent.service.inspector import Inspector
+    from agent.service.verdicts import Verdicts
+
+log = logging.getLogger(__name__)
+
+
+class FolderDoor:
+    """One folder. ``budget_bytes``: of its images read and not judged yet; ``has_room``: whether it may claim more."""
+
+    def __init__(
+        self,
+        config: LineConfig,
+        folder: FolderSection,
+        inspector: Inspector,
+        verdicts: Verdicts,
+        reader: ResultReader,
+        *,
+        budget_bytes: int,
+        has_room: Callable[[FolderDoor], bool],
+    ) -> None:
+        self._config = config
+        self._inspector = inspector
+        self._verdicts = verdicts
+        self._results = reader
+        self.intake = FolderIntake(
+            folder,
+            naming_of(folder, config),
+            self._arrived,
+            self._refused,
+            owner=config.line,
+            has_room=lambda: has_room(self),
+        )
+        self.reader = ArrivalReader(
+            folder.path.name,
+            Answers(read=self._read, changed=self.intake.withdraw, unreadable=self._end_unjudged),
+            self.intake.is_sound,
+            budget_bytes=budget_bytes,
+            during_large=lambda arrival: inspector.counted(arrival.key),
+        )
+
+    def start(self) -> None:
+        """Watch."""
+        self.reader.start()
+        self.intake.start()
+
+    def _arrived(self, arrival: Arrival) -> None:
+        if self._is_known(arrival):
+            self._inspector.settled(arrival.key)
+            return
+        attempts = self._inspector.attempts(arrival.key)
+        if attempts >= ATTEMPTS_MAXIMUM:
+            reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
+            self._end_unjudged(arrival, f"{printable(arrival.relpath)}: {reason}")
+        else:
+            self.reader.take(arrival)
+
+    def _read(self, arrival: Arrival, content: bytes) -> None:
+        name = printable(arrival.relpath)
+        image = EncodedImage(content, name, arrival.max_pixels)
+
+        def ended(outcome: Outcome, _: object) -> None:
+            self.reader.release(len(content))
+            self._record(arrival_result(self._config, arrival, outcome), arrival)
+
+        self._inspector.enter(Task(arrival.key, name, image, ended, component=arrival.component))
+
+    def _end_unjudged(self, arrival: Arrival, reason: str) -> None:
+        outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
+        self._record(arrival_result(self._config, arrival, outcome), arrival)
+
+    def _refused(self, refusal: Refusal) -> None:
+        """A file that no request can be made of: UNKNOWN, with the reason in its row."""
+        if not self._is_known(refusal):
+            self._record(refused_result(self._config, refusal), refusal)
+
+    def _is_known(self, judged: Arrival | Refusal) -> bool:
+        """Whether its verdict was stored before a restart; then its file goes where that says."""
+        try:
+            known = self._results.find(judged.key)
+        except sqlite3.Error as error:  # then it is judged again, and the row that is there stays
+            log.warning("results_not_read key=%s reason=%s", judged.key, error)
+            return False
+        except OSError as error:  # the file was moved or deleted meanwhile: the same, and the store begins a new one
+            log.error("results_not_read key=%s reason=%s: judged again", judged.key, error)
+            return False
+        if known is None:
+            return False
+        if known.result.verdict is Verdict.UNKNOWN:
+            log.info(
+                "image_known file=%s: this very file was UNKNOWN before; a copy of it, or a touch, has it judged again",
+                judged.relpath,
+            )
+        self.intake.settle(judged, known.result.verdict, known.result.reason)
+        return True
+
+    def _record(self, result: Result, judged: Arrival | Refusal) -> None:
+        self._verdicts.record(result, lambda recorded: self._stored(result, judged, recorded))
+
+    def _stored(self, result: Result, judged: Arrival | Refusal, recorded: Recorded) -> None:
+        self._inspector.settled(judged.key)
+        if not recorded.is_new and self._is_known(judged):
+            return  # a row that was not read when its file came: it decides
+        self.intake.settle(judged, result.verdict, result.reason)
