@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.intake.cameras": ("agent.line_file",),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.intake", "agent.records",
+        "agent.intake", "agent.records", "agent.api",
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",

@@ -75,6 +75,7 @@ class QueueStatistics:
     requests: int
     length_s: float
     running: int
+    expert: str | None = None  # of the batch that runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,8 @@ class Engine:
             events.BatchFailed: self._batch_failed,
             events.Cancelled: self._cancelled,
             events.Quarantined: self._quarantined,
+            events.Wanted: self._wanted,
+            events.Unwanted: self._unwanted,
             events.Tick: self._ticked,
             events.Drain: self._drained,
         }
@@ -326,6 +329,23 @@ class Engine:
         if event.expert not in self._graph.experts:
             return self._unexpected()
         self._put_in_quarantine(event.expert, event.reason, effects)
+        return True
+
+    def _wanted(self, event: events.Wanted, effects: list[Effect]) -> bool:
+        if event.expert not in self._graph.experts:
+            return self._unexpected()
+        specs = [queue.spec for queue in self._scheduler.queues]
+        spec = next((each for each in specs if event.expert in self._matrix.experts[each.processor]), None)
+        if spec is not None and not self._is_draining:
+            self._place(event.expert, self._homes.get(event.expert, spec))
+        return True
+
+    def _unwanted(self, event: events.Unwanted, effects: list[Effect]) -> bool:
+        if event.expert not in self._graph.experts:
+            return self._unexpected()
+        is_queued = any(queue.first_group(event.expert) is not None for queue in self._scheduler.queues)
+        if not (is_queued or event.expert in self._homes):
+            self._placement.discard(event.expert, effects)
         return True
 
     def _ticked(self, _: events.Tick, effects: list[Effect]) -> bool:
@@ -665,7 +685,12 @@ class Engine:
         batch = self._batches.get(self._running.get(queue.spec.id, 0))
         running = len(batch.requests) if batch else 0
         return QueueStatistics(
-            queue.spec.id, queue.spec.processor, queue.request_count, queue.length_s(self._now), running
+            queue.spec.id,
+            queue.spec.processor,
+            queue.request_count,
+            queue.length_s(self._now),
+            running,
+            batch.expert if batch else None,
         )
 
     def _unexpected(self) -> bool:

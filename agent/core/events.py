@@ -73,6 +73,20 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """Somebody would like an expert to be in memory, where there is room that nobody needs sooner."""
+
+    expert: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """Somebody would like an expert to be out of memory; whoever asks for it brings it back."""
+
+    expert: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed, nothing else."""
 
@@ -82,4 +96,17 @@ class Drain:
     """Take nothing new; finish what was taken."""
 
 
-Event = Started | Arrived | Loaded | LoadFailed | Finished | BatchFailed | Cancelled | Quarantined | Tick | Drain
+Event = (
+    Started
+    | Arrived
+    | Loaded
+    | LoadFailed
+    | Finished
+    | BatchFailed
+    | Cancelled
+    | Quarantined
+    | Wanted
+    | Unwanted
+    | Tick
+    | Drain
+)

@@ -53,6 +53,25 @@ class ResultReader:
                 return
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
 
+    def after(self, seq: int, limit: int) -> list[ResultRow]:
+        """The first ``limit`` results with larger numbers, in their order."""
+        rows = self._rows("SELECT * FROM results WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit))
+        return [_result_row(row) for row in rows]
+
+    def of_board(self, serial: str, board_type: str, since: datetime) -> list[ResultRow]:
+        """What a board's images were judged since it was opened, in the order of their numbers."""
+        rows = self._rows(
+            "SELECT * FROM results INDEXED BY results_board WHERE board = ? AND board_type = ? AND finished_at >= ?"
+            " ORDER BY seq",
+            (serial, board_type, utc_text(since)),
+        )
+        return [_result_row(row) for row in rows]
+
+    def boards_of(self, serial: str) -> list[BoardRow]:
+        """The stored verdicts of a serial's boards, the newest first."""
+        rows = self._rows("SELECT * FROM boards WHERE serial = ? ORDER BY seq DESC", (serial,))
+        return [_board_row(row) for row in rows]
+
     def newest_first(self) -> Iterator[StoredResult]:
         """Every result as a restart reads it, the latest stored first, read as far as it is asked for."""
         before = LARGEST_SEQ

@@ -46,10 +46,10 @@ class EncodedImage:
 class Frame:
     """One image of which several requests want a part each. For any thread.
 
-    ``size``: (height, width) that it must have; else none of its parts can be where they should.
+    ``size``: (height, width) that it must have, else none of its parts can be where they should; None for any.
     """
 
-    def __init__(self, image: EncodedImage, size: tuple[int, int]) -> None:
+    def __init__(self, image: EncodedImage, size: tuple[int, int] | None) -> None:
         self._image = image
         self._size = size
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class Frame:
     def _decoded(self, room_for: RoomFor) -> NDArray[np.uint8]:
         image = self._image
         pixels = read_image(image.content, image.name, image.max_pixels, room_for)
-        if pixels.shape[:2] != self._size:
+        if self._size is not None and pixels.shape[:2] != self._size:
             (height, width), (wanted_height, wanted_width) = pixels.shape[:2], self._size
             raise ImageUnreadable(
                 image.name, f"it is {width} x {height} pixels, and its layout is for {wanted_width} x {wanted_height}"

@@ -226,6 +226,14 @@ class AgentLoop:
         """This expert cannot be served; its requests end UNKNOWN with this reason."""
         self._inbox.put(events.Quarantined(expert, reason))
 
+    def want(self, expert: str) -> None:
+        """This expert is brought into memory, where there is room that nobody needs sooner."""
+        self._inbox.put(events.Wanted(expert))
+
+    def unwant(self, expert: str) -> None:
+        """This expert leaves memory, unless it is pinned, runs, or somebody waits for it."""
+        self._inbox.put(events.Unwanted(expert))
+
     def drain(self) -> None:
         """Take nothing new, and finish what was taken: then ``wait_until_drained``."""
         self._inbox.put(events.Drain())

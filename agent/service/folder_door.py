@@ -11,6 +11,7 @@ import logging
 import sqlite3
 from typing import TYPE_CHECKING
 
+from agent.api.desk import SourceView
 from agent.core.request import Outcome
 from agent.intake.filing import printable
 from agent.intake.folder import FolderIntake
@@ -50,6 +51,7 @@ class FolderDoor:
         has_room: Callable[[FolderDoor], bool],
     ) -> None:
         self._config = config
+        self._folder = folder
         self._inspector = inspector
         self._verdicts = verdicts
         self._results = reader
@@ -73,6 +75,18 @@ class FolderDoor:
         """Watch."""
         self.reader.start()
         self.intake.start()
+
+    def view(self) -> SourceView:
+        """How the folder is doing."""
+        intake, reading = self.intake.statistics(), self.reader.statistics()
+        return SourceView(
+            str(self._folder.path),
+            "folder",
+            str(intake.state),
+            received=intake.offered + intake.refused,
+            waiting=intake.waiting + reading.waiting,
+            alarm=intake.alarm or reading.alarm,
+        )
 
     def _arrived(self, arrival: Arrival) -> None:
         if self._is_known(arrival):

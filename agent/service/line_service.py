@@ -15,17 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from agent.intake.room import has_room
 from agent.records.result_writer import ResultStore
+from agent.service.admission import Admission
 from agent.service.drift import DriftAlarm
 from agent.service.folder_door import FolderDoor
 from agent.service.housekeeping import Housekeeper
 from agent.service.inspector import Inspector
+from agent.service.journal_door import JournalDoor
 from agent.service.line_boards import LineBoards, wall_clock
+from agent.service.line_desk import Controls, LineDesk
+from agent.service.order_taker import OrderTaker
 from agent.service.verdicts import Verdicts
+from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import datetime
 
+    from agent.api.desk import ReloadView, SourceView
     from agent.config import LineConfig
     from agent.deployment.build import Agent
     from agent.intake.arrivals import IntakeStatistics
@@ -85,6 +91,17 @@ class LineService:
         self._store = ResultStore(config.results_file)
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._verdicts = Verdicts(self._store, self._boards)
+        self._journal = JournalDoor(config, self._inspector, self._verdicts, self._store)
+        admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
+        self.desk = LineDesk(
+            config,
+            self._inspector,
+            OrderTaker(config, self._inspector, self._journal, admission),
+            self._verdicts,
+            self._boards,
+            self._store,
+            Controls(self._sources, self._trigger, self._reload, self._alarms),
+        )
         self._folders: list[FolderDoor] = []
         self._housekeeper = Housekeeper(
             {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
@@ -121,6 +138,7 @@ class LineService:
         """Take up boards that were open, start the agent, then open the doors."""
         self._boards.take_up()
         self._inspector.start()
+        self._journal.take_up()
         self._folders = [
             FolderDoor(
                 self._config,
@@ -154,6 +172,7 @@ class LineService:
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
             ending.callback(self._stop_readers)
+            ending.callback(self._journal.stop)
             self._drain()
             engine = self.agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._verdicts.counts.items()}
@@ -191,6 +210,27 @@ class LineService:
         if not self._inspector.takes:
             return False
         return has_room(door.intake.held, [each.intake.held for each in self._folders], self._in_flight_limit)
+
+    # -- for the desk --
+
+    def _sources(self) -> list[SourceView]:
+        return [folder.view() for folder in self._folders]
+
+    def _trigger(self, camera: str, board: str | None, board_type: str | None) -> str:
+        raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
+
+    def _reload(self) -> ReloadView:
+        raise OrderRefused(Refusing.NOT_NOW, "this version reads its line file at the start only")
+
+    def _alarms(self) -> list[str]:
+        """What keeps work from going on, in the words of whom it concerns."""
+        store = self._store.statistics().alarm
+        failing = self._housekeeper.statistics().failing
+        return [
+            *([] if store is None else [f"results are not stored: {store}"]),
+            *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
+            *(f"{duty}: {reason}" for duty, reason in failing.items()),
+        ]
 
     # -- by time: on the housekeeper's thread --
 

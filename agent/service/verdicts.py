@@ -53,16 +53,18 @@ class Verdicts:
         return end
 
     def record(self, result: Result, stored: Callable[[Recorded], None], *, is_urgent: bool = False) -> None:
-        """Store it; ``stored`` is called first once it is."""
+        """Store it; ``stored`` is called once it is, and counts on its board."""
         self._store.record(result, lambda recorded: self._stored(result, stored, recorded), is_urgent=is_urgent)
 
     def _stored(self, result: Result, stored: Callable[[Recorded], None], recorded: Recorded) -> None:
         if recorded.is_new:
             self._counts[result.verdict] += 1
-        stored(recorded)
-        if recorded.is_new:
-            self._tell(result, recorded)
-            self._boards.count(result)
+        try:
+            if recorded.is_new:
+                self._tell(result, recorded)
+                self._boards.count(result)
+        finally:
+            stored(recorded)
 
     def _tell(self, stored: Result | BoardVerdict, recorded: Recorded) -> None:
         for told in self._told:

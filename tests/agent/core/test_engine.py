@@ -552,3 +552,21 @@ def test_an_engine_that_does_not_add_up_says_what_does_not(damage, told):
     damage(engine)
     with pytest.raises(AssertionError, match=told):
         engine.check_invariants()
+
+
+def test_what_is_unwanted_goes_and_what_is_wanted_comes_back():
+    engine = build()
+    (load,) = of(StartLoad, engine.handle(events.Wanted("a"), 0.0))
+    engine.handle(events.Loaded(load.load), 0.0)
+    (gone,) = of(Evict, engine.handle(events.Unwanted("a"), 0.0))
+    assert (load.expert, gone.expert) == ("a", "a")
+    (load,) = of(StartLoad, engine.handle(events.Wanted("a"), 0.0))
+    assert load.expert == "a"
+
+
+def test_what_somebody_waits_for_stays_though_it_is_unwanted():
+    engine = build()
+    batch = running(engine, "A")
+    engine.handle(events.Arrived(1, "A"), 0.0)
+    assert engine.handle(events.Unwanted("a"), 0.0) == []
+    assert of(StartBatch, engine.handle(events.Finished(batch.id, (PASS,)), 0.0))

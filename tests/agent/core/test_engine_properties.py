@@ -324,6 +324,9 @@ def odd_events(setup: Setup, shell: Shell, number: int) -> list:
         events.BatchFailed(10**6, "no such batch"),
         events.Quarantined(min(setup.graph.experts), "somebody said so"),
         events.Quarantined("no/such-expert", "somebody said so"),
+        events.Wanted(max(setup.graph.experts)),
+        events.Unwanted(max(setup.graph.experts)),
+        events.Unwanted("no/such-expert"),
         events.Drain(),
         events.Tick(),
     ]

@@ -1,0 +1,77 @@
+"""How much callers may have under way together: so many images, of so many bytes; more is refused at once.
+
+Guarantees: what is let in and not given back never exceeds the limits, except by one image that alone is larger than
+they are; a refusal says when there may be room, by how fast images ended of late.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts import sizes
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.line_file.api import ApiLimitsSection
+
+SHORTEST_RETRY_S = 0.05
+LONGEST_RETRY_S = 10.0
+USUAL_RETRY_S = 0.5  # while nothing is known of how fast images end
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """What was let in, and not given back yet."""
+
+    images: int
+    size_bytes: int
+
+
+class Admission:
+    """See the module. ``ended_per_s``: how many images ended a second of late."""
+
+    def __init__(self, limits: ApiLimitsSection, ended_per_s: Callable[[], float]) -> None:
+        self._limits = limits
+        self._ended_per_s = ended_per_s
+        self._lock = threading.Lock()
+        self.images = 0
+        self.size_bytes = 0
+
+    def enter(self, images: int, size_bytes: int) -> Pass:
+        """Let in an image that so many requests are made of. Raises OrderRefused: TOO_LARGE, or QUEUE_FULL."""
+        if images > self._limits.requests or size_bytes > self._limits.memory:
+            raise OrderRefused(
+                Refusing.TOO_LARGE,
+                f"{images} images of {sizes.mib(size_bytes)} are more than the line takes at once "
+                f"({self._limits.requests}, {sizes.mib(self._limits.memory)}) - raise api.limits",
+            )
+        with self._lock:
+            if self.images + images <= self._limits.requests and self.size_bytes + size_bytes <= self._limits.memory:
+                self.images += images
+                self.size_bytes += size_bytes
+                return Pass(images, size_bytes)
+            under_way, held = self.images, self.size_bytes
+        raise OrderRefused(
+            Refusing.QUEUE_FULL,
+            f"{under_way} images of {sizes.mib(held)} are under way, and the line takes {self._limits.requests} of "
+            f"{sizes.mib(self._limits.memory)} at once - try again",
+            self._retry_s(under_way + images - self._limits.requests),
+        )
+
+    def _retry_s(self, too_many: int) -> float:
+        per_s = self._ended_per_s()
+        seconds = max(too_many, 1) / per_s if per_s > 0 else USUAL_RETRY_S
+        return min(max(seconds, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+
+    def leave(self, entered: Pass, images: int = 1) -> None:
+        """So many images of what was let in are done with, its bytes with the last; more than there are do nothing."""
+        with self._lock:
+            done = min(images, entered.images)
+            entered.images -= done
+            self.images -= done
+            if done and not entered.images:
+                self.size_bytes -= entered.size_bytes

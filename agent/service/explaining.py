@@ -1,0 +1,100 @@
+"""Why things are as they are, in sentences: an expert's place, a component's route, a result's verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from experts.expert import Verdict
+from experts.sizes import mib
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.core.engine import EngineStatistics
+    from agent.deployment.build import Agent
+    from agent.records.results import ResultRow
+    from experts.catalog import Catalog
+    from experts.graph import ExpertGraph, RouteStep
+
+
+def explained_expert(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
+    """Where an expert is, why, and what asking it costs."""
+    return [*_standing(expert, engine), *_places(expert, agent, engine), _usage(expert, agent), *_costs(expert, agent)]
+
+
+def explained_component(component: str, catalog: Catalog, agent: Agent, engine: EngineStatistics) -> list[str]:
+    """A component's route, and how its experts are."""
+    sentences = []
+    for number, step in enumerate(catalog.graph.routes[component], start=1):
+        passing = ", ".join(sorted(step.passing))
+        least = f" with at least {step.min_score:g}" if step.min_score else ""
+        sentences.append(f"Step {number} asks {step.expert}; {passing}{least} goes on, all else is NG.")
+        sentences += _standing(step.expert, engine) + _places(step.expert, agent, engine)
+    return sentences
+
+
+def explained_result(row: ResultRow, graph: ExpertGraph) -> list[str]:
+    """How a verdict came about, step by step."""
+    result = row.result
+    steps: Sequence[Mapping[str, object]] = result.detail.get("steps", ())
+    sentences = [f"{result.image} is {result.verdict}, as result {row.seq} of {result.finished_at:%Y-%m-%d %H:%M:%S}."]
+    route = {step.expert: step for step in graph.routes.get(result.component, ())}
+    for said in steps:
+        expert, label, score = str(said["expert"]), str(said["label"]), float(str(said["score"]))
+        sentences.append(f"{expert} said {label} with {score:.3f}: {_meaning(route.get(expert), label, score)}.")
+    if result.reason:
+        sentences.append(f"The reason: {result.reason}.")
+    if result.verdict is Verdict.UNKNOWN and not steps:
+        sentences.append("No expert judged it.")
+    return sentences
+
+
+def _meaning(step: RouteStep | None, label: str, score: float) -> str:
+    if step is None:
+        return "it is not on the component's route any more"
+    if label not in step.passing:
+        return f"only {', '.join(sorted(step.passing))} passes"
+    if score < step.min_score:
+        return f"less than the {step.min_score:g} that its step asks for"
+    return "passed"
+
+
+def _standing(expert: str, engine: EngineStatistics) -> list[str]:
+    if expert in engine.quarantined:
+        return [f"{expert} is not asked until its weights are mended and read anew: {engine.quarantined[expert]}."]
+    if expert in engine.on_probation:
+        return [f"{expert} is not asked for the moment, and tried again: {engine.on_probation[expert]}."]
+    return []
+
+
+def _places(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
+    sentences = []
+    copies = {row.copy for column in agent.setup.matrix.experts.values() if (row := column.get(expert)) is not None}
+    for pool in engine.pools:
+        if copies & set(pool.resident):
+            sentences.append(f"{expert} is in memory {pool.name}.")
+        elif copies & set(pool.loading):
+            sentences.append(f"{expert} is on its way into memory {pool.name}.")
+    full = ", ".join(f"{pool.name} holds {mib(pool.used_bytes)} of {mib(pool.expert_bytes)}" for pool in engine.pools)
+    return sentences or [f"{expert} is on the SSD only: nobody waits for it, and others are asked more often; {full}."]
+
+
+def _usage(expert: str, agent: Agent) -> str:
+    usage = agent.setup.matrix.usage
+    mine = usage.get(expert, 0.0)
+    rank = 1 + sum(other > mine for other in usage.values())
+    return f"A request asks it with a probability of {mine:.4f}: rank {rank} of {len(usage)}."
+
+
+def _costs(expert: str, agent: Agent) -> list[str]:
+    sentences = []
+    for processor, column in agent.setup.matrix.experts.items():
+        row = column.get(expert)
+        if row is not None:
+            loads = ", ".join(f"{seconds * 1000:.1f} ms from {source}" for source, seconds in row.load_s.items())
+            sentences.append(
+                f"On {processor} a batch of one takes {row.performance.latency_s(1) * 1000:.1f} ms, a batch of "
+                f"{row.performance.max_batch} {row.performance.latency_s(row.performance.max_batch) * 1000:.1f} ms; a "
+                f"load takes {loads}."
+            )
+    return sentences

@@ -1,0 +1,184 @@
+"""The desk of a line: orders, and every question that can be asked while it runs.
+
+Guarantees: see ``agent.api.desk``. What is told of the agent is one snapshot of it; what is told of results is stored.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from agent.api.desk import Model, PoolView, QueueView, StatusView
+from agent.records.results import Result
+from agent.service.explaining import explained_component, explained_expert, explained_result
+from agent.service.views import KEY_PREFIX, part_of, run_view, verdict_view
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.api.desk import BoardView, Event, Listener, Order, Part, ReloadView, SourceView, Ticket
+    from agent.config import LineConfig
+    from agent.records.boards import BoardVerdict
+    from agent.records.result_writer import ResultStore
+    from agent.records.results import Recorded
+    from agent.service.inspector import Inspector
+    from agent.service.line_boards import LineBoards
+    from agent.service.order_taker import OrderTaker
+    from agent.service.verdicts import Verdicts
+
+EXPERT_PREFIX = "expert:"
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What else of the line the desk can reach."""
+
+    sources: Callable[[], Sequence[SourceView]]
+    trigger: Callable[[str, str | None, str | None], str]
+    reload: Callable[[], ReloadView]
+    alarms: Callable[[], Sequence[str]]
+
+
+class LineDesk:
+    """Keeps ``agent.api.desk.Desk``. For any thread."""
+
+    def __init__(
+        self,
+        config: LineConfig,
+        inspector: Inspector,
+        orders: OrderTaker,
+        verdicts: Verdicts,
+        boards: LineBoards,
+        store: ResultStore,
+        controls: Controls,
+    ) -> None:
+        self._config = config
+        self._inspector = inspector
+        self._orders = orders
+        self._verdicts = verdicts
+        self._boards = boards
+        self._results = store
+        self._controls = controls
+        self._started_s = time.monotonic()
+
+    def order(self, order: Order, listener: Listener) -> Ticket:
+        """See ``agent.api.desk.Desk``."""
+        return self._orders.order(order, listener)
+
+    def models(self) -> Sequence[Model]:
+        """See ``agent.api.desk.Desk``."""
+        engine = self._inspector.agent.loop.statistics().engine
+        standing = dict(engine.on_probation) | dict(engine.quarantined)
+        graph, experts = self._config.catalog.graph, self._config.catalog.experts
+        routes = {name: tuple(step.expert for step in steps) for name, steps in graph.routes.items()}
+        singles = {f"{EXPERT_PREFIX}{name}": (name,) for name in experts}
+        return [self._model(name, asked, standing) for name, asked in (routes | singles).items()]
+
+    def _model(self, name: str, experts: tuple[str, ...], standing: Mapping[str, str]) -> Model:
+        first = self._config.catalog.experts[experts[0]]
+        columns = self._inspector.agent.setup.matrix.experts.values()
+        rows = [row for column in columns if (row := column.get(first.id)) is not None]
+        labels = dict.fromkeys(label for expert in experts for label in self._config.catalog.experts[expert].labels)
+        reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
+        return Model(
+            name,
+            experts,
+            tuple(labels),
+            (first.input.height, first.input.width),
+            max((row.performance.max_batch for row in rows), default=1),
+            is_ready=reason is None,
+            reason=reason,
+        )
+
+    def load(self, model: str) -> None:
+        """See ``agent.api.desk.Desk``."""
+        for expert in self._experts_of(model):
+            self._inspector.agent.loop.want(expert)
+
+    def unload(self, model: str) -> None:
+        """See ``agent.api.desk.Desk``."""
+        for expert in self._experts_of(model):
+            self._inspector.agent.loop.unwant(expert)
+
+    def _experts_of(self, model: str) -> tuple[str, ...]:
+        catalog = self._config.catalog
+        if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
+            return (model.removeprefix(EXPERT_PREFIX),)
+        if model not in catalog.graph.routes:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
+        return tuple(step.expert for step in catalog.graph.routes[model])
+
+    def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
+        """See ``agent.api.desk.Desk``."""
+        runs = [run for run in self._boards.runs(serial) if board_type in (None, run.board_type)]
+        views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
+        for row in self._results.boards_of(serial):
+            if row.board.board_type not in views and board_type in (None, row.board.board_type):
+                views[row.board.board_type] = self._with_parts(verdict_view(row.board))
+        return list(views.values())
+
+    def _with_parts(self, view: BoardView) -> BoardView:
+        rows = self._results.of_board(view.serial, view.board_type, view.opened_at)
+        parts = tuple(part_of(row.result, row.seq) for row in rows)
+        return replace(view, parts=parts)
+
+    def results_after(self, seq: int, limit: int) -> Sequence[Part]:
+        """See ``agent.api.desk.Desk``."""
+        return [part_of(row.result, row.seq) for row in self._results.after(seq, limit)]
+
+    def subscribe(self, tell: Callable[[Event], None]) -> Callable[[], None]:
+        """See ``agent.api.desk.Desk``."""
+
+        def told(stored: Result | BoardVerdict, recorded: Recorded) -> None:
+            tell(part_of(stored, recorded.seq) if isinstance(stored, Result) else verdict_view(stored))
+
+        return self._verdicts.subscribe(told)
+
+    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
+        """See ``agent.api.desk.Desk``."""
+        return self._controls.trigger(camera, board, board_type)
+
+    def reload(self) -> ReloadView:
+        """See ``agent.api.desk.Desk``."""
+        return self._controls.reload()
+
+    def status(self) -> StatusView:
+        """See ``agent.api.desk.Desk``."""
+        statistics = self._inspector.agent.loop.statistics()
+        engine = statistics.engine
+        return StatusView(
+            line=self._config.line,
+            version=version("coserve"),
+            uptime_s=time.monotonic() - self._started_s,
+            is_draining=engine.is_draining,
+            requests_in_flight=statistics.requests_in_flight,
+            verdicts=self._verdicts.counts,
+            boards_open=self._boards.statistics().open,
+            switches=engine.switches,
+            loads=sum(engine.loads.values()),
+            evictions=engine.evictions,
+            bytes_read=engine.bytes_read,
+            queues=tuple(QueueView(q.executor, q.processor, q.requests, q.expert) for q in engine.queues),
+            pools=tuple(
+                PoolView(pool.name, pool.used_bytes, pool.expert_bytes, pool.resident) for pool in engine.pools
+            ),
+            sources=tuple(self._controls.sources()),
+            standing=dict(engine.on_probation) | dict(engine.quarantined),
+            alarms=tuple(self._controls.alarms()),
+        )
+
+    def explain(self, subject: str) -> Sequence[str]:
+        """See ``agent.api.desk.Desk``."""
+        catalog = self._config.catalog
+        agent = self._inspector.agent
+        if subject in catalog.experts:
+            return explained_expert(subject, agent, agent.loop.statistics().engine)
+        if subject in catalog.graph.routes:
+            return explained_component(subject, catalog, agent, agent.loop.statistics().engine)
+        row = self._results.find(KEY_PREFIX + subject) or self._results.find(subject)
+        if row is not None:
+            return explained_result(row, catalog.graph)
+        raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")
