@@ -452,7 +452,7 @@ def test_everything_that_happened_is_counted():
         is_draining=False,
         quarantined={},
         on_probation={},
-        queues=(QueueStatistics(0, "cpu", 2, (3.0 - 1.0) + 2.0 + 2 * 1.0, 1),),
+        queues=(QueueStatistics(0, "cpu", 2, (3.0 - 1.0) + 2.0 + 2 * 1.0, 1, "b"),),
         pools=(PoolStatistics("host", 2, 2, 8, 1, 2, ("c@fp32", "b@fp32"), ()),),
     )
 
