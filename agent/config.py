@@ -198,6 +198,39 @@ def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = N
     return text
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceManager:
+    """What systemd tells a unit's process. ``watchdog_s``: it is ended when it says nothing for so long.
+
+    ``takes_levels``: what goes to stderr is read by the journal, with a level before each line.
+    """
+
+    notify_socket: str | None = None
+    watchdog_s: float | None = None
+    takes_levels: bool = False
+
+
+def service_manager(environment: Mapping[str, str] | None = None) -> ServiceManager:
+    """What this process was told by its service manager; nothing where there is none."""
+    told = os.environ if environment is None else environment
+    watchdog_us, process = told.get("WATCHDOG_USEC", ""), told.get("WATCHDOG_PID", str(os.getpid()))
+    watches_us = watchdog_us.isdigit() and int(watchdog_us) > 0 and process == str(os.getpid())
+    return ServiceManager(
+        told.get("NOTIFY_SOCKET") or None,
+        int(watchdog_us) / 1_000_000 if watches_us else None,
+        takes_levels=_is_journal(told.get("JOURNAL_STREAM", "")),
+    )
+
+
+def _is_journal(stream: str) -> bool:
+    """Whether stderr is the very stream, DEVICE:INODE, that systemd reads."""
+    try:
+        status = os.fstat(2)
+    except OSError:
+        return False
+    return stream == f"{status.st_dev}:{status.st_ino}"
+
+
 def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> bool:
     """Set variables of this process for libraries that read them when they load, if none of ``unless`` is there.
 

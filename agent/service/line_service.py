@@ -134,6 +134,18 @@ class LineService:
             housekeeping=self._housekeeper.statistics(),
         )
 
+    def status_line(self) -> str:
+        """How it is, in one line. Comes back only if the agent's loop does: whoever feeds a watchdog asks it."""
+        status = self.desk.status()
+        resident = {copy for pool in status.pools for copy in pool.experts}
+        queued = sum(queue.requests for queue in status.queues)
+        up = sum(source.alarm is None for source in status.sources)
+        counts = " ".join(f"{verdict} {count}" for verdict, count in status.verdicts.items())
+        return (
+            f"{len(resident)}/{len(self._config.catalog.experts)} experts in memory, {queued} queued, "
+            f"{up}/{len(status.sources)} sources up, {counts}" + (f"; {status.alarms[0]}" if status.alarms else "")
+        )
+
     def start(self) -> None:
         """Take up boards that were open, start the agent, then open the doors."""
         self._boards.take_up()

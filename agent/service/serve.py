@@ -1,4 +1,4 @@
-"""The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes.
+"""The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes; systemd knows.
 
 Guarantees: a signal ends it whichever thread receives it and whenever it comes; one agent serves a line at a time.
 """
@@ -12,8 +12,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.line_service import LineService
+from agent.service.service_manager import Heartbeat, Notifier
+from experts.errors import CoServeError, OrderRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RELOADING_SIGNAL = signal.SIGHUP
 TOLD = 0  # what is written where no signal is: no signal has this number
 
 
@@ -38,10 +42,11 @@ class _End:
         with suppress(OSError):  # it is full of what says the same, or nobody waits any more
             os.write(self.writer, bytes([TOLD]))
 
-    def wait(self) -> None:
-        """Until somebody has told, or a signal has come; it may have come before."""
-        while os.read(self.reader, 1)[0] not in (TOLD, *ENDING_SIGNALS):
-            continue
+    def wait(self, reload: Callable[[], None]) -> None:
+        """Until somebody has told, or an ending signal has come, maybe before; reloads are done meanwhile."""
+        while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
+            if number == RELOADING_SIGNAL:
+                reload()
 
 
 @contextmanager
@@ -66,17 +71,57 @@ def _awaited_end() -> Iterator[_End]:
 
 
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:
-    """Serve until SIGTERM or SIGINT; what was done.
+    """Serve until SIGTERM or SIGINT; what was done. SIGHUP has the line file read anew.
 
     Raises ConfigError before anything starts, AlreadyRunning, and AgentCrashed.
     """
-    with state_held(config.state), _awaited_end() as end:
-        service = LineService(config, progress, on_crash=end.tell)
-        for number in ENDING_SIGNALS:
+    manager = service_manager()
+    notifier = Notifier(manager)
+
+    def told(stage: str, done: int, total: int) -> None:
+        notifier.starting(stage, done, total)
+        progress(stage, done, total)
+
+    with _failures_told(notifier), state_held(config.state), _awaited_end() as end:
+        service = LineService(config, told, on_crash=end.tell)
+        for number in (*ENDING_SIGNALS, RELOADING_SIGNAL):
             signal.signal(number, lambda *_: None)  # the interpreter writes to the pipe before it comes to this
         service.start()
-        end.wait()
+        heartbeat = Heartbeat(notifier, manager.watchdog_s, service.status_line)
+        notifier.ready(service.status_line())
+        heartbeat.start()
+        end.wait(lambda: _reload(service, notifier))
         log.info("stopping line=%s", config.line)
+        notifier.stopping()
+        heartbeat.stop()
         closing = service.stop()
         log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
         return closing
+
+
+@contextmanager
+def _failures_told(notifier: Notifier) -> Iterator[None]:
+    """What keeps it from starting, or ends it, stands in the unit's status too."""
+    try:
+        yield
+    except CoServeError as error:
+        notifier.failed(str(error))
+        raise
+
+
+def _reload(service: LineService, notifier: Notifier) -> None:
+    """As the signal asks: the old configuration goes on where the new one is not to be had."""
+    notifier.reloading()
+    try:
+        done = service.desk.reload()
+    except OrderRefused as refused:
+        log.error("reload_refused reason=%s", refused)
+    else:
+        for problem in done.problems:
+            log.error("reload_problem %s", problem)
+        log.info(
+            "reloaded applied=%s added=%s replaced=%s removed=%s needs_restart=%s",
+            done.is_applied, ",".join(done.added), ",".join(done.replaced), ",".join(done.removed),
+            ",".join(done.needs_restart),
+        )  # fmt: skip
+    notifier.ready(service.status_line())

@@ -266,7 +266,7 @@ CRASHING = """
 import sys
 sys.path.insert(0, {root!r})
 from agent.records.result_writer import ResultStore
-def refuse(*_):
+def refuse(*_, **__):
     raise OSError("a mistake of the program")
 ResultStore.record = refuse
 sys.argv = ["coserve", "serve", {line!r}]

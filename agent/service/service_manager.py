@@ -1,0 +1,104 @@
+"""What systemd is told of the agent: that it starts, is ready, reloads, works, stops. Nothing where there is none.
+
+Guarantees: a message is one datagram, sent without waiting; a socket that nobody reads costs nothing but a line in the
+log. The watchdog is fed by whoever shows that the agent makes progress, never by a timer alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.config import ServiceManager
+
+log = logging.getLogger(__name__)
+
+EXTENSION_S = 120  # how long the next step of a start may take; a packing step writes one expert
+EXTENDED_EVERY_S = 5.0
+FED_PER_LIMIT = 3  # the watchdog is fed so often within its limit
+
+
+class Notifier:
+    """Messages to the service manager. For any thread."""
+
+    def __init__(self, manager: ServiceManager, clock: Callable[[], float] = time.monotonic) -> None:
+        self._address = manager.notify_socket
+        self._clock = clock
+        self._extended_s = float("-inf")
+        self._is_told = False
+
+    def starting(self, stage: str, done: int, total: int) -> None:
+        """One more step of a start that may take long: it is on its way, and has more time."""
+        now_s = self._clock()
+        if now_s - self._extended_s >= EXTENDED_EVERY_S:
+            self._extended_s = now_s
+            self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=starting: {stage} {done}/{total}")
+
+    def ready(self, status: str) -> None:
+        """It takes work, for the first time or again after a reload."""
+        self._send(f"READY=1\nSTATUS={status}")
+
+    def reloading(self) -> None:
+        """It reads its configuration anew: ``ready`` follows."""
+        microseconds = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={microseconds}\nSTATUS=reloading")
+
+    def alive(self, status: str) -> None:
+        """It makes progress."""
+        self._send(f"WATCHDOG=1\nSTATUS={status}")
+
+    def stopping(self) -> None:
+        """It ends."""
+        self._send("STOPPING=1\nSTATUS=stopping: finishing what was taken")
+
+    def failed(self, reason: str) -> None:
+        """Why it does not start."""
+        self._send(f"STATUS={reason.splitlines()[0] if reason else 'failed'}")
+
+    def _send(self, message: str) -> None:
+        if self._address is None:
+            return
+        address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+                channel.setblocking(False)
+                channel.sendto(message.encode(), address)
+        except OSError as error:
+            if not self._is_told:
+                log.warning("service_manager_not_told socket=%s reason=%s", self._address, error.strerror)
+            self._is_told = True
+
+
+class Heartbeat:
+    """Feeds the watchdog as long as ``look`` comes back with a status: one that hangs, or raises, feeds nothing."""
+
+    def __init__(self, notifier: Notifier, limit_s: float | None, look: Callable[[], str]) -> None:
+        self._notifier = notifier
+        self._every_s = (limit_s or 30.0) / FED_PER_LIMIT
+        self._look = look
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; a look that hangs is left behind."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                status = self._look()
+            except Exception:
+                log.exception("heartbeat_missed: the watchdog is not fed")
+            else:
+                self._notifier.alive(status)
+            self._stopping.wait(self._every_s)
