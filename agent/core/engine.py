@@ -37,7 +37,7 @@ from experts.errors import MemoryExceeded
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from agent.core.effects import Effect
     from agent.core.events import Event
@@ -54,9 +54,13 @@ PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has
 
 @dataclass(slots=True)
 class Ticket:
-    """Where a request stands: in ``group`` of ``queue``, or in a running batch; its step was queued at ``queued_s``."""
+    """Where a request stands: in ``group`` of ``queue``, or in a running batch; its step was queued at ``queued_s``.
+
+    ``graph``: the routes that it arrived under, and is finished by.
+    """
 
     component: str | None
+    graph: ExpertGraph
     step: int = 0
     steps: list[StepResult] = field(default_factory=list)
     queue: ExecutorQueue | None = None
@@ -132,6 +136,7 @@ class Engine:
         self._last_batch = 0
         self._now = 0.0
         self._is_draining = False
+        self._retired: frozenset[str] = frozenset()
         self._answers: dict[type, Callable[..., bool]] = {
             events.Started: self._started,
             events.Arrived: self._arrived,
@@ -143,6 +148,7 @@ class Engine:
             events.Quarantined: self._quarantined,
             events.Wanted: self._wanted,
             events.Unwanted: self._unwanted,
+            events.LineChanged: self._line_changed,
             events.Tick: self._ticked,
             events.Drain: self._drained,
         }
@@ -209,15 +215,18 @@ class Engine:
     # -- events: each says whether something may be able to move now --
 
     def _started(self, _: events.Started, effects: list[Effect]) -> bool:
+        self._initial.extend(self._first_wishes())
+        return True
+
+    def _first_wishes(self) -> Iterator[Wish]:
+        """Where each expert would be placed at the start; pinned ones first."""
         profiles = {processor: dict(experts) for processor, experts in self._matrix.experts.items()}
         executors = [queue.spec for queue in self._scheduler.queues]
         pinned = [(spec, expert) for expert, spec in self._homes.items()]
-        usage = {expert: self._matrix.usage.get(expert, 0.0) for expert in self._graph.experts}
+        usage = {expert: self._matrix.usage.get(expert, 0.0) for expert in self._graph.experts - self._retired}
         placed = initial_placement(usage, executors, profiles) if self._policy.placing else []
         for spec, expert in pinned + placed:
-            profile = profiles[spec.processor][expert]
-            self._initial.append(Wish(spec, expert, profile, self._now, self._now))
-        return True
+            yield Wish(spec, expert, profiles[spec.processor][expert], self._now, self._now)
 
     def _place_pinned(self, expert: str) -> None:
         self._place(expert, self._homes[expert])
@@ -230,7 +239,7 @@ class Engine:
         if event.request in self._tickets:
             return self._unexpected()
         self._counts["arrived"] += 1
-        ticket = Ticket(event.component)
+        ticket = Ticket(event.component, self._graph)
         self._tickets[event.request] = ticket
         if self._is_draining:
             return self._fail(event.request, "the agent is stopping", effects)
@@ -252,7 +261,7 @@ class Engine:
             self._counts["switches"] += 1
         if self._standings.loaded(load.expert, load.copy):
             self._released(load.expert, "a load went well", effects)
-        self._discard_if_quarantined(load.expert, effects)
+        self._discard_if_gone(load.expert, effects)
         return True
 
     def _load_failed(self, event: events.LoadFailed, effects: list[Effect]) -> bool:
@@ -268,7 +277,7 @@ class Engine:
             self._put_on_probation(load.expert, probation, effects)
         elif load.expert in self._homes:
             self._place_pinned(load.expert)
-        self._discard_if_quarantined(load.expert, effects)
+        self._discard_if_gone(load.expert, effects)
         return True
 
     def _finished(self, event: events.Finished, effects: list[Effect]) -> bool:
@@ -286,7 +295,7 @@ class Engine:
             self._released(batch.expert, "a batch went well", effects)
         for request, result in zip(batch.requests, event.results, strict=True):
             self._one_step_done(request, batch.expert, result, effects)
-        self._discard_if_quarantined(batch.expert, effects)
+        self._discard_if_gone(batch.expert, effects)
         return True
 
     def _batch_failed(self, event: events.BatchFailed, effects: list[Effect]) -> bool:
@@ -303,7 +312,7 @@ class Engine:
             self._put_on_probation(batch.expert, probation, effects)
         if self._standings.fails_in_batches(batch.expert):
             self._placement.discard(batch.expert, effects)  # a trial reads its bytes anew
-        self._discard_if_quarantined(batch.expert, effects)
+        self._discard_if_gone(batch.expert, effects)
         return True
 
     def _probation_for(self, batch: Batch, event: events.BatchFailed) -> Probation | None:
@@ -343,9 +352,26 @@ class Engine:
     def _unwanted(self, event: events.Unwanted, effects: list[Effect]) -> bool:
         if event.expert not in self._graph.experts:
             return self._unexpected()
-        is_queued = any(queue.first_group(event.expert) is not None for queue in self._scheduler.queues)
-        if not (is_queued or event.expert in self._homes):
+        if not (self._is_awaited(event.expert) or event.expert in self._homes):
             self._placement.discard(event.expert, effects)
+        return True
+
+    def _line_changed(self, event: events.LineChanged, effects: list[Effect]) -> bool:
+        known = self._graph.experts
+        self._graph, self._matrix, self._retired = event.graph, event.matrix, event.retired
+        specs = [queue.spec for queue in self._scheduler.queues]
+        self._homes = pinned_homes(event.pinned, specs, event.matrix.experts)
+        self._owe_workspaces()
+        self._scheduler.matrix = event.matrix
+        self._placement.change_line(event.graph, event.matrix, self._homes)
+        for waiting in (self._initial, self._speculations):
+            staying = [wish for wish in waiting if wish.expert not in event.retired]
+            waiting.clear()
+            waiting.extend(staying)
+        if not self._is_draining:
+            self._initial.extend(wish for wish in self._first_wishes() if wish.expert not in known)
+        for expert in event.retired:
+            self._discard_if_gone(expert, effects)
         return True
 
     def _ticked(self, _: events.Tick, effects: list[Effect]) -> bool:
@@ -391,7 +417,7 @@ class Engine:
     def _follow_route(
         self, request: int, ticket: Ticket, component: str, prediction: Prediction, effects: list[Effect]
     ) -> None:
-        judgement = self._graph.judge(component, ticket.step, prediction)
+        judgement = ticket.graph.judge(component, ticket.step, prediction)
         if judgement.next_expert is not None and ticket.is_cancelled:
             self._fail(request, CANCELLED, effects)
         elif judgement.next_expert is not None:
@@ -425,7 +451,7 @@ class Engine:
         for queue in self._scheduler.queues:
             if queue.spec.id not in self._running and queue.head is not None:
                 group = self._runnable_group(queue)
-                if group is not None:
+                if group is not None and self._has_workspace(queue, group):
                     self._start_batch(queue, group, effects)
 
     def _runnable_group(self, queue: ExecutorQueue) -> Group | None:
@@ -443,6 +469,11 @@ class Engine:
             group for group in groups if group is not None and self._placement.may_use(pool, group.profile.copy)
         )
         return min(runnable, key=lambda group: group.order, default=None)
+
+    def _has_workspace(self, queue: ExecutorQueue, group: Group) -> bool:
+        """Always, but where the line has changed: what is owed may have grown while batches of others run."""
+        pool = self._pools[queue.spec.pool]
+        return pool.workspace_for(queue.spec.id) >= group.profile.performance.workspace_for(1)
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
         spec, performance, is_head = queue.spec, group.profile.performance, group is queue.head
@@ -648,9 +679,14 @@ class Engine:
             spec for spec in specs if (row := columns[spec.processor].get(expert)) is not None and row.copy == copy
         )
 
-    def _discard_if_quarantined(self, expert: str, effects: list[Effect]) -> None:
-        if expert in self._standings.quarantined:
+    def _discard_if_gone(self, expert: str, effects: list[Effect]) -> None:
+        """In quarantine, or of an earlier line and not waited for: it leaves memory."""
+        is_done = expert in self._retired and not self._is_awaited(expert)
+        if is_done or expert in self._standings.quarantined:
             self._placement.discard(expert, effects)
+
+    def _is_awaited(self, expert: str) -> bool:
+        return any(queue.first_group(expert) is not None for queue in self._scheduler.queues)
 
     def _refuse_misfits(self, homes: dict[str, ExecutorSpec]) -> None:
         for name, pool in self._pools.items():
@@ -659,13 +695,18 @@ class Engine:
             if needs:
                 expert = max(needs, key=lambda each: needs[each])
                 raise MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
-            for spec in users:
-                profiles = self._matrix.experts[spec.processor].values()
-                largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
-                pool.guaranteed_workspace[spec.id] = largest
+        self._owe_workspaces()
+        for name, pool in self._pools.items():
             owed = sum(pool.guaranteed_workspace.values())
             if owed > pool.spec.workspace_bytes:
                 raise MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
+
+    def _owe_workspaces(self) -> None:
+        """Each executor is owed the workspace of one image, whichever expert sees it."""
+        for queue in self._scheduler.queues:
+            profiles = self._matrix.experts[queue.spec.processor].values()
+            largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
+            self._pools[queue.spec.pool].guaranteed_workspace[queue.spec.id] = largest
 
     # -- small answers --
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agent.core.performance import PerformanceMatrix
     from agent.core.request import Rejected
     from experts.expert import Prediction
+    from experts.graph import ExpertGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,20 @@ class Unwanted:
 
 
 @dataclass(frozen=True, slots=True)
+class LineChanged:
+    """Other experts and routes from now on, on the same executors and memories.
+
+    ``graph`` and ``matrix`` still name the experts that ``retired`` names: what was accepted under an earlier line is
+    finished by them, and then they are not asked any more. Whoever sends this has found that each expert fits.
+    """
+
+    graph: ExpertGraph
+    matrix: PerformanceMatrix
+    pinned: frozenset[str]
+    retired: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed, nothing else."""
 
@@ -107,6 +123,7 @@ Event = (
     | Quarantined
     | Wanted
     | Unwanted
+    | LineChanged
     | Tick
     | Drain
 )

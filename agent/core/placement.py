@@ -106,18 +106,9 @@ class Placement:
         self.loads: dict[int, Load] = {}
         self.counts: Counter[str] = Counter()  # loads by path, evictions by stage, bytes read from the SSD
         self._queues = queues
-        self._graph = graph
-        self._usage = matrix.usage
         self._policy = policy
         self._limits = limits
-        at_home = [
-            (q.spec.processor, name, home) for name, home in homes.items() for q in queues if q.spec.pool == home.pool
-        ]
-        self._pinned = frozenset(
-            (home.pool, matrix.experts[processor][name].copy)
-            for processor, name, home in at_home
-            if name in matrix.experts[processor]
-        )  # not what a memory merely caches for another one
+        self.change_line(graph, matrix, homes)
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
         self._in_flight: Counter[str] = Counter()
         self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
@@ -127,6 +118,25 @@ class Placement:
         self._last_load = 0
         self._users = {name: tuple(q for q in queues if q.spec.pool == name) for name in self.pools}
         self._fed = {name: tuple(p for p in self.pools.values() if p.spec.cache == name) for name in self.pools}
+
+    def change_line(self, graph: ExpertGraph, matrix: PerformanceMatrix, homes: Mapping[str, ExecutorSpec]) -> None:
+        """From now on by these routes and this usage; what is in memory is pinned if it is to stay there for good."""
+        self._graph = graph
+        self._usage = matrix.usage
+        at_home = [
+            (queue.spec.processor, name, home)
+            for name, home in homes.items()
+            for queue in self._queues
+            if queue.spec.pool == home.pool
+        ]
+        self._pinned = frozenset(
+            (home.pool, matrix.experts[processor][name].copy)
+            for processor, name, home in at_home
+            if name in matrix.experts[processor]
+        )  # not what a memory merely caches for another one
+        for pool in self.pools.values():
+            for entry in pool.entries():
+                entry.pinned = (pool.name, entry.copy) in self._pinned
 
     def bring(self, wish: Wish, claim: Claim, now: float, effects: list[Effect]) -> Answer:
         """Have a copy in the wish's pool, if that takes a load and the claim is strong enough for its room."""

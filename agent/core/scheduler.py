@@ -44,7 +44,7 @@ class Scheduler:
     ) -> None:
         used = executors[:1] if policy.assigning is Assigning.FIRST else executors
         self.queues = tuple(ExecutorQueue(spec) for spec in used)
-        self._matrix = matrix
+        self.matrix = matrix
         self._policy = policy
         self._max_overtake_s = max_overtake_s
         self._switch_s = switch_s
@@ -55,7 +55,7 @@ class Scheduler:
         options = [
             self._option(queue, expert, profile, now)
             for queue in self.queues
-            if (profile := self._matrix.experts[queue.spec.processor].get(expert)) is not None
+            if (profile := self.matrix.experts[queue.spec.processor].get(expert)) is not None
         ]
         if not options:
             return None

@@ -31,7 +31,7 @@ from experts.packed.packing import PackingStep, pack_line
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -86,6 +86,15 @@ class Agent:
     segments: SegmentStore
     templates: Templates  # of whatever it may load: while they are held, nothing is constructed beside batches
     rss_before_bytes: int  # of this process, before it touched any weights
+    copies: Mapping[str, ExpertCopy] = field(default_factory=dict)  # by name, all that the matrix mentions
+    experts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the Engine's name of each expert, by the line's, if other
+    retired: frozenset[str] = frozenset()  # the Engine's names of experts of earlier lines
+
+    def expert(self, name: str) -> str:
+        """What the Engine calls an expert of the line."""
+        return self.experts.get(name, name)
 
     def start(self) -> None:
         """Begin to place experts and take requests."""
@@ -115,13 +124,13 @@ def build_agent(
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
-        ground = _groundwork(config, segments.directory, options)
+        ground = groundwork_of(config, segments.directory, options)
         report = pack(config, segments, ground.precisions, progress)
         copies = copies_of(config, ground.precisions, report.packed)
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         if ground.profile is not None and options.profile == "auto":
             refuse_mismatches(config, ground.profile, ground.box, [copy.packed for copy in by_name.values()])
-        setup = _setup(ground, copies, segments, progress)
+        setup = measured_setup(ground, copies, segments, progress)
         templates = make_templates(
             copies, segments, threads_per_executor(ground.box, setup.executors),
             lambda done, total: progress("templates", done, total),
@@ -135,7 +144,9 @@ def build_agent(
     setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))
     rows = (row for column in setup.matrix.experts.values() for row in column.values())
     packed = {row.copy: by_name[row.copy].packed for row in rows}
-    return Agent(config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes)
+    return Agent(
+        config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes, by_name
+    )
 
 
 @contextmanager
@@ -154,12 +165,21 @@ def agent_with_requests(
 
 def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progress) -> PackingReport:
     """Bring a line's packed weights up to date, in the precisions that its agent would run."""
-    ground = _groundwork(config, segments.directory, AS_SERVED)
+    ground = groundwork_of(config, segments.directory, AS_SERVED)
     return pack(config, segments, ground.precisions, progress)
 
 
-def pack(config: LineConfig, segments: SegmentStore, precisions: Precisions, progress: Progress) -> PackingReport:
-    """Bring a line's packed weights up to date. ``precisions``: processor -> expert -> precision."""
+def pack(
+    config: LineConfig,
+    segments: SegmentStore,
+    precisions: Precisions,
+    progress: Progress,
+    in_use: Iterable[PackedExpert] = (),
+) -> PackingReport:
+    """Bring a line's packed weights up to date. ``precisions``: processor -> expert -> precision.
+
+    ``in_use``: what an agent runs from meanwhile; its files stay.
+    """
 
     def wanted(expert: str) -> set[Precision]:
         return {column[expert] for column in precisions.values()}
@@ -168,7 +188,7 @@ def pack(config: LineConfig, segments: SegmentStore, precisions: Precisions, pro
         progress("pack", step.number, step.total)
 
     try:
-        return pack_line(config.catalog.experts.values(), wanted, segments, step)
+        return pack_line(config.catalog.experts.values(), wanted, segments, step, in_use)
     except BackendUnavailable as error:
         raise ConfigError(f"{error} - install it, or take the experts that need it off the line") from error
 
@@ -195,7 +215,7 @@ def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
     return (*changes(config, profile, box, packed), *written)
 
 
-def _groundwork(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
+def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     box = detect_box(config)
     stored = find_profile(config) if options.profile == "auto" else options.profile
     lying = [] if stored is None else lying_packed(config, packed)
@@ -204,7 +224,7 @@ def _groundwork(config: LineConfig, packed: Path, options: AgentOptions) -> Grou
     return groundwork(config, box, stored, lying, options.given)
 
 
-def _setup(
+def measured_setup(
     ground: Groundwork,
     copies: Mapping[str, Sequence[ExpertCopy]],
     segments: SegmentStore,

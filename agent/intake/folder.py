@@ -134,6 +134,10 @@ class FolderIntake:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    def name_by(self, naming: Naming) -> None:
+        """Read names so from the next file on. Any thread."""
+        self._naming = naming
+
     def settle(self, judged: Arrival | Refusal, verdict: Verdict, reason: str | None = None) -> None:
         """Its verdict is stored: put its file away. Any thread; returns at once."""
         self._settled.put(Settlement(judged.key, verdict, reason))

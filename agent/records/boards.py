@@ -219,6 +219,10 @@ class BoardLedger:
         self._manifests = dict(manifests)
         self._boards: dict[_Key, _Board] = {}
 
+    def change(self, manifests: Mapping[str, BoardManifest]) -> None:
+        """Boards that open from now on are of these types; those that are open keep what they began with."""
+        self._manifests = dict(manifests)
+
     def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
         """Count one outcome. The board's verdict, if this closes it or makes a closed one worse.
 

@@ -11,6 +11,7 @@ that was held for hours and goes on is not ended for it.
 from __future__ import annotations
 
 import logging
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,12 @@ class Forecast:
         self._processors = {spec.id: spec.processor for spec in executors}
         self._ssd_bytes_per_s = ssd_bytes_per_s
 
+    def of(self, matrix: PerformanceMatrix) -> Forecast:
+        """By other times, of the same executors."""
+        other = copy(self)
+        other._columns = matrix.experts
+        return other
+
     def batch_s(self, effect: StartBatch) -> float:
         """Section 4.2's prediction of one batch."""
         batch = effect.batch
@@ -98,6 +105,10 @@ class OpenWork:
         self._forecast = forecast
         self._batches: dict[int, _Opened] = {}
         self._loads: dict[int, _Opened] = {}
+
+    def predict_by(self, forecast: Forecast) -> None:
+        """From now on by these times; what is open keeps its own."""
+        self._forecast = forecast
 
     @property
     def batches(self) -> int:

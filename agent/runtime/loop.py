@@ -166,6 +166,8 @@ class AgentLoop:
         self._engine = engine
         self._clock = clock
         self._workshop = workshop
+        self._copies = workshop.copies
+        self._forecast = forecast
         self._inbox = inbox
         self._on_outcome = on_outcome
         self._options = options
@@ -233,6 +235,13 @@ class AgentLoop:
     def unwant(self, expert: str) -> None:
         """This expert leaves memory, unless it is pinned, runs, or somebody waits for it."""
         self._inbox.put(events.Unwanted(expert))
+
+    def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
+        """Other experts and routes from now on; ``copies``: those that are new, by name. Returns once it is so.
+
+        What was submitted before is finished under the routes that it came under.
+        """
+        self._ask(lambda: self._change_line(change, copies))
 
     def drain(self) -> None:
         """Take nothing new, and finish what was taken: then ``wait_until_drained``."""
@@ -379,6 +388,12 @@ class AgentLoop:
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
 
+    def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
+        self._copies = dict(self._copies) | dict(copies)
+        self._workshop.transfers.know(copies)
+        self._open.predict_by(self._forecast.of(change.matrix))
+        self._handle(change)
+
     def _start_load(self, effect: effects.StartLoad) -> None:
         self._open.open_load(effect, self._clock())
         self._workshop.transfers.start_load(effect)
@@ -388,7 +403,7 @@ class AgentLoop:
         batch = effect.batch
         if self._watch is not None:
             self._watch.begun(batch.requests)
-        expert = self._workshop.copies[batch.copy].expert
+        expert = self._copies[batch.copy].expert
         images = [self._images[request] for request in batch.requests]
         self._workshop.executors[batch.executor].start_batch(batch, expert, images)
 

@@ -103,7 +103,7 @@ class Transfers:
     ) -> None:
         self._stores = dict(stores)
         self._segments = segments
-        self._copies = dict(copies)
+        self._copies = dict(copies)  # grows while it works: see ``know``
         self._staging = _StagingBuffers(staging)
         self._post = post
         self._watch = watch or DeviceWatch()
@@ -114,6 +114,10 @@ class Transfers:
         self._counts: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def know(self, copies: Mapping[str, ExpertCopy]) -> None:
+        """These may be loaded, too, from now on."""
+        self._copies = self._copies | dict(copies)
 
     def start_load(self, effect: StartLoad) -> None:
         """Begin a load; never raises, the answer comes through ``post``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agent.deployment.line_change import line_name
 from experts.expert import Verdict
 from experts.sizes import mib
 
@@ -60,16 +61,22 @@ def _meaning(step: RouteStep | None, label: str, score: float) -> str:
 
 
 def _standing(expert: str, engine: EngineStatistics) -> list[str]:
-    if expert in engine.quarantined:
-        return [f"{expert} is not asked until its weights are mended and read anew: {engine.quarantined[expert]}."]
-    if expert in engine.on_probation:
-        return [f"{expert} is not asked for the moment, and tried again: {engine.on_probation[expert]}."]
+    quarantined = {line_name(name): reason for name, reason in engine.quarantined.items()}
+    on_probation = {line_name(name): reason for name, reason in engine.on_probation.items()}
+    if expert in quarantined:
+        return [f"{expert} is not asked until its weights are mended and read anew: {quarantined[expert]}."]
+    if expert in on_probation:
+        return [f"{expert} is not asked for the moment, and tried again: {on_probation[expert]}."]
     return []
 
 
 def _places(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
     sentences = []
-    copies = {row.copy for column in agent.setup.matrix.experts.values() if (row := column.get(expert)) is not None}
+    copies = {
+        row.copy
+        for column in agent.setup.matrix.experts.values()
+        if (row := column.get(agent.expert(expert))) is not None
+    }
     for pool in engine.pools:
         if copies & set(pool.resident):
             sentences.append(f"{expert} is in memory {pool.name}.")
@@ -81,7 +88,7 @@ def _places(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
 
 def _usage(expert: str, agent: Agent) -> str:
     usage = agent.setup.matrix.usage
-    mine = usage.get(expert, 0.0)
+    mine = usage.get(agent.expert(expert), 0.0)
     rank = 1 + sum(other > mine for other in usage.values())
     return f"A request asks it with a probability of {mine:.4f}: rank {rank} of {len(usage)}."
 
@@ -89,7 +96,7 @@ def _usage(expert: str, agent: Agent) -> str:
 def _costs(expert: str, agent: Agent) -> list[str]:
     sentences = []
     for processor, column in agent.setup.matrix.experts.items():
-        row = column.get(expert)
+        row = column.get(agent.expert(expert))
         if row is not None:
             loads = ", ".join(f"{seconds * 1000:.1f} ms from {source}" for source, seconds in row.load_s.items())
             sentences.append(

@@ -50,7 +50,6 @@ class FolderDoor:
         budget_bytes: int,
         has_room: Callable[[FolderDoor], bool],
     ) -> None:
-        self._config = config
         self._folder = folder
         self._inspector = inspector
         self._verdicts = verdicts
@@ -75,6 +74,10 @@ class FolderDoor:
         """Watch."""
         self.reader.start()
         self.intake.start()
+
+    def change(self, config: LineConfig) -> None:
+        """Other components and boards from now on."""
+        self.intake.name_by(naming_of(self._folder, config))
 
     def view(self) -> SourceView:
         """How the folder is doing."""
@@ -105,18 +108,18 @@ class FolderDoor:
 
         def ended(outcome: Outcome, _: object) -> None:
             self.reader.release(len(content))
-            self._record(arrival_result(self._config, arrival, outcome), arrival)
+            self._record(arrival_result(self._inspector.agent.config, arrival, outcome), arrival)
 
         self._inspector.enter(Task(arrival.key, name, image, ended, component=arrival.component))
 
     def _end_unjudged(self, arrival: Arrival, reason: str) -> None:
         outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
-        self._record(arrival_result(self._config, arrival, outcome), arrival)
+        self._record(arrival_result(self._inspector.agent.config, arrival, outcome), arrival)
 
     def _refused(self, refusal: Refusal) -> None:
         """A file that no request can be made of: UNKNOWN, with the reason in its row."""
         if not self._is_known(refusal):
-            self._record(refused_result(self._config, refusal), refusal)
+            self._record(refused_result(self._inspector.agent.config, refusal), refusal)
 
     def _is_known(self, judged: Arrival | Refusal) -> bool:
         """Whether its verdict was stored before a restart; then its file goes where that says."""

@@ -12,11 +12,12 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.request import CANCELLED, Outcome
 from agent.deployment.build import Agent, build_agent
+from agent.deployment.line_change import line_name, with_line_names
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
 from agent.service.drift import UsageDrift
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from agent.config import LineConfig
+    from agent.deployment.line_change import LineChange
     from agent.runtime.image_sources import ImageSource
     from agent.service.drift import DriftStatistics
     from experts.errors import AgentCrashed
@@ -152,6 +154,17 @@ class Inspector:
         finally:
             self._attempts.ended([key])
 
+    def change_line(self, change: LineChange) -> None:
+        """Serve another line from now on; what was taken is finished as the earlier one says."""
+        self.agent.loop.change_line(change.event, change.copies)
+        for expert, reason in change.quarantined.items():
+            self.agent.loop.quarantine(expert, reason)
+        usage = {line_name(expert): share for expert, share in change.agent.setup.matrix.usage.items()}
+        with self._guard:
+            self.agent = change.agent
+        with self._drift_guard:
+            self._drift = UsageDrift(usage)
+
     def drift(self) -> DriftStatistics:
         """How far what is asked has moved from what was expected."""
         with self._drift_guard:
@@ -187,7 +200,8 @@ class Inspector:
                 return  # it came while we ended: the next start offers it again
             if not task.is_cancelled:
                 task.let_in_s = time.monotonic()
-                task.number = self.agent.loop.submit(task.image, component=task.component, expert=task.expert)
+                expert = None if task.expert is None else self.agent.expert(task.expert)
+                task.number = self.agent.loop.submit(task.image, component=task.component, expert=expert)
                 self._tasks[task.number] = task
                 return
         self._gate.leave()
@@ -196,6 +210,7 @@ class Inspector:
     # -- on the loop's thread --
 
     def _judged(self, number: int, outcome: Outcome) -> None:
+        outcome = _in_line_names(outcome)
         with self._drift_guard:
             self._drift.count(step.expert for step in outcome.steps)
         with self._guard:
@@ -235,3 +250,9 @@ class Inspector:
         if isinstance(crash.error, DeviceLost) or (isinstance(crash.error, WorkOverdue) and not crash.error.is_batch):
             self._attempts.forgive()
         tell()
+
+
+def _in_line_names(outcome: Outcome) -> Outcome:
+    """The same, with experts called as the line file calls them."""
+    steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
+    return replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))

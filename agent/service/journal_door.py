@@ -24,7 +24,6 @@ from experts.images import DEFAULT_MAX_PIXELS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.config import LineConfig
     from agent.records.journal import Entry, Unfinished
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded, Result
@@ -84,12 +83,11 @@ class _Open:
 class JournalDoor:
     """See the module. ``take_up`` first; then for any thread."""
 
-    def __init__(self, config: LineConfig, inspector: Inspector, verdicts: Verdicts, store: ResultStore) -> None:
-        self._config = config
+    def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore) -> None:
         self._inspector = inspector
         self._verdicts = verdicts
         self._store = store
-        self._reader = JournalReader(config.results_file)
+        self._reader = JournalReader(store.path)
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()  # over _open and what is in it
         self._replayed = threading.Condition(self._lock)
@@ -220,7 +218,7 @@ class JournalDoor:
             self._accept(replace(sending, entries=(request.entry,), sender=_Told(sending.sender)))
 
     def _record(self, request: _Open, outcome: Outcome, times: Times) -> None:
-        result = entry_result(self._config, request.entry, outcome)
+        result = entry_result(self._inspector.agent.config, request.entry, outcome)
         self._verdicts.record(
             result,
             lambda recorded: self._stored(request, result, times, recorded),
@@ -273,7 +271,7 @@ class JournalDoor:
             self._enter(request)
 
     def _frame_size(self, entry: Entry) -> tuple[int, int] | None:
-        layout = self._config.layouts.get(entry.board_type or "")
+        layout = self._inspector.agent.config.layouts.get(entry.board_type or "")
         return None if layout is None else layout.size
 
 

@@ -48,9 +48,7 @@ class LineBoards:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], datetime] = wall_clock,
     ) -> None:
-        manifests = {
-            name: BoardManifest(board.components, timedelta(seconds=board.patience_s)) for name, board in boards.items()
-        }
+        manifests = _manifests(boards)
         self._types = frozenset(manifests)
         self._ledger = BoardLedger(manifests)
         self._store = store
@@ -59,6 +57,13 @@ class LineBoards:
         self._guard = threading.Lock()  # held while a verdict is decided and until the store has it
         self._decided: deque[BoardVerdict] = deque()  # and not yet taken by the store
         self._tell: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
+
+    def change(self, boards: Mapping[str, BoardSection]) -> None:
+        """Other board types from now on; boards that are open are judged by what they began with."""
+        manifests = _manifests(boards)
+        with self._guard:
+            self._types = frozenset(manifests)
+            self._ledger.change(manifests)
 
     def when_stored(self, tell: Callable[[BoardVerdict, Recorded], None]) -> None:
         """Have this called, on the store's thread, for every verdict that is new there."""
@@ -114,3 +119,9 @@ class LineBoards:
     def _stored(self, verdict: BoardVerdict, recorded: Recorded) -> None:
         if recorded.is_new:
             self._tell(verdict, recorded)
+
+
+def _manifests(boards: Mapping[str, BoardSection]) -> dict[str, BoardManifest]:
+    return {
+        name: BoardManifest(board.components, timedelta(seconds=board.patience_s)) for name, board in boards.items()
+    }

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from agent.api.desk import Model, PoolView, QueueView, StatusView
+from agent.deployment.line_change import line_name, with_line_names
 from agent.records.results import Result
 from agent.service.explaining import explained_component, explained_expert, explained_result
 from agent.service.views import KEY_PREFIX, part_of, run_view, verdict_view
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.api.desk import BoardView, Event, Listener, Order, Part, ReloadView, SourceView, Ticket
-    from agent.config import LineConfig
+    from agent.core.engine import EngineStatistics, QueueStatistics
     from agent.records.boards import BoardVerdict
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded
@@ -47,7 +48,6 @@ class LineDesk:
 
     def __init__(
         self,
-        config: LineConfig,
         inspector: Inspector,
         orders: OrderTaker,
         verdicts: Verdicts,
@@ -55,7 +55,6 @@ class LineDesk:
         store: ResultStore,
         controls: Controls,
     ) -> None:
-        self._config = config
         self._inspector = inspector
         self._orders = orders
         self._verdicts = verdicts
@@ -71,17 +70,18 @@ class LineDesk:
     def models(self) -> Sequence[Model]:
         """See ``agent.api.desk.Desk``."""
         engine = self._inspector.agent.loop.statistics().engine
-        standing = dict(engine.on_probation) | dict(engine.quarantined)
-        graph, experts = self._config.catalog.graph, self._config.catalog.experts
+        standing = standing_of(engine)
+        graph, experts = self._inspector.agent.config.catalog.graph, self._inspector.agent.config.catalog.experts
         routes = {name: tuple(step.expert for step in steps) for name, steps in graph.routes.items()}
         singles = {f"{EXPERT_PREFIX}{name}": (name,) for name in experts}
         return [self._model(name, asked, standing) for name, asked in (routes | singles).items()]
 
     def _model(self, name: str, experts: tuple[str, ...], standing: Mapping[str, str]) -> Model:
-        first = self._config.catalog.experts[experts[0]]
+        first = self._inspector.agent.config.catalog.experts[experts[0]]
         columns = self._inspector.agent.setup.matrix.experts.values()
-        rows = [row for column in columns if (row := column.get(first.id)) is not None]
-        labels = dict.fromkeys(label for expert in experts for label in self._config.catalog.experts[expert].labels)
+        rows = [row for column in columns if (row := column.get(self._inspector.agent.expert(first.id))) is not None]
+        listed = self._inspector.agent.config.catalog.experts
+        labels = dict.fromkeys(label for expert in experts for label in listed[expert].labels)
         reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
         return Model(
             name,
@@ -96,15 +96,15 @@ class LineDesk:
     def load(self, model: str) -> None:
         """See ``agent.api.desk.Desk``."""
         for expert in self._experts_of(model):
-            self._inspector.agent.loop.want(expert)
+            self._inspector.agent.loop.want(self._inspector.agent.expert(expert))
 
     def unload(self, model: str) -> None:
         """See ``agent.api.desk.Desk``."""
         for expert in self._experts_of(model):
-            self._inspector.agent.loop.unwant(expert)
+            self._inspector.agent.loop.unwant(self._inspector.agent.expert(expert))
 
     def _experts_of(self, model: str) -> tuple[str, ...]:
-        catalog = self._config.catalog
+        catalog = self._inspector.agent.config.catalog
         if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
             return (model.removeprefix(EXPERT_PREFIX),)
         if model not in catalog.graph.routes:
@@ -150,7 +150,7 @@ class LineDesk:
         statistics = self._inspector.agent.loop.statistics()
         engine = statistics.engine
         return StatusView(
-            line=self._config.line,
+            line=self._inspector.agent.config.line,
             version=version("coserve"),
             uptime_s=time.monotonic() - self._started_s,
             is_draining=engine.is_draining,
@@ -161,18 +161,18 @@ class LineDesk:
             loads=sum(engine.loads.values()),
             evictions=engine.evictions,
             bytes_read=engine.bytes_read,
-            queues=tuple(QueueView(q.executor, q.processor, q.requests, q.expert) for q in engine.queues),
+            queues=tuple(_queue_view(queue) for queue in engine.queues),
             pools=tuple(
                 PoolView(pool.name, pool.used_bytes, pool.expert_bytes, pool.resident) for pool in engine.pools
             ),
             sources=tuple(self._controls.sources()),
-            standing=dict(engine.on_probation) | dict(engine.quarantined),
+            standing=standing_of(engine),
             alarms=tuple(self._controls.alarms()),
         )
 
     def explain(self, subject: str) -> Sequence[str]:
         """See ``agent.api.desk.Desk``."""
-        catalog = self._config.catalog
+        catalog = self._inspector.agent.config.catalog
         agent = self._inspector.agent
         if subject in catalog.experts:
             return explained_expert(subject, agent, agent.loop.statistics().engine)
@@ -182,3 +182,14 @@ class LineDesk:
         if row is not None:
             return explained_result(row, catalog.graph)
         raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")
+
+
+def standing_of(engine: EngineStatistics) -> dict[str, str]:
+    """Experts that are not asked at the moment, as the line calls them, and why."""
+    reasons = engine.on_probation | engine.quarantined
+    return {line_name(expert): with_line_names(reason) for expert, reason in reasons.items()}
+
+
+def _queue_view(queue: QueueStatistics) -> QueueView:
+    running = None if queue.expert is None else line_name(queue.expert)
+    return QueueView(queue.executor, queue.processor, queue.requests, running)

@@ -8,11 +8,15 @@ nothing more is taken and everything ends, so that whoever started it can start 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent.api.desk import ReloadView
+from agent.config import read_line
+from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.intake.room import has_room
 from agent.records.result_writer import ResultStore
 from agent.service.admission import Admission
@@ -25,13 +29,13 @@ from agent.service.line_boards import LineBoards, wall_clock
 from agent.service.line_desk import Controls, LineDesk
 from agent.service.order_taker import OrderTaker
 from agent.service.verdicts import Verdicts
-from experts.errors import OrderRefused, Refusing
+from experts.errors import ConfigError, OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import datetime
 
-    from agent.api.desk import ReloadView, SourceView
+    from agent.api.desk import SourceView
     from agent.config import LineConfig
     from agent.deployment.build import Agent
     from agent.intake.arrivals import IntakeStatistics
@@ -83,7 +87,7 @@ class LineService:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], datetime] = wall_clock,
     ) -> None:
-        self._config = config
+        self._config = self._started_with = config
         self._clock = clock
         self._in_flight_limit = in_flight_limit
         self._inspector = Inspector(config, progress, on_crash)
@@ -91,17 +95,17 @@ class LineService:
         self._store = ResultStore(config.results_file)
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._verdicts = Verdicts(self._store, self._boards)
-        self._journal = JournalDoor(config, self._inspector, self._verdicts, self._store)
+        self._journal = JournalDoor(self._inspector, self._verdicts, self._store)
         admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
         self.desk = LineDesk(
-            config,
             self._inspector,
-            OrderTaker(config, self._inspector, self._journal, admission),
+            OrderTaker(self._inspector, self._journal, admission),
             self._verdicts,
             self._boards,
             self._store,
             Controls(self._sources, self._trigger, self._reload, self._alarms),
         )
+        self._reloading = threading.Lock()
         self._folders: list[FolderDoor] = []
         self._housekeeper = Housekeeper(
             {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
@@ -232,7 +236,26 @@ class LineService:
         raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
 
     def _reload(self) -> ReloadView:
-        raise OrderRefused(Refusing.NOT_NOW, "this version reads its line file at the start only")
+        """One at a time. What comes meanwhile is served as before."""
+        if not self._reloading.acquire(blocking=False):
+            raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
+        try:
+            return self._reloaded(read_line(self._config.document.file))
+        except ConfigError as error:
+            return ReloadView(False, tuple(str(problem) for problem in error.problems))
+        finally:
+            self._reloading.release()
+
+    def _reloaded(self, read: LineConfig) -> ReloadView:
+        for_restart = keys_for_restart(self._started_with, read)
+        config = taken_over(self._config, read)
+        change = plan_change(self.agent, config, lambda stage, done, total: None)
+        self._inspector.change_line(change)
+        self._config = config
+        self._boards.change(config.boards)
+        for door in self._folders:
+            door.change(config)
+        return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
 
     def _alarms(self) -> list[str]:
         """What keeps work from going on, in the words of whom it concerns."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from agent.api.desk import Listener, Order, Ticket
-    from agent.config import LineConfig
     from agent.core.request import Outcome
     from agent.line_file.boards import LayoutSections
     from agent.runtime.image_sources import ImageSource
@@ -110,12 +109,10 @@ class OrderTaker:
 
     def __init__(
         self,
-        config: LineConfig,
         inspector: Inspector,
         journal: JournalDoor,
         admission: Admission,
     ) -> None:
-        self._config = config
         self._inspector = inspector
         self._journal = journal
         self._admission = admission
@@ -223,7 +220,7 @@ class OrderTaker:
     ) -> tuple[tuple[_Piece, ...], LayoutSections | None]:
         """What is asked about the image, and the layout that says so, if it is a whole board's."""
         ref = _short(order.ref, "ref")
-        catalog = self._config.catalog
+        catalog = self._inspector.agent.config.catalog
         if order.component is not None and order.expert is not None:
             raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
         if order.component is not None:
@@ -236,7 +233,7 @@ class OrderTaker:
             if order.expert not in catalog.experts:
                 raise OrderRefused(Refusing.NOT_FOUND, f"no expert {order.expert!r}")
             return (_Piece(key, None, order.expert, ref),), None
-        layout = self._config.layouts.get(board_type or "")
+        layout = self._inspector.agent.config.layouts.get(board_type or "")
         if layout is None:
             raise OrderRefused(
                 Refusing.INVALID,
@@ -250,7 +247,7 @@ class OrderTaker:
     def _board_type(self, order: Order) -> str | None:
         """The type of an order's board; None where the line has no boards, or the image belongs to none."""
         _short(order.board, "board")
-        types = self._config.boards
+        types = self._inspector.agent.config.boards
         if order.board_type is not None and order.board_type not in types:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
         if order.board is None and (order.component is not None or order.expert is not None):

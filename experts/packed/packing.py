@@ -4,7 +4,7 @@ Guarantees: what is up to date is left alone (a start with hundreds of experts s
 broken expert does not stop the others. A file has its final name only when it is complete and on the disk, and is
 never deleted while a manifest refers to it, so a crash or a full disk at any point leaves what was there usable.
 Two packings of one store never run at once: the second waits for the first.
-Assumes: that ``experts`` is the whole line, and that nobody runs from files that are no longer wanted.
+Assumes: that ``experts`` is the whole line, and that nobody runs from files that are no longer wanted, but who says so.
 Why this structure: sharing is known only once every expert's tensors are, and they do not fit in memory together. So
 each new expert is first written whole to a staging file, its tensors hashed on the way; then the plan is made from
 digests alone, old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed.
@@ -74,11 +74,13 @@ def pack_line(
     precisions: Mapping[str, Collection[Precision]] | Callable[[str], Collection[Precision]],
     store: SegmentStore,
     progress: Callable[[PackingStep], None] | None = None,
+    in_use: Iterable[PackedExpert] = (),
 ) -> PackingReport:
     """Bring the store up to date with the line. ``precisions``: those wanted, by expert id.
 
-    Experts that left the line are forgotten, and files that nothing refers to any more are removed. Raises
-    BackendUnavailable when a configured runtime is not there; what concerns one expert is in the report.
+    Experts that left the line are forgotten, and files that nothing refers to any more are removed, but not those of
+    ``in_use``, from which somebody still runs. Raises BackendUnavailable when a configured runtime is not there; what
+    concerns one expert is in the report.
     """
     wanted = precisions if callable(precisions) else precisions.__getitem__
     jobs = [_Job(expert, precision) for expert in experts for precision in sorted(wanted(expert.id))]
@@ -90,7 +92,7 @@ def pack_line(
                     progress(PackingStep(job.expert.id, job.precision, number, len(jobs)))
                 packing.draft(job)
             packing.settle()
-        packing.collect_garbage({job.expert.id for job in jobs})
+        packing.collect_garbage({job.expert.id for job in jobs}, in_use)
     return packing.report()
 
 
@@ -185,9 +187,9 @@ class _Packing:
             if packed.precision not in precisions.get(packed.expert, ()):
                 self._manifests.delete(packed.expert, packed.precision)
 
-    def collect_garbage(self, line: Collection[str]) -> None:
-        """Forget experts that left the line or changed; then remove files without a manifest that names them."""
-        used: set[Path] = set()
+    def collect_garbage(self, line: Collection[str], in_use: Iterable[PackedExpert] = ()) -> None:
+        """Forget experts that left the line or changed; then remove files that no manifest names and nobody uses."""
+        used: set[Path] = {path for packed in in_use for path in self._files(packed)}
         for manifest in self._manifests.read_all():
             packed = manifest.packed
             current = self._sources.get(packed.expert, manifest.source)

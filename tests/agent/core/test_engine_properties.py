@@ -327,6 +327,13 @@ def odd_events(setup: Setup, shell: Shell, number: int) -> list:
         events.Wanted(max(setup.graph.experts)),
         events.Unwanted(max(setup.graph.experts)),
         events.Unwanted("no/such-expert"),
+        events.LineChanged(
+            setup.graph,
+            setup.profile,
+            setup.limits.pinned,
+            frozenset({max(setup.graph.experts)}) - setup.limits.pinned,
+        ),
+        events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, frozenset()),
         events.Drain(),
         events.Tick(),
     ]

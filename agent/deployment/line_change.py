@@ -1,0 +1,203 @@
+"""A line file that was read anew, and what an agent that runs has to do to serve it.
+
+Guarantees: nothing of the running agent is changed here; what cannot be served as it should is a ConfigError, and the
+agent goes on as it was. An expert that is the same, down to its packed bytes, keeps its place in memory; one that was
+replaced is another one to the Engine, under a name of its own, and the old one finishes what it was asked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from agent.core.events import LineChanged
+from agent.core.performance import PerformanceMatrix
+from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, pack
+from agent.deployment.engine_setup import Given
+from agent.deployment.packed_copies import copies_of, copy_name
+from agent.deployment.profile_in_use import refuse_mismatches
+from agent.runtime.executor import threads_per_executor
+from agent.runtime.templates import Templates, make_templates
+from experts.errors import ConfigError, MemoryExceeded
+from experts.expert import Precision
+from experts.graph import ExpertGraph
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.core.performance import ExpertProfile
+    from agent.deployment.build import Agent, Progress
+    from agent.deployment.engine_setup import EngineSetup
+    from agent.runtime.expert_copy import ExpertCopy
+
+GENERATION = "+"  # between an expert's name and how often it was replaced, in the Engine's names; in no line file's
+LIVE_KEYS = ("experts", "routes", "boards")
+GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
+
+
+@dataclass(frozen=True, slots=True)
+class LineChange:
+    """What is to be done: the event for the Engine, the copies that are new to the loop, and the agent as it is then.
+
+    ``quarantined``: experts by the Engine's names that cannot be served, and why.
+    """
+
+    agent: Agent
+    event: LineChanged
+    copies: Mapping[str, ExpertCopy]
+    quarantined: Mapping[str, str]
+    added: tuple[str, ...]
+    replaced: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+def line_name(expert: str) -> str:
+    """What the line file calls an expert that the Engine calls so."""
+    return expert.partition(GENERATION)[0]
+
+
+def with_line_names(text: str) -> str:
+    """A message of the Engine's with the line file's names in it."""
+    return GENERATIONS.sub("", text) if GENERATION in text else text
+
+
+def keys_for_restart(old: LineConfig, new: LineConfig) -> tuple[str, ...]:
+    """The sections that differ, and that a running agent cannot take over."""
+    before, after = old.document.values, new.document.values
+    differing = (key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
+    return tuple(key for key in differing if key not in LIVE_KEYS)
+
+
+def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
+    """The old line with what of the new one a running agent can take over."""
+    return replace(old, catalog=new.catalog, boards=new.boards, layouts=new.layouts, document=new.document)
+
+
+def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
+    """Pack and measure what is new of ``config``, and say how the agent changes over to it; takes as long as that does.
+
+    Raises ConfigError for what must not be served, MemoryExceeded included.
+    """
+    given = Given(executors=agent.setup.executors, pools=agent.setup.pools)
+    ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
+    report = pack(config, agent.segments, ground.precisions, progress, agent.packed.values())
+    copies = copies_of(config, ground.precisions, report.packed)
+    if ground.profile is not None:
+        together = [copy.packed for listed in copies.values() for copy in listed]
+        refuse_mismatches(config, ground.profile, ground.box, together)
+    names = _names(agent, config, copies)
+    new = {
+        processor: [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
+        for processor, listed in copies.items()
+    }
+    found = measured_setup(ground, new, agent.segments, progress)
+    threads = threads_per_executor(agent.box, agent.setup.executors)
+    templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
+    renamed = {
+        copy_name(names[copy.expert.id], Precision(copy.packed.precision)): copy
+        for listed in new.values()
+        for copy in listed
+    }
+    fresh = {name: replace(copy, name=name) for name, copy in renamed.items()}
+    retired = (_served(agent) | agent.retired) - set(names.values())
+    matrix = _matrix(agent, found, names, ground.usage)
+    setup = replace(
+        agent.setup,
+        graph=_graph(config, names, retired),
+        matrix=matrix,
+        limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in _pinned(config))),
+        precisions=ground.precisions,
+    )
+    _refuse_misfits(setup)
+    unpacked = {name: error.message for name, error in report.failed.items()}
+    broken = dict(templates.failed) | unpacked | dict(found.broken)
+    by_copy = dict(agent.copies) | fresh
+    rows = (row for column in matrix.experts.values() for row in column.values())
+    after = replace(
+        agent,
+        config=config,
+        setup=replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names}),
+        packed={row.copy: by_copy[row.copy].packed for row in rows},
+        templates=Templates((*agent.templates.held, *templates.held), templates.failed),
+        copies=by_copy,
+        experts=names,
+        retired=retired,
+    )
+    before = {line_name(name) for name in _served(agent)}
+    return LineChange(
+        after,
+        LineChanged(setup.graph, matrix, setup.limits.pinned, retired),
+        fresh,
+        after.setup.broken,
+        added=tuple(sorted(names.keys() - before)),
+        replaced=tuple(sorted(name for name in names.keys() & before if names[name] not in _served(agent))),
+        removed=tuple(sorted(before - names.keys())),
+    )
+
+
+def _served(agent: Agent) -> frozenset[str]:
+    """The Engine's names of the experts of the line as it is."""
+    return agent.setup.graph.experts - agent.retired
+
+
+def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
+    """The Engine's name of each expert of the new line: the old one's where it is the same."""
+    names = {}
+    for name, expert in config.catalog.experts.items():
+        now = agent.expert(name)
+        then = {copy.packed.precision: copy.packed for copy in agent.copies.values() if copy.name.startswith(f"{now}@")}
+        lies = {copy.packed.precision: copy.packed for copy in _of(name, copies)}
+        is_same = agent.config.catalog.experts.get(name) == expert and lies == then
+        names[name] = now if is_same and now in _served(agent) else _next_name(name, agent)
+    return names
+
+
+def _of(name: str, copies: Mapping[str, Sequence[ExpertCopy]]) -> Iterable[ExpertCopy]:
+    return (copy for listed in copies.values() for copy in listed if copy.expert.id == name)
+
+
+def _next_name(name: str, agent: Agent) -> str:
+    """One that the Engine has never heard."""
+    taken = agent.setup.graph.experts | agent.retired
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}{GENERATION}{number}" in taken:
+        number += 1
+    return f"{name}{GENERATION}{number}"
+
+
+def _matrix(
+    agent: Agent, found: EngineSetup, names: Mapping[str, str], usage: Mapping[str, float]
+) -> PerformanceMatrix:
+    """The old rows, and those of what is new under the Engine's names; what retired is not used any more."""
+    columns: dict[str, dict[str, ExpertProfile]] = {
+        processor: dict(column) for processor, column in agent.setup.matrix.experts.items()
+    }
+    for processor, column in found.matrix.experts.items():
+        for name, row in column.items():
+            precision = row.copy.rpartition("@")[2]
+            columns[processor][names[name]] = replace(row, copy=copy_name(names[name], Precision(precision)))
+    return PerformanceMatrix(columns, {names[name]: share for name, share in usage.items() if name in names})
+
+
+def _graph(config: LineConfig, names: Mapping[str, str], retired: frozenset[str]) -> ExpertGraph:
+    routes = {
+        component: tuple(replace(step, expert=names[step.expert]) for step in steps)
+        for component, steps in config.catalog.graph.routes.items()
+    }
+    return ExpertGraph([*names.values(), *retired], routes)
+
+
+def _pinned(config: LineConfig) -> Iterable[str]:
+    return (name for name, expert in config.catalog.experts.items() if expert.pin)
+
+
+def _refuse_misfits(setup: EngineSetup) -> None:
+    try:
+        setup.engine()
+    except MemoryExceeded as error:
+        reason = with_line_names(str(error))
+        raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
