@@ -19,6 +19,7 @@ another event, a Tick comes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -462,13 +463,19 @@ class Engine:
         return self._next_runnable(queue) if self._policy.overlapping else None
 
     def _next_runnable(self, queue: ExecutorQueue) -> Group | None:
-        """The first group whose expert may run now."""
+        """The first group whose expert may run now.
+
+        None where one before it has its expert here, held for an overdue claim, and would be passed beyond the bound.
+        """
         pool = self._pools[queue.spec.pool]
         groups = (queue.first_group(entry.expert) for entry in pool.entries() if entry.is_resident)
-        runnable = (
-            group for group in groups if group is not None and self._placement.may_use(pool, group.profile.copy)
-        )
-        return min(runnable, key=lambda group: group.order, default=None)
+        here = [group for group in groups if group is not None]
+        runnable = (group for group in here if self._placement.may_use(pool, group.profile.copy))
+        first = min(runnable, key=lambda group: group.order, default=None)
+        if first is None or not self._policy.bounded:
+            return first
+        passed_s = min((group.oldest_s for group in here if group.order < first.order), default=math.inf)
+        return first if first.newest_s < passed_s + self._limits.max_overtake_s else None
 
     def _has_workspace(self, queue: ExecutorQueue, group: Group) -> bool:
         """Always, but where the line has changed: what is owed may have grown while batches of others run."""

@@ -43,6 +43,11 @@ class Group:
         """When its oldest remaining request was queued."""
         return next(iter(self.requests.values()))
 
+    @property
+    def newest_s(self) -> float:
+        """When its newest request was queued."""
+        return next(reversed(self.requests.values()))
+
 
 class ExecutorQueue:
     """The groups of one executor, first to run first."""

@@ -201,8 +201,10 @@ class Shell:
             return
         first_only = PRESETS[self.setup.policy].assigning is Assigning.FIRST
         executors = self.setup.executors[:1] if first_only else self.setup.executors
-        able = (each.pool for each in executors if effect.expert in self.setup.profile.experts[each.processor])
-        assert effect.pool != next(able, None)
+        able = [each for each in executors if effect.expert in self.setup.profile.experts[each.processor]]
+        at_home = [each.processor for each in able if each.pool == able[0].pool]
+        copies = {self.setup.profile.experts[processor][effect.expert].copy for processor in at_home}
+        assert effect.pool != able[0].pool or effect.copy not in copies  # others are cached there for another memory
 
     def check_batch(self, effect: StartBatch) -> None:
         batch = effect.batch
