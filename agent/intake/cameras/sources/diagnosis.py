@@ -17,7 +17,7 @@ ADVICE = {
     "403": "this user may not see it - correct user: and password:, or permit it at the camera",
     "404": "there is no such stream - correct the path in url:",
     "453": "it has no bandwidth left - end other viewers",
-    "503": "it serves as many viewers as it can - end other ones",
+    "503": "it cannot serve this now - end other viewers, or look at the camera itself",
 }
 SHORTEST_S = 0.5  # a question gets at least so long
 
