@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 NO_ROOM_S = 0.05  # between two questions whether the agent has room again
 NO_DOOR_S = 1.0  # after a door that broke
 LONGEST_WAIT_S = 3600.0
+SLOW_FRAMES = 2.0  # periods of a clip that is played slowly, before it is called silent
 ENCODE_S = 10.0  # a frame that was asked for is handed over within this, or within the stall timeout if that is longer
 UNTOLD_MAXIMUM = 1000  # lost triggers that wait to be told; then the interval pauses
 RETRY_S = 1.0  # what a caller whose trigger is refused is told to wait
@@ -81,12 +82,17 @@ def _moment(at: datetime) -> str:
     return at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
 
 
+def stall_timeout_s(config: CameraSection) -> float:
+    """How long a camera may be silent: a clip that is played slowly is, by intention."""
+    return max(config.stall_timeout_s, SLOW_FRAMES / config.frames_per_s if config.frames_per_s else 0.0)
+
+
 def connection_of(config: CameraSection, password: str | None) -> Connection:
     """What its process is told of a camera."""
     return Connection(
         url=config.url,
         open_timeout_s=config.open_timeout_s,
-        stall_timeout_s=config.stall_timeout_s,
+        stall_timeout_s=stall_timeout_s(config),
         max_pixels=config.max_pixels,
         user=config.user,
         password=password,
@@ -113,8 +119,9 @@ class Camera:
         self._clock = clock
         self._wall = wall
         self._is_triggered = config.mode == "triggered"
-        self._supervisor = Supervisor(config.open_timeout_s, config.stall_timeout_s, random.random)
-        self._takes = Takes(config.stall_timeout_s)
+        self._stall_timeout_s = stall_timeout_s(config)
+        self._supervisor = Supervisor(config.open_timeout_s, self._stall_timeout_s, random.random)
+        self._takes = Takes(self._stall_timeout_s)
         self._interval = Interval(config.interval_s)
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._parcels: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
@@ -127,9 +134,8 @@ class Camera:
         self._received = 0
         self._handed = 0  # frames that are received, or on their way
         self._lost = 0
-        self._broken = 0
-        self._seen = 0  # frames of earlier connections
-        self._seen_now = wire.Seen(0, 0)  # of this connection
+        self._seen_before = wire.Seen(0, 0)  # by earlier connections
+        self._seen = wire.Seen(0, 0)  # by all
         self._came_at: float | None = None
         self._door_alarm: str | None = None
         self._threads = (
@@ -186,16 +192,15 @@ class Camera:
 
     def statistics(self) -> CameraStatistics:
         """A snapshot, from any thread."""
-        seen = self._seen + self._seen_now.frames
-        came_at, child = self._came_at, self._child
+        seen, came_at, child = self._seen, self._came_at, self._child
         return CameraStatistics(
             name=self.name,
             state=self._supervisor.state,
             received=self._received,
-            dropped=0 if self._is_triggered else max(seen - self._handed, 0),
+            dropped=0 if self._is_triggered else max(seen.frames - self._handed, 0),
             lost=self._lost,
             waiting=self._waiting,
-            broken=self._broken + self._seen_now.broken,
+            broken=seen.broken,
             reconnects=max(self._supervisor.connections - 1, 0),
             alarm=self._supervisor.alarm or self._door_alarm,
             frame_age_s=None if came_at is None else self._clock() - came_at,
@@ -249,7 +254,7 @@ class Camera:
         return min(max(deadline - self._clock(), 0.0), LONGEST_WAIT_S)
 
     def _answer_deadline(self) -> float:
-        return self._takes.asked_since + max(self._config.stall_timeout_s, ENCODE_S)
+        return self._takes.asked_since + max(self._stall_timeout_s, ENCODE_S)
 
     def _handle(self, item: _Item) -> None:
         if not self._supervisor.connections:
@@ -262,7 +267,9 @@ class Camera:
             self._hear(item.heard)
         now = self._clock()
         self._act(supervision.Passed())
-        if now >= self._answer_deadline():
+        if self._supervisor.state is not CameraState.STREAMING:
+            self._takes.disconnect()
+        elif now >= self._answer_deadline():
             self._act(supervision.Unanswered("frames come, and none is handed over: its process hangs"))
         self._fire(now)
         self._lose(self._takes.overdue(now), self._why_lost())
@@ -286,8 +293,10 @@ class Camera:
                 self._gone(how)
 
     def _see(self, seen: wire.Seen) -> None:
-        is_more = seen.frames > self._seen_now.frames
-        self._seen_now = seen
+        before = self._seen_before
+        total = wire.Seen(before.frames + seen.frames, before.broken + seen.broken)
+        is_more = total.frames > self._seen.frames
+        self._seen = total
         if is_more:
             self._came_at = self._clock()
             self._act(supervision.FramesCame())
@@ -309,9 +318,7 @@ class Camera:
 
     def _gone(self, how: str) -> None:
         self._child = None
-        self._seen += self._seen_now.frames
-        self._broken += self._seen_now.broken
-        self._seen_now = wire.Seen(0, 0)
+        self._seen_before = self._seen
         self._takes.disconnect()
         self._act(supervision.ProcessEnded(how))
 
@@ -356,7 +363,7 @@ class Camera:
     def _why_lost(self) -> str:
         state, alarm = self._supervisor.state, self._supervisor.alarm
         because = f": {alarm}" if alarm else ""
-        patience = f"within stall_timeout_s {self._config.stall_timeout_s:g} of the trigger"
+        patience = f"within stall_timeout_s {self._stall_timeout_s:g} of the trigger"
         return f"camera {self.name}: no frame came {patience} ({state}{because})"
 
     def _lose(self, triggers: list[Trigger], reason: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -35,8 +34,6 @@ def why_not(connection: Connection, deadline: float) -> str:
         return f"no host of the name {host} is known - correct url:, or the box's name resolution"
     except TimeoutError:
         return f"{host}:{port} does not answer - is the camera on, and in this network?"
-    except ssl.SSLError as error:
-        return f"{host}:{port}: {error.reason}"
     except OSError as error:
         return f"{host}:{port}: {(error.strerror or str(error)).lower()} - is the camera on, and is the port right?"
 
