@@ -9,6 +9,7 @@
 | garble | what comes looks like a JPEG and is none |
 | end | the camera ends the connection |
 | refuse | the camera refuses to be opened; else as end |
+| leak | as end, with a reason that holds the password, as a library's may |
 | hang | a call into C never returns, and no other thread of the process runs: only a kill ends it |
 | die | the process ends as by a fault in C |
 """
@@ -38,6 +39,7 @@ class FaultSource:
     """See the module."""
 
     def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._path = Path(connection.place)
         self._number = 0
 
@@ -59,6 +61,8 @@ class FaultSource:
                 return NO_JPEG
             case "end" | "refuse":
                 raise CameraFailed("the camera ended the connection")
+            case "leak":
+                raise CameraFailed(f"cannot go on with {self._connection.user}:{self._connection.password}@camera")
             case "hang":
                 _hang()
             case "die":

@@ -119,6 +119,19 @@ class TestTriggered:
         assert all(frame.at.timestamp() >= began - 0.001 for frame in taker.frames)
         assert (taker.now.received, taker.now.dropped, taker.now.lost, taker.now.waiting) == (3, 0, 0, 0)
 
+    def test_a_frame_that_was_there_before_is_not_what_a_trigger_gets(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url, mode="triggered", stall_timeout_s=WAIT_S)
+        taker.until_state("STREAMING")
+        failing.say("stall")
+        until(lambda: (taker.now.frame_age_s or 0) > 0.2)
+        triggered_at = datetime.now(UTC)
+        taker.camera.trigger()
+        failing.say("stream")
+        until(lambda: taker.frames)
+        assert taker.frames[0].at > triggered_at
+
     def test_no_trigger_is_dropped_when_the_queue_is_full(self, watched: Watch, failing: FailingCamera) -> None:
         """AC14: what is let in has its frame; what is not is told so at once, and leaves nothing behind."""
         taker = watched(failing.url, mode="triggered", queue=2, is_open=False)
@@ -323,6 +336,11 @@ class TestFaults:
         until(lambda: "404" in (taker.now.alarm or ""))
         for text in (caplog.text, str(taker.now), repr(taker.camera._connection)):
             assert "s3cret" not in text
+
+    def test_a_password_that_a_library_tells_is_taken_out(self, watched: Watch, failing: FailingCamera) -> None:
+        failing.say("leak")
+        taker = watched(failing.url, user="line", password="s3cret")
+        assert until(lambda: taker.now.alarm) == "cannot go on with line:***@camera"
 
 
 AGENT = """
