@@ -20,6 +20,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.intake.cameras import supervision, wire
+from agent.intake.cameras.delivery import Delivery
 from agent.intake.cameras.frames import CameraStatistics, Frame, Trigger
 from agent.intake.cameras.process import ChildProcess, Exited, Received
 from agent.intake.cameras.sources.source import Connection
@@ -36,30 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_ROOM_S = 0.05  # between two questions whether the agent has room again
-NO_DOOR_S = 1.0  # after a door that broke
+STEP_FAILED_S = 1.0  # after a fault of the program
 LONGEST_WAIT_S = 3600.0
 SLOW_FRAMES = 2.0  # periods of a clip that is played slowly, before it is called silent
 ENCODE_S = 10.0  # a frame that was asked for is handed over within this, or within the stall timeout if that is longer
-UNTOLD_MAXIMUM = 1000  # lost triggers that wait to be told; then the interval pauses
 RETRY_S = 1.0  # what a caller whose trigger is refused is told to wait
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A trigger's frame."""
-
-    trigger: Trigger
-    frame: Frame
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """A trigger without a frame. ``is_overflow``: it was never let in."""
-
-    trigger: Trigger
-    reason: str
-    is_overflow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +53,6 @@ class _FromProcess:
 
 
 _Item: TypeAlias = "Trigger | _FromProcess | None"  # None: look at the time, or at whether to stop
-_Parcel: TypeAlias = "_Taken | _Lost | None"  # None: there will be no more
 
 
 def _local_time() -> datetime:
@@ -115,7 +96,6 @@ class Camera:
     ) -> None:
         self._config = config
         self._connection = connection_of(config, password)
-        self._doors = doors
         self._clock = clock
         self._wall = wall
         self._is_triggered = config.mode == "triggered"
@@ -124,23 +104,17 @@ class Camera:
         self._takes = Takes(self._stall_timeout_s)
         self._interval = Interval(config.interval_s)
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._parcels: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
         self._child: ChildProcess | None = None
-        self._guard = threading.Lock()  # over the three below: any thread triggers
+        self._guard = threading.Lock()  # over the number, and over whether triggers are let in: any thread triggers
         self._number = 0
-        self._waiting = 0  # triggers that have not ended; of one that runs freely, frames that are not taken yet
-        self._untold = 0  # triggers that were never let in, and are not told yet
         self._stopping = threading.Event()
-        self._received = 0
-        self._handed = 0  # frames that are received, or on their way
-        self._lost = 0
         self._seen_before = wire.Seen(0, 0)  # by earlier connections
         self._seen = wire.Seen(0, 0)  # by all
         self._came_at: float | None = None
-        self._door_alarm: str | None = None
+        self._delivery = Delivery(config.name, doors, config.queue, None if self._is_triggered else self._want)
         self._threads = (
             threading.Thread(target=self._watch, name=f"camera-{config.name}", daemon=True),
-            threading.Thread(target=self._deliver, name=f"frames-{config.name}", daemon=True),
+            self._delivery.thread,
         )
 
     @property
@@ -160,6 +134,7 @@ class Camera:
         """
         deadline = time.monotonic() + timeout_s
         self._stopping.set()
+        self._delivery.stop()
         self._inbox.put(None)
         for thread in self._threads:
             if thread.ident is not None:
@@ -183,26 +158,25 @@ class Camera:
                 because = f" ({alarm})" if alarm else ""
                 message = f"camera {self.name} is {state}{because} - try again later"
                 raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
-            if self._waiting >= self._config.queue:
+            if not self._delivery.admit():
                 raise OrderRefused(Refusing.QUEUE_FULL, self._full(), RETRY_S)
             trigger = self._new_trigger(board, board_type)
-            self._waiting += 1
             self._inbox.put(trigger)
         return trigger.key
 
     def statistics(self) -> CameraStatistics:
         """A snapshot, from any thread."""
-        seen, came_at, child = self._seen, self._came_at, self._child
+        seen, came_at, child, delivery = self._seen, self._came_at, self._child, self._delivery
         return CameraStatistics(
             name=self.name,
             state=self._supervisor.state,
-            received=self._received,
-            dropped=0 if self._is_triggered else max(seen.frames - self._handed, 0),
-            lost=self._lost,
-            waiting=self._waiting,
+            received=delivery.received,
+            dropped=0 if self._is_triggered else max(seen.frames - delivery.handed, 0),
+            lost=delivery.lost,
+            waiting=delivery.waiting,
             broken=seen.broken,
             reconnects=max(self._supervisor.connections - 1, 0),
-            alarm=self._supervisor.alarm or self._door_alarm,
+            alarm=self._supervisor.alarm or delivery.alarm,
             frame_age_s=None if came_at is None else self._clock() - came_at,
             process=None if child is None else child.pid,
         )
@@ -224,6 +198,11 @@ class Camera:
             asked_s=self._clock() if asked_s is None else asked_s,
         )
 
+    def _want(self) -> None:
+        """One that runs freely: a frame, whenever it comes. On the thread that hands over."""
+        with self._guard:
+            self._inbox.put(self._new_trigger(None, None, asked_s=NEVER))
+
     # -- the thread that decides --
 
     def _watch(self) -> None:
@@ -233,13 +212,13 @@ class Camera:
                 self._handle(self._next())
             except Exception:  # the boundary of the thread: the camera is watched all the same
                 log.exception("camera_step_failed camera=%s", self.name)
-                time.sleep(NO_DOOR_S)
+                time.sleep(STEP_FAILED_S)
         self._lose(self._takes.clear(), "the agent ended")
         with self._guard:  # whoever triggers has done so by now, or is refused
             while not self._inbox.empty():
                 if isinstance(item := self._inbox.get(), Trigger):
                     self._lose([item], "the agent ended")
-        self._parcels.put(None)
+        self._delivery.end()
 
     def _next(self) -> _Item:
         try:
@@ -309,12 +288,9 @@ class Camera:
         if not self._is_triggered:  # what was wanted had no name yet
             board, key = f"{self.name}-{_moment(at)}", f"{self.name}@{_moment(at)}#{trigger.number}"
             trigger = replace(trigger, key=key, board=board, at=at)
-            with self._guard:
-                self._waiting += 1
-        self._handed += 1
         size = (taken.height, taken.width)
         frame = Frame(self.name, trigger.key, content, size, at, trigger.board, trigger.board_type)
-        self._parcels.put(_Taken(trigger, frame))
+        self._delivery.put(trigger, frame)
 
     def _gone(self, how: str) -> None:
         self._child = None
@@ -345,20 +321,14 @@ class Camera:
     def _fire(self, now: float) -> None:
         """By the interval: a trigger that meets a full queue is lost, and told."""
         is_streaming = self._supervisor.state is CameraState.STREAMING and not self._stopping.is_set()
-        if not self._interval.is_due(now, is_streaming):
+        if not (self._interval.is_due(now, is_streaming) and self._delivery.can_overflow()):
             return
         with self._guard:
-            if self._untold >= UNTOLD_MAXIMUM:
-                self._door_alarm = f"interval_s pauses: {self._untold} lost triggers are not stored yet"
-                return
             trigger = self._new_trigger(None, None)
-            is_full = self._waiting >= self._config.queue
-            self._untold += is_full
-            self._waiting += not is_full
-        if is_full:
-            self._parcels.put(_Lost(trigger, self._full(), is_overflow=True))
-        else:
+        if self._delivery.admit():
             self._takes.add(trigger)
+        else:
+            self._delivery.overflow(trigger, self._full())
 
     def _why_lost(self) -> str:
         state, alarm = self._supervisor.state, self._supervisor.alarm
@@ -368,62 +338,4 @@ class Camera:
 
     def _lose(self, triggers: list[Trigger], reason: str) -> None:
         for trigger in triggers:
-            self._parcels.put(_Lost(trigger, reason))
-
-    # -- the thread that hands over --
-
-    def _deliver(self) -> None:
-        while self._is_triggered or self._want():
-            parcel = self._parcels.get()
-            if parcel is None:
-                return
-            self._hand(parcel)
-
-    def _want(self) -> bool:
-        """Ask for a frame once there is room; False when the camera ends first."""
-        while not self._has_room():
-            if self._stopping.wait(NO_ROOM_S):
-                return False
-        with self._guard:
-            self._inbox.put(self._new_trigger(None, None, asked_s=NEVER))
-        return True
-
-    def _has_room(self) -> bool:
-        try:
-            return self._doors.has_room()
-        except Exception as error:  # the boundary of the thread: asked again
-            log.exception("camera_room_not_told camera=%s", self.name)
-            self._door_broke(error)
-            return False
-
-    def _hand(self, parcel: _Taken | _Lost) -> None:
-        try:
-            if isinstance(parcel, _Taken):
-                self._doors.take(parcel.frame)
-                self._received += 1
-            else:
-                self._lost += 1
-                self._doors.lost(parcel.trigger, parcel.reason)
-            self._door_alarm = None
-        except Exception as error:  # the boundary of the thread: this one has ended, the others go on
-            log.exception("camera_frame_not_taken camera=%s", self.name)
-            self._door_broke(error)
-            if isinstance(parcel, _Taken):
-                self._not_taken(parcel, error)
-        with self._guard:
-            if isinstance(parcel, _Lost) and parcel.is_overflow:
-                self._untold -= 1
-            else:
-                self._waiting -= 1
-
-    def _not_taken(self, parcel: _Taken, error: Exception) -> None:
-        """Counted as dropped; of a trigger, told as lost."""
-        self._handed -= 1
-        if self._is_triggered:
-            with self._guard:
-                self._waiting += 1
-            self._hand(_Lost(parcel.trigger, f"camera {self.name}: its frame was not taken: {error}"))
-
-    def _door_broke(self, error: Exception) -> None:
-        self._door_alarm = f"frames are not taken: {error}"
-        self._stopping.wait(NO_DOOR_S)
+            self._delivery.lose(trigger, reason)

@@ -99,6 +99,14 @@ class TestFreeRun:
         assert "the disk is full" in until(lambda: taker.now.alarm)
         taker.broken = None
         until(lambda: taker.frames and taker.now.alarm is None)
+        assert not taker.lost
+
+    def test_when_it_ends_nothing_is_told_as_lost(self, watched: Watch, failing: FailingCamera) -> None:
+        taker = watched(failing.url)
+        until(lambda: taker.frames)
+        failing.say("stall")
+        assert taker.camera.stop(WAIT_S)
+        assert (taker.lost, taker.now.lost, taker.now.waiting) == ([], 0, 0)
 
 
 class TestTriggered:
