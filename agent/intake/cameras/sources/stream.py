@@ -1,7 +1,8 @@
 """Cameras in the network: RTSP, and motion JPEG over HTTP, read by FFmpeg.
 
-Guarantees: whoever logs in is told to FFmpeg alone, inside this process. Opening is tried for most of its time and,
-where it fails, what is wrong is looked into for the rest: OpenCV itself says only that it failed.
+Guarantees: what a camera sent while it was being opened, a second of it with RTSP, is passed over: whoever asks for a
+frame then gets none from before. Whoever logs in is told to FFmpeg alone, inside this process. Opening is tried for
+most of its time and, where it fails, what is wrong is looked into for the rest: OpenCV says only that it failed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from agent.intake.cameras.sources.source import Connection, Picture
 
 OPENING_SHARE = 0.75  # of the time that there is; the rest is for finding out why it failed
+LIVE_S = 0.005  # a frame that was waited for for so long was not there already
 READ_PATIENCE = 2.0  # times the stall timeout: whoever watches notices a stall first, and this ends a read all the same
 
 
@@ -29,6 +31,7 @@ class StreamSource:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._capture: Capture | None = None
+        self._is_live = False  # what was sent while it was opened has been passed over
 
     def open(self, deadline: float) -> None:
         left_s = max(deadline - time.monotonic(), 0.0)
@@ -43,9 +46,18 @@ class StreamSource:
         )  # fmt: skip
         if not capture.is_open:
             raise CameraFailed(why_not(self._connection, deadline))
-        self._capture = capture
+        self._capture, self._is_live = capture, False
 
     def read(self, deadline: float) -> Picture | None:
+        while True:
+            asked_at = time.monotonic()
+            picture = self._next(deadline)
+            now = time.monotonic()
+            self._is_live |= now - asked_at >= LIVE_S or now >= deadline
+            if self._is_live:
+                return picture
+
+    def _next(self, deadline: float) -> Picture | None:
         assert self._capture is not None, "open it first"
         try:
             return self._capture.read(deadline)

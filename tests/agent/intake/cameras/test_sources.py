@@ -21,7 +21,7 @@ from agent.intake.cameras.sources.source import Connection, Picture, Source
 from agent.line_file.intake import CAMERA_SCHEMES
 from experts.errors import CameraFailed
 from experts.images import read_image
-from tests.agent.intake.cameras.stand_ins import WAIT_S, MjpegCamera, picture
+from tests.agent.intake.cameras.stand_ins import BURST, WAIT_S, MjpegCamera, picture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,6 +186,16 @@ class TestMotionJpeg:
             seen = next_picture(one)
         assert isinstance(seen, bytes)
         assert any(seen == cv2.imencode(".jpg", picture(number))[1].tobytes() for number in range(1, 250))
+
+    def test_what_was_sent_while_it_was_opened_is_passed_over(self, mjpeg: MjpegCamera) -> None:
+        """Told by the time that a read takes, so that a busy machine may err; one that never does it is found."""
+        mjpeg.word = "burst"
+
+        def first() -> float:
+            with closing(opened(mjpeg.url)) as one:
+                return float(pixels(next_picture(one)).mean())
+
+        assert any(first() > BURST for _ in range(20))
 
     def test_what_is_garbled_is_no_picture(self, mjpeg: MjpegCamera) -> None:
         with closing(opened(mjpeg.url)) as one:
