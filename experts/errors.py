@@ -18,6 +18,7 @@ CoServeError
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
 +- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
++- CameraFailed             a camera cannot be connected, or a connection ended: it is tried again
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
@@ -186,6 +187,15 @@ class FileChanged(CoServeError):
     def __init__(self, path: str) -> None:
         super().__init__(f"{path}: not the file that was seen complete")
         self.path = path
+
+
+class CameraFailed(CoServeError):
+    """No picture comes from this connection, and why in words. ``is_final``: trying again would not help."""
+
+    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_final = is_final
 
 
 class BackendUnavailable(CoServeError):

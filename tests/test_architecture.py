@@ -56,6 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.records": ("agent.config", "agent.line_file"),
     "agent.api": ("agent.config", "agent.line_file"),
     "agent.intake.cameras": ("agent.line_file",),
+    "agent.intake.cameras.sources": (),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
         "agent.intake", "agent.records", "agent.api",

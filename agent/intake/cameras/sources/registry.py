@@ -1,0 +1,36 @@
+"""Which source reads from which kind of camera. A source's libraries are imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from experts.errors import CameraFailed
+
+if TYPE_CHECKING:
+    from agent.intake.cameras.sources.source import Connection, Source
+
+
+def source_of(connection: Connection) -> Source:
+    """The source for a connection's scheme, not opened yet. Raises CameraFailed where there is none."""
+    match connection.scheme:
+        case "file":
+            from agent.intake.cameras.sources.clip import ClipSource
+
+            return ClipSource(connection)
+        case "http" | "https" | "rtsp" | "rtsps":
+            from agent.intake.cameras.sources.stream import StreamSource
+
+            return StreamSource(connection)
+        case "v4l2":
+            from agent.intake.cameras.sources.video_device import VideoDeviceSource
+
+            return VideoDeviceSource(connection)
+        case "genicam":
+            from agent.intake.cameras.sources.genicam import GenicamSource
+
+            return GenicamSource(connection)
+        case "fault":  # no line file can name it: its scheme is none of CAMERA_SCHEMES
+            from agent.intake.cameras.sources.fault import FaultSource
+
+            return FaultSource(connection)
+    raise CameraFailed(f"nothing reads from {connection.scheme}:", is_final=True)

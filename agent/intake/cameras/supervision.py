@@ -1,0 +1,290 @@
+"""When a camera's process is started, killed and started again: a state machine under a clock that is given.
+
+Guarantees: at most one process at a time, and a next one only when the last one is known to have ended. One that does
+not connect within ``open_timeout_s``, or shows no frame for ``stall_timeout_s``, is killed. Tries have pauses between
+them that double up to LONGEST_PAUSE_S, with jitter, and begin anew once frames came for HEALTHY_S. A camera that stays
+away is told once, then at most every REPEAT_S, whatever the reasons are that it gives.
+
+| state | what it says |
+| --- | --- |
+| CONNECTING | a process runs, and no frame has come yet |
+| STREAMING | frames come |
+| STALLED | frames came, and came no more, though nothing ended; it is being connected anew |
+| OFFLINE | there is no connection; it is tried again, unless it has ended for good or was stopped |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NEVER = float("inf")
+START_S = 30.0  # for a process to begin, on a box that is busy
+CLOSE_S = 0.7  # for one to let its camera go, before it is killed
+END_S = 5.0  # for one that was killed to be gone; then it hangs within the kernel
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+JITTER = 0.25  # of a pause, up or down: cameras behind one switch do not come back at once
+HEALTHY_S = 10.0
+REPEAT_S = 600.0
+IMMORTAL = "its process was killed and does not end: it hangs in a driver - if that stays, restart the box"
+TELLINGS_MAXIMUM = 4  # of different reasons, within REPEAT_S
+
+
+class CameraState(StrEnum):
+    """See the module."""
+
+    CONNECTING = "CONNECTING"
+    STREAMING = "STREAMING"
+    STALLED = "STALLED"
+    OFFLINE = "OFFLINE"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Time has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReady:
+    """It runs, and begins to connect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The camera answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class FramesCame:
+    """One or more, since the last time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionFailed:
+    """It says why. ``is_final``: it is not tried again."""
+
+    reason: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Frames come, but none is handed over."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """It is gone."""
+
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """End, for good."""
+
+
+Event: TypeAlias = (
+    "Started | Passed | ProcessReady | Connected | FramesCame | ConnectionFailed | Unanswered | ProcessEnded "
+    "| StopAsked"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartProcess:
+    """Exactly one ProcessEnded will answer it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseProcess:
+    """Ask it to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """Do not ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Say in the log."""
+
+    state: CameraState
+    reason: str
+
+
+Action: TypeAlias = "StartProcess | CloseProcess | KillProcess | Tell"
+
+
+class _Phase(Enum):
+    RESTING = auto()  # no process
+    STARTING = auto()
+    OPENING = auto()
+    AWAITING = auto()  # the first frame
+    STREAMING = auto()
+    CLOSING = auto()
+    KILLED = auto()
+    OVER = auto()
+
+
+@dataclass
+class _Telling:
+    """What was told, and when."""
+
+    told: dict[str, float] = field(default_factory=dict)
+    is_silent: bool = True  # of the trouble that there is, if any, nothing was told
+    has_streamed: bool = False
+
+    def trouble(self, state: CameraState, reason: str, now: float) -> list[Action]:
+        self.told = {each: at for each, at in self.told.items() if now - at < REPEAT_S}
+        if reason in self.told or len(self.told) >= TELLINGS_MAXIMUM:
+            return []
+        self.told[reason] = now
+        self.is_silent = False
+        return [Tell(state, reason)]
+
+    def recovery(self) -> list[Action]:
+        """Told if the trouble was, and of the first time."""
+        is_told = not self.has_streamed or not self.is_silent
+        self.has_streamed, self.is_silent = True, True
+        return [Tell(CameraState.STREAMING, "frames come")] if is_told else []
+
+
+class Supervisor:
+    """See the module. ``random``: evenly between 0 and 1."""
+
+    def __init__(self, open_timeout_s: float, stall_timeout_s: float, random: Callable[[], float]) -> None:
+        self._open_timeout_s = open_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._random = random
+        self._phase = _Phase.RESTING
+        self._telling = _Telling()
+        self._tries = 0  # in vain, since it was healthy
+        self._streaming_since = NEVER
+        self._is_final = False
+        self._is_stopped = False
+        self.state = CameraState.OFFLINE
+        self.alarm: str | None = "it has not been started"
+        self.deadline = NEVER  # when to say that time has passed
+        self.connections = 0  # begun so far
+
+    @property
+    def is_stopped(self) -> bool:
+        """It was told to end."""
+        return self._is_stopped
+
+    @property
+    def is_over(self) -> bool:
+        """Stopped, and no process is left."""
+        return self._phase is _Phase.OVER
+
+    def decide(self, now: float, event: Event) -> list[Action]:
+        """What is to be done. Events that come too late for what they are about change nothing."""
+        match event:
+            case Started():
+                return self._connect(now)
+            case Passed() if now >= self.deadline:
+                return self._time_is_up(now)
+            case ProcessReady() if self._phase is _Phase.STARTING:
+                return self._enter(_Phase.OPENING, now + self._open_timeout_s)
+            case Connected() if self._phase is _Phase.OPENING:
+                return self._enter(_Phase.AWAITING, now + self._stall_timeout_s)
+            case FramesCame() if self._phase in {_Phase.OPENING, _Phase.AWAITING, _Phase.STREAMING}:
+                return self._came(now)
+            case ConnectionFailed(reason, is_final) if self._has_process:
+                self._is_final = is_final
+                told = self._trouble(CameraState.OFFLINE, reason, now)
+                return self._enter(_Phase.CLOSING, now + CLOSE_S, *told, CloseProcess())
+            case Unanswered(reason) if self._phase is _Phase.STREAMING:
+                return self._lose(CameraState.STALLED, reason, now)
+            case ProcessEnded(how):
+                return self._ended(how, now)
+            case StopAsked():
+                return self._stop(now)
+        return []
+
+    @property
+    def _has_process(self) -> bool:
+        return self._phase in {_Phase.STARTING, _Phase.OPENING, _Phase.AWAITING, _Phase.STREAMING}
+
+    def _enter(self, phase: _Phase, deadline: float, *actions: Action) -> list[Action]:
+        self._phase, self.deadline = phase, deadline
+        return list(actions)
+
+    def _connect(self, now: float) -> list[Action]:
+        self.connections += 1
+        self.state = CameraState.CONNECTING
+        if self.connections == 1:
+            self.alarm = None
+        return self._enter(_Phase.STARTING, now + START_S, StartProcess())
+
+    def _came(self, now: float) -> list[Action]:
+        told: list[Action] = []
+        if self._phase is not _Phase.STREAMING:
+            self._streaming_since = now
+            self.state, self.alarm = CameraState.STREAMING, None
+            told = self._telling.recovery()
+        elif now - self._streaming_since >= HEALTHY_S:
+            self._tries = 0
+        return self._enter(_Phase.STREAMING, now + self._stall_timeout_s, *told)
+
+    def _time_is_up(self, now: float) -> list[Action]:
+        match self._phase:
+            case _Phase.RESTING:
+                return self._connect(now)
+            case _Phase.STARTING:
+                return self._lose(CameraState.OFFLINE, f"its process did not begin within {START_S:g} s", now)
+            case _Phase.OPENING:
+                reason = f"no connection within open_timeout_s {self._open_timeout_s:g}"
+                return self._lose(CameraState.OFFLINE, reason, now)
+            case _Phase.AWAITING | _Phase.STREAMING:
+                reason = f"no frame within stall_timeout_s {self._stall_timeout_s:g}, though nothing ended"
+                return self._lose(CameraState.STALLED, reason, now)
+            case _Phase.CLOSING:
+                return self._enter(_Phase.KILLED, now + END_S, KillProcess())
+            case _Phase.KILLED:
+                return self._enter(_Phase.KILLED, NEVER, *self._trouble(self.state, IMMORTAL, now))
+        return []
+
+    def _trouble(self, state: CameraState, reason: str, now: float) -> list[Action]:
+        self.state, self.alarm = state, reason
+        return self._telling.trouble(state, reason, now)
+
+    def _lose(self, state: CameraState, reason: str, now: float) -> list[Action]:
+        told = self._trouble(state, reason, now)
+        return self._enter(_Phase.KILLED, now + END_S, *told, KillProcess())
+
+    def _ended(self, how: str, now: float) -> list[Action]:
+        told = self._trouble(CameraState.OFFLINE, how, now) if self._has_process else []
+        if self._is_stopped:
+            return self._enter(_Phase.OVER, NEVER)
+        if self._is_final:
+            return self._enter(_Phase.RESTING, NEVER, *told)
+        return self._enter(_Phase.RESTING, now + self._pause_s(), *told)
+
+    def _pause_s(self) -> float:
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._tries, 16), LONGEST_PAUSE_S)
+        self._tries += 1
+        return min(pause_s * (1 - JITTER + 2 * JITTER * self._random()), LONGEST_PAUSE_S)
+
+    def _stop(self, now: float) -> list[Action]:
+        has_process = self._has_process
+        self._is_stopped = True
+        self.state, self.alarm = CameraState.OFFLINE, None
+        if has_process:
+            return self._enter(_Phase.CLOSING, now + CLOSE_S, CloseProcess())
+        if self._phase is _Phase.RESTING:
+            return self._enter(_Phase.OVER, NEVER)
+        return []
