@@ -325,7 +325,7 @@ def _camera_problems(sections: LineSections, document: Document) -> Iterator[Con
         if camera.board_type is not None and camera.board_type not in sections.boards:
             hint = suggestion(camera.board_type, sections.boards, "add it to boards:")
             yield document.error(f"no board type {camera.board_type!r} - {hint}", *where, "board_type")
-        elif camera.board_type is None and len(sections.boards) > 1:
+        elif camera.component is None and camera.board_type is None and len(sections.boards) > 1:
             several = ", ".join(sections.boards)
             yield document.error(f"which of {several} does it see? - add board_type:", *where)
         elif camera.component is None and not _has_layout(camera, sections):

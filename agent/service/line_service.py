@@ -20,6 +20,7 @@ from agent.deployment.line_change import keys_for_restart, plan_change, taken_ov
 from agent.intake.room import has_room
 from agent.records.result_writer import ResultStore
 from agent.service.admission import Admission
+from agent.service.camera_door import CameraDoor
 from agent.service.drift import DriftAlarm
 from agent.service.folder_door import FolderDoor
 from agent.service.housekeeping import Housekeeper
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_S = 15.0  # with the agent's own 5 s for what hangs, and all below, it ends within the 30 s that systemd waits
+CAMERAS_STOP_S = 2.0  # of all together
 COMMIT_S = 2.0
 FILING_S = 2.0  # of all folders together
 STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
@@ -105,6 +107,10 @@ class LineService:
             self._store,
             Controls(self._sources, self._trigger, self._reload, self._alarms),
         )
+        self._cameras = {
+            camera.name: CameraDoor(camera, self._inspector, self._journal, self._verdicts)
+            for camera in config.intake.cameras
+        }
         self._reloading = threading.Lock()
         self._folders: list[FolderDoor] = []
         self._housekeeper = Housekeeper(
@@ -167,17 +173,20 @@ class LineService:
             )
             for folder in self._config.intake.folders
         ]
-        for door in self._folders:
-            door.start()
+        for folder in self._folders:
+            folder.start()
+        for camera in self._cameras.values():
+            camera.start()
         self._housekeeper.start()
-        folders = ", ".join(str(folder.path) for folder in self._config.intake.folders)
-        log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), folders)
+        watched = ", ".join(view.name for view in self._sources())
+        log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
     def stop(self) -> dict[str, Any]:
         """Finish what was taken, store it, end; what was done, for the closing line.
 
         Raises AgentCrashed if it had crashed, after everything has ended.
         """
+        self._stop_cameras()
         self._inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)
@@ -201,6 +210,10 @@ class LineService:
             "bytes_read": engine.bytes_read,
             "threads_left_behind": self.agent.loop.leaves_threads,
         }
+
+    def _stop_cameras(self) -> None:
+        """What they took already is durable, or becomes so; one that hangs is killed."""
+        _stop_all([door.stop for door in self._cameras.values()], CAMERAS_STOP_S)
 
     def _drain(self) -> None:
         if not self._inspector.drain(DRAIN_S):
@@ -230,10 +243,13 @@ class LineService:
     # -- for the desk --
 
     def _sources(self) -> list[SourceView]:
-        return [folder.view() for folder in self._folders]
+        folders = [folder.view() for folder in self._folders]
+        return folders + [camera.view() for camera in self._cameras.values()]
 
     def _trigger(self, camera: str, board: str | None, board_type: str | None) -> str:
-        raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
+        if camera not in self._cameras:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
+        return self._cameras[camera].trigger(board, board_type)
 
     def _reload(self) -> ReloadView:
         """One at a time. What comes meanwhile is served as before."""
@@ -288,7 +304,7 @@ class LineService:
             )  # fmt: skip
 
 
-def _stop_all(stops: Sequence[Callable[[float], None]], timeout_s: float) -> None:
+def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:
     """Each is told to stop before any is waited for, so that those that hang take the time of one."""
     deadline_s = time.monotonic() + timeout_s
     for stop in stops:
