@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from agent.config import LineConfig, json_schema, read_line, usage_probabilities
+from agent.config import LineConfig, json_schema, read_line, read_secret, usage_probabilities
 from agent.core.policy import PRESETS
 from agent.line_file.machine import PolicyName
-from agent.line_file.values import size_bytes
-from experts.errors import ConfigError
+from agent.line_file.values import SecretSection, size_bytes
+from experts.errors import ConfigError, SecretMissing
 from experts.expert import Precision
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "line.yaml"
@@ -117,8 +117,6 @@ def test_sizes(text: str, size: int | None) -> None:
         ("boards: {b: {components: {r: 0}}}", "boards.b.components.r: Input should be greater than or equal to 1"),
         ("boards: {b: {components: {}}}", "boards.b.components: Dictionary should have at least 1 item"),
         ("boards: {b: {takt_s: 5}}", "boards.b.components: is missing - component type -> how many"),
-        ("api: {grpc: ['0.0.0.0:8461']}", "api.grpc[0]: '0.0.0.0' can be reached from other machines"),
-        ("api: {grpc: [':8461']}", "api.grpc[0]: '' can be reached from other machines"),
         ("api: {http: '127.0.0.1'}", "'127.0.0.1' is not an address - write unix:PATH or 127.0.0.1:PORT"),
         ("api: {http: '127.0.0.1:70000'}", "is not an address"),
         ("api: {http: 'unix:'}", "an address without a path"),
@@ -165,9 +163,104 @@ def test_folders_do_not_overlap(tmp_path: Path) -> None:
     assert "lies in, or around, another watched folder" in problems_of(tmp_path, MINIMAL + inner)[0]
 
 
-def test_cameras_are_not_in_this_version(tmp_path: Path) -> None:
-    (problem,) = problems_of(tmp_path, MINIMAL + "  cameras: [{name: top}]\n")
-    assert "line.yaml:16:3: intake.cameras: cameras are not in this version" in problem
+CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
+
+
+@pytest.mark.parametrize(
+    ("cameras", "expected"),
+    [
+        ("{name: top}", "intake.cameras[0].url: is missing"),
+        ("{name: top, url: 'ftp://x/y'}", "'ftp://x/y' is no camera - write rtsp://"),
+        ("{name: top, url: 'rtsp:'}", "names nothing behind rtsp:"),
+        ("{name: top, url: 'rtsp://u:secret@h/'}", "a password stands in the url"),
+        (f"{{{CAMERA}}}", "what does a frame show? - add component:"),
+        (f"{{{CAMERA}, component: q}}", "intake.cameras[0].component: no route for 'q'"),
+        (f"{{{CAMERA}, component: r, board_type: none}}", "intake.cameras[0].board_type: no board type 'none'"),
+        (
+            f"{{{CAMERA}, component: r}}, {{{CAMERA}, component: r}}",
+            "intake.cameras[0].name: two cameras have this name",
+        ),
+        (f"{{{CAMERA}, component: r, interval_s: 2.0}}", "interval_s is for mode: triggered"),
+        (f"{{{CAMERA}, component: r, loop: true}}", "loop and frames_per_s are for file:"),
+        (f"{{{CAMERA}, component: r, password: {{file: x}}}}", "a password without a user"),
+        (f"{{{CAMERA}, component: r, user: u, password: {{}}}}", "a secret lies in one place"),
+        (f"{{{CAMERA}, component: r, user: u, password: {{credential: a/b}}}}", "'a/b' is a path"),
+    ],
+)
+def test_a_camera_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, cameras: str, expected: str) -> None:
+    assert expected in problems_of(tmp_path, MINIMAL + f"  cameras: [{cameras}]\n")[0]
+
+
+def test_a_layout_fits_its_board_part_by_part(tmp_path: Path) -> None:
+    board = "boards: {b: {components: {r: 2}, layout: layout.yaml}}\n"
+    layout = tmp_path / "layout.yaml"
+    layout.write_text("size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n")
+    assert problems_of(tmp_path, MINIMAL + board) == [f"{layout}:2:1: parts: 1 parts of 'r', where its board has 2"]
+    layout.write_text(
+        "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 11]}\n  R2: {component: q, box: [5, 5, 5, 9]}\n"
+    )
+    assert "the box has no inside" in problems_of(tmp_path, MINIMAL + board)[0]
+    layout.write_text(
+        "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 11]}\n  R2: {component: r, box: [5, 5, 9, 9]}\n"
+    )
+    assert problems_of(tmp_path, MINIMAL + board) == [
+        f"{layout}:3:24: parts.R1.box: the box leaves the frame of 20 x 10"
+    ]
+    layout.write_text(
+        "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 9]}\n  R2: {component: r, box: [5, 5, 9, 9]}\n"
+    )
+    assert line_of(tmp_path, MINIMAL + board).layouts["b"].parts["R2"].box == (5, 5, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("api", "expected"),
+    [
+        (
+            "{grpc: ['0.0.0.0:8461']}",
+            "api: 0.0.0.0:8461 can be reached from other machines, and unencrypted - add tls:",
+        ),
+        ("{grpc: [':8461']}", "api: :8461 can be reached from other machines"),
+        ("{http: '192.0.2.1:80', insecure_ok: true}", "api: 192.0.2.1:80 can be reached from other machines - http"),
+        ("{limits: {message: many}}", "api.limits.message: 'many' is not a size"),
+    ],
+)
+def test_an_unguarded_door_is_refused(tmp_path: Path, api: str, expected: str) -> None:
+    """AC21: what other machines reach is encrypted, or says that it is not."""
+    assert expected in problems_of(tmp_path, MINIMAL + f"api: {api}\n")[0]
+
+
+def test_a_guarded_door_is_one(tmp_path: Path) -> None:
+    tls = "{grpc: ['0.0.0.0:8461'], tls: {certificate: a.pem, key: a.key}}"
+    assert line_of(tmp_path, MINIMAL + f"api: {tls}\n").api.tls is not None
+    assert line_of(tmp_path, MINIMAL + "api: {grpc: ['0.0.0.0:8461'], insecure_ok: true}\n").api.insecure_ok
+
+
+@pytest.mark.parametrize(
+    ("outbox", "expected"),
+    [
+        ("{mqtt: {url: 'http://x'}}", "is no broker - write mqtt://HOST:1883"),
+        ("{mqtt: {url: 'mqtt://u:p@x'}}", "a login stands in the url"),
+        ("{mqtt: {url: 'mqtt://x', ca: a.pem}}", "ca is for mqtts:"),
+        ("{webhook: {url: 'mqtt://x'}}", "is no web address"),
+        ("{events: []}", "outbox.events"),
+    ],
+)
+def test_a_receiver_that_cannot_be_is_told(tmp_path: Path, outbox: str, expected: str) -> None:
+    assert expected in problems_of(tmp_path, MINIMAL + f"outbox: {outbox}\n")[0]
+
+
+def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path: Path) -> None:
+    (tmp_path / "here").write_text("hush\n")
+    (tmp_path / "empty").write_text("\n")
+    assert read_secret(SecretSection(file=tmp_path / "here")) == "hush"
+    assert read_secret(SecretSection(credential="here"), {"CREDENTIALS_DIRECTORY": str(tmp_path)}) == "hush"
+    for secret, environment, text in (
+        (SecretSection(file=tmp_path / "gone"), {}, "gone: No such file"),
+        (SecretSection(file=tmp_path / "empty"), {}, "it is empty"),
+        (SecretSection(credential="here"), {}, "credential here: no credentials"),
+    ):
+        with pytest.raises(SecretMissing, match=text):
+            read_secret(secret, environment)
 
 
 def test_llm_experts_are_not_in_this_version(tmp_path: Path) -> None:
@@ -267,7 +360,7 @@ def test_the_example_states_the_defaults_that_hold() -> None:
     text = EXAMPLE.read_text()
     folder = json_schema()["$defs"]["FolderSection"]["properties"]
     for key in ("ready", "poll_s", "stale_after_s", "after", "ignore_existing", "max_pixels"):
-        (line,) = re.findall(rf"^ +{key}: *(.*)$", text, re.MULTILINE)
+        line = re.findall(rf"^ +{key}: *(.*)$", text, re.MULTILINE)[0]
         assert yaml.safe_load(line.split("#")[0]) == folder[key]["default"]
 
 
