@@ -66,8 +66,6 @@ class ApiServer:
         self._certificates = None if config.tls is None else Certificates(config.tls)
         self._token = None if config.token is None else TokenGuard(config.token)
         self._served: list[_Served] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="api", daemon=True)
 
     @property
     def calls(self) -> int:
@@ -81,10 +79,12 @@ class ApiServer:
 
     def start(self) -> None:
         """Serve. Raises AddressUnusable, and then nothing is served."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="api", daemon=True)
         self._thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-        except AddressUnusable:
+            self.addresses = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
             self.stop(0.0)
             raise
         log.info("api_started addresses=%s", ",".join(self.addresses))
@@ -92,8 +92,8 @@ class ApiServer:
     def reload(self, config: ApiSection) -> None:
         """Read certificates and token anew, for connections and calls to come.
 
-        Raises ConfigError, and then nothing has changed. Addresses, limits, and whether there are certificates, those of
-        callers and a token at all, are as they were at the start.
+        Raises ConfigError, and then nothing has changed. Addresses, limits, and whether there are certificates and a
+        token at all, are as they were at the start.
         """
         token = self._token and config.token and TokenGuard(config.token)
         if self._certificates is not None and config.tls is not None:
@@ -112,7 +112,7 @@ class ApiServer:
         log.info("api_stopped all_answered=%s", is_idle)
         return is_idle
 
-    async def _start(self) -> None:
+    async def _start(self) -> tuple[str, ...]:
         services = (
             inspection.InspectionService(self._orders, self._door),
             inference.InferenceService(self._orders, self._door, self._config.limits.message),
@@ -122,7 +122,7 @@ class ApiServer:
             _add_services(self._served[-1], *services, self._health)
         for served in self._served:
             await served.server.start()
-        self.addresses = tuple(served.address for served in self._served)
+        return tuple(served.address for served in self._served)
 
     def _bound(self, address: str) -> _Served:
         """Raises AddressUnusable."""
