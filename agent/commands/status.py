@@ -45,11 +45,12 @@ def print_status(status: StatusView) -> None:
 def _summary(status: StatusView) -> list[str]:
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in status.verdicts.items())
     uptime = timedelta(seconds=int(status.uptime_s))
+    read = mib(status.bytes_read)
     doing = "stopping" if status.is_draining else "running"
     return [
         f"line {status.line}, coserve {status.version}, {doing} for {uptime}",
         f"{status.requests_in_flight} images under way; judged {verdicts}; {status.boards_open} boards open",
-        f"{status.switches} switches, {status.loads} loads, {status.evictions} evictions, {mib(status.bytes_read)} read",
+        f"{status.switches} switches, {status.loads} loads, {status.evictions} evictions, {read} read",
     ]
 
 

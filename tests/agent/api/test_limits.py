@@ -1,0 +1,188 @@
+"""How much is taken at once, and what becomes of the rest; and what is no message at all."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.api.proto import inference_pb2 as oip
+from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
+from agent.api.proto import inspection_pb2 as pb
+
+DEADLINE_S = 60.0
+MEBIBYTE = 2**20
+
+
+def metadata(error):
+    return dict(error.trailing_metadata())
+
+
+def refused(call, *given, **named):
+    with pytest.raises(grpc.RpcError) as error:
+        call(*given, **named)
+    return error.value
+
+
+def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_queue(agent, channel, desk):
+    """AC16."""
+    (part,) = agent.Inspect(pb.InspectRequest(file=bytes(12_000_000), component="resistor"), timeout=DEADLINE_S).parts
+    assert part.verdict == pb.VERDICT_OK
+    request = pb.InspectRequest(file=bytes(65 * MEBIBYTE), component="resistor")
+    large = refused(agent.Inspect, request, timeout=DEADLINE_S)
+    assert (large.code(), metadata(large)) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED, {"coserve-reason": "MESSAGE_TOO_LARGE"},
+    )  # fmt: skip
+    raw = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[request.file])
+    large = refused(inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer, raw, timeout=DEADLINE_S)
+    assert metadata(large) == {"coserve-reason": "MESSAGE_TOO_LARGE"}
+    (answer,) = agent.InspectStream(iter([pb.StreamOrder(id="a", order=request)]), timeout=DEADLINE_S)
+    assert (answer.id, answer.refused.reason, answer.refused.HasField("retry_ms")) == ("a", "MESSAGE_TOO_LARGE", False)
+    desk.most = 0
+    full = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor"))
+    assert (full.code(), metadata(full)) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED, {"coserve-reason": "QUEUE_FULL", "grpc-retry-pushback-ms": "250"},
+    )  # fmt: skip
+
+
+def test_what_grpc_itself_refuses_carries_no_reason_of_ours(agent):
+    """AC16: a message above twice the limit is never received, so that it is told by gRPC alone, and without a hint."""
+    request = pb.InspectRequest(file=bytes(129 * MEBIBYTE), component="resistor")
+    large = refused(agent.Inspect, request, timeout=DEADLINE_S)
+    assert large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in large.details()
+    assert not {"coserve-reason", "grpc-retry-pushback-ms"} & metadata(large).keys()
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def outcome(call):
+    error = call.exception(DEADLINE_S)
+    return "judged" if error is None else metadata(error)["coserve-reason"]
+
+
+def test_a_thousand_calls_at_once_each_end_and_no_more_are_under_way_than_may_be(agent, desk, server):
+    """AC18: those that there is no room for are told at once, while the others still wait, with when to try again."""
+    desk.most, desk.holds = 50, True
+    request = pb.InspectRequest(file=bytes(100_000), component="resistor")
+    calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(1000)]
+    wait_until(lambda: sum(not call.done() for call in calls) == 50)  # although nothing is judged meanwhile
+    desk.release()
+    assert Counter(map(outcome, calls)) == {"judged": 50, "QUEUE_FULL": 950}
+    hints = {metadata(call.exception()).get("grpc-retry-pushback-ms") for call in calls if call.exception()}
+    assert hints == {"250"}
+    assert desk.most_under_way == 50
+    assert server.orders_under_way == 0
+
+
+def test_calls_beyond_the_limit_are_refused_before_they_are_received(serve, desk):
+    desk.holds = True
+    server = serve(limits={"requests": 3})
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        calls = [agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor")) for _ in range(3)]
+        desk.wait_for(lambda desk: len(desk.under_way) == 3)
+        full = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor"))
+        assert metadata(full)["coserve-reason"] == "QUEUE_FULL"
+        assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+        desk.release()
+        assert [outcome(call) for call in calls] == ["judged"] * 3
+        assert agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S).parts
+
+
+def test_large_messages_of_many_callers_are_received_one_after_the_other(serve, desk):
+    server = serve(limits={"memory": "4MiB", "message": "2MiB"})
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        request = pb.InspectRequest(file=bytes(2 * MEBIBYTE - 1000), component="resistor", is_question=True)
+        calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(40)]
+        assert Counter(map(outcome, calls)) == {"judged": 40}
+
+
+def test_an_image_that_never_fits_is_no_full_queue(agent, desk):
+    desk.largest_bytes = 10
+    large = refused(agent.Inspect, pb.InspectRequest(file=bytes(11), component="resistor"))
+    assert (large.code(), metadata(large)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "TOO_LARGE"})
+
+
+UNARY = [
+    *(f"coserve.v1.Inspection/{name}" for name in ("Inspect", "GetBoard", "Trigger", "Status", "Explain", "Reload")),
+    *(
+        f"inference.GRPCInferenceService/{name}"
+        for name in ("ModelInfer", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "ServerMetadata",
+                     "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")
+    ),
+    "grpc.health.v1.Health/Check",
+]  # fmt: skip
+STREAMS = ["coserve.v1.Inspection/InspectStream", "inference.GRPCInferenceService/ModelStreamInfer"]
+OF_THE_CALLER = {
+    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION,
+}  # fmt: skip
+some_bytes = st.binary(max_size=60) | st.builds(
+    lambda request, cut: request.SerializeToString()[:cut],
+    st.builds(
+        oip.ModelInferRequest,
+        model_name=st.sampled_from(["resistor", "x", ""]),
+        raw_input_contents=st.lists(st.binary(max_size=8), max_size=3),
+        inputs=st.lists(
+            st.fixed_dictionaries(
+                {
+                    "name": st.sampled_from(["IMAGE", "BOARD"]),
+                    "datatype": st.sampled_from(["BYTES", "UINT8"]),
+                    "shape": st.lists(st.integers(-2, 5), max_size=3),
+                }
+            ),
+            max_size=2,
+        ),
+    ),
+    st.integers(0, 80),
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(method=st.sampled_from(UNARY), raw=some_bytes)
+def test_whatever_the_bytes_are_a_call_ends_by_an_answer_or_by_what_its_caller_did_wrong(channel, method, raw):
+    try:
+        channel.unary_unary(f"/{method}")(raw, timeout=DEADLINE_S)
+    except grpc.RpcError as error:
+        told = (error.code(), error.details(), error.trailing_metadata())
+        assert error.code() in OF_THE_CALLER, told  # noqa: PT017  # either is right
+        assert dict(error.trailing_metadata())["coserve-reason"], told  # noqa: PT017
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(method=st.sampled_from(STREAMS), several=st.lists(some_bytes, max_size=4))
+def test_whatever_comes_over_a_stream_it_ends(channel, method, several):
+    try:
+        list(channel.stream_stream(f"/{method}")(iter(several), timeout=DEADLINE_S))
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT  # noqa: PT017  # either is right
+
+
+def test_bytes_that_are_no_message_are_told_in_words_of_ours(channel):
+    error = refused(channel.unary_unary("/coserve.v1.Inspection/Inspect"), b"\xff\xff\xff")
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT, "the bytes are no message of this method's type",
+    )  # fmt: skip
+    assert metadata(error) == {"coserve-reason": "INVALID"}
+
+
+def test_a_call_without_a_message_is_refused(channel):
+    error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), iter([]))
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message",
+    )  # fmt: skip
+
+
+def test_a_method_that_there_is_none_of_is_unimplemented(channel):
+    error = refused(channel.unary_unary("/coserve.v1.Inspection/Destroy"), b"")
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
