@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from agent.api.refusals import STATUS, trailing_metadata
+from agent.api.refusals import refuse
 from agent.config import read_secret
 from experts.errors import ConfigError, OrderRefused, Refusing
 
@@ -91,4 +91,4 @@ async def _refuse(requests: Call, context: Call) -> None:
     refused = OrderRefused(
         Refusing.UNAUTHENTICATED, "this address wants a token - send the metadata authorization: Bearer TOKEN"
     )
-    await context.abort(STATUS[refused.reason], str(refused), trailing_metadata(refused))
+    refuse(context, refused)

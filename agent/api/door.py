@@ -23,7 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from agent.api.refusals import INTERNAL, MISTAKE, REASON, STATUS, trailing_metadata
+from agent.api.refusals import INTERNAL, MISTAKE, REASON, refuse
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -107,15 +107,15 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
             if not self.calls:
                 self._idle.set()
 
-    async def received(self, requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401
-        """The one message of a unary call, once there is room to receive it."""
+    async def received(self, context: Call, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
+        """The one message of a unary call, once there is room to receive it. Raises OrderRefused."""
         async with self._readers:
             try:
                 async with asyncio.timeout(RECEIVE_S):
-                    raw = await anext(aiter(requests), None)
+                    raw = await context.read()
             except TimeoutError:
                 raise OrderRefused(Refusing.INVALID, f"the message has not come within {RECEIVE_S:.0f} s") from None
-            if raw is None:
+            if raw is grpc.aio.EOF:
                 raise OrderRefused(Refusing.INVALID, "the call ended without a message")
             self.check_size(len(raw))
             return parsed(raw, parse)
@@ -149,15 +149,17 @@ class _Guarded:
         self._takes_stream = handler.request_streaming
         self._call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-    async def unary(self, requests: AsyncIterator[bytes], context: Call) -> Call:
-        """One answer."""
+    async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
+        """One answer; None where it is refused."""
+        answer = None
         async with _told(context, self._method), self._door.entered(self._method, self._is_stream):
-            return await self._call(await self._given(requests), context)
+            answer = await self._call(await self._given(context), context)
+        return answer  # noqa: RET504  # where it is refused there is none
 
-    async def stream(self, requests: AsyncIterator[bytes], context: Call) -> None:
+    async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
         """Many answers, by a generator, or by a method that writes them itself."""
         async with _told(context, self._method), self._door.entered(self._method, self._is_stream):
-            given = await self._given(requests)
+            given = await self._given(context)
             if not inspect.isasyncgenfunction(self._call):
                 await self._call(given, context)
                 return
@@ -165,24 +167,33 @@ class _Guarded:
                 async for answer in answers:
                     await context.write(answer)
 
-    async def _given(self, requests: AsyncIterator[bytes]) -> Any:  # noqa: ANN401  # gRPC has no types
+    async def _given(self, context: Call) -> Any:  # noqa: ANN401  # gRPC has no types
         if self._takes_stream:
-            return (parsed(raw, self._parse) async for raw in requests)
-        return await self._door.received(requests, self._parse)
+            return self._messages(context)
+        return await self._door.received(context, self._parse)
+
+    async def _messages(self, context: Call) -> AsyncIterator[Any]:
+        """Not by gRPC's iterator, which holds the last message until the garbage collector comes by."""
+        while (raw := await context.read()) is not grpc.aio.EOF:
+            yield parsed(raw, self._parse)
 
 
 @asynccontextmanager
 async def _told(context: Call, method: str) -> AsyncIterator[None]:
-    """Whatever goes wrong inside ends the call with words of ours."""
+    """Whatever goes wrong inside ends the call with words of ours.
+
+    Not by ``context.abort``: its exception, which gRPC keeps with the call, holds the frames of the call and their
+    images, and these the call; that circle is found by the garbage collector alone, long after memory has run out.
+    """
     try:
         yield
     except OrderRefused as refused:
-        await context.abort(STATUS[refused.reason], str(refused), trailing_metadata(refused))
-    except grpc.aio.AbortError:  # told already
-        raise
+        refuse(context, refused)
     except Exception:
         log.exception("api_failed method=%s", method)
-        await context.abort(grpc.StatusCode.INTERNAL, MISTAKE, ((REASON, INTERNAL),))
+        context.set_trailing_metadata(((REASON, INTERNAL),))
+        context.set_code(grpc.StatusCode.INTERNAL)
+        context.set_details(MISTAKE)
 
 
 def _unary_answer(call: Call, **serializers: Call) -> Call:

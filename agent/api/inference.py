@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -199,14 +199,22 @@ class InferenceService:
 
 async def _all(orders: Orders, several: Sequence[Order]) -> Sequence[Sequence[Part]]:
     """What became of each; where one is refused, the others are withdrawn."""
+    if len(several) == 1:
+        return [await orders.judged(several[0])]
     tasks = [asyncio.create_task(orders.judged(order)) for order in several]
     try:
-        return await asyncio.gather(*tasks)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         for task in tasks:
             task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks)
+    for task in ended:
+        error = task.exception()
+        if isinstance(error, OrderRefused):
+            raise OrderRefused(error.reason, str(error), error.retry_s)  # not itself: it would hold the images
+        if error is not None:
+            raise error
+    return [task.result() for task in tasks]
 
 
 def _component_or_expert(model: str) -> tuple[str | None, str | None]:

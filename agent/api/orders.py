@@ -64,13 +64,15 @@ class _Placed:
         self._end: asyncio.Future[Sequence[Part]] = self._loop.create_future()
         self._tell_accepted = tell_accepted
         self._is_kept_anyway = False  # its caller was told that it is accepted
-        self._ticket = orders.submit(orders.desk.order, order, self)
+        self._ticket = orders.submit(_ordered, orders.desk, order, self)
 
     async def awaited(self) -> Sequence[Part]:
         """Its end. Raises OrderRefused; whoever is cancelled here withdraws it."""
         self._orders.under_way += 1
         try:
-            await asyncio.wrap_future(self._ticket)
+            taken = await asyncio.wrap_future(self._ticket)
+            if isinstance(taken, OrderRefused):
+                raise OrderRefused(taken.reason, str(taken), taken.retry_s)
             return await self._end
         finally:
             self._orders.under_way -= 1
@@ -95,17 +97,29 @@ class _Placed:
             self._loop.call_soon_threadsafe(tell)
 
     def _leave(self) -> None:
-        if self._end.done() and not self._end.cancelled():
-            return
-        self._end.cancel()
-        if not self._is_kept_anyway:
-            self._ticket.add_done_callback(_withdraw)
+        if not self._end.done() or self._end.cancelled():
+            self._end.cancel()
+            if not self._is_kept_anyway:
+                self._ticket.add_done_callback(_withdraw)
+        del self._ticket  # it may hold its listener, which holds it: let the image go now
 
 
-def _withdraw(ticket: Future[Ticket]) -> None:
+def _ordered(desk: Desk, order: Order, listener: _Placed) -> Ticket | OrderRefused:
+    """The refusal as a value. As the exception of a future it would hold the image, in its traceback's frames, which
+    hold the future: a circle that is found by the garbage collector alone, long after memory has run out."""
+    try:
+        return desk.order(order, listener)
+    except OrderRefused as refused:
+        return refused.with_traceback(None)
+
+
+def _withdraw(ticket: Future[Ticket | OrderRefused]) -> None:
     """Of an order that was taken, now or when it is."""
-    if not ticket.cancelled() and ticket.exception() is None:
-        ticket.result().cancel()
+    if ticket.cancelled() or ticket.exception() is not None:
+        return
+    taken = ticket.result()
+    if not isinstance(taken, OrderRefused):
+        taken.cancel()
 
 
 def _check_names(order: Order) -> None:

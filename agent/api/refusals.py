@@ -6,7 +6,7 @@ which is no better the next time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -37,8 +37,10 @@ def retry_ms(refused: OrderRefused) -> int | None:
     return None if refused.retry_s is None else max(round(refused.retry_s * 1000), 1)
 
 
-def trailing_metadata(refused: OrderRefused) -> tuple[tuple[str, str], ...]:
-    """What is told beside the status."""
+def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC has no types
+    """Have a call end so, once its method returns."""
     pushback_ms = retry_ms(refused)
     hint = () if pushback_ms is None else ((PUSHBACK_MS, str(pushback_ms)),)
-    return ((REASON, str(refused.reason)), *hint)
+    context.set_trailing_metadata(((REASON, str(refused.reason)), *hint))
+    context.set_code(STATUS[refused.reason])
+    context.set_details(str(refused))

@@ -157,6 +157,7 @@ class ApiServer:
         options = (
             ("grpc.max_receive_message_length", RECEIVED_AT_MOST * message_bytes),
             ("grpc.max_send_message_length", message_bytes),
+            ("grpc.http2.bdp_probe", 0),  # else megabytes of each call are received before it is read from
             ("grpc.so_reuseport", 0),  # else a second agent would take every other call
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),

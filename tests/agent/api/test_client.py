@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -70,12 +71,13 @@ def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
 
 
 def test_who_is_no_agent_is_told_from_one():
-    server = grpc.server(None or __import__("concurrent.futures").futures.ThreadPoolExecutor(1))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with AgentClient(f"127.0.0.1:{port}") as client, pytest.raises(AgentUnreachable, match="no agent"):
-        client.status()
-    server.stop(0).wait()
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with AgentClient(f"127.0.0.1:{port}") as client, pytest.raises(AgentUnreachable, match="no agent"):
+            client.status()
+        server.stop(0).wait()
 
 
 def test_a_token_is_shown(serve, tmp_path):

@@ -9,10 +9,11 @@ import grpc
 import pytest
 from pydantic import ValidationError
 
+from agent.api.client import Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import ApiServer
-from experts.errors import ConfigError, SecretMissing
+from experts.errors import AgentUnreachable, ConfigError, SecretMissing
 from tests.agent.api.conftest import section
 
 DEADLINE_S = 30.0
@@ -99,6 +100,16 @@ class TestCertificates:
         assert ask(tcp, root_certificates=files / "ours.pem") == "test"
         assert refused(tcp, root_certificates=files / "theirs.pem") is grpc.StatusCode.UNAVAILABLE
         assert refused(tcp) is grpc.StatusCode.UNAVAILABLE
+
+    @pytest.mark.parametrize("trusted", ["ours", "box"], ids=["its authority", "the certificate itself"])
+    def test_the_command_line_s_caller_is_answered(self, serve, files, trusted):
+        tcp = serve(tls=tls(files, client_ca="ours.pem")).addresses[1]
+        pem = {name: (files / name).read_bytes() for name in (f"{trusted}.pem", "caller.pem", "caller.key")}
+        access = Access(authority=pem[f"{trusted}.pem"], certificate=pem["caller.pem"], key=pem["caller.key"])
+        with AgentClient(tcp, access) as client:
+            assert client.status().line == "test"
+        with AgentClient(tcp) as client, pytest.raises(AgentUnreachable, match="nobody answers"):
+            client.status()
 
     def test_the_unix_socket_needs_none(self, serve, files):
         assert ask(serve(tls=tls(files)).addresses[0]) == "test"

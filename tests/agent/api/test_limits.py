@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent.api.desk import Order
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
 
+ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
 MEBIBYTE = 2**20
 
@@ -186,3 +192,81 @@ def test_a_call_without_a_message_is_refused(channel):
 def test_a_method_that_there_is_none_of_is_unimplemented(channel):
     error = refused(channel.unary_unary("/coserve.v1.Inspection/Destroy"), b"")
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.fixture
+def no_collector():
+    """What is freed now is freed because nothing holds it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def orders_held():
+    return sum(type(each) is Order for each in gc.get_objects())
+
+
+def test_an_image_is_let_go_when_its_call_has_ended(agent, channel, desk, no_collector):
+    """Also one that was refused: a thousand of those at once are no memory that is missing afterwards."""
+    request = pb.InspectRequest(file=b"x", component="resistor", is_question=True)
+    asked = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[b"\x01\0\0\0x" * 2])
+    asked.inputs.add(name="IMAGE", datatype="BYTES", shape=[2])
+    infer = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+    for most in (1000, 0):
+        desk.most = most
+        for call in (lambda: agent.Inspect(request), lambda: infer(asked)):
+            assert outcome_of(call) == ("judged" if most else "QUEUE_FULL")
+        list(agent.InspectStream(iter([pb.StreamOrder(id="a", order=request)]), timeout=DEADLINE_S))
+    assert len(desk.orders) == orders_held() == 4
+    desk.orders.clear()
+    desk._threads.submit(int).result(DEADLINE_S)  # its thread has forgotten the last order
+    wait_until(lambda: not orders_held())
+
+
+def outcome_of(call):
+    try:
+        call()
+    except grpc.RpcError as error:
+        return metadata(error)["coserve-reason"]
+    return "judged"
+
+
+BUSY_PROCESS = """
+import gc, resource, sys
+from pathlib import Path
+from agent.api.server import ApiServer
+from tests.agent.api.conftest import section
+from tests.agent.api.fake_desk import FakeDesk
+gc.disable()  # what is let go by the collector alone is not let go in time
+desk = FakeDesk(most=2, holds=True)
+limits = {"memory": "32MiB", "message": "16MiB"}
+server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock", limits=limits), desk)
+server.start()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print("serving", flush=True)
+sys.stdin.readline()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, flush=True)
+desk.release()
+server.stop(60.0)
+"""
+
+
+def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
+    """AC18: 480 MB are sent at once to a server that may hold 32 MiB, and as much again while it receives."""
+    command = [sys.executable, "-c", BUSY_PROCESS, str(tmp_path)]
+    request = pb.InspectRequest(file=bytes(8_000_000), component="resistor")
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as busy:
+        try:
+            assert busy.stdout.readline() == "serving\n"
+            with grpc.insecure_channel(f"unix:{tmp_path}/a.sock") as channel:
+                agent = inspection_pb2_grpc.InspectionStub(channel)
+                calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(60)]
+                wait_until(lambda: sum(not call.done() for call in calls) == 2)
+                busy.stdin.write("\n")
+                busy.stdin.flush()
+                grown_bytes = int(busy.stdout.readline()) * 1024
+                assert Counter(map(outcome, calls)) == {"judged": 2, "QUEUE_FULL": 58}
+        finally:
+            busy.kill()
+    assert grown_bytes < 200 * MEBIBYTE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from agent.api.server import SERVICES, ApiServer
 from experts.errors import AddressUnusable
 from tests.agent.api.conftest import section
 
+ROOT = Path(__file__).parents[3]
 DEADLINE_S = 30.0
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 IMAGE = pb.InspectRequest(file=b"x", component="resistor")
@@ -69,6 +72,37 @@ def test_the_socket_of_a_dead_process_is_replaced(tmp_path, serve):
         dead.bind(str(tmp_path / "a.sock"))
     assert (tmp_path / "a.sock").is_socket()
     assert status_at(serve().addresses[0]).line == "test"
+
+
+SERVING_PROCESS = """
+import sys, time
+from pathlib import Path
+from agent.api.server import ApiServer
+from tests.agent.api.conftest import section
+from tests.agent.api.fake_desk import FakeDesk
+server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock"), FakeDesk())
+server.start()
+print("serving", flush=True)
+time.sleep(600)
+"""
+
+
+def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk):
+    """AC20: what kill -9 leaves behind keeps nobody from starting."""
+    command = [sys.executable, "-c", SERVING_PROCESS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "serving\n"
+            with pytest.raises(AddressUnusable, match="another agent answers there"):
+                ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk).start()
+            assert status_at(f"unix:{tmp_path}/a.sock").line == "test"
+        finally:
+            first.kill()
+    assert (tmp_path / "a.sock").is_socket()
+    second = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
+    second.start()
+    assert status_at(second.addresses[0]).line == "test"
+    assert second.stop(DEADLINE_S)
 
 
 def test_what_is_no_socket_is_left_alone(tmp_path, serve):
