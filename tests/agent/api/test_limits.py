@@ -218,7 +218,8 @@ def test_an_image_is_let_go_when_its_call_has_ended(agent, channel, desk, no_col
         for call in (lambda: agent.Inspect(request), lambda: infer(asked)):
             assert outcome_of(call) == ("judged" if most else "QUEUE_FULL")
         list(agent.InspectStream(iter([pb.StreamOrder(id="a", order=request)]), timeout=DEADLINE_S))
-    assert len(desk.orders) == orders_held() == 4
+    assert len(desk.orders) == 4
+    wait_until(lambda: orders_held() == 4)
     desk.orders.clear()
     desk._threads.submit(int).result(DEADLINE_S)  # its thread has forgotten the last order
     wait_until(lambda: not orders_held())
