@@ -1,9 +1,9 @@
 """What every call passes on its way in and out: admission, the receiving of its message, and the words of its failure.
 
 Guarantees: a call that is refused is told so with a status, a reason and words of ours, never with an exception's text;
-a message that is none of its type is INVALID_ARGUMENT; images that are being received take at most about as many bytes
-as images that are under way may, since no more calls are read from at a time (the others wait in the network's
-buffers); calls beyond the limit are refused before anything of them is received.
+a message that is none of its type is INVALID_ARGUMENT; images that are being received, or wait for the desk to count
+them, take about as many bytes as images that are under way may, since no more calls are read from at a time (the others
+wait in the network's buffers); calls beyond the limit are refused before anything of them is received.
 
 Unary calls are served as streams of one message, for on the wire they are the same: so a message is read when there is
 room for it, and not by gRPC before anybody was asked.
@@ -12,7 +12,6 @@ room for it, and not by gRPC before anybody was asked.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections import Counter
 from contextlib import aclosing, asynccontextmanager
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECEIVE_S = 30.0  # a caller that takes longer over one message keeps others from being heard
+RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others from being heard
 QUESTIONS = 1000  # calls without images that may be open at a time
 STREAMS = 64  # open at a time; each holds one message at most that is not counted yet
 FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
 # gRPC refuses larger messages by itself, without a reason; what lies between is refused here, with one.
 RECEIVED_AT_MOST = 2  # x the limit
+IMAGES_RECEIVED = 4  # at a time, and more where `memory` is more than so many messages
+QUESTIONS_RECEIVED = 16  # at a time: they are small, and do not wait behind images
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
 
@@ -53,6 +54,25 @@ class _Kind(StrEnum):
     QUESTION = "question"
 
 
+class Room:
+    """One of the few places for messages that are being received, or are not counted by the desk yet."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._is_held = False
+
+    async def enter(self) -> None:
+        """Once there is one."""
+        await self._places.acquire()
+        self._is_held = True
+
+    def leave(self) -> None:
+        """The next one may have it; more than once is as good."""
+        if self._is_held:
+            self._is_held = False
+            self._places.release()
+
+
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
     """One for all addresses. Of the loop's thread alone."""
 
@@ -60,7 +80,8 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         self.calls = 0  # that must end before the server may; health and reflection not counted
         self.stopping = asyncio.Event()
         self._limits = limits
-        self._readers = asyncio.Semaphore(max(limits.memory // (RECEIVED_AT_MOST * limits.message), 2))
+        self._image_places = asyncio.Semaphore(max(limits.memory // limits.message, IMAGES_RECEIVED))
+        self._question_places = asyncio.Semaphore(QUESTIONS_RECEIVED)
         self._open: Counter[_Kind] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -107,18 +128,21 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
             if not self.calls:
                 self._idle.set()
 
+    def room(self, method: str) -> Room:
+        """Where a call's message is received."""
+        return Room(self._image_places if method.endswith(WITH_IMAGES) else self._question_places)
+
     async def received(self, context: Call, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
-        """The one message of a unary call, once there is room to receive it. Raises OrderRefused."""
-        async with self._readers:
-            try:
-                async with asyncio.timeout(RECEIVE_S):
-                    raw = await context.read()
-            except TimeoutError:
-                raise OrderRefused(Refusing.INVALID, f"the message has not come within {RECEIVE_S:.0f} s") from None
-            if raw is grpc.aio.EOF:
-                raise OrderRefused(Refusing.INVALID, "the call ended without a message")
-            self.check_size(len(raw))
-            return parsed(raw, parse)
+        """The one message of a unary call. Raises OrderRefused."""
+        try:
+            async with asyncio.timeout(RECEIVE_S):
+                raw = await context.read()
+        except TimeoutError:
+            raise OrderRefused(Refusing.INVALID, f"the message has not come within {RECEIVE_S:.0f} s") from None
+        if raw is grpc.aio.EOF:
+            raise OrderRefused(Refusing.INVALID, "the call ended without a message")
+        self.check_size(len(raw))
+        return parsed(raw, parse)
 
     def check_size(self, size_bytes: int) -> None:
         """Raises OrderRefused for a message above the limit."""
@@ -152,25 +176,44 @@ class _Guarded:
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
         """One answer; None where it is refused."""
         answer = None
-        async with _told(context, self._method), self._door.entered(self._method, self._is_stream):
-            answer = await self._call(await self._given(context), context)
+        async with _told(context, self._method), self._entered(context) as (given, room):
+            answer = await self._call(given, room)
         return answer  # noqa: RET504  # where it is refused there is none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
-        """Many answers, by a generator, or by a method that writes them itself."""
-        async with _told(context, self._method), self._door.entered(self._method, self._is_stream):
-            given = await self._given(context)
-            if not inspect.isasyncgenfunction(self._call):
-                await self._call(given, context)
-                return
-            async with aclosing(self._call(given, context)) as answers:
-                async for answer in answers:
-                    await context.write(answer)
+        """Many answers."""
+        async with (
+            _told(context, self._method),
+            self._entered(context) as (given, room),
+            aclosing(self._call(given, room)) as answers,
+        ):
+            async for answer in answers:
+                await context.write(answer)
 
-    async def _given(self, context: Call) -> Any:  # noqa: ANN401  # gRPC has no types
+    @asynccontextmanager
+    async def _entered(self, context: Call) -> AsyncIterator[tuple[Any, Room]]:
+        """Raises OrderRefused."""
+        async with self._door.entered(self._method, self._is_stream), self._given(context) as given:
+            yield given
+
+    @asynccontextmanager
+    async def _given(self, context: Call) -> AsyncIterator[tuple[Any, Room]]:
+        """What a method is called with: its message, or messages, and the room that the message takes.
+
+        A method that gives images to the desk leaves the room as soon as they are counted there.
+        """
+        room = self._door.room(self._method)
         if self._takes_stream:
-            return self._messages(context)
-        return await self._door.received(context, self._parse)
+            yield self._messages(context), room
+            return
+        try:
+            await room.enter()
+            given = await self._door.received(context, self._parse)
+            if not self._method.endswith(WITH_IMAGES):
+                room.leave()
+            yield given, room
+        finally:
+            room.leave()
 
     async def _messages(self, context: Call) -> AsyncIterator[Any]:
         """Not by gRPC's iterator, which holds the last message until the garbage collector comes by."""

@@ -10,7 +10,7 @@ import asyncio
 import time
 from contextlib import aclosing, contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.api import tensors
 from agent.api.desk import Order
@@ -21,10 +21,10 @@ from agent.api.streams import InferStream
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from agent.api.desk import Model, Part
-    from agent.api.door import Door
+    from agent.api.door import Door, Room
     from agent.api.orders import Orders
     from agent.api.tensors import Asked
 
@@ -39,8 +39,6 @@ INPUTS = (tensors.IMAGE, tensors.BOARD, tensors.REF)
 MODELS_COUNTED = 10_000  # names that calls have made up among them
 MAX_MESSAGE = "max_message_bytes"
 
-Context = Any  # gRPC has no types
-
 
 class InferenceService:
     """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
@@ -52,24 +50,24 @@ class InferenceService:
         self._message_bytes = message_bytes
         self._counts: dict[str, ModelCounts] = {}
 
-    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+    async def ServerLive(self, request: pb.ServerLiveRequest, room: Room) -> pb.ServerLiveResponse:
         """It answers."""
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+    async def ServerReady(self, request: pb.ServerReadyRequest, room: Room) -> pb.ServerReadyResponse:
         """Orders are taken: while the agent stops nothing gets here."""
         return pb.ServerReadyResponse(ready=not (await self._orders.ask(self._desk.status)).is_draining)
 
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, room: Room) -> pb.ServerMetadataResponse:
         """Who this is, and the largest message that is read."""
         extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._message_bytes}"]
         return pb.ServerMetadataResponse(name=SERVER, version=_version(), extensions=extensions)
 
-    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+    async def ModelReady(self, request: pb.ModelReadyRequest, room: Room) -> pb.ModelReadyResponse:
         """Whether it can be asked now. NOT_FOUND where there is none."""
         return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
 
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, room: Room) -> pb.ModelMetadataResponse:
         """The same tensors for every model; -1: as many as images are sent at once."""
         model = await self._model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=text(model.name), versions=[VERSION], platform=PLATFORM)
@@ -79,7 +77,7 @@ class InferenceService:
             response.outputs.add(name=name, datatype=datatype, shape=[-1])
         return response
 
-    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+    async def ModelConfig(self, request: pb.ModelConfigRequest, room: Room) -> pb.ModelConfigResponse:
         """The same in Triton's words, with what is behind the model as parameters."""
         model = await self._model(request.name, request.version)
         config = pb.ModelConfig(name=text(model.name), platform=PLATFORM, backend=SERVER, max_batch_size=0)
@@ -91,7 +89,7 @@ class InferenceService:
             config.parameters[key].string_value = text(value)
         return pb.ModelConfigResponse(config=config)
 
-    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, room: Room) -> pb.ModelStatisticsResponse:
         """One model's, or all models' that there are."""
         if request.name:
             names = [(await self._model(request.name, request.version)).name]
@@ -100,7 +98,7 @@ class InferenceService:
         counts = [(name, self._counts.get(name, ModelCounts())) for name in names]
         return pb.ModelStatisticsResponse(model_stats=[each.message(text(name), VERSION) for name, each in counts])
 
-    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, room: Room) -> pb.RepositoryIndexResponse:
         """All models, or those that are ready."""
         response = pb.RepositoryIndexResponse()
         for model in await self._models():
@@ -112,7 +110,7 @@ class InferenceService:
         return response
 
     async def RepositoryModelLoad(
-        self, request: pb.RepositoryModelLoadRequest, context: Context
+        self, request: pb.RepositoryModelLoadRequest, room: Room
     ) -> pb.RepositoryModelLoadResponse:
         """Bring it into memory, if there is room that nobody needs sooner."""
         if request.parameters:
@@ -123,37 +121,37 @@ class InferenceService:
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
-        self, request: pb.RepositoryModelUnloadRequest, context: Context
+        self, request: pb.RepositoryModelUnloadRequest, room: Room
     ) -> pb.RepositoryModelUnloadResponse:
         """Let it go from memory, unless it is in use."""
         await self._orders.ask(self._desk.unload, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+    async def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> pb.ModelInferResponse:
         """One image, or several; withdrawn if its caller gives up."""
-        return await self.infer(request)
+        return await self.infer(request, room.leave)
 
     async def ModelStreamInfer(
-        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+        self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """The same over one stream, answered as they end; what is refused ends no stream."""
         async with aclosing(InferStream(self.infer, self._door).answers(requests)) as answers:
             async for answer in answers:
                 yield answer
 
-    async def infer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    async def infer(self, request: pb.ModelInferRequest, tell_taken: Callable[[], None]) -> pb.ModelInferResponse:
         """Raises OrderRefused."""
         _check_version(request.model_version)
         with self._timed(request.model_name) as parts:
             asked = tensors.asked(request)
-            parts += await self._judged(request, asked)
+            parts += await self._judged(request, asked, tell_taken)
         response = tensors.answer(parts, asked.outputs, is_raw=asked.is_raw)
         response.model_name = request.model_name
         response.model_version = VERSION
         response.id = request.id
         return response
 
-    async def _judged(self, request: pb.ModelInferRequest, asked: Asked) -> list[Part]:
+    async def _judged(self, request: pb.ModelInferRequest, asked: Asked, tell_taken: Callable[[], None]) -> list[Part]:
         """Of each image; all are withdrawn where one is refused."""
         board_type = tensors.parameter(request.parameters, "board_type")
         images = zip(asked.images, asked.boards, asked.refs, strict=True)
@@ -171,7 +169,7 @@ class InferenceService:
             )
             for number, (image, board, ref) in enumerate(images)
         ]
-        return [parts[0] for parts in await _all(self._orders, orders)]
+        return [parts[0] for parts in await _all(self._orders, orders, tell_taken)]
 
     @contextmanager
     def _timed(self, model: str) -> Iterator[list[Part]]:
@@ -197,11 +195,13 @@ class InferenceService:
         return models[name]
 
 
-async def _all(orders: Orders, several: Sequence[Order]) -> Sequence[Sequence[Part]]:
+async def _all(orders: Orders, several: Sequence[Order], tell_taken: Callable[[], None]) -> Sequence[Sequence[Part]]:
     """What became of each; where one is refused, the others are withdrawn."""
-    if len(several) == 1:
-        return [await orders.judged(several[0])]
-    tasks = [asyncio.create_task(orders.judged(order)) for order in several]
+    *first, last = several
+    if not first:
+        return [await orders.judged(last, tell_taken=tell_taken)]
+    tasks = [asyncio.create_task(orders.judged(order)) for order in first]
+    tasks.append(asyncio.create_task(orders.judged(last, tell_taken=tell_taken)))
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:

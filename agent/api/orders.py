@@ -37,13 +37,20 @@ class Orders:
         """What a call of the desk's returns or raises, without keeping the loop waiting."""
         return await asyncio.wrap_future(self._asking.submit(call, *given, **named))
 
-    async def judged(self, order: Order, tell_accepted: Callable[[], None] | None = None) -> Sequence[Part]:
+    async def judged(
+        self,
+        order: Order,
+        *,
+        tell_taken: Callable[[], None] = lambda: None,
+        tell_accepted: Callable[[], None] | None = None,
+    ) -> Sequence[Part]:
         """What became of an order. Raises OrderRefused; whoever is cancelled here withdraws it.
 
-        ``tell_accepted`` is called on the loop; whoever is told so has it judged anyway.
+        ``tell_taken``: the desk counts it. ``tell_accepted``: it is durable; whoever is told so has it judged anyway.
+        Both are called on the loop.
         """
         _check_names(order)
-        return await _Placed(self, order, tell_accepted).awaited()
+        return await _Placed(self, order, tell_accepted).awaited(tell_taken)
 
     def submit(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
         """Have the desk called, in the order of submission as far as two threads keep it."""
@@ -66,13 +73,14 @@ class _Placed:
         self._is_kept_anyway = False  # its caller was told that it is accepted
         self._ticket = orders.submit(_ordered, orders.desk, order, self)
 
-    async def awaited(self) -> Sequence[Part]:
+    async def awaited(self, tell_taken: Callable[[], None]) -> Sequence[Part]:
         """Its end. Raises OrderRefused; whoever is cancelled here withdraws it."""
         self._orders.under_way += 1
         try:
             taken = await asyncio.wrap_future(self._ticket)
             if isinstance(taken, OrderRefused):
                 raise OrderRefused(taken.reason, str(taken), taken.retry_s)
+            tell_taken()
             return await self._end
         finally:
             self._orders.under_way -= 1

@@ -1,8 +1,8 @@
 """Many orders over one stream: each is carried out by itself and answered when it ends, and none ends the stream.
 
-Guarantees: a caller that does not read its answers is not read from, so that they do not pile up; when the agent stops,
-what is under way is answered before the stream ends; when the caller goes away, what is under way is withdrawn, except
-what it was told to be accepted.
+Guarantees: a caller that does not read its answers is not read from, so that they do not pile up, nor is one whose last
+order the desk has not counted yet; when the agent stops, what is under way is answered before the stream ends; when the
+caller goes away, what is under way is withdrawn, except what it was told to be accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from agent.api.messages import order_of, part_message, text
 from agent.api.orders import first_of
@@ -31,6 +31,7 @@ WINDOW = 1000  # orders of a stream that are under way, or answered and not read
 FINAL_WANTED = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
 
+Infer: TypeAlias = "Callable[[oip.ModelInferRequest, Callable[[], None]], Awaitable[oip.ModelInferResponse]]"
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
@@ -45,8 +46,8 @@ class Conversation(ABC, Generic[Request, Answer]):
         self._under_way: set[asyncio.Task[None]] = set()
 
     @abstractmethod
-    async def carry_out(self, request: Request) -> Answer:
-        """One order to its end; its last answer. Raises OrderRefused."""
+    async def carry_out(self, request: Request, tell_taken: Callable[[], None]) -> Answer:
+        """One order to its end; its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused."""
 
     @abstractmethod
     def failed(self, request: Request, reason: str, message: str, again_ms: int | None) -> Answer:
@@ -86,18 +87,22 @@ class Conversation(ABC, Generic[Request, Answer]):
     async def _take(self, requests: AsyncIterator[Request]) -> None:
         async for request in requests:
             await self._window.acquire()
-            task = asyncio.create_task(self._answer(request))
+            is_taken = asyncio.Event()
+            task = asyncio.create_task(self._answer(request, is_taken.set))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
+            await is_taken.wait()
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: Request, tell_taken: Callable[[], None]) -> None:
         try:
-            answer = await self.carry_out(request)
+            answer = await self.carry_out(request, tell_taken)
         except OrderRefused as refused:
             answer = self.failed(request, str(refused.reason), text(str(refused)), retry_ms(refused))
         except Exception:
             log.exception("api_failed in a stream")
             answer = self.failed(request, INTERNAL, MISTAKE, None)
+        finally:
+            tell_taken()
         self.tell(answer, is_last=True)
 
 
@@ -109,7 +114,7 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
         self._orders = orders
         self._ids: set[str] = set()
 
-    async def carry_out(self, request: pb.StreamOrder) -> pb.StreamAnswer:
+    async def carry_out(self, request: pb.StreamOrder, tell_taken: Callable[[], None]) -> pb.StreamAnswer:
         """Raises OrderRefused."""
         if not request.id or request.id in self._ids:
             raise OrderRefused(Refusing.INVALID, "an order needs an id that none of this stream's under way has")
@@ -117,7 +122,9 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
         accepted = pb.StreamAnswer(id=request.id, accepted=pb.Accepted())
         self._ids.add(request.id)
         try:
-            parts = await self._orders.judged(order_of(request.order), lambda: self.tell(accepted))
+            parts = await self._orders.judged(
+                order_of(request.order), tell_taken=tell_taken, tell_accepted=lambda: self.tell(accepted)
+            )
         finally:
             self._ids.discard(request.id)
         judged = pb.InspectReply(parts=[part_message(part) for part in parts])
@@ -132,14 +139,16 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
 class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferResponse]):
     """Of the Open Inference Protocol."""
 
-    def __init__(self, infer: Callable[[oip.ModelInferRequest], Awaitable[oip.ModelInferResponse]], door: Door) -> None:
+    def __init__(self, infer: Infer, door: Door) -> None:
         super().__init__(door)
         self._infer = infer
 
-    async def carry_out(self, request: oip.ModelInferRequest) -> oip.ModelStreamInferResponse:
+    async def carry_out(
+        self, request: oip.ModelInferRequest, tell_taken: Callable[[], None]
+    ) -> oip.ModelStreamInferResponse:
         """Raises OrderRefused."""
         self._door.check_size(request.ByteSize())
-        response = await self._infer(request)
+        response = await self._infer(request, tell_taken)
         if FINAL_WANTED in request.parameters and request.parameters[FINAL_WANTED].bool_param:
             response.parameters[FINAL].bool_param = True
         return oip.ModelStreamInferResponse(infer_response=response)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PAGE = 500  # results read at a time
 BOARDS_WAITING = 10_000  # verdicts for a watcher that does not read
+BEHIND = "more boards were judged than wait for one watcher - watch again, and ask for the boards that matter"
 
 
 class Watch:
@@ -32,22 +33,26 @@ class Watch:
         self._orders = orders
         self._seq = after_seq
         self._boards: deque[BoardView] = deque()
+        self._is_behind = False  # a board's verdict had no room
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     async def events(self, stopping: asyncio.Event) -> AsyncGenerator[Event, None]:
         """Until the agent stops, which raises OrderRefused, or whoever iterates ends it."""
-        end = await self._orders.ask(self._orders.desk.subscribe, self._tell)
+        end = self._orders.desk.subscribe(self._tell)
         try:
             self._news.set()  # what is there already
             while not stopping.is_set():
                 await first_of(self._news.wait(), stopping.wait())
                 self._news.clear()
+                is_behind = self._is_behind
                 boards = [self._boards.popleft() for _ in range(len(self._boards))]
                 async for part in self._stored():
                     yield part
                 for board in boards:
                     yield board
+                if is_behind:
+                    raise OrderRefused(Refusing.QUEUE_FULL, BEHIND, 0.0)
         finally:
             end()
         raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, after the last number that came")
@@ -74,7 +79,7 @@ class Watch:
             if self._seq is None and event.seq is not None:
                 self._seq = event.seq - 1
         elif len(self._boards) == BOARDS_WAITING:
-            return  # this watcher has not read for hours; GetBoard tells what it missed
+            self._is_behind = True
         else:
             self._boards.append(event)
         self._news.set()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -163,6 +165,7 @@ def test_whatever_the_bytes_are_a_call_ends_by_an_answer_or_by_what_its_caller_d
         told = (error.code(), error.details(), error.trailing_metadata())
         assert error.code() in OF_THE_CALLER, told  # noqa: PT017  # either is right
         assert dict(error.trailing_metadata())["coserve-reason"], told  # noqa: PT017
+        assert "Unexpected" not in error.details(), told  # noqa: PT017  # as gRPC begins with an exception's text
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -271,3 +274,63 @@ def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
         finally:
             busy.kill()
     assert grown_bytes < 200 * MEBIBYTE
+
+
+def silent(end):
+    """A caller's side of a call whose message never comes."""
+    end.wait(DEADLINE_S)
+    yield from ()
+
+
+def test_callers_that_never_send_keep_nobody_else_s_questions_waiting(agent, channel, server):
+    end = threading.Event()
+    inspect = channel.stream_unary("/coserve.v1.Inspection/Inspect")
+    calls = [inspect.future(silent(end), timeout=DEADLINE_S) for _ in range(20)]
+    wait_until(lambda: server.calls == 20)
+    assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+    assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S).status
+    waiting = agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S)
+    for call in calls:
+        call.cancel()
+    assert waiting.result(DEADLINE_S).parts
+    end.set()
+
+
+def test_a_caller_that_never_sends_is_given_up(agent, channel, server, monkeypatch):
+    monkeypatch.setattr("agent.api.door.RECEIVE_S", 0.01)
+    end = threading.Event()
+    error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), silent(end), timeout=DEADLINE_S)
+    assert (error.code(), metadata(error)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "INVALID"})
+    assert "has not come" in error.details()
+    end.set()
+
+
+def test_no_more_is_received_than_a_busy_desk_has_counted(agent, desk, server):
+    """A desk that takes long to count an order, as while it looks at a large image: the others wait outside."""
+    may_go, given = threading.Event(), []
+
+    def order(order, listener):
+        given.append(order)
+        assert may_go.wait(DEADLINE_S)
+        return take(order, listener)
+
+    take, desk.order = desk.order, order
+    calls = [agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor")) for _ in range(30)]
+    wait_until(lambda: server.calls == 30)
+    assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+    assert server.orders_under_way <= 4
+    may_go.set()
+    assert Counter(map(outcome, calls)) == {"judged": 30}
+    assert len(given) == 30
+
+
+def test_what_grpc_ends_by_itself_is_no_mistake_of_the_program(agent, channel, server, caplog):
+    large = pb.InspectRequest(file=bytes(129 * MEBIBYTE), component="resistor")
+    refused(agent.Inspect, large, timeout=DEADLINE_S)
+    end = threading.Event()
+    call = channel.stream_unary("/coserve.v1.Inspection/Inspect").future(silent(end), timeout=DEADLINE_S)
+    wait_until(lambda: server.calls == 1)
+    call.cancel()
+    wait_until(lambda: server.calls == 0)
+    end.set()
+    assert "api_failed" not in caplog.text
