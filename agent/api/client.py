@@ -99,9 +99,13 @@ class AgentClient:
 
     def watch(self, after_seq: int | None = None) -> Iterator[Event]:
         """Stored results with larger numbers, then those to come, and board verdicts; None: those to come only."""
-        with self._explained():
-            for event in self._agent.WatchResults(pb.WatchResultsRequest(after_seq=after_seq), metadata=self._metadata):
-                yield board_of(event.board) if event.HasField("board") else part_of(event.result)
+        events = self._agent.WatchResults(pb.WatchResultsRequest(after_seq=after_seq), metadata=self._metadata)
+        try:
+            with self._explained():
+                for event in events:
+                    yield board_of(event.board) if event.HasField("board") else part_of(event.result)
+        finally:
+            events.cancel()
 
     def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
         """Have a camera take a frame; what the keys of its results begin with."""

@@ -61,6 +61,7 @@ def test_the_rest_is_what_the_desk_says(client, desk):
     list(client.inspect([b"x"], "capacitor", board="B1"))
     assert [type(next(events)) for _ in range(2)] == [Part, BoardView]
     events.close()
+    desk.wait_for(lambda desk: not desk.watchers)
 
 
 def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
