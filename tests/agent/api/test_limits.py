@@ -334,3 +334,24 @@ def test_what_grpc_ends_by_itself_is_no_mistake_of_the_program(agent, channel, s
     wait_until(lambda: server.calls == 0)
     end.set()
     assert "api_failed" not in caplog.text
+
+
+def test_a_stream_is_not_read_from_before_its_last_order_is_counted(agent, desk, server):
+    may_go, given = threading.Event(), []
+
+    def order(order, listener):
+        given.append(order)
+        assert may_go.wait(DEADLINE_S)
+        return take(order, listener)
+
+    take, desk.order = desk.order, order
+    order_ = pb.InspectRequest(file=b"x", component="resistor", is_question=True)
+    answers = agent.InspectStream(
+        iter([pb.StreamOrder(id=str(number), order=order_) for number in range(10)]), timeout=DEADLINE_S
+    )
+    wait_until(lambda: given)
+    for _ in range(20):
+        agent.Status(pb.StatusRequest(), timeout=DEADLINE_S)
+    assert (len(given), server.orders_under_way) == (1, 1)
+    may_go.set()
+    assert {answer.id for answer in answers} == {str(number) for number in range(10)}
