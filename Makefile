@@ -11,7 +11,7 @@ WORKERS := logical
 MINUTES := 45
 ONLY :=
 
-.PHONY: help venv demo test lint bench mutants clean
+.PHONY: help venv demo test lint bench mutants proto clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,12 @@ bench: $(INSTALLED)  ## the short proof, under five minutes: bench-report/report
 # Not part of the tests: it runs them for each of nearly three thousand changes. One worker, behind everything else that runs.
 mutants: $(INSTALLED)  ## which changes of the core and the records no test notices, in up to MINUTES=45; ONLY=module
 	$(VENV)/bin/python tests/mutants.py $(MINUTES) $(ONLY)
+
+# The generator has a virtual environment of its own: what it needs is not what it makes stubs for.
+proto:  ## the stubs of the protocols anew, from agent/api/proto; after each change there
+	@[ -x .venv-proto/bin/pip ] || $(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/python -m pip install --quiet --prefer-binary grpcio-tools==1.73.1
+	.venv-proto/bin/python packaging/make_stubs.py
 
 clean:  ## remove what the targets wrote, but not $(VENV)
 	rm -rf build dist demo bench-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -39,6 +39,15 @@ app.add_typer(experts_app, name="experts")
 app.add_typer(config_app, name="config")
 
 LineFile = Annotated[Path, typer.Argument(metavar="LINE.yaml", help="the line file", show_default=False)]
+Target = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="ask the agent that runs there: unix:PATH or HOST:PORT")
+]
+Authority = Annotated[
+    Path | None, typer.Option("--ca", help="PEM file of the authority to trust at HOST:PORT; default the line's own")
+]
+TokenFile = Annotated[Path | None, typer.Option(help="file of the token to show at HOST:PORT; default the line's own")]
+Certificate = Annotated[Path | None, typer.Option(help="PEM file: the certificate to show, where callers must (mTLS)")]
+Key = Annotated[Path | None, typer.Option(help="PEM file: its private key")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on stdout, nothing else there")]
 
 
@@ -87,21 +96,34 @@ def inspect(
     line: LineFile,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="image files", show_default=False)],
     component: Annotated[str, typer.Option(help="component type of all of them")],
+    target: Target = None,
+    ca: Authority = None,
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge images now, without the agent: nothing is moved, nothing is stored."""
+    """Judge images now, without the agent, or with --target by a running one: nothing is moved, nothing is stored."""
+    from agent.commands.outputs import outputs_sha256
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
-    from agent.deployment.profile_in_use import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained():
         config = read_line(line)
-        set_spinning(config)
-        from agent.commands.inspection import inspect_images, outputs_sha256  # loads torch
-
         with progress_on_stderr() as progress:
-            results = inspect_images(config, images, component, progress)
+            if target is not None:
+                from agent.commands.asking import AccessFiles, ask_to_inspect
+
+                access = AccessFiles(ca, token_file, certificate, key)
+                results = ask_to_inspect(config, target, access, images, component, progress)
+            else:
+                from agent.deployment.profile_in_use import set_spinning
+
+                set_spinning(config)
+                from agent.commands.inspection import inspect_images  # loads torch
+
+                results = inspect_images(config, images, component, progress)
     if as_json:
         print(json.dumps({"results": results, "outputs_sha256": outputs_sha256(row["label"] for row in results)}))
         return
@@ -134,6 +156,32 @@ def results(
             print(json.dumps({"results": list(rows)}))
         else:
             write_rows(rows, output, sys.stdout)
+
+
+@app.command()
+def status(
+    line: Annotated[Path | None, typer.Argument(metavar="[LINE.yaml]", help="the line file of the agent")] = None,
+    target: Target = None,
+    ca: Authority = None,
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """How a running agent is: its queues, memories, experts and sources. Asked at the line's first gRPC address."""
+    from agent.commands.asking import AccessFiles, ask_status
+    from agent.commands.status import print_status, status_row
+    from agent.config import read_line
+
+    if line is None and target is None:
+        raise typer.BadParameter("whose status? - name the agent's LINE.yaml, or --target ADDRESS")
+    with explained():
+        config = None if line is None else read_line(line)
+        answered = ask_status(config, target, AccessFiles(ca, token_file, certificate, key))
+    if as_json:
+        print(json.dumps(status_row(answered)))
+    else:
+        print_status(answered)
 
 
 @experts_app.command("list")

@@ -22,6 +22,8 @@ CoServeError
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
++- AddressUnusable          an API cannot be served where the line file says
++- AgentUnreachable         no agent answers at an address, or it does not let this caller in
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
@@ -225,6 +227,8 @@ class Refusing(StrEnum):
     INVALID = "INVALID"  # the order contradicts itself, or the line file
     NOT_NOW = "NOT_NOW"  # it cannot be done in the state that things are in
     STOPPING = "STOPPING"  # the agent ends: the next one will answer
+    MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"  # more bytes than a message may have: never as it is
+    UNAUTHENTICATED = "UNAUTHENTICATED"  # the caller's token is missing, or not the one
 
 
 class OrderRefused(CoServeError):
@@ -234,6 +238,24 @@ class OrderRefused(CoServeError):
         super().__init__(message)
         self.reason = reason
         self.retry_s = retry_s
+
+
+class AddressUnusable(CoServeError):
+    """An address that an API cannot be served at: somebody else does, or it is not this machine's."""
+
+    def __init__(
+        self, address: str, reason: str, advice: str = "correct it in the line file, then start again"
+    ) -> None:
+        super().__init__(f"{address}: {reason} - {advice}")
+        self.address = address
+
+
+class AgentUnreachable(CoServeError):
+    """No answer from the agent at an address. ``reason``: in words, with what to do."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"{address}: {reason}")
+        self.address = address
 
 
 class AlreadyRunning(CoServeError):

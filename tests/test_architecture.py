@@ -54,7 +54,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.deployment": ("agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile"),
     "agent.intake": ("agent.config", "agent.line_file"),
     "agent.records": ("agent.config", "agent.line_file"),
-    "agent.api": ("agent.config", "agent.line_file"),
+    "agent.api.proto": (),
+    "agent.api": ("agent.config", "agent.line_file", "agent.api.proto"),
     "agent.intake.cameras": ("agent.line_file",),
     "agent.intake.cameras.sources": (),
     "agent.service": (
@@ -63,7 +64,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.records",
+        "agent.records", "agent.api",
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),

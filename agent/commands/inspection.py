@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from contextlib import closing, contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -46,14 +45,6 @@ def inspect_images(
     return [
         _row(image, component, outcome, seconds) for image, (outcome, seconds) in zip(images, outcomes, strict=True)
     ]
-
-
-def outputs_sha256(labels: Iterable[str | None]) -> str:
-    """A digest over (request number, label): two policies that judge the same images must agree on it in fp32."""
-    digest = hashlib.sha256()
-    for number, label in enumerate(labels):
-        digest.update(f"{number} {label}\n".encode())
-    return digest.hexdigest()
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.api.desk import ReloadView
+from agent.api.server import ApiServer
 from agent.config import read_line
 from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.intake.room import has_room
@@ -30,7 +31,7 @@ from agent.service.line_boards import LineBoards, wall_clock
 from agent.service.line_desk import Controls, LineDesk
 from agent.service.order_taker import OrderTaker
 from agent.service.verdicts import Verdicts
-from experts.errors import ConfigError, OrderRefused, Refusing
+from experts.errors import AddressUnusable, ConfigError, OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_S = 15.0  # with the agent's own 5 s for what hangs, and all below, it ends within the 30 s that systemd waits
+API_STOP_S = 5.0
 CAMERAS_STOP_S = 2.0  # of all together
 COMMIT_S = 2.0
 FILING_S = 2.0  # of all folders together
@@ -111,6 +113,7 @@ class LineService:
             camera.name: CameraDoor(camera, self._inspector, self._journal, self._verdicts)
             for camera in config.intake.cameras
         }
+        self.api = ApiServer(config.api, self.desk) if config.api.grpc else None
         self._reloading = threading.Lock()
         self._folders: list[FolderDoor] = []
         self._housekeeper = Housekeeper(
@@ -157,10 +160,14 @@ class LineService:
         )
 
     def start(self) -> None:
-        """Take up boards that were open, start the agent, then open the doors."""
+        """Take up boards that were open, start the agent, then open the doors.
+
+        Raises AddressUnusable where somebody else answers at an address of the APIs; then nothing is left running.
+        """
         self._boards.take_up()
         self._inspector.start()
         self._journal.take_up()
+        self._start_api()
         self._folders = [
             FolderDoor(
                 self._config,
@@ -187,6 +194,7 @@ class LineService:
         Raises AgentCrashed if it had crashed, after everything has ended.
         """
         self._stop_cameras()
+        self._stop_api()
         self._inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)
@@ -211,9 +219,24 @@ class LineService:
             "threads_left_behind": self.agent.loop.leaves_threads,
         }
 
+    def _start_api(self) -> None:
+        if self.api is None:
+            return
+        try:
+            self.api.start()
+        except AddressUnusable:
+            self.api = None
+            self.stop()
+            raise
+
     def _stop_cameras(self) -> None:
         """What they took already is durable, or becomes so; one that hangs is killed."""
         _stop_all([door.stop for door in self._cameras.values()], CAMERAS_STOP_S)
+
+    def _stop_api(self) -> None:
+        """Callers are told not to come any more; whoever waits has its answer while there is time."""
+        if self.api is not None and not self.api.stop(API_STOP_S):
+            log.warning("api_not_drained orders=%d they are judged all the same", self.api.orders_under_way)
 
     def _drain(self) -> None:
         if not self._inspector.drain(DRAIN_S):
@@ -265,6 +288,8 @@ class LineService:
     def _reloaded(self, read: LineConfig) -> ReloadView:
         for_restart = keys_for_restart(self._started_with, read)
         config = taken_over(self._config, read)
+        if self.api is not None:
+            self.api.reload(config.api)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
         self._inspector.change_line(change)
         self._config = config

@@ -195,7 +195,7 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path: Path) -> None:
     board = "boards: {b: {components: {r: 2}, layout: layout.yaml}}\n"
     layout = tmp_path / "layout.yaml"
     layout.write_text("size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n")
-    assert problems_of(tmp_path, MINIMAL + board) == [f"{layout}:2:1: parts: 1 parts of 'r', where its board has 2"]
+    assert problems_of(tmp_path, MINIMAL + board) == ["layout.yaml:2:1: parts: 1 parts of 'r', where its board has 2"]
     layout.write_text(
         "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 11]}\n  R2: {component: q, box: [5, 5, 5, 9]}\n"
     )
@@ -204,7 +204,7 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path: Path) -> None:
         "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 11]}\n  R2: {component: r, box: [5, 5, 9, 9]}\n"
     )
     assert problems_of(tmp_path, MINIMAL + board) == [
-        f"{layout}:3:24: parts.R1.box: the box leaves the frame of 20 x 10"
+        "layout.yaml:3:22: parts.R1.box: the box leaves the frame of 20 x 10"
     ]
     layout.write_text(
         "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 9]}\n  R2: {component: r, box: [5, 5, 9, 9]}\n"
@@ -326,6 +326,8 @@ def keys_in_full(schema: dict[str, Any], part: dict[str, Any], path: str = "") -
     """Every key of a part of the schema by its path, `*` for a name that the owner chooses, `[]` for a list's entry."""
     part = schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
     found: dict[str, dict[str, Any]] = {}
+    for alternative in (each for each in part.get("anyOf", ()) if "$ref" in each):
+        found |= keys_in_full(schema, alternative, path)
     for name, key in part.get("properties", {}).items():
         found |= {(inner := f"{path}.{name}".removeprefix(".")): key, **keys_in_full(schema, key, inner)}
     chosen = (part.get("additionalProperties"), *part.get("patternProperties", {}).values())
@@ -374,6 +376,8 @@ def test_the_page_states_the_defaults_that_hold() -> None:
     for path, key in keys_in_full(schema, schema).items():
         if "default" not in key:
             assert stated[path] == "required", path
+        elif isinstance(key["default"], int) and "pattern" in key:
+            assert size_bytes(stated[path].strip("` ")) == key["default"], path
         elif isinstance(key["default"], str | int | float):
             assert yaml.safe_load(stated[path].strip("`")) == key["default"], path
 

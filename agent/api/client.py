@@ -1,0 +1,167 @@
+"""A caller of a running agent, as the command line is one: plain calls, answers in the desk's nouns, errors in words.
+
+Guarantees: a call that the agent refuses raises OrderRefused with its reason; one that does not reach it raises
+AgentUnreachable, which says what to look at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from agent.api.messages import board_of, part_of, reload_of, status_of
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
+from agent.api.refusals import PUSHBACK_MS, REASON
+from agent.line_file.api import UNIX
+from experts.errors import AgentUnreachable, OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from agent.api.desk import BoardView, Event, Part, ReloadView, StatusView
+
+MESSAGE_BYTES = 64 * 2**20
+AT_ONCE = 16  # images that are sent before the first one is answered
+ANSWER_S = 60.0  # for an answer to a question
+INSPECT_S = 600.0  # for one image's verdict, waiting for its turn included
+TRIES = 100  # for an image that there was no room for
+
+Call = Any  # gRPC has no types
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What is shown at HOST:PORT. PEM texts; ``authority`` None: unencrypted; empty: the system's authorities."""
+
+    token: str | None = None
+    authority: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = None
+
+
+class AgentClient:
+    """A connection; to be closed, or used as a context."""
+
+    def __init__(self, address: str, access: Access | None = None) -> None:
+        self.address = address
+        self._access = access or Access()
+        options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MESSAGE_BYTES))
+        self._channel = self._opened(options)
+        self._agent = inspection_pb2_grpc.InspectionStub(self._channel)
+        is_shown = self._access.token is not None and not address.startswith(UNIX)
+        self._metadata = (("authorization", f"Bearer {self._access.token}"),) if is_shown else ()
+
+    def __enter__(self) -> AgentClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Calls that are under way are withdrawn."""
+        self._channel.close()
+
+    def inspect(
+        self, images: Iterable[bytes], component: str, board: str | None = None, ref: str | None = None
+    ) -> Iterator[Part]:
+        """One part per image, in their order. Without a board nothing of it is stored.
+
+        Raises OrderRefused for an image that is not taken; where there is only no room for it, it is sent again.
+        """
+        under_way: deque[tuple[pb.InspectRequest, Call]] = deque()
+        for image in images:
+            request = pb.InspectRequest(
+                file=image, component=component, board=board or "", ref=ref or "", is_question=board is None
+            )
+            under_way.append((request, self._sent(request)))
+            if len(under_way) == AT_ONCE:
+                yield self._judged(*under_way.popleft())
+        while under_way:
+            yield self._judged(*under_way.popleft())
+
+    def status(self) -> StatusView:
+        """How the agent is."""
+        return status_of(self._asked(self._agent.Status, pb.StatusRequest()))
+
+    def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
+        """The latest run of the boards with a serial."""
+        request = pb.GetBoardRequest(serial=serial, board_type=board_type or "")
+        return [board_of(board) for board in self._asked(self._agent.GetBoard, request).boards]
+
+    def watch(self, after_seq: int | None = None) -> Iterator[Event]:
+        """Stored results with larger numbers, then those to come, and board verdicts; None: those to come only."""
+        events = self._agent.WatchResults(pb.WatchResultsRequest(after_seq=after_seq), metadata=self._metadata)
+        try:
+            with self._explained():
+                for event in events:
+                    yield board_of(event.board) if event.HasField("board") else part_of(event.result)
+        finally:
+            events.cancel()
+
+    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
+        """Have a camera take a frame; what the keys of its results begin with."""
+        request = pb.TriggerRequest(camera=camera, board=board or "", board_type=board_type or "")
+        return str(self._asked(self._agent.Trigger, request).key)
+
+    def explain(self, subject: str) -> Sequence[str]:
+        """Why something is as it is, in sentences."""
+        return tuple(self._asked(self._agent.Explain, pb.ExplainRequest(subject=subject)).sentences)
+
+    def reload(self) -> ReloadView:
+        """Have the line file read anew; takes as long as new experts need to be packed."""
+        return reload_of(self._asked(self._agent.Reload, pb.ReloadRequest(), timeout_s=None))
+
+    def _opened(self, options: Sequence[tuple[str, int]]) -> Call:
+        access = self._access
+        if self.address.startswith(UNIX) or access.authority is None:
+            return grpc.insecure_channel(self.address, options)
+        credentials = grpc.ssl_channel_credentials(access.authority or None, access.key, access.certificate)
+        return grpc.secure_channel(self.address, credentials, options)
+
+    def _asked(self, method: Call, request: Call, timeout_s: float | None = ANSWER_S) -> Call:
+        with self._explained():
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+
+    def _sent(self, request: pb.InspectRequest) -> Call:
+        return self._agent.Inspect.future(request, timeout=INSPECT_S, metadata=self._metadata)
+
+    def _judged(self, request: pb.InspectRequest, sent: Call) -> Part:
+        for _ in range(TRIES):
+            try:
+                with self._explained():
+                    return part_of(sent.result().parts[0])
+            except OrderRefused as refused:
+                if refused.reason is not Refusing.QUEUE_FULL:
+                    raise
+                time.sleep(refused.retry_s or 1.0)
+                sent = self._sent(request)
+        raise OrderRefused(Refusing.QUEUE_FULL, f"{self.address}: there was no room for an image in {TRIES} tries")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: Call) -> OrderRefused | AgentUnreachable:
+        metadata = dict(error.trailing_metadata() or ())
+        reason = metadata.get(REASON)
+        if reason is not None and reason in Refusing.__members__:
+            pushback_ms = metadata.get(PUSHBACK_MS)
+            return OrderRefused(Refusing(reason), str(error.details()), pushback_ms and int(pushback_ms) / 1000)
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            advice = "is the agent running (`coserve serve`), and is this one of its addresses (`api.grpc`)?"
+            return AgentUnreachable(self.address, f"nobody answers - {advice} ({error.details()})")
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return AgentUnreachable(self.address, "somebody answers who is no agent - is this one of its addresses?")
+        return AgentUnreachable(self.address, f"{error.code().name}: {error.details()}")

@@ -1,0 +1,94 @@
+"""What callers at HOST:PORT must know and trust: certificates and the token, read anew when the agent reloads.
+
+Guarantees: files that do not belong together are refused with their names, and those read before stay in use; a token
+is compared in a time that does not depend on where it differs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from agent.api.refusals import refuse
+from agent.config import read_secret
+from experts.errors import ConfigError, OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from agent.line_file.api import TlsSection
+    from agent.line_file.values import SecretSection
+
+BEARER = "Bearer "
+
+Call = Any  # gRPC has no types
+
+
+class Certificates:
+    """This box's certificate and key, and whose callers it lets in."""
+
+    def __init__(self, tls: TlsSection) -> None:
+        """Raises ConfigError."""
+        self._asks_callers = tls.client_ca is not None
+        self._now = _read(tls)
+
+    def read_anew(self, tls: TlsSection) -> None:
+        """For the connections to come. Raises ConfigError, and then nothing has changed.
+
+        Whether callers must show a certificate at all is settled when the server starts.
+        """
+        self._now = _read(tls)
+
+    def for_server(self) -> Call:
+        """What a server's port is opened with; asked about at every handshake."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._now, lambda: self._now, require_client_authentication=self._asks_callers
+        )
+
+
+def _read(tls: TlsSection) -> Call:
+    check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        check.load_cert_chain(tls.certificate, tls.key)
+        if tls.client_ca is not None:
+            check.load_verify_locations(tls.client_ca)
+        authority = None if tls.client_ca is None else tls.client_ca.read_bytes()
+        pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    except OSError as error:  # SSLError is one
+        files = ", ".join(str(file) for file in (tls.certificate, tls.key, tls.client_ca) if file)
+        reason = (
+            "no certificate, its key and an authority in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        )
+        raise ConfigError(f"api.tls: {files}: {reason} - correct the files, or where they lie") from error
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=authority)
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
+    """Lets in who shows the token; nothing of the others' messages is received."""
+
+    def __init__(self, token: SecretSection) -> None:
+        """Raises SecretMissing."""
+        self._token = read_secret(token).encode()
+
+    def become(self, other: TokenGuard) -> None:
+        """The other's token is wanted from now on."""
+        self._token = other._token
+
+    async def intercept_service(self, continuation: Callable[[Call], Awaitable[Call]], details: Call) -> Call:
+        """The method that was asked for, or one that refuses."""
+        shown = dict(details.invocation_metadata).get("authorization", "")
+        token = shown[len(BEARER) :] if shown[: len(BEARER)].lower() == BEARER.lower() else ""
+        if hmac.compare_digest(token.encode(), self._token):
+            return await continuation(details)
+        return grpc.stream_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(requests: Call, context: Call) -> None:
+    refused = OrderRefused(
+        Refusing.UNAUTHENTICATED, "this address wants a token - send the metadata authorization: Bearer TOKEN"
+    )
+    refuse(context, refused)

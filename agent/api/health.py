@@ -1,0 +1,54 @@
+"""grpc.health.v1.Health: whether each service takes calls, told at once when that changes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from grpc_health.v1 import health_pb2
+
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+Message = Any  # its stubs have no types
+
+
+class Health:
+    """All services serve, until none does any more.
+
+    Not the servicer of grpcio-health-checking: there the first watcher that leaves takes away the condition that the
+    other watchers of its service wait for, and they never hear of the end.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = frozenset(("", *services))  # "": the server as a whole
+        self._ending = asyncio.Event()
+
+    def enter_graceful_shutdown(self) -> None:
+        """NOT_SERVING from now on; who watches is told, and then its stream ends."""
+        self._ending.set()
+
+    async def Check(self, request: Message, context: Message) -> Message:
+        """One service now. Raises OrderRefused for one that there is none of."""
+        if request.service not in self._services:
+            raise OrderRefused(Refusing.NOT_FOUND, "no such service - ask for one by its full name, or for none")
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(self, request: Message, context: Message) -> AsyncIterator[Message]:
+        """One service now, and when it changes."""
+        if not self._ending.is_set():
+            yield health_pb2.HealthCheckResponse(status=self._status(request.service))
+            await self._ending.wait()
+        yield health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    def _status(self, service: str) -> int:
+        if service not in self._services:
+            return int(SERVICE_UNKNOWN)
+        return int(NOT_SERVING if self._ending.is_set() else SERVING)

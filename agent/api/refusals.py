@@ -1,0 +1,46 @@
+"""How a refusal is told over gRPC: one status code for each reason, and the reason itself in the trailing metadata.
+
+The reason is there because codes are too few: RESOURCE_EXHAUSTED is what gRPC also says of a message that is too large,
+which is no better the next time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from experts.errors import Refusing
+
+if TYPE_CHECKING:
+    from experts.errors import OrderRefused
+
+REASON = "coserve-reason"
+PUSHBACK_MS = "grpc-retry-pushback-ms"  # what clients of gRPC with a retry policy keep to
+INTERNAL = "INTERNAL"  # the reason of what is a mistake of the program
+MISTAKE = "a mistake of the agent's program, which its log tells more about"
+
+STATUS = {
+    Refusing.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusing.MESSAGE_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusing.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
+    Refusing.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Refusing.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Refusing.NOT_NOW: grpc.StatusCode.FAILED_PRECONDITION,
+    Refusing.STOPPING: grpc.StatusCode.UNAVAILABLE,
+    Refusing.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+}
+
+
+def retry_ms(refused: OrderRefused) -> int | None:
+    """After how many milliseconds to try again, at least one; None: not as it is."""
+    return None if refused.retry_s is None else max(round(refused.retry_s * 1000), 1)
+
+
+def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC has no types
+    """Have a call end so, once its method returns."""
+    pushback_ms = retry_ms(refused)
+    hint = () if pushback_ms is None else ((PUSHBACK_MS, str(pushback_ms)),)
+    context.set_trailing_metadata(((REASON, str(refused.reason)), *hint))
+    context.set_code(STATUS[refused.reason])
+    context.set_details(str(refused))

@@ -1,0 +1,211 @@
+"""The APIs of a line over gRPC, at its addresses, on a thread of their own.
+
+Guarantees: it starts whole, at every address, or not at all; when it stops, health says so first, calls that are under
+way are answered within the time they are given, and new ones are UNAVAILABLE. Unix sockets are guarded by their
+permissions, HOST:PORT by certificates and token where these are configured; reflection answers on this machine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import dataclass
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+from google.protobuf import descriptor_pb2, timestamp_pb2
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from agent.api import health, inference, inspection
+from agent.api.credentials import Certificates, TokenGuard
+from agent.api.door import RECEIVED_AT_MOST, Door
+from agent.api.orders import Orders
+from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
+from agent.api.unix_sockets import UnixSocket
+from agent.line_file.api import UNIX, is_loopback
+from experts.errors import AddressUnusable
+
+if TYPE_CHECKING:
+    from agent.api.desk import Desk
+    from agent.line_file.api import ApiSection
+
+log = logging.getLogger(__name__)
+
+SERVICES = (inspection.SERVICE, inference.SERVICE)
+LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
+START_S = 30.0
+KEEPALIVE_MS = 60_000  # between two questions whether a silent caller is still there
+KEEPALIVE_ANSWER_MS = 20_000
+
+Server = Any  # gRPC has no types
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Served:
+    """One address that is served."""
+
+    address: str
+    server: Server
+    socket: UnixSocket | None
+
+
+class ApiServer:
+    """Started once, stopped once. ``addresses``: where it answers; of a port 0 the one that was found."""
+
+    def __init__(self, config: ApiSection, desk: Desk) -> None:
+        """Raises ConfigError for certificates or a token that cannot be read."""
+        self.addresses: tuple[str, ...] = ()
+        self._config = config
+        self._orders = Orders(desk)
+        self._door = Door(config.limits)
+        self._health = health.Health(SERVICES)
+        self._certificates = None if config.tls is None else Certificates(config.tls)
+        self._token = None if config.token is None else TokenGuard(config.token)
+        self._served: list[_Served] = []
+
+    @property
+    def calls(self) -> int:
+        """Under way at the moment; health and reflection not counted."""
+        return self._door.calls
+
+    @property
+    def orders_under_way(self) -> int:
+        """Given to the desk for callers who wait for their end."""
+        return self._orders.under_way
+
+    def start(self) -> None:
+        """Serve. Raises AddressUnusable, and then nothing is served."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="api", daemon=True)
+        self._thread.start()
+        try:
+            self.addresses = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self.stop(0.0)
+            raise
+        log.info("api_started addresses=%s", ",".join(self.addresses))
+
+    def reload(self, config: ApiSection) -> None:
+        """Read certificates and token anew, for connections and calls to come.
+
+        Raises ConfigError, and then nothing has changed. Addresses, limits, and whether there are certificates and a
+        token at all, are as they were at the start.
+        """
+        token = self._token and config.token and TokenGuard(config.token)
+        if self._certificates is not None and config.tls is not None:
+            self._certificates.read_anew(config.tls)
+        if self._token is not None and token:
+            self._token.become(token)
+
+    def stop(self, grace_s: float) -> bool:
+        """Answer what is under way for so long, then end; False if it took longer, and callers were cut off."""
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop)
+        is_idle = stopping.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._orders.stop()
+        log.info("api_stopped all_answered=%s", is_idle)
+        return is_idle
+
+    async def _start(self) -> tuple[str, ...]:
+        services = (
+            inspection.InspectionService(self._orders, self._door),
+            inference.InferenceService(self._orders, self._door, self._config.limits.message),
+        )
+        for address in self._config.grpc:
+            self._served.append(self._bound(address))
+            _add_services(self._served[-1], *services, self._health)
+        for served in self._served:
+            await served.server.start()
+        return tuple(served.address for served in self._served)
+
+    def _bound(self, address: str) -> _Served:
+        """Raises AddressUnusable."""
+        if address.startswith(UNIX):
+            server = self._server([self._door])
+            place = UnixSocket(address)
+            try:
+                server.add_insecure_port(place.to_bind)
+                place.show()
+            except (RuntimeError, AddressUnusable) as error:
+                place.close()
+                raise AddressUnusable(address, "no socket can be made there") from error
+            return _Served(address, server, place)
+        server = self._server([self._door] if self._token is None else [self._token, self._door])
+        return _Served(self._opened(server, address), server, None)
+
+    def _opened(self, server: Server, address: str) -> str:
+        """Bind HOST:PORT; the address that it has become."""
+        try:
+            if self._certificates is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, self._certificates.for_server())
+        except RuntimeError as error:
+            raise AddressUnusable(address, _why_not(address)) from error
+        if not port:
+            raise AddressUnusable(address, _why_not(address))
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    def _server(self, interceptors: list[Server]) -> Server:
+        message_bytes = self._config.limits.message
+        options = (
+            ("grpc.max_receive_message_length", RECEIVED_AT_MOST * message_bytes),
+            ("grpc.max_send_message_length", message_bytes),
+            ("grpc.http2.bdp_probe", 0),  # else megabytes of each call are received before it is read from
+            ("grpc.so_reuseport", 0),  # else a second agent would take every other call
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
+        )
+        return grpc.aio.server(interceptors=interceptors, options=options)
+
+    async def _stop(self, grace_s: float) -> bool:
+        self._health.enter_graceful_shutdown()
+        self._door.stopping.set()
+        is_idle = await self._door.wait_until_idle(grace_s)
+        await asyncio.gather(*(served.server.stop(LAST_WORDS_S if is_idle else 0.0) for served in self._served))
+        for served in self._served:
+            if served.socket is not None:
+                served.socket.close()
+        self._served.clear()
+        return is_idle
+
+
+def _add_services(served: _Served, inspecting: object, inferring: object, healthy: object) -> None:
+    inspection_pb2_grpc.add_InspectionServicer_to_server(inspecting, served.server)
+    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inferring, served.server)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, served.server)
+    if is_loopback(served.address):
+        names = (*SERVICES, health.SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, served.server, pool=_reflected())
+
+
+def _reflected() -> DescriptorPool:
+    """The descriptions of all services in one pool; those of the Open Inference Protocol have one of their own."""
+    pool = DescriptorPool()
+    for described in (timestamp_pb2, inspection_pb2, inference_pb2, health_pb2, reflection_pb2):
+        file = descriptor_pb2.FileDescriptorProto()
+        described.DESCRIPTOR.CopyToProto(file)
+        pool.Add(file)
+    return pool
+
+
+def _why_not(address: str) -> str:
+    """What the system says to binding an address, which gRPC keeps to itself."""
+    host, _, port = address.rpartition(":")
+    try:
+        for family, kind, _, _, place in socket.getaddrinfo(
+            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM
+        ):
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+                probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "it cannot be served"

@@ -1,0 +1,70 @@
+"""The file of a unix socket: whose it is, and who may connect.
+
+Guarantees: while one process serves at a path no other takes it away, and what a dead one has left is replaced; it
+appears with its permissions. gRPC by itself unlinks whatever lies at the path, so two agents would rob one another.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from agent.line_file.api import UNIX
+from experts.errors import AddressUnusable
+
+MODE = 0o660  # its owner and its group, as of the agent's state
+PATH_BYTES = 107  # what the kernel takes
+
+
+class UnixSocket:
+    """A path that is about to be served, locked for this process."""
+
+    def __init__(self, address: str) -> None:
+        """Raises AddressUnusable if another process serves there, or nobody can."""
+        self._address = address
+        self._path = Path(address.removeprefix(UNIX))
+        self._hidden = Path(f"{self._path}~")  # where it is bound, until it may be seen
+        if (size := len(os.fsencode(self._hidden))) > PATH_BYTES:
+            raise AddressUnusable(address, f"{size - 1} bytes of path, where {PATH_BYTES - 1} are the most")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._check_place()
+        except OSError as error:
+            raise AddressUnusable(address, error.strerror or str(error)) from error
+
+    def _check_place(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._path.exists() and not stat.S_ISSOCK(self._path.stat().st_mode):
+                raise AddressUnusable(self._address, "something lies there that is no socket")
+        except BlockingIOError:
+            os.close(self._lock)
+            raise AddressUnusable(
+                self._address, "another agent answers there", "stop it, or give this line another address"
+            ) from None
+        except AddressUnusable:
+            os.close(self._lock)
+            raise
+
+    @property
+    def to_bind(self) -> str:
+        """The address to have bound."""
+        return f"{UNIX}{self._hidden}"
+
+    def show(self) -> None:
+        """It is bound: let it be found. Raises AddressUnusable."""
+        try:
+            self._hidden.chmod(MODE)
+            self._hidden.replace(self._path)
+        except OSError as error:
+            raise AddressUnusable(self._address, error.strerror or str(error)) from error
+
+    def close(self) -> None:
+        """Nobody is served there any more. The lock's file stays: who removed it could remove another's."""
+        with suppress(OSError):
+            self._path.unlink()
+        os.close(self._lock)

@@ -1,0 +1,132 @@
+"""Commands that ask a running agent instead of doing the work themselves; no model is loaded here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agent.api.client import Access, AgentClient
+from agent.config import read_secret
+from agent.line_file.api import UNIX
+from experts.errors import ConfigError
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from agent.api.desk import Part, StatusView
+    from agent.config import LineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AccessFiles:
+    """Where what is shown at HOST:PORT lies, as the command line was told; None: as the line file says."""
+
+    authority: Path | None = None
+    token: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def ask_status(config: LineConfig | None, target: str | None, files: AccessFiles) -> StatusView:
+    """How the agent at an address is; None: at the line's first one.
+
+    Raises ConfigError, AgentUnreachable and OrderRefused.
+    """
+    with _client(config, target, files) as client:
+        return client.status()
+
+
+def ask_to_inspect(
+    config: LineConfig,
+    target: str,
+    files: AccessFiles,
+    images: Sequence[Path],
+    component: str,
+    progress: Callable[[str, int, int], None],
+) -> list[dict[str, Any]]:
+    """One row per image, in order, with the keys of ``inspect_images``; a file that cannot be read is UNKNOWN.
+
+    Raises ConfigError, AgentUnreachable and OrderRefused.
+    """
+    unreadable: dict[int, str] = {}
+
+    def contents() -> Iterator[bytes]:
+        for number, image in enumerate(images):
+            try:
+                content = image.read_bytes()
+            except OSError as error:
+                unreadable[number] = f"{image}: {error.strerror}"
+                continue
+            if content:
+                yield content
+            else:
+                unreadable[number] = f"{image}: the file is empty"
+
+    with _client(config, target, files) as client:
+        parts = []
+        for part in client.inspect(contents(), component):
+            parts.append(part)
+            progress("inspect", len(parts) + len(unreadable), len(images))
+    judged = iter(parts)
+    return [
+        _unreadable_row(image, component, unreadable[number])
+        if number in unreadable
+        else _row(image, component, next(judged))
+        for number, image in enumerate(images)
+    ]
+
+
+def _client(config: LineConfig | None, target: str | None, files: AccessFiles) -> AgentClient:
+    address = target or _own_address(config)
+    return AgentClient(address, Access() if address.startswith(UNIX) else _access(config, files))
+
+
+def _own_address(config: LineConfig | None) -> str:
+    if config is None or not config.api.grpc:
+        raise ConfigError("the line file has no address of an agent - add api: {grpc: ...} to it, or name --target")
+    return config.api.grpc[0]
+
+
+def _access(config: LineConfig | None, files: AccessFiles) -> Access:
+    """From files that were named, or else from the line's own."""
+    api = config and config.api
+    authority = files.authority or (api and api.tls and api.tls.certificate)
+    token = _text(files.token) if files.token else read_secret(api.token) if api and api.token else None
+    return Access(
+        token=token,
+        authority=_bytes(authority) if authority else None,
+        certificate=_bytes(files.certificate) if files.certificate else None,
+        key=_bytes(files.key) if files.key else None,
+    )
+
+
+def _text(file: Path) -> str:
+    return _bytes(file).decode("utf-8", "replace").rstrip("\r\n")
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror} - name a file that can be read") from error
+
+
+def _row(image: Path, component: str, part: Part) -> dict[str, Any]:
+    return {
+        "image": str(image),
+        "component": component,
+        "verdict": str(part.verdict),
+        "label": part.label,
+        "score": part.score,
+        "experts": list(part.experts),
+        "seconds": round(part.seconds, 6),
+        "reason": part.reason,
+        "boxes": [box.as_json() for box in part.boxes],
+    }
+
+
+def _unreadable_row(image: Path, component: str, reason: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"image": str(image), "component": component, "verdict": str(Verdict.UNKNOWN)}
+    return row | {"label": None, "score": None, "experts": [], "seconds": 0.0, "reason": reason, "boxes": []}

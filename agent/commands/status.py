@@ -1,0 +1,80 @@
+"""How a running agent is, for people and scripts: `coserve status`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from experts.sizes import mib
+
+if TYPE_CHECKING:
+    from agent.api.desk import StatusView
+
+EXPERTS_SHOWN = 8  # of a memory, on a line for people
+
+
+def status_row(status: StatusView) -> dict[str, Any]:
+    """All of it, as JSON has it."""
+    row = asdict(status)
+    row["verdicts"] = {str(verdict): count for verdict, count in status.verdicts.items()}
+    return row
+
+
+def print_status(status: StatusView) -> None:
+    """The same as tables: how it is, then queues, memories, sources, and what is wrong."""
+    console = Console(width=160 if not Console().is_terminal else None, highlight=False)
+    for line in _summary(status):
+        console.print(escape(line))
+    for table in (_queues(status), _pools(status), _sources(status)):
+        if table.row_count:
+            console.print()
+            console.print(table)
+    troubles = [f"alarm: {alarm}" for alarm in status.alarms]
+    troubles += [f"expert {expert} is not asked: {why}" for expert, why in sorted(status.standing.items())]
+    if troubles:
+        console.print()
+    for trouble in troubles:
+        console.print(escape(trouble))
+
+
+def _summary(status: StatusView) -> list[str]:
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in status.verdicts.items())
+    uptime = timedelta(seconds=int(status.uptime_s))
+    read = mib(status.bytes_read)
+    doing = "stopping" if status.is_draining else "running"
+    return [
+        f"line {status.line}, coserve {status.version}, {doing} for {uptime}",
+        f"{status.requests_in_flight} images under way; judged {verdicts}; {status.boards_open} boards open",
+        f"{status.switches} switches, {status.loads} loads, {status.evictions} evictions, {read} read",
+    ]
+
+
+def _queues(status: StatusView) -> Table:
+    table = Table("executor", "processor", "queued", "running", box=None, header_style="bold")
+    for queue in status.queues:
+        table.add_row(str(queue.executor), queue.processor, str(queue.requests), escape(queue.running or "-"))
+    return table
+
+
+def _pools(status: StatusView) -> Table:
+    table = Table("memory", "used", "of", "experts", "", box=None, header_style="bold")
+    for pool in status.pools:
+        shown = ", ".join(pool.experts[:EXPERTS_SHOWN])
+        more = f" and {len(pool.experts) - EXPERTS_SHOWN} more" if len(pool.experts) > EXPERTS_SHOWN else ""
+        sizes = (mib(pool.used_bytes), mib(pool.capacity_bytes))
+        table.add_row(escape(pool.name), *sizes, str(len(pool.experts)), escape(shown + more))
+    return table
+
+
+def _sources(status: StatusView) -> Table:
+    titles = ("source", "kind", "state", "received", "waiting", "dropped", "")
+    table = Table(*titles, box=None, header_style="bold")
+    for source in status.sources:
+        counts = (str(source.received), str(source.waiting), str(source.dropped))
+        table.add_row(escape(source.name), source.kind, source.state, *counts, escape(source.alarm or ""))
+    return table

@@ -1,0 +1,56 @@
+"""A line in memory, served at real addresses, and callers of it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from agent.api.proto import inspection_pb2_grpc
+from agent.api.server import ApiServer
+from agent.line_file.api import ApiSection
+from tests.agent.api.fake_desk import FakeDesk
+
+DEADLINE_S = 30.0
+
+
+def section(folder, **keys):
+    """An `api:` section as a line file in this folder would have it."""
+    keys = {"grpc": ["unix:./a.sock", "127.0.0.1:0"]} | keys
+    return ApiSection.model_validate(keys, context={"folder": folder})
+
+
+@pytest.fixture
+def desk():
+    return FakeDesk()
+
+
+@pytest.fixture
+def serve(tmp_path, desk):
+    """Start a server with these keys of `api:`; it is stopped at the end."""
+    with ExitStack() as running:
+
+        def start(**keys):
+            server = ApiServer(section(tmp_path, **keys), desk)
+            server.start()
+            running.callback(lambda: server.addresses and server.stop(0.0))
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def server(serve):
+    return serve()
+
+
+@pytest.fixture
+def channel(server):
+    with grpc.insecure_channel(server.addresses[0], (("grpc.max_send_message_length", -1),)) as channel:
+        yield channel
+
+
+@pytest.fixture
+def agent(channel):
+    return inspection_pb2_grpc.InspectionStub(channel)

@@ -1,0 +1,259 @@
+"""A small line in memory behind the desk's seam: it judges by what the image says, and can be told to keep its answers.
+
+It keeps what the desk promises: one end for each order that is not cancelled, listeners called on a thread of its own,
+results numbered, stored before they are told, and told in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from threading import Condition, RLock
+
+from agent.api.desk import (
+    BoardView,
+    Listener,
+    Model,
+    Order,
+    Part,
+    PoolView,
+    QueueView,
+    ReloadView,
+    SourceView,
+    StatusView,
+)  # fmt: skip
+from experts.daemon_threads import DaemonThreads
+from experts.errors import OrderRefused, Refusing
+from experts.expert import BoundingBox, Verdict
+
+START = datetime(2026, 3, 1, 6, 0, tzinfo=UTC)
+DEADLINE_S = 30.0
+ROUTES = {"resistor": ("cls/resistor", "det/alignment"), "capacitor": ("cls/capacitor",)}
+EXPERTS = ("cls/resistor", "cls/capacitor", "det/alignment")
+BOARD_TYPES = ("main",)
+
+
+@dataclass(eq=False)
+class FakeTicket:
+    desk: FakeDesk
+    order: Order
+    listener: Listener
+
+    def cancel(self) -> None:
+        self.desk.withdraw(self)
+
+
+@dataclass
+class FakeDesk:
+    """``most``: orders under way at once. ``holds``: answers wait for ``release``."""
+
+    most: int = 1_000_000
+    largest_bytes: int = 1_000_000_000
+    holds: bool = False
+    orders: list[Order] = field(default_factory=list)  # all that were taken
+    under_way: list[FakeTicket] = field(default_factory=list)
+    withdrawn: list[Order] = field(default_factory=list)
+    results: list[Part] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    unloaded: list[str] = field(default_factory=list)
+    is_stopping: bool = False
+    most_under_way: int = 0
+    reload_view: ReloadView | None = None
+
+    def __post_init__(self) -> None:
+        self._lock = RLock()
+        self.changed = Condition(self._lock)
+        self._subscribers: list = []
+        self._threads = DaemonThreads(1, "fake_desk")
+
+    def order(self, order: Order, listener: Listener) -> FakeTicket:
+        with self._lock:
+            self._check(order)
+            ticket = FakeTicket(self, order, listener)
+            self.orders.append(order)
+            self.under_way.append(ticket)
+            self.most_under_way = max(self.most_under_way, len(self.under_way))
+            self.changed.notify_all()
+            if order.is_kept:
+                self._threads.submit(listener.accepted)
+            if not self.holds:
+                self._threads.submit(self._judge, ticket)
+        return ticket
+
+    def _check(self, order: Order) -> None:
+        if self.is_stopping:
+            raise OrderRefused(Refusing.STOPPING, "stopping")
+        if order.component not in {None, *ROUTES} or order.expert not in {None, *EXPERTS}:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no route for {order.component!r}, no expert {order.expert!r}")
+        if order.board_type not in {None, *BOARD_TYPES}:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
+        if len(order.image) > self.largest_bytes:
+            raise OrderRefused(Refusing.TOO_LARGE, "more pixels than an image may have")
+        if len(self.under_way) >= self.most:
+            raise OrderRefused(Refusing.QUEUE_FULL, f"{self.most} images are under way", 0.25)
+
+    def release(self) -> None:
+        """Judge what was held, and hold no more."""
+        with self._lock:
+            self.holds = False
+            for ticket in self.under_way:
+                self._threads.submit(self._judge, ticket)
+
+    def withdraw(self, ticket: FakeTicket) -> None:
+        with self._lock:
+            if ticket in self.under_way:
+                self.under_way.remove(ticket)
+                self.withdrawn.append(ticket.order)
+                self.changed.notify_all()
+
+    def wait_for(self, condition) -> None:
+        """Until something is so of this desk."""
+        with self._lock:
+            assert self.changed.wait_for(lambda: condition(self), DEADLINE_S), self
+
+    def _judge(self, ticket: FakeTicket) -> None:
+        with self._lock:
+            if ticket not in self.under_way:
+                return
+            self.under_way.remove(ticket)
+            parts = self._known(ticket.order) or self._parts(ticket.order)
+            self.changed.notify_all()
+        ticket.listener.judged(parts)
+
+    def _known(self, order: Order) -> list[Part]:
+        return [part for part in self.results if order.is_kept and order.key and part.key == order.key]
+
+    def _parts(self, order: Order) -> list[Part]:
+        names = [order.component or order.expert] if order.component or order.expert else list(ROUTES)
+        return [self._stored(self._part(order, name), order.is_kept) for name in names]
+
+    def _part(self, order: Order, component: str) -> Part:
+        image = order.image if isinstance(order.image, bytes) else bytes(order.image)
+        verdict = next((each for each in (Verdict.NG, Verdict.UNKNOWN) if each.value.encode() in image), Verdict.OK)
+        number = len(self.results) + 1
+        return Part(
+            key=order.key or f"api/{number}",
+            component=component,
+            verdict=verdict,
+            expert=order.expert,
+            board=order.board,
+            board_type="main" if order.board else None,
+            ref=order.ref,
+            label=None if verdict is Verdict.UNKNOWN else "good" if verdict is Verdict.OK else "bad",
+            score=None if verdict is Verdict.UNKNOWN else 0.75,
+            reason="not an image" if verdict is Verdict.UNKNOWN else None,
+            experts=ROUTES.get(component, (component,)),
+            boxes=(BoundingBox("good", 0.5, 1.0, 2.0, 3.0, 4.0),),
+            arrived_at=START,
+            finished_at=START + timedelta(seconds=number),
+            seconds=0.5,
+            queue_s=0.125,
+            compute_s=0.25,
+        )
+
+    def _stored(self, part: Part, is_kept: bool) -> Part:
+        return self.commit(part) if is_kept else part
+
+    def commit(self, part: Part) -> Part:
+        """Store a result, and tell of it; a board is closed by its second one."""
+        with self._lock:
+            part = Part(**{name: getattr(part, name) for name in Part.__slots__} | {"seq": len(self.results) + 1})
+            self.results.append(part)
+            for tell in list(self._subscribers):
+                tell(part)
+            if part.board and len(self._of_board(part.board)) == 2:
+                for tell in list(self._subscribers):
+                    tell(self._board(part.board))
+            return part
+
+    def subscribe(self, tell):
+        with self._lock:
+            self._subscribers.append(tell)
+            self.changed.notify_all()
+
+        def end() -> None:
+            with self._lock:
+                self._subscribers.remove(tell)
+                self.changed.notify_all()
+
+        return end
+
+    @property
+    def watchers(self) -> int:
+        return len(self._subscribers)
+
+    def results_after(self, seq: int, limit: int) -> list[Part]:
+        with self._lock:
+            return [part for part in self.results if part.seq > seq][:limit]
+
+    def models(self) -> list[Model]:
+        routes = [Model(name, experts, ("good", "bad"), (8, 8), 4, True) for name, experts in ROUTES.items()]
+        experts = [Model(f"expert:{name}", (name,), ("good", "bad"), None, 4, True) for name in EXPERTS[:2]]
+        return [*routes, *experts, Model(f"expert:{EXPERTS[2]}", EXPERTS[2:], ("good",), None, 1, False, "quarantined")]
+
+    def load(self, model: str) -> None:
+        self._check_model(model)
+        self.loaded.append(model)
+
+    def unload(self, model: str) -> None:
+        self._check_model(model)
+        self.unloaded.append(model)
+
+    def _check_model(self, model: str) -> None:
+        if model not in {each.name for each in self.models()}:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r}")
+
+    def _of_board(self, serial: str) -> list[Part]:
+        return [part for part in self.results if part.board == serial]
+
+    def _board(self, serial: str) -> BoardView:
+        parts = self._of_board(serial)
+        is_closed = len(parts) >= 2
+        counts = {verdict: sum(part.verdict is verdict for part in parts) for verdict in Verdict}
+        verdict = Verdict.OK if counts[Verdict.OK] == len(parts) else Verdict.NG
+        missing = {} if is_closed else {"capacitor": 1}
+        closed_at = START if is_closed else None
+        return BoardView(
+            serial, "main", verdict if is_closed else None, START, closed_at, missing, counts, tuple(parts)
+        )
+
+    def boards(self, serial: str, board_type: str | None = None) -> list[BoardView]:
+        with self._lock:
+            return [self._board(serial)] if self._of_board(serial) and board_type in {None, "main"} else []
+
+    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
+        if camera != "top":
+            raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
+        if board is None:
+            raise OrderRefused(Refusing.NOT_NOW, "the camera is offline")
+        return f"{camera}/{board}"
+
+    def status(self) -> StatusView:
+        with self._lock:
+            return StatusView(
+                line="test",
+                version="0.1.0",
+                uptime_s=3725.5,
+                is_draining=self.is_stopping,
+                requests_in_flight=len(self.under_way),
+                verdicts={verdict: sum(part.verdict is verdict for part in self.results) for verdict in Verdict},
+                boards_open=1,
+                switches=7,
+                loads=9,
+                evictions=5,
+                bytes_read=123_456_789,
+                queues=(QueueView(0, "cpu", 3, "cls/resistor"), QueueView(1, "cpu", 0, None)),
+                pools=(PoolView("host", 50 * 2**20, 100 * 2**20, ("cls/resistor", "cls/capacitor")),),
+                sources=(SourceView("inbox", "folder", "ONLINE", 12, 1, 0, None),
+                         SourceView("top", "camera", "STALLED", 5, 0, 2, "no frame for 10 s")),
+                standing={"det/alignment": "quarantined: its weights are not as they were packed"},
+                alarms=("the disk is nearly full",),
+            )  # fmt: skip
+
+    def explain(self, subject: str) -> list[str]:
+        if subject not in EXPERTS:
+            raise OrderRefused(Refusing.NOT_FOUND, f"nothing is called {subject!r}")
+        return [f"{subject} is in memory.", "It is asked often."]
+
+    def reload(self) -> ReloadView:
+        return self.reload_view or ReloadView(is_applied=True, added=("cls/new",), needs_restart=("api.grpc",))

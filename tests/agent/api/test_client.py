@@ -1,0 +1,90 @@
+"""The command line's caller: answers in the desk's nouns, errors in words."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from agent.api.client import Access, AgentClient
+from agent.api.desk import BoardView, Part
+from experts.errors import AgentUnreachable, OrderRefused, Refusing
+from experts.expert import Verdict
+
+
+@pytest.fixture
+def client(server):
+    with AgentClient(server.addresses[0]) as client:
+        yield client
+
+
+def test_images_are_judged_in_their_order_and_nothing_is_stored(client, desk):
+    images = [b"NG" if number % 3 else b"x" for number in range(100)]
+    verdicts = [part.verdict for part in client.inspect(images, "resistor")]
+    assert verdicts == [Verdict.NG if number % 3 else Verdict.OK for number in range(100)]
+    assert desk.results == []
+
+
+def test_with_a_board_they_are_stored(client, desk):
+    (part,) = client.inspect([b"x"], "resistor", board="B1", ref="R1")
+    assert (part.seq, desk.results) == (1, [part])
+
+
+def test_an_image_that_there_is_no_room_for_is_sent_again(client, desk):
+    desk.most, desk.holds = 1, True
+    timer = threading.Thread(target=lambda: desk.wait_for(lambda desk: desk.under_way) or desk.release())
+    timer.start()
+    assert [part.verdict for part in client.inspect([b"x"] * 5, "resistor")] == [Verdict.OK] * 5
+    timer.join()
+
+
+def test_what_is_refused_says_why(client, desk):
+    with pytest.raises(OrderRefused, match="no route for 'nobody'") as refused:
+        list(client.inspect([b"x"], "nobody"))
+    assert refused.value.reason is Refusing.NOT_FOUND
+
+
+def test_the_rest_is_what_the_desk_says(client, desk):
+    status = client.status()
+    assert status == desk.status()
+    (part,) = client.inspect([b"x"], "resistor", board="B1")
+    assert client.boards("B1") == desk.boards("B1")
+    with pytest.raises(OrderRefused):
+        client.boards("B9")
+    assert client.trigger("top", "B1") == "top/B1"
+    assert client.explain("cls/resistor") == tuple(desk.explain("cls/resistor"))
+    assert client.reload() == desk.reload()
+    events = client.watch(after_seq=0)
+    assert next(events) == part
+    list(client.inspect([b"x"], "capacitor", board="B1"))
+    assert [type(next(events)) for _ in range(2)] == [Part, BoardView]
+    events.close()
+    desk.wait_for(lambda desk: not desk.watchers)
+
+
+def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
+    for address in (f"unix:{tmp_path}/a.sock", "127.0.0.1:1"):
+        with AgentClient(address) as client, pytest.raises(AgentUnreachable) as error:
+            client.status()
+        assert str(error.value).startswith(f"{address}: nobody answers - is the agent running")
+
+
+def test_who_is_no_agent_is_told_from_one():
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with AgentClient(f"127.0.0.1:{port}") as client, pytest.raises(AgentUnreachable, match="no agent"):
+            client.status()
+        server.stop(0).wait()
+
+
+def test_a_token_is_shown(serve, tmp_path):
+    (tmp_path / "token").write_text("s3cret")
+    tcp = serve(token={"file": tmp_path / "token"}).addresses[1]
+    with AgentClient(tcp, Access(token="s3cret")) as client:
+        assert client.status().line == "test"
+    with AgentClient(tcp) as client, pytest.raises(OrderRefused, match="wants a token"):
+        client.status()

@@ -1,0 +1,76 @@
+"""Each Python snippet of docs/api.md, run as it stands there but for the port."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+
+from agent.api.refusals import STATUS
+from tests.agent.api.test_credentials import Authority
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+ENCRYPTED = [snippet for snippet in SNIPPETS if "secure_channel(" in snippet and "insecure" not in snippet]
+WATCHING = [snippet for snippet in SNIPPETS if "WatchResults" in snippet]
+PLAIN = [snippet for snippet in SNIPPETS if snippet not in ENCRYPTED + WATCHING]
+
+
+def run(snippet, server):
+    tcp = next(address for address in server.addresses if not address.startswith("unix:"))
+    exec(snippet.replace("127.0.0.1:8461", tcp), {})
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("image.png").write_bytes(b"an NG one")
+
+
+def test_there_are_some():
+    assert (len(PLAIN), len(WATCHING), len(ENCRYPTED)) == (3, 1, 1)
+
+
+def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
+    for snippet in PLAIN:
+        run(snippet, server)
+    assert capsys.readouterr().out.splitlines() == [
+        "VERDICT_NG bad 0.75 ",
+        "NG bad 0.75",
+        "NOT_FOUND NOT_FOUND None no route for 'no-such-one', no expert None",
+    ]
+    assert [(part.key, part.board, part.ref) for part in desk.results] == [("B1042/R17", "B1042", "R17")]
+
+
+def test_results_are_followed_until_the_agent_stops(server, desk, capsys):
+    run(PLAIN[0], server)
+    stopping = threading.Thread(target=lambda: desk.wait_for(lambda desk: desk.watchers) or server.stop(0.0))
+    stopping.start()
+    with pytest.raises(grpc.RpcError) as error:
+        run(WATCHING[0], server)
+    stopping.join()
+    server.addresses = ()
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_another_machine_is_let_in(serve, tmp_path, capsys):
+    folder = tmp_path / "tls"
+    folder.mkdir()
+    ours = Authority(folder, "ours")
+    ours.sign("box")
+    ours.sign("caller")
+    (folder / "token").write_text("s3cret\n")
+    tls = {"certificate": folder / "box.pem", "key": folder / "box.key", "client_ca": folder / "ours.pem"}
+    run(ENCRYPTED[0], serve(tls=tls, token={"file": folder / "token"}))
+    assert capsys.readouterr().out == "test 3726 s\n"
+
+
+def test_each_reason_is_explained_with_its_status():
+    rows = dict(re.findall(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \|", PAGE, re.MULTILINE))
+    assert rows == {str(reason): status.name for reason, status in STATUS.items()} | {"INTERNAL": "INTERNAL"}

@@ -1,0 +1,357 @@
+"""How much is taken at once, and what becomes of the rest; and what is no message at all."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.api.desk import Order
+from agent.api.proto import inference_pb2 as oip
+from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
+from agent.api.proto import inspection_pb2 as pb
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 60.0
+MEBIBYTE = 2**20
+
+
+def metadata(error):
+    return dict(error.trailing_metadata())
+
+
+def refused(call, *given, **named):
+    with pytest.raises(grpc.RpcError) as error:
+        call(*given, **named)
+    return error.value
+
+
+def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_queue(agent, channel, desk):
+    """AC16."""
+    (part,) = agent.Inspect(pb.InspectRequest(file=bytes(12_000_000), component="resistor"), timeout=DEADLINE_S).parts
+    assert part.verdict == pb.VERDICT_OK
+    request = pb.InspectRequest(file=bytes(65 * MEBIBYTE), component="resistor")
+    large = refused(agent.Inspect, request, timeout=DEADLINE_S)
+    assert (large.code(), metadata(large)) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED, {"coserve-reason": "MESSAGE_TOO_LARGE"},
+    )  # fmt: skip
+    raw = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[request.file])
+    large = refused(inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer, raw, timeout=DEADLINE_S)
+    assert metadata(large) == {"coserve-reason": "MESSAGE_TOO_LARGE"}
+    (answer,) = agent.InspectStream(iter([pb.StreamOrder(id="a", order=request)]), timeout=DEADLINE_S)
+    assert (answer.id, answer.refused.reason, answer.refused.HasField("retry_ms")) == ("a", "MESSAGE_TOO_LARGE", False)
+    desk.most = 0
+    full = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor"))
+    assert (full.code(), metadata(full)) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED, {"coserve-reason": "QUEUE_FULL", "grpc-retry-pushback-ms": "250"},
+    )  # fmt: skip
+
+
+def test_what_grpc_itself_refuses_carries_no_reason_of_ours(agent):
+    """AC16: a message above twice the limit is never received, so that it is told by gRPC alone, and without a hint."""
+    request = pb.InspectRequest(file=bytes(129 * MEBIBYTE), component="resistor")
+    large = refused(agent.Inspect, request, timeout=DEADLINE_S)
+    assert large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in large.details()
+    assert not {"coserve-reason", "grpc-retry-pushback-ms"} & metadata(large).keys()
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def outcome(call):
+    error = call.exception(DEADLINE_S)
+    return "judged" if error is None else metadata(error)["coserve-reason"]
+
+
+def test_a_thousand_calls_at_once_each_end_and_no_more_are_under_way_than_may_be(agent, desk, server):
+    """AC18: those that there is no room for are told at once, while the others still wait, with when to try again."""
+    desk.most, desk.holds = 50, True
+    request = pb.InspectRequest(file=bytes(100_000), component="resistor")
+    calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(1000)]
+    wait_until(lambda: sum(not call.done() for call in calls) == 50)  # although nothing is judged meanwhile
+    desk.release()
+    assert Counter(map(outcome, calls)) == {"judged": 50, "QUEUE_FULL": 950}
+    hints = {metadata(call.exception()).get("grpc-retry-pushback-ms") for call in calls if call.exception()}
+    assert hints == {"250"}
+    assert desk.most_under_way == 50
+    assert server.orders_under_way == 0
+
+
+def test_calls_beyond_the_limit_are_refused_before_they_are_received(serve, desk):
+    desk.holds = True
+    server = serve(limits={"requests": 3})
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        calls = [agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor")) for _ in range(3)]
+        desk.wait_for(lambda desk: len(desk.under_way) == 3)
+        full = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor"))
+        assert metadata(full)["coserve-reason"] == "QUEUE_FULL"
+        assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+        desk.release()
+        assert [outcome(call) for call in calls] == ["judged"] * 3
+        assert agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S).parts
+
+
+def test_large_messages_of_many_callers_are_received_one_after_the_other(serve, desk):
+    server = serve(limits={"memory": "4MiB", "message": "2MiB"})
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        request = pb.InspectRequest(file=bytes(2 * MEBIBYTE - 1000), component="resistor", is_question=True)
+        calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(40)]
+        assert Counter(map(outcome, calls)) == {"judged": 40}
+
+
+def test_an_image_that_never_fits_is_no_full_queue(agent, desk):
+    desk.largest_bytes = 10
+    large = refused(agent.Inspect, pb.InspectRequest(file=bytes(11), component="resistor"))
+    assert (large.code(), metadata(large)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "TOO_LARGE"})
+
+
+UNARY = [
+    *(f"coserve.v1.Inspection/{name}" for name in ("Inspect", "GetBoard", "Trigger", "Status", "Explain", "Reload")),
+    *(
+        f"inference.GRPCInferenceService/{name}"
+        for name in ("ModelInfer", "ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics", "ServerMetadata",
+                     "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload")
+    ),
+    "grpc.health.v1.Health/Check",
+]  # fmt: skip
+STREAMS = ["coserve.v1.Inspection/InspectStream", "inference.GRPCInferenceService/ModelStreamInfer"]
+OF_THE_CALLER = {
+    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION,
+}  # fmt: skip
+some_bytes = st.binary(max_size=60) | st.builds(
+    lambda request, cut: request.SerializeToString()[:cut],
+    st.builds(
+        oip.ModelInferRequest,
+        model_name=st.sampled_from(["resistor", "x", ""]),
+        raw_input_contents=st.lists(st.binary(max_size=8), max_size=3),
+        inputs=st.lists(
+            st.fixed_dictionaries(
+                {
+                    "name": st.sampled_from(["IMAGE", "BOARD"]),
+                    "datatype": st.sampled_from(["BYTES", "UINT8"]),
+                    "shape": st.lists(st.integers(-2, 5), max_size=3),
+                }
+            ),
+            max_size=2,
+        ),
+    ),
+    st.integers(0, 80),
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(method=st.sampled_from(UNARY), raw=some_bytes)
+def test_whatever_the_bytes_are_a_call_ends_by_an_answer_or_by_what_its_caller_did_wrong(channel, method, raw):
+    try:
+        channel.unary_unary(f"/{method}")(raw, timeout=DEADLINE_S)
+    except grpc.RpcError as error:
+        told = (error.code(), error.details(), error.trailing_metadata())
+        assert error.code() in OF_THE_CALLER, told  # noqa: PT017  # either is right
+        assert dict(error.trailing_metadata())["coserve-reason"], told  # noqa: PT017
+        assert "Unexpected" not in error.details(), told  # noqa: PT017  # as gRPC begins with an exception's text
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(method=st.sampled_from(STREAMS), several=st.lists(some_bytes, max_size=4))
+def test_whatever_comes_over_a_stream_it_ends(channel, method, several):
+    try:
+        list(channel.stream_stream(f"/{method}")(iter(several), timeout=DEADLINE_S))
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT  # noqa: PT017  # either is right
+
+
+def test_bytes_that_are_no_message_are_told_in_words_of_ours(channel):
+    error = refused(channel.unary_unary("/coserve.v1.Inspection/Inspect"), b"\xff\xff\xff")
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT, "the bytes are no message of this method's type",
+    )  # fmt: skip
+    assert metadata(error) == {"coserve-reason": "INVALID"}
+
+
+def test_a_call_without_a_message_is_refused(channel):
+    error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), iter([]))
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message",
+    )  # fmt: skip
+
+
+def test_a_method_that_there_is_none_of_is_unimplemented(channel):
+    error = refused(channel.unary_unary("/coserve.v1.Inspection/Destroy"), b"")
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.fixture
+def no_collector():
+    """What is freed now is freed because nothing holds it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def orders_held():
+    return sum(type(each) is Order for each in gc.get_objects())
+
+
+def test_an_image_is_let_go_when_its_call_has_ended(agent, channel, desk, no_collector):
+    """Also one that was refused: a thousand of those at once are no memory that is missing afterwards."""
+    request = pb.InspectRequest(file=b"x", component="resistor", is_question=True)
+    asked = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[b"\x01\0\0\0x" * 2])
+    asked.inputs.add(name="IMAGE", datatype="BYTES", shape=[2])
+    infer = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+    for most in (1000, 0):
+        desk.most = most
+        for call in (lambda: agent.Inspect(request), lambda: infer(asked)):
+            assert outcome_of(call) == ("judged" if most else "QUEUE_FULL")
+        list(agent.InspectStream(iter([pb.StreamOrder(id="a", order=request)]), timeout=DEADLINE_S))
+    assert len(desk.orders) == 4
+    wait_until(lambda: orders_held() == 4)
+    desk.orders.clear()
+    desk._threads.submit(int).result(DEADLINE_S)  # its thread has forgotten the last order
+    wait_until(lambda: not orders_held())
+
+
+def outcome_of(call):
+    try:
+        call()
+    except grpc.RpcError as error:
+        return metadata(error)["coserve-reason"]
+    return "judged"
+
+
+BUSY_PROCESS = """
+import gc, resource, sys
+from pathlib import Path
+from agent.api.server import ApiServer
+from tests.agent.api.conftest import section
+from tests.agent.api.fake_desk import FakeDesk
+gc.disable()  # what is let go by the collector alone is not let go in time
+desk = FakeDesk(most=2, holds=True)
+limits = {"memory": "32MiB", "message": "16MiB"}
+server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock", limits=limits), desk)
+server.start()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print("serving", flush=True)
+sys.stdin.readline()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, flush=True)
+desk.release()
+server.stop(60.0)
+"""
+
+
+def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
+    """AC18: 480 MB are sent at once to a server that may hold 32 MiB, and as much again while it receives."""
+    command = [sys.executable, "-c", BUSY_PROCESS, str(tmp_path)]
+    request = pb.InspectRequest(file=bytes(8_000_000), component="resistor")
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as busy:
+        try:
+            assert busy.stdout.readline() == "serving\n"
+            with grpc.insecure_channel(f"unix:{tmp_path}/a.sock") as channel:
+                agent = inspection_pb2_grpc.InspectionStub(channel)
+                calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(60)]
+                wait_until(lambda: sum(not call.done() for call in calls) == 2)
+                busy.stdin.write("\n")
+                busy.stdin.flush()
+                grown_bytes = int(busy.stdout.readline()) * 1024
+                assert Counter(map(outcome, calls)) == {"judged": 2, "QUEUE_FULL": 58}
+        finally:
+            busy.kill()
+    assert grown_bytes < 200 * MEBIBYTE
+
+
+def silent(end):
+    """A caller's side of a call whose message never comes."""
+    end.wait(DEADLINE_S)
+    yield from ()
+
+
+def test_callers_that_never_send_keep_nobody_else_s_questions_waiting(agent, channel, server):
+    end = threading.Event()
+    inspect = channel.stream_unary("/coserve.v1.Inspection/Inspect")
+    calls = [inspect.future(silent(end), timeout=DEADLINE_S) for _ in range(20)]
+    wait_until(lambda: server.calls == 20)
+    assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+    assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S).status
+    waiting = agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S)
+    for call in calls:
+        call.cancel()
+    assert waiting.result(DEADLINE_S).parts
+    end.set()
+
+
+def test_a_caller_that_never_sends_is_given_up(agent, channel, server, monkeypatch):
+    monkeypatch.setattr("agent.api.door.RECEIVE_S", 0.01)
+    end = threading.Event()
+    error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), silent(end), timeout=DEADLINE_S)
+    assert (error.code(), metadata(error)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "INVALID"})
+    assert "has not come" in error.details()
+    end.set()
+
+
+def test_no_more_is_received_than_a_busy_desk_has_counted(agent, desk, server):
+    """A desk that takes long to count an order, as while it looks at a large image: the others wait outside."""
+    may_go, given = threading.Event(), []
+
+    def order(order, listener):
+        given.append(order)
+        assert may_go.wait(DEADLINE_S)
+        return take(order, listener)
+
+    take, desk.order = desk.order, order
+    calls = [agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor")) for _ in range(30)]
+    wait_until(lambda: server.calls == 30)
+    assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+    assert server.orders_under_way <= 4
+    may_go.set()
+    assert Counter(map(outcome, calls)) == {"judged": 30}
+    assert len(given) == 30
+
+
+def test_what_grpc_ends_by_itself_is_no_mistake_of_the_program(agent, channel, server, caplog):
+    large = pb.InspectRequest(file=bytes(129 * MEBIBYTE), component="resistor")
+    refused(agent.Inspect, large, timeout=DEADLINE_S)
+    end = threading.Event()
+    call = channel.stream_unary("/coserve.v1.Inspection/Inspect").future(silent(end), timeout=DEADLINE_S)
+    wait_until(lambda: server.calls == 1)
+    call.cancel()
+    wait_until(lambda: server.calls == 0)
+    end.set()
+    assert "api_failed" not in caplog.text
+
+
+def test_a_stream_is_not_read_from_before_its_last_order_is_counted(agent, desk, server):
+    may_go, given = threading.Event(), []
+
+    def order(order, listener):
+        given.append(order)
+        assert may_go.wait(DEADLINE_S)
+        return take(order, listener)
+
+    take, desk.order = desk.order, order
+    order_ = pb.InspectRequest(file=b"x", component="resistor", is_question=True)
+    answers = agent.InspectStream(
+        iter([pb.StreamOrder(id=str(number), order=order_) for number in range(10)]), timeout=DEADLINE_S
+    )
+    wait_until(lambda: given)
+    for _ in range(20):
+        agent.Status(pb.StatusRequest(), timeout=DEADLINE_S)
+    assert (len(given), server.orders_under_way) == (1, 1)
+    may_go.set()
+    assert {answer.id for answer in answers} == {str(number) for number in range(10)}

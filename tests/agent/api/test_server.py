@@ -1,0 +1,259 @@
+"""Where it answers, how it starts and stops, and what it tells of itself."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
+from agent.api.server import SERVICES, ApiServer
+from experts.errors import AddressUnusable
+from tests.agent.api.conftest import section
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 30.0
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+IMAGE = pb.InspectRequest(file=b"x", component="resistor")
+
+
+def status_at(address):
+    with grpc.insecure_channel(address) as channel:
+        return inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)
+
+
+def path_of(address):
+    return Path(address.removeprefix("unix:"))
+
+
+def test_it_answers_at_each_address(server):
+    assert len(server.addresses) == 2
+    assert [status_at(address).line for address in server.addresses] == ["test", "test"]
+
+
+def test_a_unix_socket_is_its_owner_s_and_its_group_s(server):
+    mode = path_of(server.addresses[0]).stat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o660
+
+
+def test_a_second_instance_is_refused_and_the_first_keeps_its_socket(server, tmp_path, desk):
+    """AC20."""
+    second = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
+    with pytest.raises(AddressUnusable, match=r"a\.sock: another agent answers there - stop it"):
+        second.start()
+    assert status_at(server.addresses[0]).line == "test"
+
+
+def test_a_port_is_not_shared_and_who_is_refused_leaves_nothing_behind(server, tmp_path, desk):
+    """AC20, over TCP."""
+    taken = server.addresses[1]
+    second = ApiServer(section(tmp_path, grpc=["unix:./b.sock", taken]), desk)
+    with pytest.raises(AddressUnusable, match=f"{taken}: Address already in use"):
+        second.start()
+    assert not (tmp_path / "b.sock").exists()
+    assert status_at(taken).line == "test"
+    third = ApiServer(section(tmp_path, grpc="unix:./b.sock"), desk)
+    third.start()
+    assert third.stop(0.0)
+
+
+def test_the_socket_of_a_dead_process_is_replaced(tmp_path, serve):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "a.sock"))
+    assert (tmp_path / "a.sock").is_socket()
+    assert status_at(serve().addresses[0]).line == "test"
+
+
+SERVING_PROCESS = """
+import sys, time
+from pathlib import Path
+from agent.api.server import ApiServer
+from tests.agent.api.conftest import section
+from tests.agent.api.fake_desk import FakeDesk
+server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock"), FakeDesk())
+server.start()
+print("serving", flush=True)
+time.sleep(600)
+"""
+
+
+def test_another_process_keeps_its_socket_until_it_is_killed(tmp_path, desk):
+    """AC20: what kill -9 leaves behind keeps nobody from starting."""
+    command = [sys.executable, "-c", SERVING_PROCESS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout.readline() == "serving\n"
+            with pytest.raises(AddressUnusable, match="another agent answers there"):
+                ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk).start()
+            assert status_at(f"unix:{tmp_path}/a.sock").line == "test"
+        finally:
+            first.kill()
+    assert (tmp_path / "a.sock").is_socket()
+    second = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
+    second.start()
+    assert status_at(second.addresses[0]).line == "test"
+    assert second.stop(DEADLINE_S)
+
+
+def test_what_is_no_socket_is_left_alone(tmp_path, serve):
+    (tmp_path / "a.sock").write_text("mine")
+    with pytest.raises(AddressUnusable, match="no socket"):
+        serve()
+    assert (tmp_path / "a.sock").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        (f"unix:./{'x' * 110}", "bytes of path"),
+        ("unix:./file/a.sock", "file/a.sock: "),
+        ("192.0.2.1:8461", "192.0.2.1:8461: Cannot assign requested address"),
+        ("no-such-host.invalid:8461", "no-such-host.invalid:8461: "),
+    ],
+)
+def test_an_address_that_cannot_be_served_is_named(tmp_path, desk, address, says):
+    (tmp_path / "file").write_text("")
+    server = ApiServer(section(tmp_path, grpc=address, insecure_ok=True), desk)
+    with pytest.raises(AddressUnusable, match=says):
+        server.start()
+
+
+def test_when_it_has_stopped_the_socket_is_gone_and_may_be_taken_again(tmp_path, desk):
+    for _ in range(2):
+        server = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
+        server.start()
+        assert status_at(server.addresses[0]).line == "test"
+        assert server.stop(DEADLINE_S)
+        assert not (tmp_path / "a.sock").exists()
+
+
+class TestHealth:
+    @pytest.fixture
+    def health(self, channel):
+        return health_pb2_grpc.HealthStub(channel)
+
+    def test_each_service_serves(self, health):
+        for service in ("", *SERVICES):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
+            assert answer.status == SERVING
+
+    def test_a_service_that_there_is_none_of_is_not_found(self, health):
+        with pytest.raises(grpc.RpcError) as error:
+            health.Check(health_pb2.HealthCheckRequest(service="x"))
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+        watched = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=DEADLINE_S)
+        assert next(watched).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watched.cancel()
+
+    def test_a_watcher_that_leaves_takes_nothing_from_the_others(self, health, server):
+        watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(2)]
+        assert [next(watcher).status for watcher in watchers] == [SERVING, SERVING]
+        watchers[0].cancel()
+        assert server.stop(DEADLINE_S)
+        server.addresses = ()
+        assert next(watchers[1]).status == NOT_SERVING
+
+
+class Stopping:
+    """A server that stops on a thread, so that a test can look at it meanwhile."""
+
+    def __init__(self, server, grace_s):
+        self.answered_all = None
+        self._server, self._grace_s = server, grace_s
+        self._thread = threading.Thread(target=self._stop)
+        self._thread.start()
+
+    def _stop(self):
+        self.answered_all = self._server.stop(self._grace_s)
+        self._server.addresses = ()
+
+    @property
+    def is_under_way(self):
+        return self._thread.is_alive()
+
+    def wait(self):
+        self._thread.join(DEADLINE_S)
+        assert not self.is_under_way
+
+
+def test_stopping_is_told_first_then_what_is_under_way_ends_and_new_calls_are_unavailable(agent, channel, desk, server):
+    """AC19."""
+    desk.holds = True
+    under_way = agent.Inspect.future(IMAGE, timeout=DEADLINE_S)
+    streamed = agent.InspectStream(
+        iter([pb.StreamOrder(id="a", order=IMAGE)]), timeout=DEADLINE_S
+    )  # its caller sends no more
+    assert next(streamed).WhichOneof("answer") == "accepted"
+    idle = agent.InspectStream(iter_until(idle_end := threading.Event()), timeout=DEADLINE_S)
+    results = agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S)
+    desk.wait_for(lambda desk: len(desk.under_way) == 2 and desk.watchers)
+    watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+    assert next(watched).status == SERVING
+    stopping = Stopping(server, DEADLINE_S)
+    assert next(watched).status == NOT_SERVING
+    checked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+    assert checked.status == NOT_SERVING
+    with pytest.raises(grpc.RpcError) as error:
+        agent.Inspect(IMAGE, timeout=DEADLINE_S)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert dict(error.value.trailing_metadata())["coserve-reason"] == "STOPPING"
+    for stream in (idle, results):
+        with pytest.raises(grpc.RpcError) as error:
+            next(stream)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert stopping.is_under_way
+    desk.release()
+    assert under_way.result(DEADLINE_S).parts
+    assert next(streamed).WhichOneof("answer") == "judged"
+    stopping.wait()
+    assert stopping.answered_all is True
+    with pytest.raises(grpc.RpcError) as error:
+        agent.Inspect(IMAGE, timeout=DEADLINE_S)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    idle_end.set()
+
+
+def iter_until(end):
+    """A caller's side of a stream that sends nothing."""
+    end.wait(DEADLINE_S)
+    yield from ()
+
+
+def test_who_is_not_answered_in_time_is_cut_off_and_withdrawn(agent, desk, server):
+    desk.holds = True
+    call = agent.Inspect.future(IMAGE, timeout=DEADLINE_S)
+    desk.wait_for(lambda desk: desk.under_way)
+    assert server.stop(0.01) is False
+    server.addresses = ()
+    assert call.exception(DEADLINE_S).code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+    desk.wait_for(lambda desk: desk.withdrawn)
+
+
+def test_reflection_describes_all_services_on_this_machine(server):
+    for address in server.addresses:
+        with grpc.insecure_channel(address) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            assert set(database.get_services()) == {
+                *SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection",
+            }  # fmt: skip
+            for symbol in (*SERVICES, "coserve.v1.Part", "inference.ModelConfig"):
+                assert database.FindFileContainingSymbol(symbol).package == symbol.rpartition(".")[0]
+
+
+def test_reflection_is_not_for_other_machines(serve):
+    server = serve(grpc="0.0.0.0:0", insecure_ok=True)
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        assert inspection_pb2_grpc.InspectionStub(channel).Status(pb.StatusRequest(), timeout=DEADLINE_S)
+        with pytest.raises(grpc.RpcError) as error:
+            ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED

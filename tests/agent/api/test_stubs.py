@@ -1,0 +1,78 @@
+"""The stubs are those of the sources beside them, and an installation has both."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from agent.api.proto import inference_pb2, inspection_pb2
+
+ROOT = Path(__file__).parents[3]
+STUBS = ROOT / "agent" / "api" / "proto"
+MADE_OF = re.compile(r"^# Made by `make proto`, not by hand\. Source: (\S+)\n# sha256 of the source: (\w{64})\n")
+
+
+def made_of(stub):
+    found = MADE_OF.match(stub.read_text("utf-8"))
+    assert found, f"{stub}: not as `make proto` makes it"
+    return found[1], found[2]
+
+
+def messages(file):
+    """Each message's name with its fields: number, name, label, type, type's name."""
+    described = descriptor_pb2.FileDescriptorProto()
+    file.CopyToProto(described)
+    found, waiting = {}, [("", message) for message in described.message_type]
+    while waiting:
+        outer, message = waiting.pop()
+        name = f"{outer}{message.name}"
+        found[name] = {(f.number, f.name, f.label, f.type, f.type_name) for f in message.field}
+        waiting += [(f"{name}.", inner) for inner in message.nested_type]
+    return found
+
+
+@pytest.mark.parametrize("stub", sorted(STUBS.glob("*_pb2*")), ids=lambda stub: stub.name)
+def test_a_stub_is_made_of_the_source_as_it_is(stub):
+    """A source that was changed without `make proto` fails here."""
+    source, sha256 = made_of(stub)
+    assert hashlib.sha256((STUBS / source).read_bytes()).hexdigest() == sha256
+
+
+def test_every_source_has_its_stubs():
+    sources = {str(path.relative_to(STUBS)) for path in STUBS.rglob("*.proto")}
+    made = {(made_of(stub)[0], stub.name.partition("_pb2")[2]) for stub in STUBS.glob("*_pb2*")}
+    assert made == {(source, end) for source in sources for end in (".py", ".pyi", "_grpc.py")}
+
+
+def test_sources_and_types_are_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert project["tool"]["setuptools"]["package-data"]["agent.api.proto"] == ["**/*.proto", "*.pyi"]
+
+
+def test_the_open_inference_protocol_is_the_public_one():
+    """Every message that is restated has the fields of the public client's, or fewer; and so has every method."""
+    public = messages(service_pb2.DESCRIPTOR) | messages(model_config_pb2.DESCRIPTOR)
+    ours = messages(inference_pb2.DESCRIPTOR)
+    assert len(ours) > 40
+    assert {name: fields - public[name] for name, fields in ours.items() if fields - public[name]} == {}
+    enum = inference_pb2.DESCRIPTOR.enum_types_by_name["DataType"].values_by_name
+    theirs = model_config_pb2.DESCRIPTOR.enum_types_by_name["DataType"].values_by_name
+    assert {name: value.number for name, value in enum.items()}.items() <= {
+        name: value.number for name, value in theirs.items()
+    }.items()
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    for method in inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        other = service[method.name]
+        assert method.input_type.full_name == other.input_type.full_name
+        assert method.output_type.full_name == other.output_type.full_name
+        assert (method.client_streaming, method.server_streaming) == (other.client_streaming, other.server_streaming)
+
+
+def test_what_is_not_told_is_unknown():
+    assert inspection_pb2.Part().verdict == inspection_pb2.VERDICT_UNKNOWN == 0

@@ -1,0 +1,127 @@
+"""`coserve status` and `coserve inspect --target`, as they are typed, against a line in memory at real addresses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from agent.api.server import ApiServer
+from coserve import app
+from tests.agent.api.conftest import section
+from tests.agent.api.fake_desk import FakeDesk
+
+LINE = """line: test
+state: ./state
+experts:
+  cls/resistor: {architecture: fake, weights: weights.yaml, labels: [good, bad], input: {size: [8, 8]}}
+routes:
+  resistor: [{expert: cls/resistor, pass: [good]}]
+api: {grpc: [ADDRESS]}
+"""
+
+
+def coserve(*words, check=0):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == check, (done.output, done.exception)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def desk():
+    return FakeDesk()
+
+
+@pytest.fixture
+def line(tmp_path, desk):
+    """The line file of an agent that runs, which answers at its first address and at another one."""
+    (tmp_path / "token").write_text("s3cret\n")
+    keys = {"grpc": ["unix:./state/coserve.sock", "127.0.0.1:0"], "token": {"file": "token"}}
+    server = ApiServer(section(tmp_path, **keys), desk)
+    server.start()
+    file = tmp_path / "line.yaml"
+    file.write_text(LINE.replace("ADDRESS", "'unix:./state/coserve.sock'"))
+    desk.tcp = server.addresses[1]
+    yield file
+    server.stop(0.0)
+
+
+def test_status_for_scripts_has_all_that_there_is(line):
+    row = json.loads(coserve("status", line, "--json").stdout)
+    assert row["line"] == "test"
+    assert row["verdicts"] == {"OK": 0, "NG": 0, "UNKNOWN": 0}
+    assert row["queues"][0] == {"executor": 0, "processor": "cpu", "requests": 3, "running": "cls/resistor"}
+    assert row["pools"] == [
+        {"name": "host", "used_bytes": 52428800, "capacity_bytes": 104857600,
+         "experts": ["cls/resistor", "cls/capacitor"]}
+    ]  # fmt: skip
+    assert [source["state"] for source in row["sources"]] == ["ONLINE", "STALLED"]
+    assert (row["switches"], row["uptime_s"], row["bytes_read"]) == (7, 3725.5, 123456789)
+    assert row["standing"] == {"det/alignment": "quarantined: its weights are not as they were packed"}
+
+
+def test_status_for_people_is_a_page(line):
+    page = coserve("status", line).stdout
+    for words in ("line test, coserve 0.1.0, running for 1:02:05", "7 switches, 9 loads, 5 evictions, 117.7 MiB read",
+                  "cls/resistor, cls/capacitor", "50.0 MiB", "STALLED", "no frame for 10 s",
+                  "alarm: the disk is nearly full", "expert det/alignment is not asked: quarantined"):  # fmt: skip
+        assert words in page
+
+
+def test_status_at_an_address_needs_no_line_file_and_shows_the_token(line, desk, tmp_path):
+    assert "line test" in coserve("status", "--target", f"unix:{tmp_path}/state/coserve.sock").stdout
+    assert "line test" in coserve("status", "--target", desk.tcp, "--token-file", tmp_path / "token").stdout
+    assert "wants a token" in coserve("status", "--target", desk.tcp, check=1).stderr
+    line.write_text(line.read_text().replace("sock']", "sock'], token: {file: token}"))
+    assert "line test" in coserve("status", line, "--target", desk.tcp).stdout  # the line's own token
+
+
+def test_images_are_judged_by_the_agent_as_without_it(line, tmp_path, desk):
+    for name, content in {"a.png": b"x", "b.png": b"NG", "d.png": b"UNKNOWN"}.items():
+        (tmp_path / name).write_bytes(content)
+    images = [tmp_path / name for name in ("a.png", "b.png", "absent.png", "d.png")]
+    target = f"unix:{tmp_path}/state/coserve.sock"
+    words = ("inspect", line, *images, "--component", "resistor", "--target", target)
+    answer = json.loads(coserve(*words, "--json").stdout)
+    rows = answer["results"]
+    assert [row["verdict"] for row in rows] == ["OK", "NG", "UNKNOWN", "UNKNOWN"]
+    assert rows[0].keys() == {
+        "image", "component", "verdict", "label", "score", "experts", "seconds", "reason", "boxes",
+    }  # fmt: skip
+    assert rows[1]["label"] == "bad"
+    assert rows[2]["reason"].endswith("absent.png: No such file or directory")
+    assert [row["image"] for row in rows] == [str(image) for image in images]
+    assert len(answer["outputs_sha256"]) == 64
+    page = coserve(*words).stdout.splitlines()
+    assert page[0].split() == ["OK", "good", "0.750", str(images[0])]
+    assert page[3].startswith("UNKNOWN  not an image")
+    assert desk.results == []
+
+
+def test_a_component_that_there_is_none_of_is_told(line, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    target = f"unix:{tmp_path}/state/coserve.sock"
+    done = coserve("inspect", line, tmp_path / "a.png", "--component", "nobody", "--target", target, check=1)
+    assert "no route for 'nobody'" in done.stderr
+
+
+def test_where_no_agent_runs_it_says_so(tmp_path):
+    line = tmp_path / "line.yaml"
+    line.write_text(LINE.replace("ADDRESS", "'unix:./state/coserve.sock'"))
+    done = coserve("status", line, check=1)
+    assert done.stderr.startswith(f"unix:{tmp_path}/state/coserve.sock: nobody answers - is the agent running")
+
+
+def test_without_an_address_it_says_where_to_write_one(tmp_path):
+    line = tmp_path / "line.yaml"
+    line.write_text(LINE.replace("api: {grpc: [ADDRESS]}\n", ""))
+    assert "api: {grpc: ...}" in coserve("status", line, check=78).stderr
+    coserve("status", check=2)
+
+
+@pytest.mark.parametrize("option", ["--ca", "--token-file", "--certificate", "--key"])
+def test_a_file_that_cannot_be_read_is_named(line, desk, tmp_path, option):
+    done = coserve("status", "--target", desk.tcp, option, tmp_path / "absent", check=78)
+    assert "absent: No such file or directory" in done.stderr

@@ -1,0 +1,93 @@
+"""A served line asked over the wire: an unmodified tritonclient, the line's own client, and what a stop does."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from agent.api.client import AgentClient
+from experts.errors import AddressUnusable
+from experts.expert import Verdict
+
+
+@pytest.fixture
+def address(desk_line, tmp_path_factory):
+    """A unix socket of the line's; a short path, as they have to be."""
+    path = tmp_path_factory.mktemp("s") / "c.sock"
+    desk_line.document["api"] = {"grpc": [f"unix:{path}", "127.0.0.1:0"]}
+    return f"unix:{path}"
+
+
+def image_input(content):
+    one = triton.InferInput("IMAGE", [1], "BYTES")
+    one.set_data_from_numpy(np.array([content], dtype=np.object_))
+    return one
+
+
+def text_input(name, text):
+    one = triton.InferInput(name, [1], "BYTES")
+    one.set_data_from_numpy(np.array([text.encode()], dtype=np.object_))
+    return one
+
+
+def test_an_unmodified_tritonclient_inspects_on_a_served_line(desk_line, address, png):
+    """AC15, on the real agent."""
+    with desk_line.served() as service:
+        for url in (address, service.api.addresses[1]):
+            with closing(triton.InferenceServerClient(url)) as client:
+                assert client.is_server_ready()
+                assert client.is_model_ready("c0")
+                assert client.get_model_metadata("expert:cls/f1").inputs[0].name == "IMAGE"
+                answer = client.infer("c0", [image_input(png())])
+                assert answer.as_numpy("VERDICT")[0] == b"OK"
+        with closing(triton.InferenceServerClient(address)) as client:
+            board = [image_input(png()), text_input("BOARD", "B1"), text_input("REF", "R1")]
+            client.infer("c0", board, request_id="one")
+            client.infer("c0", board, request_id="one")
+            client.unload_model("c0")
+            client.load_model("c0")
+            counted = client.get_inference_statistics("c0", as_json=True)["model_stats"][0]
+            assert int(counted["inference_stats"]["success"]["count"]) == 4
+    assert [(row.result.key, row.result.board) for row in desk_line.results.query()] == [("api/one", "B1")]
+
+
+def test_the_lines_own_client_sees_the_board_and_the_status(desk_line, address, png):
+    with desk_line.served(), AgentClient(address) as client:
+        assert client.status().line == "test"
+        (part,) = client.inspect([png()], "c0", "B1", "R1")
+        assert part.verdict is Verdict.OK
+        (board,) = client.boards("B1")
+        assert dict(board.missing) == {"c1": 1}
+
+
+def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, address, png):
+    """AC18 on the real agent: a bounded line, a thousand calls, each with an end."""
+    desk_line.document["api"]["limits"] = {"requests": 50}
+    content = png()
+    with desk_line.served(), closing(triton.InferenceServerClient(address)) as client:
+
+        def ask(_):
+            try:
+                return client.infer("c0", [image_input(content)]).as_numpy("VERDICT")[0].decode()
+            except triton.InferenceServerException as refused:
+                return str(refused.status())
+
+        with ThreadPoolExecutor(100) as callers:
+            ends = list(callers.map(ask, range(1000)))
+    assert set(ends) <= {"OK", "StatusCode.RESOURCE_EXHAUSTED"}
+    assert ends.count("OK") >= 50
+
+
+def test_a_line_whose_address_is_taken_does_not_start_and_leaves_nothing_behind(desk_line):
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        desk_line.document["api"] = {"grpc": [f"127.0.0.1:{other.getsockname()[1]}"]}
+        with pytest.raises(AddressUnusable), desk_line.served():
+            pass
+    desk_line.document["api"] = {}
+    with desk_line.served() as service:
+        assert service.desk.status().verdicts[Verdict.OK] == 0
