@@ -23,6 +23,8 @@ from experts.expert import Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from agent.config import LineConfig
+
 FAILED, USAGE, CONFIGURATION = 1, 2, 78
 VERIFIED = {True: "ok ", False: "BAD", None: "-- "}
 
@@ -238,8 +240,58 @@ def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
         raise typer.Exit(FAILED)
 
 
+@app.command()
+def doctor(
+    line: LineFile,
+    cameras: Annotated[bool, typer.Option(help="ask each camera for a frame")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Look at all that this line needs of this box; exit code 1 if anything is not well, with what to do."""
+    from agent.config import read_line
+
+    log_to_stderr(logging.ERROR)
+    with explained():
+        config = read_line(line)
+        from agent.commands.doctor import examine  # loads torch
+
+        diagnosis = examine(config, cameras=cameras)
+    if as_json:
+        print(json.dumps(diagnosis.as_json()))
+    else:
+        for check in diagnosis.checks:
+            print(f"{'ok ' if check.is_well else 'BAD'} {check.name}: {check.found}")
+            if check.fix is not None:
+                print(f"    -> {check.fix}")
+        print(f"{diagnosis.problems} problems")
+    if diagnosis.problems:
+        raise typer.Exit(FAILED)
+
+
+@config_app.command("show")
+def show_config(
+    line: LineFile,
+    resolved: Annotated[bool, typer.Option("--resolved", help="every key, defaults included")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What takes effect, key by key, and where it comes from: the file's line, a variable, or the default."""
+    from agent.commands.configuration import shown_lines, shown_rows
+    from agent.config import resolved_keys
+
+    with explained():
+        keys = [key for key in resolved_keys(line) if resolved or key.origin != "default"]
+    if as_json:
+        print(json.dumps({"keys": shown_rows(keys)}))
+    else:
+        for text in shown_lines(keys):
+            print(text)
+
+
 @config_app.command("check")
-def check_config(line: LineFile, as_json: AsJson = False) -> None:
+def check_config(
+    line: LineFile,
+    probe: Annotated[bool, typer.Option("--probe", help="also ask each camera for a frame")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Read a line file as ``serve`` would; every mistake with file, line and key."""
     from agent.config import read_line
 
@@ -251,6 +303,13 @@ def check_config(line: LineFile, as_json: AsJson = False) -> None:
         else:
             print(json.dumps({"ok": False, "problems": [_problem(each) for each in error.problems]}))
         raise typer.Exit(CONFIGURATION) from error
+    silent = _silent_cameras(config) if probe else []
+    if silent:
+        if as_json:
+            print(json.dumps({"ok": False, "problems": [{"message": text} for text in silent]}))
+        else:
+            sys.stderr.write("".join(f"{text}\n" for text in silent))
+        raise typer.Exit(FAILED)
     experts, routes = len(config.catalog.experts), len(config.catalog.graph.routes)
     if as_json:
         print(json.dumps({"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}))
@@ -285,6 +344,14 @@ def demo(
             print(json.dumps(report.as_json()))
         else:
             show_report(report)
+
+
+def _silent_cameras(config: LineConfig) -> list[str]:
+    """The cameras of which no frame is to be had, and why."""
+    from agent.commands.configuration import probed_cameras
+
+    with explained():
+        return [f"camera {each.name}: {each.fault}" for each in probed_cameras(config) if each.fault is not None]
 
 
 def _leave_at_once(code: int) -> None:

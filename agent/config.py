@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from agent.line_file.api import ApiSection
 from agent.line_file.boards import BoardSection, LayoutSections
@@ -28,9 +28,9 @@ from agent.line_file.machine import (
     SchedulingSection,
 )
 from agent.line_file.records import OutboxSection, RecordsSection
-from agent.line_file.values import Name
+from agent.line_file.values import AUTO, Name
 from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems
-from experts.document import Document, read_document, suggestion
+from experts.document import Document, key_text, read_document, suggestion
 from experts.errors import ConfigError, SecretMissing
 from experts.expert import Precision
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from agent.line_file.values import SecretSection
 
 ENVIRONMENT_PREFIX = "COSERVE__"
+AUTOMATIC = frozenset({"memory.host", "memory.device", "memory.workspace", "precision", "executors"})  # None: auto
 CREDENTIALS = "CREDENTIALS_DIRECTORY"  # where systemd puts what LoadCredential= names
 
 
@@ -178,6 +179,41 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
         layouts=MappingProxyType(layouts),
         document=document,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedKey:
+    """One value of a line as it takes effect. ``origin``: FILE:LINE, an environment variable, or `default`."""
+
+    key: str
+    value: object
+    origin: str
+
+
+def resolved_keys(path: Path, environment: Mapping[str, str] | None = None) -> list[ResolvedKey]:
+    """Every value of a line file, defaults included, in the order of its sections. Raises ConfigError."""
+    document = overlay(read_document(path.absolute()), os.environ if environment is None else environment)
+    sections = document.validate(LineSections)
+    return list(_resolved(sections, document, ()))
+
+
+def _resolved(value: object, document: Document, path: tuple[str | int, ...]) -> Iterator[ResolvedKey]:
+    inner: list[tuple[str | int, object]]
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        inner = [(info.alias or name, getattr(value, name)) for name, info in fields.items()]
+    elif isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, tuple | list) and any(isinstance(each, BaseModel) for each in value):
+        inner = [(index, each) for index, each in enumerate(value)]
+    else:
+        key = key_text(path)
+        yield ResolvedKey(
+            key, AUTO if value is None and key in AUTOMATIC else value, document.origin(path) or "default"
+        )
+        return
+    for name, each in inner:
+        yield from _resolved(each, document, (*path, name))
 
 
 def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = None) -> str:

@@ -96,6 +96,13 @@ class Document:
             entry = child
         return Place(self.file, entry.line, entry.column, key_text(path))
 
+    def origin(self, path: KeyPath) -> str | None:
+        """Where the value at ``path`` comes from: FILE:LINE, or a variable; None where neither says it."""
+        variable = self._variable_of(path)
+        if variable is not None:
+            return variable
+        return f"{self.file.name}:{self.place(*path).line}" if self._holds(path) else None
+
     def error(self, message: str, *path: str | int) -> ConfigError:
         """A ConfigError about the value at ``path``, naming the file's place, or the variable that set it."""
         variable = self._variable_of(path)

@@ -64,7 +64,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.records", "agent.api",
+        "agent.records", "agent.api", "agent.intake.cameras",
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),

@@ -1,0 +1,56 @@
+"""A line file as it takes effect: every key with its value and where that comes from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agent.config import read_secret
+from agent.intake.cameras.probe import probe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from agent.config import LineConfig, ResolvedKey
+
+PROBE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class CameraAnswer:
+    """One camera that was asked for a frame. ``fault``: why none came; None if one did."""
+
+    name: str
+    fault: str | None
+
+
+def probed_cameras(config: LineConfig) -> Iterator[CameraAnswer]:
+    """Each camera of a line, asked for one frame. Raises SecretMissing."""
+    for camera in config.intake.cameras:
+        password = None if camera.password is None else read_secret(camera.password)
+        yield CameraAnswer(camera.name, probe(camera, password, PROBE_S))
+
+
+def shown_lines(keys: Sequence[ResolvedKey]) -> Iterator[str]:
+    """`key: value`, and behind it where the value comes from."""
+    width = max((len(_text(key)) for key in keys), default=0)
+    for key in keys:
+        yield f"{_text(key):<{min(width, 72)}}  # {key.origin}"
+
+
+def shown_rows(keys: Sequence[ResolvedKey]) -> list[dict[str, Any]]:
+    """The same for scripts."""
+    return [{"key": key.key, "value": _plain(key.value), "origin": key.origin} for key in keys]
+
+
+def _text(key: ResolvedKey) -> str:
+    """As YAML would have it."""
+    value = _plain(key.value)
+    return f"{key.key}: {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401  # what JSON knows
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | None) else str(value)

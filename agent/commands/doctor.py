@@ -1,0 +1,325 @@
+"""Whether this box can serve this line: everything that a start, or a long day, would stumble over, looked at once.
+
+Guarantees: each check says what was looked at and found, and one that failed says what to do; no check stops another;
+nothing of a running agent is touched, and what would disturb it is left out and said.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from agent.config import read_secret
+from agent.deployment.build import detect_box, doubts
+from agent.deployment.packed_copies import packed_manifests
+from agent.deployment.profile_in_use import find_profile
+from agent.intake.cameras.probe import probe
+from agent.line_file.api import UNIX
+from agent.records.database import StateLock
+from agent.runtime.machine.accelerator import check_runtimes
+from experts.errors import AlreadyRunning, ConfigError, CoServeError
+from experts.filesystem import filesystem_type, is_shared, tells_changes
+from experts.packed.direct_reads import DirectReader
+from experts.sizes import MEBIBYTE, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from agent.config import LineConfig
+    from agent.line_file.values import SecretSection
+
+READ_BYTES = 256 * MEBIBYTE
+SLOW_DISK_BYTES_PER_S = 200_000_000  # a load of a ResNet101 takes a second then
+LEAST_FREE_BYTES = 2**30
+LEAST_WATCHES = 8192  # of inotify: one for each folder and subfolder
+CAMERA_S = 10.0
+CONNECT_S = 3.0
+BUILT = time.struct_time((2026, 1, 1, 0, 0, 0, 0, 0, 0))  # no clock that is right shows less
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. ``fix``: what to do about one that is not well; None where all is."""
+
+    name: str
+    found: str
+    fix: str | None = None
+
+    @property
+    def is_well(self) -> bool:
+        return self.fix is None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All checks, in their order."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def problems(self) -> int:
+        """How many are not well."""
+        return sum(not check.is_well for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {"problems": self.problems, "checks": [asdict(check) for check in self.checks]}
+
+
+def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
+    """Look at everything. ``cameras``: also at these, which takes some seconds each."""
+    is_running = _is_running(config)
+    parts: list[Callable[[], Iterable[Check]]] = [
+        lambda: _agent(is_running),
+        check_device(config),
+        lambda: _memory(config),
+        lambda: _profile(config),
+        lambda: _weights(config),
+        lambda: _state(config),
+        lambda: _folders(config),
+        lambda: _clock(),
+        lambda: _secrets(config),
+        lambda: _addresses(config, is_running),
+        lambda: _receivers(config),
+    ]
+    if cameras:
+        parts.append(lambda: _cameras(config, is_running))
+    return Diagnosis(tuple(check for part in parts for check in _safely(part)))
+
+
+def _safely(part: Callable[[], Iterable[Check]]) -> list[Check]:
+    """What a part found; a fault of its own is a finding too."""
+    try:
+        return list(part())
+    except CoServeError as error:
+        return [Check("check", str(error).splitlines()[0], "see the message")]
+    except OSError as error:
+        return [Check("check", f"{error.filename or ''} {error.strerror}".strip(), "see to the file or the disk")]
+
+
+def _agent(is_running: bool) -> Iterator[Check]:
+    yield Check("agent", "running on this line" if is_running else "not running on this line")
+
+
+def check_device(config: LineConfig) -> Callable[[], Iterable[Check]]:
+    """The box's processors, and that their runtimes really work on them."""
+
+    def look() -> Iterator[Check]:
+        try:
+            box = detect_box(config)
+        except ConfigError as error:
+            yield Check("device", error.message, "install the driver, or set device: auto")
+            return
+        versions = ", ".join(f"{name} {version}" for name, version in box.versions)
+        yield Check("device", f"{box.name} ({box.model}), processors {', '.join(box.processors)}, {box.cores} cores")
+        yield Check("libraries", versions)
+        for name, fault in check_runtimes(box).items():
+            if fault is None:
+                yield Check(name, "works")
+            else:
+                yield Check(name, fault, "install a pair of torch and torchvision that belong together, and the driver")
+
+    return look
+
+
+def _memory(config: LineConfig) -> Iterator[Check]:
+    box = detect_box(config)
+    given = {"host": config.memory.host, "device": config.memory.device}
+    for pool in box.pools:
+        size, wanted = box.size_of(pool), given[pool]
+        found = f"{size_text(size.available_bytes)} of {size_text(size.total_bytes)} available"
+        if wanted is not None and wanted > size.available_bytes:
+            found = f"{found}, the line file wants {size_text(wanted)}"
+            yield Check(f"memory {pool}", found, f"lower memory.{pool}, or write auto")
+        else:
+            yield Check(f"memory {pool}", found)
+
+
+def _profile(config: LineConfig) -> Iterator[Check]:
+    advice = f"coserve profile {config.document.file}"
+    try:
+        profile = find_profile(config)
+    except ConfigError as error:
+        yield Check("device profile", error.message, advice)
+        return
+    if profile is None:
+        yield Check("device profile", "none: the agent probes at each start, and serves fp32")
+        return
+    wrong = doubts(config, profile)
+    yield Check("device profile", "; ".join(wrong) or f"of {profile.written_at}, holds", advice if wrong else None)
+
+
+def _weights(config: LineConfig) -> Iterator[Check]:
+    missing = [name for name, expert in config.catalog.experts.items() if not expert.weights.is_file()]
+    packed = sum(bool(manifests) for manifests in packed_manifests(config).values())
+    total = len(config.catalog.experts)
+    if missing:
+        yield Check("weights", f"missing of {', '.join(missing[:5])} ({len(missing)} in all)", "put the files there")
+    yield Check("experts", f"{total} on the line, {packed} packed; `coserve experts verify` hashes them all")
+
+
+def _state(config: LineConfig) -> Iterator[Check]:
+    above = _existing(config.state)
+    kind = filesystem_type(config.state)
+    shared = is_shared(kind)
+    yield Check("state", f"{config.state} on {kind}", "set state: to a local disk" if shared else None)
+    if not os.access(above, os.W_OK):
+        yield Check("state", f"{above} may not be written", f"give it to the agent's user: chown -R coserve {above}")
+        return
+    free_bytes = shutil.disk_usage(above).free
+    wanted = max(LEAST_FREE_BYTES, config.records.keep.free or 0)
+    fix = None if free_bytes >= wanted else "make room, or set records.keep so that old images go"
+    yield Check("free space", f"{size_text(free_bytes)} in {above}", fix)
+    per_s = _read_bytes_per_s(above)
+    slow = "experts load slowly: put the state on an SSD" if per_s < SLOW_DISK_BYTES_PER_S else None
+    yield Check("disk", f"{per_s / 1e6:.0f} MB/s read past the cache", slow)
+
+
+def _read_bytes_per_s(folder: Path) -> float:
+    with TemporaryDirectory(prefix=".coserve-doctor-", dir=folder) as made, closing(DirectReader()) as reader:
+        file = Path(made) / "read"
+        size_bytes = min(READ_BYTES, shutil.disk_usage(folder).free // 4)
+        with file.open("wb") as out:
+            chunk = os.urandom(MEBIBYTE)
+            for _ in range(size_bytes // MEBIBYTE):
+                out.write(chunk)
+            out.flush()
+            os.fsync(out.fileno())
+        started = time.monotonic()
+        reader.digest(file, file.stat().st_size, "doctor")
+        return file.stat().st_size / (time.monotonic() - started)
+
+
+def _folders(config: LineConfig) -> Iterator[Check]:
+    for folder in config.intake.folders:
+        name, there = f"folder {folder.path}", _existing(folder.path)
+        kind = filesystem_type(there)
+        seen = "changes are told at once" if tells_changes(kind) else f"looked at every {folder.poll_s:g} s"
+        if not os.access(there, os.R_OK | os.W_OK | os.X_OK) and folder.after != "keep":
+            fix = f"let the agent's user write there, in a unit also ReadWritePaths={folder.path}"
+            yield Check(name, f"{there} may not be written", fix)
+        else:
+            yield Check(name, f"on {kind}: {seen}")
+    watches = _number_in("/proc/sys/fs/inotify/max_user_watches")
+    if config.intake.folders and watches is not None:
+        few = f"sysctl fs.inotify.max_user_watches={LEAST_WATCHES}" if watches < LEAST_WATCHES else None
+        yield Check("inotify", f"{watches} folders may be watched", few)
+
+
+def _clock() -> Iterator[Check]:
+    now = time.gmtime()
+    text = time.strftime("%Y-%m-%d %H:%M:%S UTC", now)
+    synchronized = Path("/run/systemd/timesync/synchronized").exists()
+    word = "synchronized" if synchronized else "whether it is synchronized is not known"
+    fix = "set the clock: results are dated by it" if now < BUILT else None
+    yield Check("clock", f"{text}, {word}", fix)
+
+
+def _secrets(config: LineConfig) -> Iterator[Check]:
+    for name, secret in _all_secrets(config):
+        try:
+            read_secret(secret)
+        except ConfigError as error:
+            yield Check(f"secret {name}", error.message, "put it there; a unit gives it by LoadCredential=")
+        else:
+            yield Check(f"secret {name}", "can be read")
+
+
+def _all_secrets(config: LineConfig) -> Iterator[tuple[str, SecretSection]]:
+    mqtt, webhook = config.outbox.mqtt, config.outbox.webhook
+    found = [
+        *((f"of camera {camera.name}", camera.password) for camera in config.intake.cameras),
+        ("api.token", config.api.token),
+        ("outbox.mqtt.password", None if mqtt is None else mqtt.password),
+        ("outbox.webhook.token", None if webhook is None else webhook.token),
+    ]
+    yield from ((name, secret) for name, secret in found if secret is not None)
+
+
+def _addresses(config: LineConfig, is_running: bool) -> Iterator[Check]:
+    for address in config.api.grpc:
+        if is_running:
+            yield Check(f"address {address}", "the running agent's: not tried")
+        elif address.startswith(UNIX):
+            folder = _existing(Path(address.removeprefix(UNIX)).parent)
+            fix = None if os.access(folder, os.W_OK) else f"let the agent's user write into {folder}"
+            yield Check(f"address {address}", f"in {folder}", fix)
+        else:
+            fault = _cannot_bind(address)
+            yield Check(f"address {address}", fault or "free", fault and "end who listens there, or take another port")
+
+
+def _cannot_bind(address: str) -> str | None:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, int(port)))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _receivers(config: LineConfig) -> Iterator[Check]:
+    ports = {"mqtt": 1883, "mqtts": 8883, "http": 80, "https": 443}
+    for name, section in (("outbox.mqtt", config.outbox.mqtt), ("outbox.webhook", config.outbox.webhook)):
+        if section is None:
+            continue
+        parts = urlsplit(section.url)
+        where = (parts.hostname or "", parts.port or ports[parts.scheme])
+        try:
+            socket.create_connection(where, CONNECT_S).close()
+        except OSError as error:
+            fix = "start it, or correct the url: until then messages wait in the outbox"
+            yield Check(name, f"{where[0]}:{where[1]}: {error.strerror or error}", fix)
+        else:
+            yield Check(name, f"{where[0]}:{where[1]} answers")
+
+
+def _cameras(config: LineConfig, is_running: bool) -> Iterator[Check]:
+    for camera in config.intake.cameras:
+        name = f"camera {camera.name}"
+        if is_running:
+            yield Check(name, "the running agent has it: see coserve status")
+            continue
+        fault = None
+        with suppress(ConfigError):  # told above
+            password = None if camera.password is None else read_secret(camera.password)
+            fault = probe(camera, password, CAMERA_S)
+        yield Check(name, fault or "a frame came", fault and f"see to {camera.url}")
+
+
+def _is_running(config: LineConfig) -> bool:
+    if not config.state.is_dir():
+        return False
+    try:
+        with StateLock(config.state):
+            return False
+    except AlreadyRunning:
+        return True
+    except OSError:
+        return False
+
+
+def _existing(path: Path) -> Path:
+    """The path, or what of it is there."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _number_in(file: str) -> int | None:
+    try:
+        return int(Path(file).read_text())
+    except (OSError, ValueError):
+        return None

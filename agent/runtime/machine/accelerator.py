@@ -1,0 +1,65 @@
+"""Whether the runtimes really work on this box: libraries that do not match fail where they are used first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.runtime.machine.box import Box
+
+
+def check_runtimes(box: Box) -> dict[str, str | None]:
+    """What was tried, and what is wrong with it; None for what works."""
+    tried: dict[str, Callable[[], None]] = {"torchvision": _suppress_boxes, "onnxruntime": _run_graph}
+    if "cuda" in box.processors:
+        tried["cuda"] = lambda: _multiply("cuda")
+    if "mps" in box.processors:
+        tried["mps"] = lambda: _multiply("mps")
+    tried["torch"] = lambda: _multiply("cpu")
+    return {name: _fault(work) for name, work in sorted(tried.items())}
+
+
+def _fault(work: Callable[[], None]) -> str | None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  # whatever a library raises is the finding
+        return (str(error) or type(error).__name__).splitlines()[0]
+    return None
+
+
+def _multiply(device: str) -> None:
+    """An allocation and a kernel."""
+    import torch
+
+    square = torch.ones((64, 64), device=device)
+    if float((square @ square).sum().cpu()) != 64.0**3:
+        raise ArithmeticError(f"{device} does not multiply as it should")
+
+
+def _suppress_boxes() -> None:
+    """The operator that is missing where torch and torchvision do not belong together."""
+    import torch
+    from torchvision.ops import nms
+
+    boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
+    if nms(boxes, torch.tensor([0.9, 0.8]), 0.5).tolist() != [0]:
+        raise ArithmeticError("torchvision's nms does not suppress")
+
+
+def _run_graph() -> None:
+    """ONNX Runtime on the provider that is asked for: it would take another one without a word."""
+    import numpy as np
+    import onnx
+    import onnxruntime
+
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2])
+    answer = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "check", [value], [answer])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    if session.get_providers()[0] != "CPUExecutionProvider":
+        raise RuntimeError(f"onnxruntime runs on {session.get_providers()[0]}")
+    if session.run(None, {"x": np.ones(2, np.float32)})[0].tolist() != [-1.0, -1.0]:
+        raise ArithmeticError("onnxruntime does not negate")

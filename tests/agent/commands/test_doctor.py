@@ -1,0 +1,126 @@
+"""`coserve doctor` on real lines: what is well is said, what is not has its remedy, and nothing is disturbed."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import closing
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from agent.cli import app
+from agent.commands.doctor import examine
+from agent.config import read_line
+from agent.records.database import StateLock
+
+
+@pytest.fixture
+def document(tmp_path):
+    (tmp_path / "f0.yaml").write_text(json.dumps({"weight_bytes": 1_000_000}))
+    return {
+        "line": "t",
+        "state": "./state",
+        "experts": {
+            "cls/f0": {"architecture": "fake", "weights": "f0.yaml", "labels": ["ok"], "input": {"size": [8, 8]}}
+        },
+        "routes": {"c0": [{"expert": "cls/f0", "pass": ["ok"]}]},
+    }
+
+
+@pytest.fixture
+def line(tmp_path, document):
+    def write(**more):
+        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document | more))
+        return tmp_path / "line.yaml"
+
+    return write
+
+
+def found(line_file):
+    diagnosis = examine(read_line(line_file, {}))
+    return {check.name: check for check in diagnosis.checks}
+
+
+def test_a_line_that_can_be_served_has_no_problem(line):
+    checks = found(line())
+    assert [check.name for check in checks.values() if check.fix is not None and check.name != "disk"] == []
+    assert checks["torchvision"].found == "works"
+    assert checks["onnxruntime"].found == "works"
+    assert "MB/s" in checks["disk"].found
+    assert checks["agent"].found == "not running on this line"
+
+
+def test_what_is_wrong_has_its_remedy(line, tmp_path):
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken, closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = free.getsockname()[1]
+        checks = found(
+            line(
+                api={"grpc": [f"127.0.0.1:{taken.getsockname()[1]}"], "token": {"file": "token"}},
+                intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]},
+                outbox={"mqtt": {"url": f"mqtt://127.0.0.1:{nobody}"}},
+                memory={"host": "900TiB"},
+                records={"keep": {"free": "900TiB"}},
+            )
+        )
+    assert checks["camera top"].fix.startswith("see to file:")
+    assert "lower memory.host" in checks["memory host"].fix
+    assert "records.keep" in checks["free space"].fix
+    assert "LoadCredential" in checks["secret api.token"].fix
+    assert "messages wait in the outbox" in checks["outbox.mqtt"].fix
+    (address,) = (check for name, check in checks.items() if name.startswith("address"))
+    assert "take another port" in address.fix
+
+
+def test_weights_that_are_not_there_are_named(line, tmp_path):
+    file = line()
+    (tmp_path / "f0.yaml").unlink()
+    assert "cls/f0" in found(file)["weights"].found
+
+
+def test_a_running_agent_is_not_disturbed(line, tmp_path):
+    file = line(
+        api={"grpc": "127.0.0.1:1"}, intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
+    )
+    with StateLock(tmp_path / "state"):
+        checks = found(file)
+    assert checks["agent"].found == "running on this line"
+    assert "not tried" in checks["address 127.0.0.1:1"].found
+    assert "see coserve status" in checks["camera top"].found
+
+
+def test_the_command_ends_with_the_number_of_problems_and_their_exit_code(line):
+    cameras = {"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
+    done = CliRunner().invoke(app, ["doctor", str(line(intake=cameras))])
+    assert done.exit_code == 1
+    assert "problems" in done.output.splitlines()[-1]
+    assert "BAD camera top" in done.output
+    without = CliRunner().invoke(app, ["doctor", str(line(intake=cameras)), "--no-cameras", "--json"])
+    assert "camera top" not in {check["name"] for check in json.loads(without.stdout)["checks"]}
+    mistaken = CliRunner().invoke(app, ["doctor", str(line(polciy="x"))])
+    assert mistaken.exit_code == 78
+
+
+def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeypatch):
+    monkeypatch.setenv("COSERVE__POLICY", "paper")
+    file = line()
+    done = CliRunner().invoke(app, ["config", "show", str(file), "--resolved", "--json"])
+    keys = {row["key"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)["keys"]}
+    assert keys["policy"] == ("paper", "COSERVE__POLICY")
+    assert keys["memory.host"] == ("auto", "default")
+    assert keys["line"] == ("t", "line.yaml:8")
+    assert keys["experts.cls/f0.input.size"][0] == [8, 8]
+    short = CliRunner().invoke(app, ["config", "show", str(file)])
+    assert "scheduling" not in short.stdout
+    assert "# COSERVE__POLICY" in short.stdout
+
+
+def test_a_check_with_probe_asks_the_cameras(line):
+    """AC13: a wrong url is told by the check, not by a log that repeats itself."""
+    cameras = {"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
+    done = CliRunner().invoke(app, ["config", "check", "--probe", str(line(intake=cameras))])
+    assert done.exit_code == 1
+    assert "camera top: " in done.output
+    assert CliRunner().invoke(app, ["config", "check", "--probe", str(line())]).exit_code == 0
