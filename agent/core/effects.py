@@ -97,6 +97,29 @@ class StandingChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class FellBack:
+    """An expert cannot be had in a memory for now: who waited for it there waits on other executors. ``retry_s``:
+    seconds until it may be tried there again. Nothing to carry out."""
+
+    expert: str
+    copy: str
+    pool: str
+    requests: int
+    reason: str
+    retry_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetLowered:
+    """The box proved to have less memory than was planned with: what lies in this one keeps to so much from now on."""
+
+    pool: str
+    before_bytes: int
+    after_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """A request has its outcome: OK, NG, or UNKNOWN with a reason."""
 
@@ -112,4 +135,4 @@ class Fail:
     outcome: Outcome
 
 
-Effect = StartLoad | StartBatch | Evict | Assigned | StandingChanged | Complete | Fail
+Effect = StartLoad | StartBatch | Evict | Assigned | StandingChanged | FellBack | BudgetLowered | Complete | Fail

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core import events
-from agent.core.effects import Complete, Fail, Standing, StandingChanged, StartBatch
+from agent.core.effects import BudgetLowered, Complete, Fail, FellBack, Standing, StandingChanged, StartBatch
 from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
-from agent.core.pool import ModelPool, PoolStatistics, misfits
+from agent.core.pool import ModelPool, PoolStatistics, least_bytes, misfits
 from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.request import CANCELLED, Batch, Outcome, Rejected, StepResult
 from agent.core.scheduler import Scheduler
@@ -119,7 +119,7 @@ class Engine:
         self._matrix = matrix
         self._policy = policy
         self._limits = limits
-        self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s)
+        self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s, self._is_barred)
         self._queues = {queue.spec.id: queue for queue in self._scheduler.queues}
         self._pools = {spec.name: ModelPool(spec) for spec in limits.pools}
         homes = pinned_homes(limits.pinned, [queue.spec for queue in self._scheduler.queues], matrix.experts)
@@ -273,6 +273,12 @@ class Engine:
         if event.permanent:
             self._put_in_quarantine(load.expert, event.reason, effects)
             return True
+        if event.out_of_memory:
+            self._lower_budget(load.pool, self._pools[load.pool].used_bytes, event.reason, effects)
+        if self._fall_back(load.expert, load.pool, load.copy, event.reason, effects):
+            if load.expert in self._homes:
+                self._place_pinned(load.expert)
+            return True
         probation = self._standings.load_failed(load.expert, load.copy, event.reason, setback.attempts, setback.retry_s)
         if probation is not None:
             self._put_on_probation(load.expert, probation, effects)
@@ -306,6 +312,10 @@ class Engine:
         self._end_batch(batch)
         if event.out_of_memory:
             self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
+            if len(batch.requests) == 1:  # it cannot be made smaller: what lies there has to be less
+                pool = self._queues[batch.executor].spec.pool
+                wanted = self._pools[pool].used_bytes - batch.workspace_bytes
+                self._lower_budget(pool, wanted, event.reason, effects)
         probation = self._probation_for(batch, event)
         retried = [request for request in batch.requests if self._may_retry(request, batch, event, effects)]
         self._give_back(batch, retried, effects)
@@ -521,6 +531,8 @@ class Engine:
             return self._fail(request, CANCELLED, effects)
         ran_alone = len(batch.requests) == 1 and not event.out_of_memory
         if ran_alone or ticket.attempts >= self._limits.batch_attempts:
+            if event.out_of_memory and self._moves_elsewhere(request, batch, event.reason, effects):
+                return False
             return self._fail(request, f"{batch.expert}: {event.reason}", effects)
         return True
 
@@ -685,6 +697,66 @@ class Engine:
         return next(
             spec for spec in specs if (row := columns[spec.processor].get(expert)) is not None and row.copy == copy
         )
+
+    def _moves_elsewhere(self, request: int, batch: Batch, reason: str, effects: list[Effect]) -> bool:
+        """A request that this executor's memory has no workspace for, however little lies there: others may have."""
+        pool = self._queues[batch.executor].spec.pool
+        if not self._has_alternative(batch.expert, pool, batch.copy):
+            return False
+        self._placement.set_back(pool, batch.copy, self._limits.load_attempts, self._now)
+        self._fall_back(batch.expert, pool, batch.copy, reason, effects)
+        ticket = self._tickets[request]
+        ticket.attempts = 0
+        self._enqueue(request, ticket, batch.expert, effects)
+        return True
+
+    def _fall_back(self, expert: str, pool: str, copy: str, reason: str, effects: list[Effect]) -> bool:
+        """Where a copy fails too often, who waits for it there waits elsewhere; False where it may go on, or there is
+        no other place."""
+        if not self._placement.is_barred(pool, copy, self._now) or not self._has_alternative(expert, pool, copy):
+            return False
+        moving = [
+            request
+            for queue in self._scheduler.queues
+            if (row := self._matrix.experts[queue.spec.processor].get(expert)) is not None
+            and self._is_barred(queue.spec, row, self._now)
+            for group in queue.groups()
+            if group.expert == expert
+            for request in group.requests
+        ]
+        retry_s = self._placement.retry_s(pool, copy) - self._now
+        effects.append(FellBack(expert, copy, pool, len(moving), reason, retry_s))
+        for request in moving:
+            ticket = self._tickets[request]
+            self._leave_queue(request, ticket)
+            self._enqueue(request, ticket, expert, effects)
+        return True
+
+    def _has_alternative(self, expert: str, pool: str, copy: str) -> bool:
+        """Is there an executor that the expert can be had on, but for this copy in this memory?"""
+        for queue in self._scheduler.queues:
+            row = self._matrix.experts[queue.spec.processor].get(expert)
+            if row is None or self._is_barred(queue.spec, row, self._now):
+                continue
+            if row.copy != copy or pool not in (queue.spec.pool, self._pools[queue.spec.pool].spec.cache):
+                return True
+        return False
+
+    def _is_barred(self, spec: ExecutorSpec, profile: ExpertProfile, now: float) -> bool:
+        return self._placement.is_barred(spec.pool, profile.copy, now)
+
+    def _lower_budget(self, name: str, to_bytes: int, reason: str, effects: list[Effect]) -> None:
+        """The box has less memory than was planned with: less is to lie there, but each expert must still fit."""
+        pool = self._pools[name]
+        users = [queue.spec for queue in self._scheduler.queues if queue.spec.pool == name]
+        least = least_bytes(footprints_in(name, users, self._matrix.experts, self._homes))
+        before_bytes, target_bytes = pool.expert_bytes, max(to_bytes, least)
+        if target_bytes >= before_bytes:
+            return
+        self._placement.shrink(pool, target_bytes, effects)
+        pool.lower(target_bytes)
+        if pool.expert_bytes < before_bytes:
+            effects.append(BudgetLowered(name, before_bytes, pool.expert_bytes, reason))
 
     def _discard_if_gone(self, expert: str, effects: list[Effect]) -> None:
         """In quarantine, or of an earlier line and not waited for: it leaves memory."""

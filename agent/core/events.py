@@ -35,11 +35,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A load came to nothing. ``permanent``: the weights are bad, trying again is pointless."""
+    """A load came to nothing. ``permanent``: the weights are bad, trying again is pointless.
+
+    ``out_of_memory``: the box had less than the ledger counts on.
+    """
 
     load: int
     reason: str
     permanent: bool
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

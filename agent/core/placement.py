@@ -195,6 +195,41 @@ class Placement:
         """May a batch begin on this copy: is it there, and held for nobody?"""
         return pool.is_resident(copy) and copy not in self._held.get(pool.name, ())
 
+    def set_back(self, pool: str, copy: str, attempts: int, now: float) -> Setback:
+        """A copy has failed so often in a row: it pauses there, for twice as long as the last time."""
+        before = self._setbacks.get((pool, copy))
+        pause_s = min(before.pause_s * 2 if before else self._limits.load_backoff_s, self._limits.longest_pause_s)
+        setback = Setback(attempts, pause_s, now + pause_s)
+        self._setbacks[pool, copy] = setback
+        return setback
+
+    def retry_s(self, pool: str, copy: str) -> float:
+        """When a copy that failed there may be tried there again."""
+        return self._setbacks[pool, copy].retry_s
+
+    def is_barred(self, pool: str, copy: str, now: float) -> bool:
+        """Has it failed so often there that it is not to be asked there while it pauses?"""
+        if not self._setbacks:
+            return False
+        setback = self._setbacks.get((pool, copy))
+        if setback is None:
+            cache = self.pools[pool].spec.cache
+            setback = None if cache is None else self._setbacks.get((cache, copy))
+        return setback is not None and setback.attempts >= self._limits.load_attempts and now < setback.retry_s
+
+    def shrink(self, pool: ModelPool, to_bytes: int, effects: list[Effect]) -> None:
+        """Evict what may go, first to go first, until no more than so much lies there or nothing may go any more."""
+        strategy = STRATEGIES[self._policy.evicting]
+        candidates = [
+            self._candidate(entry, self._next_use_s(pool, entry)) for entry in pool.entries() if entry.is_evictable
+        ]
+        ranked = strategy.ranked(candidates)
+        for victim in ranked:
+            if pool.used_bytes <= to_bytes:
+                return
+            short = pool.used_bytes - to_bytes
+            self._evict(pool, victim, strategy.stage(victim), EvictionDecision("", short, tuple(ranked)), effects)
+
     def release(self) -> None:
         """A new look at everything: the oldest claim comes first again."""
         self._kept_free.clear()
@@ -213,10 +248,7 @@ class Placement:
         self.pools[load.pool].load_failed(load.copy)
         self._presence[load.expert] -= 1
         before = self._setbacks.get((load.pool, load.copy))
-        pause_s = min(before.pause_s * 2 if before else self._limits.load_backoff_s, self._limits.longest_pause_s)
-        setback = Setback(before.attempts + 1 if before else 1, pause_s, now + pause_s)
-        self._setbacks[load.pool, load.copy] = setback
-        return setback
+        return self.set_back(load.pool, load.copy, before.attempts + 1 if before else 1, now)
 
     def discard(self, expert: str, effects: list[Effect]) -> None:
         """An expert that is not to be asked leaves every memory where nothing uses it."""

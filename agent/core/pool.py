@@ -82,6 +82,17 @@ class ModelPool:
     _parts: dict[str, Part] = field(default_factory=dict)
     _workspaces: dict[int, int] = field(default_factory=dict)
     _order: int = 0
+    _lowered_bytes: int = 0  # of what the spec says: the box has less
+
+    @property
+    def expert_bytes(self) -> int:
+        """What may lie here: as planned, or less since the box proved to have less."""
+        return self.spec.expert_bytes - self._lowered_bytes
+
+    def lower(self, expert_bytes: int) -> None:
+        """Keep to so much from now on; never more than before, nor less than what lies here."""
+        kept = max(expert_bytes, self.used_bytes)
+        self._lowered_bytes = max(self.spec.expert_bytes - kept, self._lowered_bytes)
 
     @property
     def name(self) -> str:
@@ -90,7 +101,7 @@ class ModelPool:
     @property
     def free_bytes(self) -> int:
         """Room for weights."""
-        return self.spec.expert_bytes - self.used_bytes
+        return self.expert_bytes - self.used_bytes
 
     def entry(self, copy: str) -> Entry | None:
         """The copy's entry while it is loading or resident."""
@@ -198,7 +209,7 @@ class ModelPool:
         """A frozen snapshot."""
         return PoolStatistics(
             name=self.name,
-            expert_bytes=self.spec.expert_bytes,
+            expert_bytes=self.expert_bytes,
             used_bytes=self.used_bytes,
             workspace_bytes=self.spec.workspace_bytes,
             workspace_used_bytes=self.workspace_used_bytes,
@@ -212,7 +223,7 @@ class ModelPool:
         parts = {part.id: part.size_bytes for entry in self._entries.values() for part in entry.footprint.shared}
         own = sum(entry.footprint.own_bytes for entry in self._entries.values())
         _require(own + sum(parts.values()) == self.used_bytes, f"{self.name}: ledger is not the sum of what is held")
-        _require(self.used_bytes <= self.spec.expert_bytes, f"{self.name}: weights over budget")
+        _require(self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget")
         _require(self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget")
         _require(sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted")
         _require(parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted")
@@ -258,6 +269,15 @@ def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int
 
     ``footprints``: (expert, footprint, pinned). One that is not pinned needs its room beside all the pinned ones.
     """
+    return {expert: needed for expert, needed in _needs(footprints).items() if needed > expert_bytes}
+
+
+def least_bytes(footprints: Iterable[tuple[str, Footprint, bool]]) -> int:
+    """The smallest memory in which each of these can run."""
+    return max(_needs(footprints).values(), default=0)
+
+
+def _needs(footprints: Iterable[tuple[str, Footprint, bool]]) -> dict[str, int]:
     listed = tuple(footprints)
     pinned_parts = {part.id: part.size_bytes for _, footprint, pinned in listed if pinned for part in footprint.shared}
     pinned_own = sum(footprint.own_bytes for _, footprint, pinned in listed if pinned)
@@ -266,6 +286,5 @@ def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int
     for expert, footprint, pinned in listed:
         parts = sum(part.size_bytes for part in footprint.shared if part.id not in pinned_parts)
         needed = pinned_bytes if pinned else pinned_bytes + footprint.own_bytes + parts
-        if needed > expert_bytes:
-            needs[expert] = max(needed, needs.get(expert, 0))  # an expert may be there in several forms
+        needs[expert] = max(needed, needs.get(expert, 0))  # an expert may be there in several forms
     return needs

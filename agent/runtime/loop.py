@@ -192,6 +192,8 @@ class AgentLoop:
             effects.Evict: self._evict,
             effects.Assigned: lambda _: None,  # tells why, and asks for nothing
             effects.StandingChanged: self._log_standing,
+            effects.FellBack: self._log_fall_back,
+            effects.BudgetLowered: self._lower_budget,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
         }
@@ -428,6 +430,22 @@ class AgentLoop:
             )
         else:
             logger.info("expert_serves_again expert=%s reason=%s", effect.expert, effect.reason)
+
+    def _log_fall_back(self, effect: effects.FellBack) -> None:
+        logger.warning(
+            "expert_falls_back expert=%s pool=%s requests=%d retry_s=%.1f reason=%s: it is asked on other executors",
+            effect.expert, effect.pool, effect.requests, effect.retry_s, effect.reason,
+        )  # fmt: skip
+
+    def _lower_budget(self, effect: effects.BudgetLowered) -> None:
+        for store in self._workshop.stores:
+            if store.pool == effect.pool:
+                store.lower_budget(effect.after_bytes)
+        logger.error(
+            "memory_budget_lowered pool=%s from_bytes=%d to_bytes=%d reason=%s: the box has less memory than was "
+            "planned with; end what else takes it, or lower memory.%s, and start again",
+            effect.pool, effect.before_bytes, effect.after_bytes, effect.reason, effect.pool,
+        )  # fmt: skip
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
         self._on_outcome(effect.request, effect.outcome)

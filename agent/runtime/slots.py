@@ -229,6 +229,17 @@ class SlotStore:
         self._regions_moved = 0
         self._binds = 0
 
+    def lower_budget(self, budget_bytes: int) -> None:
+        """Keep to so much from now on: spares go at once, or with the next allocation where one is under way."""
+        self._budget_bytes = budget_bytes
+        if not self._changing.acquire(blocking=False):
+            return
+        try:
+            while self._held_bytes > self._budget_bytes and (housing := self._oldest_spare()) is not None:
+                self._drop(housing)
+        finally:
+            self._changing.release()
+
     def reserve(self, copy: ExpertCopy) -> Slot:
         """A place for a copy, without memory yet. Raises IllegalMove for one that is here already."""
         with self._lock:

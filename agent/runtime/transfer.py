@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
 from agent.runtime.device_loss import Breakdown, DeviceWatch
+from agent.runtime.executor import is_out_of_memory
 from agent.runtime.threads import use_threads
 from experts import errors
 from experts.daemon_threads import DaemonThreads
@@ -184,7 +185,9 @@ class Transfers:
             error = self._looked_into(error, self._copies[effect.copy])
         if isinstance(error, errors.WeightsError):
             return self._failed(effect, error.message, permanent=True)
-        if isinstance(error, (errors.CoServeError, OSError, MemoryError)):
+        if is_out_of_memory(error):
+            return self._failed(effect, str(error) or type(error).__name__, permanent=False, out_of_memory=True)
+        if isinstance(error, (errors.CoServeError, OSError)):
             return self._failed(effect, str(error) or type(error).__name__, permanent=False)
         logger.error("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool, exc_info=error)
         self._count("unexpected_errors", 1)
@@ -255,13 +258,13 @@ class Transfers:
             f"{copy.expert.weights}",
         )
 
-    def _failed(self, effect: StartLoad, reason: str, *, permanent: bool) -> LoadFailed:
+    def _failed(self, effect: StartLoad, reason: str, *, permanent: bool, out_of_memory: bool = False) -> LoadFailed:
         self._count("failed", 1)
         logger.warning(
             "load_failed expert=%s pool=%s source=%s permanent=%s reason=%s",
             effect.expert, effect.pool, effect.source, permanent, reason,
         )  # fmt: skip
-        return LoadFailed(effect.load, reason, permanent)
+        return LoadFailed(effect.load, reason, permanent, out_of_memory)
 
     def _finished(self, effect: StartLoad, seconds: float) -> None:
         path = f"{effect.source}_{effect.pool}"

@@ -110,7 +110,7 @@ def test_a_configuration_is_shown_with_where_each_value_comes_from(line, monkeyp
     keys = {row["key"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)["keys"]}
     assert keys["policy"] == ("paper", "COSERVE__POLICY")
     assert keys["memory.host"] == ("auto", "default")
-    assert keys["line"] == ("t", "line.yaml:8")
+    assert keys["line"] == ("t", "line.yaml:11")
     assert keys["experts.cls/f0.input.size"][0] == [8, 8]
     short = CliRunner().invoke(app, ["config", "show", str(file)])
     assert "scheduling" not in short.stdout

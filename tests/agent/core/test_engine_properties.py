@@ -265,7 +265,7 @@ class Shell:
         load = self.loads.pop(key)
         fate = self.draw(st.integers(0, 19)) if self.may_fail else 19
         if fate <= 2:
-            self.handle(events.LoadFailed(key, "the disk said no", permanent=fate == 0))
+            self.handle(events.LoadFailed(key, "it did not come", permanent=fate == 0, out_of_memory=fate == 1))
             return
         self.resident.setdefault(load.pool, set()).add(load.copy)
         self.handle(events.Loaded(key))
