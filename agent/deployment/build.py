@@ -151,10 +151,10 @@ def build_agent(
 
 @contextmanager
 def agent_with_requests(
-    config: LineConfig, progress: Progress, options: AgentOptions = AS_SERVED
+    config: LineConfig, progress: Progress, options: AgentOptions = AS_SERVED, requests: Requests | None = None
 ) -> Iterator[tuple[Agent, Requests]]:
     """An agent that is not started yet, and requests to it; stopped in the end. Raises as ``build_agent`` does."""
-    requests = Requests()
+    requests = requests or Requests()
     agent = build_agent(config, requests.tell, progress, options)
     requests.watch(agent.loop)
     try:

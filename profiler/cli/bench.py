@@ -64,6 +64,9 @@ def bench_line(
     executors: Executors = None,
     ssd_bandwidth: Bandwidth = None,
     repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are told")] = 1,
+    journal: Annotated[
+        bool, typer.Option("--journal", help="instead: what it costs to journal and store every request")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Play a trace on the real engine, each policy in turn, beside the roofline measured in the same run."""
@@ -94,8 +97,19 @@ def bench_line(
             ssd_bytes_per_s=bytes_per_s(ssd_bandwidth),
         )
         with progress_on_stderr() as progress:
+            if journal:
+                _bench_journal(config, trace, options, progress, as_json=as_json)
+                return
             measured = run_line(config, read_trace(trace, config.catalog), options, progress)
     print(json.dumps(measured.as_json()) if as_json else report(measured))
+
+
+def _bench_journal(config: Any, trace: Path, options: Any, progress: Any, *, as_json: bool) -> None:  # noqa: ANN401
+    from profiler.bench.journal_cost import measure_journal, report
+    from profiler.workload.traces import read_trace
+
+    cost = measure_journal(config, read_trace(trace, config.catalog), options, progress)
+    print(json.dumps(asdict(cost)) if as_json else report(cost))
 
 
 @bench_app.command()

@@ -129,11 +129,13 @@ def player(
     progress: Progress = lambda *_: None,
     *,
     is_strict: bool = True,
+    requests: Requests | None = None,
 ) -> Iterator[Player]:
     """An agent whose initial placement is complete, stopped in the end.
 
     ``experts``: those that traces will need. ``is_strict``: raises ConfigError naming each of them that cannot be
-    served, and WeightsError for a packed file that is damaged or gone; else their requests end UNKNOWN.
+    served, and WeightsError for a packed file that is damaged or gone; else their requests end UNKNOWN. ``requests``:
+    another way for them to reach the agent and come back.
     """
     timers: list[TimedDecider] = []
 
@@ -142,7 +144,7 @@ def player(
         return timers[0]
 
     needed = sorted(set(experts))
-    with agent_with_requests(config, progress, replace(options, decider=timed)) as (agent, requests):
+    with agent_with_requests(config, progress, replace(options, decider=timed), requests) as (agent, requests):
         if is_strict:
             _refuse_broken(config, needed, agent.setup.broken)
         _verify(agent, needed, is_strict=is_strict)
