@@ -21,6 +21,8 @@ CoServeError
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
++- ReceiverUnavailable      whoever is told of verdicts cannot be reached, or takes none now: they wait
++- MessageRefused           whoever is told of verdicts will never take this one: it is dropped, and that is told
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
@@ -224,6 +226,26 @@ class OrderRefused(CoServeError):
         super().__init__(message)
         self.reason = reason
         self.retry_s = retry_s
+
+
+class ReceiverUnavailable(CoServeError):
+    """A receiver takes nothing at the moment. ``retry_s``: how long it asks to be left alone; None: it does not say."""
+
+    def __init__(self, receiver: str, reason: str, retry_s: float | None = None) -> None:
+        super().__init__(f"{receiver}: {reason}")
+        self.receiver = receiver
+        self.reason = reason
+        self.retry_s = retry_s
+
+
+class MessageRefused(CoServeError):
+    """A receiver has looked at the message of this id and wants it neither now nor later."""
+
+    def __init__(self, receiver: str, message: str, reason: str) -> None:
+        super().__init__(f"{receiver}: {reason}")
+        self.receiver = receiver
+        self.message = message
+        self.reason = reason
 
 
 class AlreadyRunning(CoServeError):

@@ -54,6 +54,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.deployment": ("agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile"),
     "agent.intake": ("agent.config", "agent.line_file"),
     "agent.records": ("agent.config", "agent.line_file"),
+    "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.api": ("agent.config", "agent.line_file"),
     "agent.intake.cameras": ("agent.line_file",),
     "agent.service": (

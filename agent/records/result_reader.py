@@ -136,4 +136,4 @@ def _board_row(row: sqlite3.Row) -> BoardRow:
         counts={Verdict(verdict): count for verdict, count in json.loads(values["counts"]).items()},
         is_revision=values["revisions"] > 0,
     )
-    return BoardRow(values["seq"], values["revisions"], board)
+    return BoardRow(values["seq"], values["revisions"], board, values["takt_s"])
