@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CANCEL_AGAIN_S = 1.5  # longer than a receiver takes to say goodbye
+
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStatistics:
@@ -131,8 +133,13 @@ class _DeliveryThread:
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def wait(self, timeout_s: float) -> bool:
-        if self._thread.is_alive():
-            self._thread.join(max(timeout_s, 0.0))
+        """Cancelled again meanwhile: `asyncio.wait_for` of Python 3.11 loses one that comes with what it waits for."""
+        deadline_s = time.monotonic() + max(timeout_s, 0.0)
+        while self._thread.is_alive():
+            self._thread.join(min(max(deadline_s - time.monotonic(), 0.0), CANCEL_AGAIN_S))
+            if time.monotonic() >= deadline_s:
+                break
+            self.cancel()
         return not self._thread.is_alive()
 
     def _run(self) -> None:

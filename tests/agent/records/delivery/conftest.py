@@ -10,14 +10,13 @@ import queue
 import selectors
 import shutil
 import socket
-import ssl
 import subprocess
 import threading
 import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from paho.mqtt import client as paho
@@ -25,6 +24,10 @@ from paho.mqtt import client as paho
 from agent.records.boards import BoardVerdict
 from agent.records.results import Result
 from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    import ssl
+    from pathlib import Path
 
 PATIENCE_S = 60.0
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -53,6 +56,23 @@ def until(is_so, what="it did not come about"):
     while not is_so():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.005)
+
+
+@pytest.fixture
+def make():
+    """Results and boards to be told of, and waiting for what comes about on other threads."""
+
+    class Make:
+        patience_s = PATIENCE_S
+
+    Make.image, Make.board, Make.until, Make.port = (staticmethod(each) for each in (image, board, until, free_port))
+    return Make
+
+
+@pytest.fixture
+def virtual_loop():
+    """Makes event loops on which a day passes at once."""
+    return VirtualLoop
 
 
 class Leaping(selectors.DefaultSelector):
