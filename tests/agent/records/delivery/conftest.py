@@ -252,7 +252,7 @@ def _handler(server: WebServer):
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
-            if headers.get("Connection") == "close":
+            if headers.get("Connection") == "close" or "X-Hang-Up" in headers:  # the latter without saying so
                 self.close_connection = True
 
         def log_message(self, *_):

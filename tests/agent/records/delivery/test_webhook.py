@@ -78,6 +78,16 @@ def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(w
     assert caplog.records == []
 
 
+def test_a_connection_that_was_closed_while_nothing_was_told_is_no_failure(web_server, line, make, caplog):
+    server = web_server((200, {"X-Hang-Up": "1"}), (200, {"X-Hang-Up": "1"}))
+    with line(section(server.url)) as (store, deliveries):
+        for number in range(3):
+            store.record_board(make.board(f"B{number}"))
+            assert serials(server, 1) == [f"B{number}"]
+            make.until(lambda: statistics(deliveries).waiting == 0)
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("status", [500, 503, 408, 425, 429])
 def test_not_now_is_tried_again_with_the_same_id_before_all_later_ones(web_server, line, make, status):
     server = web_server((status, {}))
