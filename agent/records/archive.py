@@ -18,6 +18,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from agent.records.whole_file import draft_of, sync_folder
 from experts.daemon_threads import DaemonThreads
 from experts.expert import Verdict
 
@@ -170,19 +171,11 @@ def _suffix(content: bytes) -> str:
 def _write(target: Path, content: bytes) -> None:
     if not target.parent.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
-        _sync_folder(target.parent.parent)
-    draft = target.with_name(f".{target.name}.tmp")
+        sync_folder(target.parent.parent)
+    draft = draft_of(target)
     with draft.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(target)
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(target.parent)

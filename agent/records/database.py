@@ -137,6 +137,23 @@ def outbox(database: Database) -> None:
     )
 
 
+@migrations()
+def exports_and_leaving_images(database: Database) -> None:
+    """Which days were written to files; and images that are to be removed, until they are."""
+    database.execute(
+        """
+        CREATE TABLE exports (
+            day TEXT PRIMARY KEY,
+            until TEXT NOT NULL,
+            last_seq INTEGER NOT NULL,
+            rows INTEGER NOT NULL,
+            file TEXT NOT NULL
+        )
+        """
+    )
+    database.execute("CREATE TABLE leaving (path TEXT PRIMARY KEY, changed_ns INTEGER NOT NULL, reason TEXT NOT NULL)")
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """The migrated database, with its folder; the connection may be used by one thread at a time.
 

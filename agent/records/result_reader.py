@@ -58,6 +58,10 @@ class ResultReader:
         rows = self._rows("SELECT * FROM results WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit))
         return [_result_row(row) for row in rows]
 
+    def select(self, sql: str, values: Sequence[object]) -> list[ResultRow]:
+        """Results by a query of the caller's, which selects whole rows."""
+        return [_result_row(row) for row in self._rows(sql, values)]
+
     def of_board(self, serial: str, board_type: str, since: datetime) -> list[ResultRow]:
         """What a board's images were judged since it was opened, in the order of their numbers."""
         rows = self._rows(

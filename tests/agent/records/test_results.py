@@ -482,7 +482,7 @@ def test_the_log_is_durable_and_migrations_run_once(tmp_path: Path) -> None:
         with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
             assert database.journal_mode == "wal"
             assert database.execute("PRAGMA synchronous").fetchone()[0] == 2
-            assert database.execute("SELECT count(*) FROM _sqlite_migrations").fetchone()[0] == 4
+            assert database.execute("SELECT count(*) FROM _sqlite_migrations").fetchone()[0] == 5
 
 
 def test_reading_before_the_first_run_says_so(tmp_path: Path) -> None:
