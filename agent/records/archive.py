@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -75,6 +76,8 @@ class ImageArchive:
                 target.unlink()
             except FileNotFoundError:
                 pass
+            with suppress(OSError):  # other images are left of its day
+                target.parent.rmdir()
         return True
 
 

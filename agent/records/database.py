@@ -151,7 +151,7 @@ def exports_and_leaving_images(database: Database) -> None:
         )
         """
     )
-    database.execute("CREATE TABLE leaving (path TEXT PRIMARY KEY, changed_ns INTEGER NOT NULL, reason TEXT NOT NULL)")
+    database.execute("CREATE TABLE leaving (path BLOB PRIMARY KEY, mtime_ns INTEGER NOT NULL, reason TEXT NOT NULL)")
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
