@@ -121,6 +121,7 @@ def test_sizes(text: str, size: int | None) -> None:
         ("api: {grpc: [':8461']}", "api.grpc[0]: '' can be reached from other machines"),
         ("api: {http: '127.0.0.1'}", "'127.0.0.1' is not an address - write unix:PATH or 127.0.0.1:PORT"),
         ("api: {http: '127.0.0.1:70000'}", "is not an address"),
+        ("records: {keep: {export_required: true}}", "records: export_required without an export keeps everything"),
         ("api: {http: 'unix:'}", "an address without a path"),
     ],
 )
