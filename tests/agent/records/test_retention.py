@@ -471,7 +471,7 @@ store = ResultStore(folder / "r.db")
 archive = ImageArchive(folder / "images", "all")
 shelf = Shelf(folder / "inbox" / "done", Verdict.OK)
 later = datetime.now(UTC) + timedelta(hours=2)
-sweeper = Sweeper(Limits(size_bytes=1), archive, [shelf], store, wall=lambda: later)
+sweeper = Sweeper(Limits() if sys.argv[4:] else Limits(size_bytes=1), archive, [shelf], store, wall=lambda: later)
 remove = sweeper._remove_file
 def counted(path, mtime_ns):
     global removals
@@ -488,22 +488,26 @@ store.close()
 """
 
 
-@pytest.mark.parametrize("removals", [1, 2, 4])
-def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(line, removals):
+@pytest.mark.parametrize(("removals", "without_limits"), [(1, False), (2, False), (4, False), (1, True)])
+def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(line, removals, without_limits):
     one = line(Limits())
     for number in range(3):
         one.archived(f"k{number}", Verdict.OK)
     one.shelved("a.png", Verdict.OK)
     one.store.close()
 
-    def run(steps: int, removals: int) -> int:
-        command = [sys.executable, "-c", KILLED, one.folder, str(steps), str(removals)]
+    def run(steps: int, removals: int, *mode: str) -> int:
+        command = [sys.executable, "-c", KILLED, one.folder, str(steps), str(removals), *mode]
         return subprocess.run(command, timeout=120, check=False).returncode
 
     def images() -> set[str]:
         return {path.name for path in one.folder.rglob("*") if path.is_file() and path.parent.name[:2] == "20"}
 
     assert run(60, removals) < 0
+    if without_limits:
+        assert run(60, 1000, "no limits") == 0
+        assert len(images()) == 0, "what was marked goes, whatever the line file says by now"
+        return
     assert len(images()) == 4 - (removals - 1)
     named = {row.result.kept_as for row in ResultReader(one.folder / "r.db").query()} - {None}
     assert all((one.folder / "images" / str(each)).exists() for each in named)

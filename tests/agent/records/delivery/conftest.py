@@ -136,9 +136,8 @@ class Broker:
             lines.append("allow_anonymous true")
         configuration = self.folder / f"mosquitto-{self.port}.conf"
         configuration.write_text("\n".join(lines) + "\n")
-        log = (self.folder / f"mosquitto-{self.port}.log").open("ab")
-        self._process = subprocess.Popen([str(MOSQUITTO), "-c", str(configuration)], stdout=log, stderr=log)
-        log.close()
+        with (self.folder / f"mosquitto-{self.port}.log").open("ab") as log:
+            self._process = subprocess.Popen([str(MOSQUITTO), "-c", str(configuration)], stdout=log, stderr=log)
         until(self._answers, "the broker does not start")
 
     def stop(self) -> None:
@@ -181,14 +180,25 @@ class Broker:
             client.loop_stop()
 
 
+def do_without_broker(environment):
+    """End the test: skipped, with the reason; failed where CI=true."""
+    reason = "mosquitto is not installed: make tools, or apt-get install mosquitto"
+    if environment.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def without_broker():
+    """What ends a test where there is no mosquitto."""
+    return do_without_broker
+
+
 @pytest.fixture
 def broker(tmp_path):
-    """Makes brokers; all end with the test. Without mosquitto it is skipped, and where CI=true fails."""
+    """Makes brokers; all end with the test."""
     if MOSQUITTO is None:
-        reason = "mosquitto is not installed: make tools, or apt-get install mosquitto"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        do_without_broker(os.environ)
     made = []
 
     def make(*settings, port=None):
