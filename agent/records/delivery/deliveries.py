@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CANCEL_AGAIN_S = 1.5  # longer than a receiver takes to say goodbye
+CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to say goodbye
 
 
 @dataclass(frozen=True, slots=True)

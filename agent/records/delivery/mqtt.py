@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 KEEPALIVE_S = 20  # how long a broker that went away without a word goes unnoticed while nothing is told, about
 ANSWER_S = 10.0
-GOODBYE_S = 1.0
+GOODBYE_S = 0.5
 LOGIN_REFUSED = frozenset({4, 5, 134, 135})  # bad user or password, not authorised: of MQTT 3.1.1, and of 5
 RESERVED = re.compile(r"[/+#%\x00-\x1f\x7f-\x9f]")
 QUIET = logging.getLogger(f"{__name__}.client")  # what the library says beside what it raises, which is told
