@@ -11,7 +11,11 @@ WORKERS := logical
 MINUTES := 45
 ONLY :=
 
-.PHONY: help venv demo test lint bench mutants proto clean
+# What tests talk to beside Python, and where it lies if not on the PATH.
+TOOLS := mosquitto openssl
+SBIN := /usr/sbin:/usr/local/sbin
+
+.PHONY: help venv tools demo test lint bench mutants proto clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -21,8 +25,18 @@ venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject
 demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
 	$(VENV)/bin/coserve demo
 
+# Without them the tests that need them are skipped, and say so. Nothing is started: tests start a broker of their own.
+tools:  ## what tests talk to: mosquitto and openssl, installed where apt-get is there and may
+	@for tool in $(TOOLS); do PATH="$$PATH:$(SBIN)" command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	[ -z "$$missing" ] && exit 0; \
+	install="env DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends$$missing"; \
+	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "not installed, so that tests that need it are skipped:$$missing (as root: apt-get install$$missing)" >&2
+
 # Several processes share the cores: threads of one that waited by spinning would take them from the others.
-test: $(INSTALLED)  ## all tests, WORKERS=logical at once: one for each core, up to eight
+test: $(INSTALLED) tools  ## all tests, WORKERS=logical at once: one for each core, up to eight
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(INSTALLED)  ## style and types

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from agent.config import LineConfig
+    from agent.records.rows import Format
 
 FAILED, USAGE, CONFIGURATION = 1, 2, 78
 VERIFIED = {True: "ok ", False: "BAD", None: "-- "}
@@ -142,22 +143,26 @@ def results(
     output: Annotated[str, typer.Option("--format", help="jsonl or csv")] = "jsonl",
     limit: Annotated[int | None, typer.Option(min=1, help="at most so many")] = None,
     boards: Annotated[bool, typer.Option("--boards", help="one row per board instead of per request")] = False,
+    out: Annotated[Path | None, typer.Option(help="to this file, which appears whole or not at all")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print stored verdicts, one row per request, oldest first; also while the agent runs."""
-    from agent.commands.results import board_rows, result_rows, write_rows
+    from agent.commands.results import board_rows, result_rows, write_file
     from agent.config import read_line
+    from agent.records.rows import write_rows
 
     with explained():
         config = read_line(line)
         start = _time(since)
-        if output not in ("jsonl", "csv"):
-            raise typer.BadParameter(f"{output!r} is neither jsonl nor csv", param_hint="--format")
+        form = _format(output)
         rows = board_rows(config, start, verdict, limit) if boards else result_rows(config, start, verdict, limit)
-        if as_json:
+        if out is not None:
+            count = write_file(rows, form, out)
+            print(json.dumps({"file": str(out), "rows": count}) if as_json else f"{out}: {count} rows")
+        elif as_json:
             print(json.dumps({"results": list(rows)}))
         else:
-            write_rows(rows, output, sys.stdout)
+            write_rows(rows, form, sys.stdout)
 
 
 @app.command()
@@ -372,6 +377,14 @@ def _problem(error: ConfigError) -> dict[str, Any]:
         "key": place.key if place else None,
         "message": error.message,
     }
+
+
+def _format(text: str) -> Format:
+    if text == "csv":
+        return "csv"
+    if text == "jsonl":
+        return "jsonl"
+    raise typer.BadParameter(f"{text!r} is neither jsonl nor csv", param_hint="--format")
 
 
 def _time(text: str | None) -> datetime | None:

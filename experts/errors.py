@@ -24,6 +24,8 @@ CoServeError
 +- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
 +- AddressUnusable          an API cannot be served where the line file says
 +- AgentUnreachable         no agent answers at an address, or it does not let this caller in
++- ReceiverUnavailable      whoever is told of verdicts cannot be reached, or takes none now: they wait
++- MessageRefused           whoever is told of verdicts will never take this one: it is dropped, and that is told
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
@@ -256,6 +258,26 @@ class AgentUnreachable(CoServeError):
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"{address}: {reason}")
         self.address = address
+
+
+class ReceiverUnavailable(CoServeError):
+    """A receiver takes nothing at the moment. ``retry_s``: how long it asks to be left alone; None: it does not say."""
+
+    def __init__(self, receiver: str, reason: str, retry_s: float | None = None) -> None:
+        super().__init__(f"{receiver}: {reason}")
+        self.receiver = receiver
+        self.reason = reason
+        self.retry_s = retry_s
+
+
+class MessageRefused(CoServeError):
+    """A receiver has looked at the message of this id and wants it neither now nor later."""
+
+    def __init__(self, receiver: str, message: str, reason: str) -> None:
+        super().__init__(f"{receiver}: {reason}")
+        self.receiver = receiver
+        self.message = message
+        self.reason = reason
 
 
 class AlreadyRunning(CoServeError):

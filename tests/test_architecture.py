@@ -56,6 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.records": ("agent.config", "agent.line_file"),
     "agent.api.proto": (),
     "agent.api": ("agent.config", "agent.line_file", "agent.api.proto"),
+    "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.intake.cameras": ("agent.line_file",),
     "agent.intake.cameras.sources": (),
     "agent.service": (

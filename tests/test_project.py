@@ -294,6 +294,50 @@ class TestTheInstallation:
 
 
 @needs_make
+class TestTheTools:
+    """The real Makefile on a PATH of stand-ins: what it installs, and what it says where it may not."""
+
+    def make(
+        self, folder: Path, *, there: str = "", user: int = 0, offline: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        stand_ins = {"id": f"echo {user}", "env": 'while [ "${1#*=}" != "$1" ]; do shift; done; exec "$@"'}
+        stand_ins["apt-get"] = f'echo "$*" >> log; [ $(grep -c install log) -gt {offline} ] || [ "$1" = update ]'
+        stand_ins |= dict.fromkeys(there.split(), ":")
+        for name, script in stand_ins.items():
+            (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+            (folder / name).chmod(0o755)
+        (folder / "grep").symlink_to(str(shutil.which("grep")))
+        (folder / "sbin").mkdir()
+        shutil.copy(ROOT / "Makefile", folder / "Makefile")
+        return run([str(shutil.which("make")), f"SBIN={folder}/sbin", "tools"], folder, PATH=str(folder))
+
+    def asked(self, folder: Path) -> list[str]:
+        return (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
+
+    def test_what_is_there_is_not_asked_for(self, tmp_path):
+        done = self.make(tmp_path, there="mosquitto openssl")
+        assert (done.returncode, done.stdout, done.stderr, self.asked(tmp_path)) == (0, "", "", [])
+
+    def test_what_is_missing_is_installed_quietly(self, tmp_path):
+        done = self.make(tmp_path, there="openssl")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert self.asked(tmp_path) == ["install -qq --yes --no-install-recommends mosquitto"]
+
+    def test_lists_of_packages_that_are_too_old_are_renewed(self, tmp_path):
+        done = self.make(tmp_path, offline=1)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [line.partition(" ")[0] for line in self.asked(tmp_path)] == ["install", "update", "install"]
+
+    @pytest.mark.parametrize("settings", [{"user": 1000}, {"offline": 9}], ids=["not root", "offline"])
+    def test_where_it_cannot_be_installed_that_is_said_and_is_no_failure(self, tmp_path, settings):
+        done = self.make(tmp_path, there="openssl", **settings)
+        assert done.returncode == 0
+        assert done.stderr.splitlines() == [
+            "not installed, so that tests that need it are skipped: mosquitto (as root: apt-get install mosquitto)"
+        ]
+
+
+@needs_make
 class TestContinuousIntegration:
     """The real .ci/run over a Makefile of three lines: what it calls, its exit code, and what it leaves behind."""
 

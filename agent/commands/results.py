@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from dataclasses import asdict
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from agent.records.result_reader import ResultReader
+from agent.records.rows import RowWriter, plain_board, plain_result
+from agent.records.whole_file import whole_text_file
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from datetime import datetime
+    from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.records.rows import Format
     from experts.expert import Verdict
 
 
@@ -23,7 +24,7 @@ def result_rows(
 ) -> Iterator[dict[str, Any]]:
     """Stored results, oldest first. Raises ConfigError when this line has none yet."""
     for row in _reader(config).query(since=since, verdict=verdict, limit=limit):
-        yield {"seq": row.seq} | {name: _plain(value) for name, value in asdict(row.result).items()}
+        yield plain_result(row)
 
 
 def board_rows(
@@ -32,21 +33,21 @@ def board_rows(
     """Stored board verdicts, oldest first. Raises ConfigError when this line has none yet."""
     rows = [row for row in _reader(config).boards(since) if verdict is None or row.board.verdict is verdict]
     for row in rows if limit is None else rows[-limit:]:
-        board = {name: _plain(value) for name, value in asdict(row.board).items()}
-        yield {"seq": row.seq, "revisions": row.revisions} | board
+        yield plain_board(row)
 
 
-def write_rows(rows: Iterable[dict[str, Any]], output: str, stream: TextIO) -> None:
-    """As JSON lines, or as CSV with a header; what is nested stays JSON inside a CSV field."""
-    writer = None
-    for row in rows:
-        if output == "jsonl":
-            stream.write(json.dumps(row) + "\n")
-            continue
-        if writer is None:
-            writer = csv.DictWriter(stream, fieldnames=list(row))
-            writer.writeheader()
-        writer.writerow({key: json.dumps(v) if isinstance(v, dict | list) else v for key, v in row.items()})
+def write_file(rows: Iterable[dict[str, Any]], output: Format, path: Path) -> int:
+    """Write rows to a file that appears whole or not at all; how many. Raises ConfigError for what the disk refuses."""
+    count = 0
+    try:
+        with whole_text_file(path) as stream:
+            writer = RowWriter(stream, output)
+            for row in rows:
+                writer.write(row)
+                count += 1
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error} - name a file that can be written") from error
+    return count
 
 
 def _reader(config: LineConfig) -> ResultReader:
@@ -54,10 +55,3 @@ def _reader(config: LineConfig) -> ResultReader:
     if not file.is_file():
         raise ConfigError(f"{file}: no results yet - start `coserve serve` for this line first")
     return ResultReader(file)
-
-
-def _plain(value: object) -> object:
-    """As JSON knows it; times as ISO 8601 with their offset."""
-    if isinstance(value, datetime):
-        return value.isoformat()
-    return list(value) if isinstance(value, tuple) else value

@@ -62,6 +62,12 @@ class RecordsSection(Section):
     keep: KeepSection = Field(KeepSection(), description="for how long; default for ever")
     export: ExportSection | None = Field(None, description="a file of all results each day; default none")
 
+    @model_validator(mode="after")
+    def _is_exported_if_required(self) -> RecordsSection:
+        if self.keep.export_required and self.export is None:
+            raise ValueError("export_required without an export keeps everything for ever - add export: {folder: ...}")
+        return self
+
 
 class MqttSection(Section):
     """A broker that verdicts are published to, at least once each."""

@@ -98,6 +98,62 @@ def accepted_requests(database: Database) -> None:
     database.execute("CREATE INDEX accepted_image ON accepted (image)")
 
 
+@migrations()
+def takt_and_kept_images(database: Database) -> None:
+    """How long after the one before a board closed; and which file of the archive shows what a result is about."""
+    database.execute("ALTER TABLE boards ADD COLUMN takt_s REAL")
+    database.execute("CREATE INDEX boards_of_type ON boards (board_type, closed_at)")
+    database.execute("ALTER TABLE results ADD COLUMN kept_as TEXT")
+    database.execute("CREATE INDEX results_kept_as ON results (kept_as) WHERE kept_as IS NOT NULL")
+
+
+@migrations()
+def outbox(database: Database) -> None:
+    """Messages that somebody has still to be told; and what tells this file's numbers from those of another file."""
+    database.execute("CREATE TABLE identity (id TEXT NOT NULL)")
+    database.execute("INSERT INTO identity VALUES (lower(hex(randomblob(4))))")
+    database.execute(
+        """
+        CREATE TABLE outbox (
+            number INTEGER PRIMARY KEY AUTOINCREMENT,
+            receiver TEXT NOT NULL,
+            id TEXT NOT NULL,
+            event TEXT NOT NULL,
+            board TEXT,
+            payload TEXT NOT NULL,
+            UNIQUE (receiver, id)
+        )
+        """
+    )
+    database.execute("CREATE INDEX outbox_receiver ON outbox (receiver, number)")
+    database.execute(
+        """
+        CREATE TABLE outbox_receivers (
+            receiver TEXT PRIMARY KEY,
+            waiting INTEGER NOT NULL DEFAULT 0,
+            given_way INTEGER NOT NULL DEFAULT 0
+        )
+        """
+    )
+
+
+@migrations()
+def exports_and_leaving_images(database: Database) -> None:
+    """Which days were written to files; and images that are to be removed, until they are."""
+    database.execute(
+        """
+        CREATE TABLE exports (
+            day TEXT PRIMARY KEY,
+            until TEXT NOT NULL,
+            last_seq INTEGER NOT NULL,
+            rows INTEGER NOT NULL,
+            file TEXT NOT NULL
+        )
+        """
+    )
+    database.execute("CREATE TABLE leaving (path BLOB PRIMARY KEY, mtime_ns INTEGER NOT NULL, reason TEXT NOT NULL)")
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """The migrated database, with its folder; the connection may be used by one thread at a time.
 

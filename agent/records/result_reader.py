@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
 LARGEST_SEQ = 2**63 - 1
+RESULT_NAMES = frozenset(field.name for field in fields(Result))  # a later version may have left further columns
 
 
 class ResultReader:
@@ -57,6 +59,10 @@ class ResultReader:
         """The first ``limit`` results with larger numbers, in their order."""
         rows = self._rows("SELECT * FROM results WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit))
         return [_result_row(row) for row in rows]
+
+    def select(self, sql: str, values: Sequence[object]) -> list[ResultRow]:
+        """Results by a query of the caller's, which selects whole rows."""
+        return [_result_row(row) for row in self._rows(sql, values)]
 
     def of_board(self, serial: str, board_type: str, since: datetime) -> list[ResultRow]:
         """What a board's images were judged since it was opened, in the order of their numbers."""
@@ -107,7 +113,7 @@ class ResultReader:
 
 
 def _result_row(row: sqlite3.Row) -> ResultRow:
-    values = {name: row[name] for name in row.keys() if name != "seq"}  # noqa: SIM118  # a Row iterates over values
+    values = {name: row[name] for name in row.keys() if name in RESULT_NAMES}  # noqa: SIM118  # a Row iterates over values
     values["verdict"] = Verdict(values["verdict"])
     values["experts"] = tuple(json.loads(values["experts"]))
     values["detail"] = json.loads(values["detail"])
@@ -136,4 +142,4 @@ def _board_row(row: sqlite3.Row) -> BoardRow:
         counts={Verdict(verdict): count for verdict, count in json.loads(values["counts"]).items()},
         is_revision=values["revisions"] > 0,
     )
-    return BoardRow(values["seq"], values["revisions"], board)
+    return BoardRow(values["seq"], values["revisions"], board, values.get("takt_s"))

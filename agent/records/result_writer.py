@@ -2,20 +2,23 @@
 
 Guarantees: rows have gap-free sequence numbers in the order of commit; a key is stored once, whoever sends it again;
 what the journal holds under a result's key is gone with the same commit that stores it, so that after any end of the
-process a request is either unfinished or judged, never both and never neither. For the rest see ``group_commit``.
+process a request is either unfinished or judged, never both and never neither; what followers write of a row is on the
+disk with it or not at all. For the rest see ``group_commit``.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.records import journal
 from agent.records.database import BUSY_TIMEOUT_S, utc_text
 from agent.records.group_commit import GroupCommitter
 from agent.records.result_reader import ResultReader
-from agent.records.results import Recorded, Result, StoreStatistics
+from agent.records.results import BoardRow, Recorded, Result, ResultRow, StoreStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,33 +31,59 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "key line board board_type component ref image verdict label score reason experts detail arrived_at finished_at "
-    "seconds config_sha256"
+    "seconds config_sha256 kept_as"
 )
 INSERT_RESULT = f"""
     INSERT INTO results ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
 """
 KNOWN_RESULT = "SELECT seq FROM results WHERE key = :key"
 INSERT_BOARD = """
-    INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts)
-    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts)
+    INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts, takt_s)
+    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts, :takt_s)
     ON CONFLICT (serial, board_type, opened_at) DO UPDATE
     SET verdict = excluded.verdict, closed_at = excluded.closed_at, missing = excluded.missing,
         counts = excluded.counts, revisions = revisions + 1
     RETURNING seq
 """
+CLOSED_BEFORE = """
+    SELECT closed_at FROM boards INDEXED BY boards_of_type WHERE board_type = :board_type AND closed_at <= :closed_at
+    AND NOT (serial = :serial AND opened_at = :opened_at) ORDER BY closed_at DESC LIMIT 1
+"""
+STORED_BOARD = "SELECT revisions, takt_s FROM boards WHERE seq = ?"
 KNOWN_BOARD = """
     SELECT seq FROM boards WHERE serial = :serial AND board_type = :board_type AND opened_at = :opened_at
     AND verdict = :verdict AND missing = :missing AND counts = :counts
 """
 
 OnRecorded: TypeAlias = "Callable[[Recorded], None]"
+Answer = TypeVar("Answer")
+
+
+class Follower(Protocol):
+    """Writes something of its own with every result, and every board verdict, that is new. On the store's thread.
+
+    What it writes is part of their transaction: it may be called again for one that was not committed, and what it
+    raises keeps all that is in the transaction from being stored.
+    """
+
+    def result_stored(self, database: Database, row: ResultRow) -> None:
+        """A result that was not there."""
+
+    def board_stored(self, database: Database, row: BoardRow) -> None:
+        """A board's verdict that was not there, or that replaces an earlier one."""
+
+    def committed(self) -> None:
+        """Something of this is on the disk."""
 
 
 class ResultStore(ResultReader):
     """The one writer of a line's records. Nothing here blocks; committing is its own thread's work."""
 
-    def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+    def __init__(
+        self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S, *, followers: Sequence[Follower] = ()
+    ) -> None:
         super().__init__(path)
+        self._followers = tuple(followers)
         self._committer = GroupCommitter(path, busy_timeout_s)
         self._lock = threading.Lock()
         self._counts = {True: 0, False: 0}  # of rows that were new, and of those that were there
@@ -69,7 +98,11 @@ class ResultStore(ResultReader):
 
         def write(database: Database) -> Recorded:
             journal.end(database, result.key)
-            return _write(database, KNOWN_RESULT, INSERT_RESULT, values)
+            recorded = _write(database, KNOWN_RESULT, INSERT_RESULT, values)
+            if recorded.is_new:
+                for follower in self._followers:
+                    follower.result_stored(database, ResultRow(recorded.seq, result))
+            return recorded
 
         self._committer.put(write, self._counted(on_committed), is_urgent=is_urgent)
 
@@ -79,9 +112,21 @@ class ResultStore(ResultReader):
         ``is_new`` is False where exactly this verdict was stored before.
         """
         values = _checked(_board_values(board))
-        self._committer.put(
-            lambda database: _write(database, KNOWN_BOARD, INSERT_BOARD, values), self._counted(on_committed)
-        )
+
+        def write(database: Database) -> Recorded:
+            takt_s = _takt_s(database, values, board)
+            recorded = _write(database, KNOWN_BOARD, INSERT_BOARD, {**values, "takt_s": takt_s})
+            if recorded.is_new:
+                row = _board_row(database, recorded.seq, board)
+                for follower in self._followers:
+                    follower.board_stored(database, row)
+            return recorded
+
+        self._committer.put(write, self._counted(on_committed))
+
+    def write(self, write: Callable[[Database], Answer], on_committed: Callable[[Answer], None] | None = None) -> None:
+        """Have something else written by the one writer; both run on its thread, as ``GroupCommitter.put`` says."""
+        self._committer.put(write, on_committed)
 
     def accept(
         self, entries: Sequence[Entry], content: bytes, on_committed: Callable[[Sequence[Acceptance]], None]
@@ -123,6 +168,9 @@ class ResultStore(ResultReader):
         def count(recorded: Recorded) -> None:
             with self._lock:
                 self._counts[recorded.is_new] += 1
+            if recorded.is_new:
+                for follower in self._followers:
+                    follower.committed()
             if on_committed is not None:
                 on_committed(recorded)
 
@@ -135,6 +183,16 @@ def _write(database: Database, known: str, insert: str, values: Mapping[str, obj
     if found:
         return Recorded(found[0][0], is_new=False)
     return Recorded(database.execute(insert, dict(values)).fetchall()[0][0], is_new=True)
+
+
+def _takt_s(database: Database, values: Mapping[str, object], board: BoardVerdict) -> float | None:
+    found = database.execute(CLOSED_BEFORE, dict(values)).fetchall()
+    return (board.closed_at - datetime.fromisoformat(found[0][0])).total_seconds() if found else None
+
+
+def _board_row(database: Database, seq: int, board: BoardVerdict) -> BoardRow:
+    revisions, takt_s = database.execute(STORED_BOARD, (seq,)).fetchall()[0]
+    return BoardRow(seq, revisions, replace(board, is_revision=revisions > 0), takt_s)
 
 
 def _checked(values: Mapping[str, object]) -> Mapping[str, object]:
@@ -164,6 +222,7 @@ def _result_values(result: Result) -> dict[str, object]:
         "finished_at": utc_text(result.finished_at),
         "seconds": result.seconds,
         "config_sha256": result.config_sha256,
+        "kept_as": result.kept_as,
     }
 
 

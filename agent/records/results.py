@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The end of one request. ``key`` identifies it across restarts; ``detail`` is JSON-like: predictions, boxes."""
+    """The end of one request. ``key`` identifies it across restarts; ``detail`` is JSON-like: predictions, boxes.
+
+    ``kept_as``: the file of its image in the archive, below that one's folder; None where none is kept there.
+    """
 
     key: str
     line: str
@@ -34,6 +37,7 @@ class Result:
     reason: str | None = None
     experts: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
+    kept_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,15 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True)
 class BoardRow:
-    """A stored board verdict; ``revisions`` counts how often a later one of the same run replaced it."""
+    """A stored board verdict; ``revisions`` counts how often a later one of the same run replaced it.
+
+    ``takt_s``: seconds by the wall clock since the board of its type closed that closed before it; None for the first.
+    """
 
     seq: int
     revisions: int
     board: BoardVerdict
+    takt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

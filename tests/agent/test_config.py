@@ -119,6 +119,7 @@ def test_sizes(text: str, size: int | None) -> None:
         ("boards: {b: {takt_s: 5}}", "boards.b.components: is missing - component type -> how many"),
         ("api: {http: '127.0.0.1'}", "'127.0.0.1' is not an address - write unix:PATH or 127.0.0.1:PORT"),
         ("api: {http: '127.0.0.1:70000'}", "is not an address"),
+        ("records: {keep: {export_required: true}}", "records: export_required without an export keeps everything"),
         ("api: {http: 'unix:'}", "an address without a path"),
     ],
 )

@@ -482,7 +482,7 @@ def test_the_log_is_durable_and_migrations_run_once(tmp_path: Path) -> None:
         with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
             assert database.journal_mode == "wal"
             assert database.execute("PRAGMA synchronous").fetchone()[0] == 2
-            assert database.execute("SELECT count(*) FROM _sqlite_migrations").fetchone()[0] == 2
+            assert database.execute("SELECT count(*) FROM _sqlite_migrations").fetchone()[0] == 5
 
 
 def test_reading_before_the_first_run_says_so(tmp_path: Path) -> None:
@@ -548,3 +548,19 @@ def test_a_network_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("agent.records.database.filesystem_type", lambda _: "nfs4")
     with pytest.raises(ConfigError, match=r"shared filesystem \(nfs4\) - set `state:`"):
         ResultStore(tmp_path / "r.sqlite")
+
+
+def test_what_an_earlier_version_wrote_is_read_before_the_agent_has_brought_it_up_to_date(tmp_path: Path) -> None:
+    """And columns that a later version left are passed over: the version before must be able to go on."""
+    file = tmp_path / "r.sqlite"
+    with closing(ResultStore(file)) as store:
+        store.record(result(1))
+        store.record_board(BoardVerdict("b1", "main", Verdict.OK, NOON, NOON, {}, {}))
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("ALTER TABLE boards DROP COLUMN takt_s")
+        connection.execute("DROP INDEX results_kept_as")
+        connection.execute("ALTER TABLE results DROP COLUMN kept_as")
+        connection.execute("ALTER TABLE results ADD COLUMN invented TEXT")
+    reader = ResultReader(file)
+    assert [row.result for row in reader.query()] == [result(1)]
+    assert [row.takt_s for row in reader.boards()] == [None]

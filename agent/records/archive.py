@@ -1,0 +1,184 @@
+"""The images of cameras and of the API that are kept, as files below `images/` in the line's state.
+
+Guarantees: a file appears whole or not at all, and once for one image, however many of its parts are judged; none is
+ever replaced by another image; whatever an image is called, its file has a name that every filesystem takes. Keeping
+images delays no verdict for long: where the disk refuses or hangs, the verdict goes on without the image, which is
+told and counted.
+
+    images/YYYY-MM-DD/NAME~DIGEST.SUFFIX    the local day on which it came; what can be read of its name; its bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from agent.records.whole_file import draft_of, sync_folder
+from experts.daemon_threads import DaemonThreads
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+Keeps: TypeAlias = Literal["none", "ng", "all"]
+
+PART = "#"  # in a name: behind it stands which part of an image is meant
+STRANGE = re.compile(r"[^\w.-]+")
+LONGEST_NAME_BYTES = 100
+DIGEST_DIGITS = 32
+DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+KEPT = re.compile(rf".+~[0-9a-f]{{{DIGEST_DIGITS}}}\.\w+(\.tmp)?")  # also a draft, whose writer was ended
+SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"BM", ".bmp"), (b"II", ".tif"), (b"MM", ".tif"))
+OTHER_SUFFIX = ".img"
+WAITING_BYTES = 256 * 1024 * 1024  # of images on their way to a disk that is slow; those beyond are not kept
+
+
+class ImageArchive:
+    """The files. For any thread; every method may raise OSError."""
+
+    def __init__(self, folder: Path, keeps: Keeps) -> None:
+        self.folder = folder
+        self._keeps = keeps
+        self._lock = threading.Lock()  # a file that is to go must not be found to be there already
+
+    def wants(self, verdict: Verdict) -> bool:
+        """Whether an image of this verdict is kept. What could not be judged is kept with what is NG."""
+        return self._keeps == "all" or (self._keeps == "ng" and verdict is not Verdict.OK)
+
+    def keep(self, content: bytes, name: str, at: datetime) -> str:
+        """The file of this image, made where it is not there: its path below the folder. ``at``: when it came."""
+        relpath = f"{at.astimezone():%Y-%m-%d}/{file_name(content, name)}"
+        target = self.folder / relpath
+        with self._lock:
+            if target.exists():
+                os.utime(target)  # one more wants it: it is as young as that
+            else:
+                _write(target, content)
+        return relpath
+
+    def discard(self, relpath: str, changed_ns: int) -> bool:
+        """Remove a file that was not asked for since it was looked at; whether it is gone."""
+        target = self.folder / relpath
+        with self._lock:
+            try:
+                if target.stat().st_mtime_ns != changed_ns:
+                    return False
+                target.unlink()
+            except FileNotFoundError:
+                pass
+            with suppress(OSError):  # other images are left of its day
+                target.parent.rmdir()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperStatistics:
+    """A snapshot since the start. ``alarm`` says why the last image was not kept; None while all is well."""
+
+    kept: int
+    not_kept: int
+    waiting_bytes: int
+    alarm: str | None
+
+
+class ImageKeeper:
+    """Has images kept on a thread of its own. For any thread."""
+
+    def __init__(self, archive: ImageArchive, limit_bytes: int = WAITING_BYTES) -> None:
+        self.archive = archive
+        self._limit_bytes = limit_bytes
+        self._thread = DaemonThreads(1, "images")
+        self._lock = threading.Lock()  # over all below
+        self._waiting_bytes = 0
+        self._kept = 0
+        self._not_kept = 0
+        self._alarm: str | None = None
+
+    def keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
+        """Keep it, and call ``then`` with its file, below the folder, or None where it could not be kept.
+
+        ``then`` runs once, on this or on the keeper's thread; not at all if ``stop`` comes first and does not wait.
+        """
+        with self._lock:
+            has_room = self._waiting_bytes + len(content) <= self._limit_bytes or not self._waiting_bytes
+            if has_room:
+                self._waiting_bytes += len(content)
+        if has_room:
+            self._thread.submit(self._keep, content, name, at, then)
+        else:
+            self._failed(name, f"the disk is too slow: {self._limit_bytes} bytes of images wait for it")
+            then(None)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Keep what is waiting, then no more; False if that took longer."""
+        return self._thread.stop(timeout_s)
+
+    def statistics(self) -> KeeperStatistics:
+        """A snapshot."""
+        with self._lock:
+            return KeeperStatistics(self._kept, self._not_kept, self._waiting_bytes, self._alarm)
+
+    def _keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
+        relpath: str | None = None
+        try:
+            relpath = self.archive.keep(content, name, at)
+        except OSError as error:
+            self._failed(name, error.strerror or str(error))
+        else:
+            self._succeeded()
+        with self._lock:
+            self._waiting_bytes -= len(content)
+        try:
+            then(relpath)
+        except Exception:  # the boundary of the keeper's thread: one caller's mistake is not the others'
+            log.exception("image_callback_failed image=%s", name)
+
+    def _succeeded(self) -> None:
+        with self._lock:
+            self._kept += 1
+            was_bad, self._alarm = self._alarm, None
+        if was_bad:
+            log.warning("images_kept_again folder=%s", self.archive.folder)
+
+    def _failed(self, name: str, reason: str) -> None:
+        with self._lock:
+            self._not_kept += 1
+            is_news, self._alarm = self._alarm != reason, reason
+        if is_news:
+            log.error("image_not_kept image=%s folder=%s reason=%s", name, self.archive.folder, reason)
+
+
+def file_name(content: bytes, name: str) -> str:
+    """What an image's file is called: the same for all its parts, and another one for every other image."""
+    readable = STRANGE.sub("_", name.partition(PART)[0].rpartition("/")[2]).lstrip(".") or "image"
+    readable = readable.encode()[:LONGEST_NAME_BYTES].decode("utf-8", "ignore")
+    return f"{readable}~{hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]}{_suffix(content)}"
+
+
+def _suffix(content: bytes) -> str:
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return ".webp"
+    return next((suffix for start, suffix in SUFFIXES if content.startswith(start)), OTHER_SUFFIX)
+
+
+def _write(target: Path, content: bytes) -> None:
+    if not target.parent.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sync_folder(target.parent.parent)
+    draft = draft_of(target)
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(target)
+    sync_folder(target.parent)

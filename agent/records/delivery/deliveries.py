@@ -1,0 +1,179 @@
+"""All receivers of a line, each told by a thread of its own.
+
+Guarantees: one that hangs delays no other, no verdict and no end of the process: `stop` returns in time, and what was
+not told waits in the outbox for the next run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agent.records.delivery.pump import Pump
+from agent.records.outbox import Outbox, OutboxReader, Standing, forget
+from experts.daemon_threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from sqlite_utils import Database
+
+    from agent.config import LineConfig
+    from agent.records.delivery.receiver import Receiver
+    from agent.records.result_writer import ResultStore
+
+log = logging.getLogger(__name__)
+
+CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to say goodbye
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryStatistics:
+    """A snapshot of one receiver. ``given_way``: since its results file was begun; the other counts since the start."""
+
+    receiver: str
+    waiting: int
+    given_way: int
+    delivered: int
+    refused: int
+    alarm: str | None
+
+
+def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
+    """The receivers that a line file names. Raises ConfigError for one that cannot be told as it says."""
+    section = config.outbox
+    receivers: list[Receiver] = []
+    if section.mqtt is not None:
+        try:
+            from agent.records.delivery.mqtt import MqttReceiver  # an extra
+        except ImportError as error:
+            missing = f"{error} - MQTT is an extra: pip install coserve[mqtt]"
+            raise config.document.error(missing, "outbox", "mqtt") from error
+        receivers.append(MqttReceiver(section.mqtt, config.line))
+    if section.webhook is not None:
+        from agent.records.delivery.webhook import WebhookReceiver
+
+        receivers.append(WebhookReceiver(section.webhook))
+    return tuple(receivers)
+
+
+def line_outbox(config: LineConfig, receivers: Sequence[Receiver]) -> Outbox:
+    """What writes down, beside each verdict, who is to be told of it."""
+    names = [receiver.name for receiver in receivers]
+    return Outbox(config.line, names, config.outbox.events, config.outbox.limit)
+
+
+class Deliveries:
+    """See the module. ``start`` and ``stop`` once; stopped before the store is closed."""
+
+    def __init__(self, receivers: Sequence[Receiver], outbox: Outbox, store: ResultStore, per_s: float) -> None:
+        self._store = store
+        self._outbox = outbox
+        self._reader = OutboxReader(store.path)
+        self._threads = {each.name: _DeliveryThread(self._pump(each, per_s)) for each in receivers}
+
+    def start(self) -> None:
+        """Tell what waits from the run before, then what comes."""
+        self._store.write(self._outbox.begin, _tell_forgotten)
+        for thread in self._threads.values():
+            self._outbox.when_committed(thread.pump.wake)
+            thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Tell no more; False if a thread hangs longer than that, which then ends with the process."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads.values():
+            thread.cancel()
+        ended = [thread.wait(deadline_s - time.monotonic()) for thread in self._threads.values()]
+        return all(ended)
+
+    def statistics(self) -> tuple[DeliveryStatistics, ...]:
+        """A snapshot of each receiver; from any thread."""
+        return tuple(self._statistics(name, thread.pump) for name, thread in self._threads.items())
+
+    def _statistics(self, name: str, pump: Pump) -> DeliveryStatistics:
+        standing, told = Standing(0, 0), pump.statistics()
+        with suppress(OSError, sqlite3.Error):  # the store's own alarm says why
+            standing = self._reader.standing(name)
+        return DeliveryStatistics(name, standing.waiting, standing.given_way, told.delivered, told.refused, told.alarm)
+
+    def _pump(self, receiver: Receiver, per_s: float) -> Pump:
+        def settle(ids: Sequence[str], done: Callable[[], None]) -> None:
+            self._store.write(partial(_forget, receiver.name, ids), lambda _: done())
+
+        return Pump(receiver, self._reader, settle, per_s)
+
+
+class _DeliveryThread:
+    """A pump on an event loop of its own."""
+
+    def __init__(self, pump: Pump) -> None:
+        self.pump = pump
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._begun.wait()
+
+    def cancel(self) -> None:
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # it has ended already
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Cancelled again meanwhile: `asyncio.wait_for` of Python 3.11 loses one that comes with what it waits for."""
+        deadline_s = time.monotonic() + max(timeout_s, 0.0)
+        while self._thread.is_alive():
+            self._thread.join(min(max(deadline_s - time.monotonic(), 0.0), CANCEL_AGAIN_S))
+            if time.monotonic() >= deadline_s:
+                break
+            self.cancel()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with asyncio.Runner() as runner, suppress(asyncio.CancelledError):
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(_Daemons())
+        self._task = asyncio.current_task()
+        self._begun.set()
+        await self.pump.run()
+
+
+class _Daemons(ThreadPoolExecutor):
+    """Where an event loop has blocking calls made: on threads that keep neither it nor the process from ending."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)
+        self._daemons = DaemonThreads(4, "outbox_calls")
+
+    def submit(self, call: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:  # noqa: ANN401
+        return self._daemons.submit(call, *given, **named)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Without waiting: what hangs, hangs until the process ends."""
+        self._daemons.stop(timeout_s=0.0)
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def _forget(receiver: str, ids: Sequence[str], database: Database) -> None:
+    forget(database, receiver, ids)
+
+
+def _tell_forgotten(messages: int) -> None:
+    if messages:
+        log.warning("outbox_forgotten messages=%d: their receivers are not in the line file any more", messages)

@@ -1,0 +1,165 @@
+"""An MQTT broker as a receiver: QoS 1, so that each message is acknowledged by the broker; MQTT 3.1.1.
+
+Topics, below TOPIC/LINE:
+    status                    "online", or "offline" by the agent's end or by its last will; retained
+    board/SERIAL/verdict      a board's verdict
+    component/ng              an image that is NG or UNKNOWN
+    component/result          any image
+
+In a serial `/`, `+`, `#`, `%` and control characters are written as `%2F` and so on, as in URLs: it is one level of its
+topic, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import ssl
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
+
+from aiomqtt import Client, MqttCodeError, MqttError, Will
+
+from agent.config import read_secret
+from agent.records.outbox import BOARD
+from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from agent.line_file.records import MqttSection
+    from agent.records.outbox import Message
+
+PORTS = {"mqtt": 1883, "mqtts": 8883}
+KEEPALIVE_S = 20  # how long a broker that went away without a word goes unnoticed while nothing is told, about
+ANSWER_S = 10.0
+GOODBYE_S = 0.5
+LOGIN_REFUSED = frozenset({4, 5, 134, 135})  # bad user or password, not authorised: of MQTT 3.1.1, and of 5
+RESERVED = re.compile(r"[/+#%\x00-\x1f\x7f-\x9f]")
+QUIET = logging.getLogger(f"{__name__}.client")  # what the library says beside what it raises, which is told
+QUIET.setLevel(logging.CRITICAL)
+
+
+class MqttReceiver:
+    """One broker, as the line file names it. Raises ConfigError for a password or an authority that is not there."""
+
+    name = "mqtt"
+
+    def __init__(self, section: MqttSection, line: str) -> None:
+        self._section = section
+        self._client_id = section.client_id or f"coserve-{line}"
+        self._prefix = f"{section.topic.rstrip('/')}/{level(line)}"
+        self._tls = _tls_context(section)
+        self._password()
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[MqttConnection]:
+        """See Receiver."""
+        status = f"{self._prefix}/status"
+        client = self._client(Will(status, "offline", qos=1, retain=True))
+        try:
+            async with client:
+                connection = MqttConnection(client, self._prefix)
+                try:
+                    await connection.publish(status, "online", retain=True)
+                    yield connection
+                finally:
+                    await connection.close(status)
+        except MqttError as error:
+            raise ReceiverUnavailable(self.name, f"{self._section.url}: {_reason(error)}") from error
+
+    def _client(self, will: Will) -> Client:
+        parts = urlsplit(self._section.url)
+        return Client(
+            str(parts.hostname),
+            parts.port or PORTS[parts.scheme],
+            username=self._section.user,
+            password=self._password(),
+            identifier=self._client_id,
+            will=will,
+            timeout=ANSWER_S,
+            keepalive=KEEPALIVE_S,
+            tls_context=self._tls,
+            logger=QUIET,
+        )
+
+    def _password(self) -> str | None:
+        secret = self._section.password
+        return None if secret is None else read_secret(secret)
+
+
+class MqttConnection:
+    """A broker that answered."""
+
+    def __init__(self, client: Client, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._lost = asyncio.ensure_future(_until_lost(client))
+
+    async def deliver(self, message: Message) -> None:
+        """See Connection. Refused is what MQTT has no room for: a topic or a payload that is too long."""
+        try:
+            await self.publish(f"{self._prefix}/{_topic(message)}", message.payload)
+        except ValueError as error:
+            raise MessageRefused(MqttReceiver.name, message.id, str(error)) from error
+
+    async def lost(self) -> None:
+        """See Connection."""
+        await asyncio.shield(self._lost)
+
+    async def publish(self, topic: str, payload: str, *, retain: bool = False) -> None:
+        """Until the broker has acknowledged. Raises MqttError, at once where the connection is lost."""
+        publishing = asyncio.ensure_future(self._client.publish(topic, payload, qos=1, retain=retain))
+        try:
+            await asyncio.wait((publishing, self._lost), return_when=asyncio.FIRST_COMPLETED)
+            if not publishing.done():
+                self._lost.result()
+            publishing.result()
+        finally:
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
+
+    async def close(self, status: str) -> None:
+        """Say goodbye, where anybody listens; soon."""
+        if not self._lost.done():
+            with suppress(MqttError, TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self.publish(status, "offline", retain=True), GOODBYE_S)
+        self._client.timeout = GOODBYE_S
+        self._lost.cancel()
+        await asyncio.gather(self._lost, return_exceptions=True)
+
+
+def level(text: str) -> str:
+    """The text as one level of a topic."""
+    return RESERVED.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), text)
+
+
+async def _until_lost(client: Client) -> NoReturn:
+    """Nothing is subscribed to, so nothing comes but the end."""
+    async for _ in client.messages:
+        pass
+    raise MqttError("the connection ended")
+
+
+def _topic(message: Message) -> str:
+    if message.event == BOARD:
+        return f"board/{level(message.board or '')}/verdict"
+    return f"component/{message.event}"
+
+
+def _reason(error: MqttError) -> str:
+    if isinstance(error, MqttCodeError) and getattr(error.rc, "value", error.rc) in LOGIN_REFUSED:
+        return f"the broker refuses the login ({error}) - correct user and password"
+    cause = error.__cause__ or error.__context__
+    return str(cause or error) or type(error).__name__
+
+
+def _tls_context(section: MqttSection) -> ssl.SSLContext | None:
+    if not section.url.startswith("mqtts:"):
+        return None
+    try:
+        return ssl.create_default_context(cafile=section.ca)
+    except OSError as error:  # also what is no certificate
+        raise ConfigError(f"outbox.mqtt.ca: {section.ca}: {error.strerror or error} - write a PEM file") from error

@@ -1,0 +1,220 @@
+"""Takes messages out of the outbox, in their order, and tells one receiver, until it has acknowledged each.
+
+Guarantees: a message leaves the outbox only after the receiver acknowledged it, or refused it for good, which is told
+and counted; nothing is told before what was stored before it, so the order of each board is kept; not more than
+``per_s`` messages a second, also when a backlog of days is told; a receiver that cannot be reached is tried again after
+waits that double to a minute, and told of in the log once for each reason. A message may be told twice, with the same
+id: when the process ends between the receiver's answer and the commit that takes it out of the outbox.
+
+A coroutine on an event loop of its own, whose time is the only one that it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.records.delivery.pacing import LONGEST_RETRY_S, Backoff, Pace
+from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.records.delivery.receiver import Connection, Receiver
+    from agent.records.outbox import Message, OutboxReader, Standing
+
+    Settle = Callable[[Sequence[str], Callable[[], None]], None]
+
+log = logging.getLogger(__name__)
+
+READ_MESSAGES = 100
+SETTLE_MESSAGES = 50  # acknowledged ones that leave the outbox together
+SETTLE_S = 0.25  # and how long an acknowledged one waits for others
+SETTLING_MAXIMUM = 1000  # acknowledged ones whose commit is under way: a disk that hangs must not have all told twice
+LOOK_S = 5.0  # between two looks at an outbox that nobody says to have anything new
+
+
+@dataclass(frozen=True, slots=True)
+class PumpStatistics:
+    """A snapshot since the start. ``alarm`` says why nothing can be told at the moment; None while all is well."""
+
+    delivered: int = 0
+    refused: int = 0
+    alarm: str | None = None
+
+
+class Pump:
+    """See the module. ``settle`` takes messages out of the outbox and calls back, from any thread, once they are."""
+
+    def __init__(self, receiver: Receiver, outbox: OutboxReader, settle: Settle, per_s: float) -> None:
+        self._receiver = receiver
+        self._outbox = outbox
+        self._settle = settle
+        self._pace = Pace(per_s)
+        self._backoff = Backoff()
+        self._acknowledged: list[str] = []  # and not yet handed to ``settle``
+        self._acknowledged_since_s = 0.0
+        self._settling: set[str] = set()  # handed to it, and not yet out of the outbox
+        self._delivered = 0
+        self._refused = 0
+        self._alarm: str | None = None
+        self._given_way: int | None = None  # as last seen
+        self._is_giving_way = False
+        self._woken = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def statistics(self) -> PumpStatistics:
+        """From any thread."""
+        return PumpStatistics(self._delivered, self._refused, self._alarm)
+
+    def wake(self) -> None:
+        """There may be something new; from any thread."""
+        self._soon(self._woken.set)
+
+    async def run(self) -> None:
+        """Tell what there is and what comes, until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            while True:
+                wait_s = await self._serve()
+                self._look_at_limit()
+                await asyncio.sleep(wait_s)
+        finally:
+            self._hand_over()
+
+    async def _serve(self) -> float:
+        """Connect and tell, for as long as that goes well; how long to wait before it is tried again."""
+        began_s: float | None = None
+        try:
+            async with self._receiver.connected() as connection:
+                began_s = self._now_s
+                await self._drain(connection)
+        except ReceiverUnavailable as error:
+            self._raise_alarm(error.reason)
+            asked_s = error.retry_s
+        except ConfigError as error:  # a password that is not there any more, or not yet
+            self._raise_alarm(str(error))
+            asked_s = None
+        except Exception as error:  # the boundary of the pump's thread: whoever else is told goes on, and so do we
+            if self._alarm is None:
+                log.exception("outbox_failed receiver=%s", self._receiver.name)
+            self._raise_alarm(f"{type(error).__name__}: {error}")
+            asked_s = None
+        if began_s is not None and self._now_s - began_s > LONGEST_RETRY_S:
+            self._backoff.succeeded()
+        self._hand_over()
+        return self._backoff.failed(asked_s)
+
+    async def _drain(self, connection: Connection) -> None:
+        while True:
+            messages = self._next()
+            if not messages:
+                await self._rest(connection)
+            for message in messages:
+                await self._take_turn()
+                await self._tell(connection, message)
+
+    async def _take_turn(self) -> None:
+        wait_s = self._pace.turn_in_s(self._now_s)
+        if wait_s > SETTLE_S:
+            self._hand_over()
+        await asyncio.sleep(wait_s)
+
+    def _next(self) -> list[Message]:
+        """What comes next, of what was not told already; nothing while too much of that is still to be committed."""
+        self._look_at_limit()
+        told = self._settling.union(self._acknowledged)
+        if len(told) >= SETTLING_MAXIMUM:
+            return []
+        waiting = self._outbox.waiting(self._receiver.name, len(told) + READ_MESSAGES)
+        return [message for message in waiting if message.id not in told]
+
+    async def _tell(self, connection: Connection, message: Message) -> None:
+        try:
+            await connection.deliver(message)
+        except MessageRefused as error:
+            self._refused += 1
+            log.error(
+                "message_refused receiver=%s id=%s board=%s reason=%s: it is dropped; its verdict stays in the results",
+                self._receiver.name, message.id, message.board, error.reason,
+            )  # fmt: skip
+        else:
+            self._delivered += 1
+        self._backoff.succeeded()
+        self._end_alarm()
+        if not self._acknowledged:
+            self._acknowledged_since_s = self._now_s
+        self._acknowledged.append(message.id)
+        if len(self._acknowledged) >= SETTLE_MESSAGES or self._now_s - self._acknowledged_since_s >= SETTLE_S:
+            self._hand_over()
+
+    async def _rest(self, connection: Connection) -> None:
+        """Until there may be something to do, or the connection is lost."""
+        self._hand_over()
+        waits = asyncio.ensure_future(self._woken.wait()), asyncio.ensure_future(connection.lost())
+        try:
+            await asyncio.wait(waits, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if waits[1].done():
+                waits[1].result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        self._end_alarm()  # connected for that long, with nothing to tell
+        self._woken.clear()
+
+    def _hand_over(self) -> None:
+        ids, self._acknowledged = self._acknowledged, []
+        if ids:
+            self._settling.update(ids)
+            with suppress(RuntimeError):  # the store is closed: they are told again by the next run
+                self._settle(ids, lambda: self._soon(lambda: self._settled(ids)))
+
+    def _settled(self, ids: Sequence[str]) -> None:
+        self._settling.difference_update(ids)
+        self._woken.set()
+
+    def _soon(self, act: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nothing is told any more
+                self._loop.call_soon_threadsafe(act)
+
+    def _look_at_limit(self) -> None:
+        """Tell, once, that messages give way because too many wait, and once that they do not any more."""
+        standing = self._standing()
+        if standing is None:
+            return
+        before, self._given_way = self._given_way, standing.given_way
+        if before is not None and standing.given_way > before and not self._is_giving_way:
+            self._is_giving_way = True
+            log.error(
+                "outbox_full receiver=%s waiting=%d: the oldest messages give way until it takes some",
+                self._receiver.name, standing.waiting,
+            )  # fmt: skip
+        elif self._is_giving_way and not self._alarm and not standing.waiting:
+            self._is_giving_way = False
+            log.warning("outbox_told receiver=%s given_way=%d", self._receiver.name, standing.given_way)
+
+    def _standing(self) -> Standing | None:
+        try:
+            return self._outbox.standing(self._receiver.name)
+        except (OSError, sqlite3.Error):  # told where messages are read
+            return None
+
+    def _raise_alarm(self, reason: str) -> None:
+        if self._alarm != reason:
+            log.error("receiver_unavailable receiver=%s reason=%s: messages wait", self._receiver.name, reason)
+        self._alarm = reason
+
+    def _end_alarm(self) -> None:
+        if self._alarm is not None:
+            log.warning("receiver_available receiver=%s", self._receiver.name)
+            self._alarm = None
+
+    @property
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

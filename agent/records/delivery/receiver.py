@@ -1,0 +1,32 @@
+"""Who is told of verdicts: the contract of all receivers. Used by one task of one event loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from agent.records.outbox import Message
+
+
+class Connection(Protocol):
+    """A receiver that can be told something now."""
+
+    async def deliver(self, message: Message) -> None:
+        """Tell it; when this returns it has acknowledged.
+
+        Raises ReceiverUnavailable where it did not, MessageRefused where it never will.
+        """
+
+    async def lost(self) -> None:
+        """Never returns; raises ReceiverUnavailable once the connection is gone."""
+
+
+class Receiver(Protocol):
+    """One receiver, connected to or not. ``name`` is its rows' in the outbox."""
+
+    name: str
+
+    def connected(self) -> AbstractAsyncContextManager[Connection]:
+        """Connect, and disconnect in the end. Raises ReceiverUnavailable."""

@@ -1,0 +1,167 @@
+"""A web address as a receiver: each message is one POST of JSON, with its id as Idempotency-Key.
+
+An answer of 2xx is an acknowledgement. 5xx, 408, 425 and 429 say "not now", and so does no answer at all; answers that
+speak of the login or the address (3xx, 401, 403, 404, 405, 407) would be the same for every message, so that they wait
+until that is put right. Any other 4xx refuses this one message, for good.
+
+One connection is kept open and used again. What happens on it happens on a thread that keeps no process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import ssl
+import time
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from agent.config import read_secret
+from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from agent.line_file.records import WebhookSection
+    from agent.records.outbox import Message
+
+NOT_NOW = frozenset({408, 425, 429})
+NOT_THIS_WAY = frozenset({401, 403, 404, 405, 407})
+READ_BYTES = 64 * 1024  # of an answer: a connection is used again only after all of it was read
+SHOWN_CHARACTERS = 200
+STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    retry_after: str | None
+    text: str
+
+
+class WebhookReceiver:
+    """One web address, as the line file names it. Raises ConfigError for a token or an authority that is not there."""
+
+    name = "webhook"
+
+    def __init__(self, section: WebhookSection) -> None:
+        self._section = section
+        self._tls = _tls_context(section)
+        self._headers()
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[WebhookConnection]:
+        """See Receiver. It connects with the first message."""
+        connection = WebhookConnection(self._section, self._tls, self._headers())
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "User-Agent": "coserve"}
+        if self._section.token is not None:
+            headers["Authorization"] = f"Bearer {read_secret(self._section.token)}"
+        return headers
+
+
+class WebhookConnection:
+    """A connection to the address, opened where it is needed."""
+
+    def __init__(self, section: WebhookSection, tls: ssl.SSLContext | None, headers: dict[str, str]) -> None:
+        parts = urlsplit(section.url)
+        self._url = section.url
+        self._timeout_s = section.timeout_s
+        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._headers = headers
+        self._http = (
+            http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=section.timeout_s)
+            if tls is None
+            else http.client.HTTPSConnection(str(parts.hostname), parts.port, timeout=section.timeout_s, context=tls)
+        )
+
+    async def deliver(self, message: Message) -> None:
+        """See Connection."""
+        exchange = asyncio.get_running_loop().run_in_executor(None, self._exchange, message)
+        try:
+            answer = await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
+        except TimeoutError as error:
+            raise self._unavailable(f"no answer within {self._timeout_s:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unavailable(str(error) or type(error).__name__) from error
+        finally:
+            if not exchange.done():
+                self.close()  # ends the exchange, which waits for it
+                exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._judge(answer, message)
+
+    async def lost(self) -> None:
+        """See Connection. A web address is asked only when there is something to tell."""
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """From any thread: what waits for an answer has none."""
+        with suppress(OSError, AttributeError):
+            self._http.sock.shutdown(2)
+        self._http.close()
+
+    def _judge(self, answer: _Answer, message: Message) -> None:
+        said = f"{answer.status} {answer.text}".strip()
+        if 200 <= answer.status < 300:
+            return
+        if answer.status in NOT_NOW or answer.status >= 500:
+            raise self._unavailable(f"answers {said}", _retry_s(answer.retry_after))
+        if answer.status in NOT_THIS_WAY or answer.status < 400:
+            raise self._unavailable(f"answers {said} - correct url or token of outbox.webhook")
+        raise MessageRefused(WebhookReceiver.name, message.id, f"answered {said}")
+
+    def _unavailable(self, reason: str, retry_s: float | None = None) -> ReceiverUnavailable:
+        return ReceiverUnavailable(WebhookReceiver.name, f"{self._url}: {reason}", retry_s)
+
+    # -- on the thread --
+
+    def _exchange(self, message: Message) -> _Answer:
+        was_open = self._http.sock is not None
+        try:
+            return self._post(message)
+        except STALE:
+            if not was_open:
+                raise
+        return self._post(message)  # it had closed the connection of the message before: no fault of this one
+
+    def _post(self, message: Message) -> _Answer:
+        try:
+            headers = self._headers | {"Idempotency-Key": message.id}
+            self._http.request("POST", self._path, message.payload.encode(), headers)
+            response = self._http.getresponse()
+            text = response.read(READ_BYTES)
+            if not response.isclosed():  # there is more: it is not read only to be thrown away
+                self._http.close()
+            shown = " ".join(text.decode("utf-8", "replace").split())[:SHOWN_CHARACTERS]
+            return _Answer(response.status, response.headers.get("Retry-After"), shown)
+        except BaseException:
+            self._http.close()
+            raise
+
+
+def _retry_s(retry_after: str | None) -> float | None:
+    """Seconds, or a date; None for what is neither."""
+    if retry_after is None:
+        return None
+    with suppress(ValueError):
+        return max(float(int(retry_after)), 0.0)
+    with suppress(ValueError, TypeError):
+        return max(parsedate_to_datetime(retry_after).timestamp() - time.time(), 0.0)
+    return None
+
+
+def _tls_context(section: WebhookSection) -> ssl.SSLContext | None:
+    if not section.url.startswith("https:"):
+        return None
+    try:
+        return ssl.create_default_context(cafile=section.ca)
+    except OSError as error:  # also what is no certificate
+        raise ConfigError(f"outbox.webhook.ca: {section.ca}: {error.strerror or error} - write a PEM file") from error

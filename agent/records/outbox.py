@@ -1,0 +1,210 @@
+"""The outbox: what somebody has still to be told, one message for each receiver and event.
+
+Guarantees: a message is written in the transaction of the result or board verdict that it tells of, so that none is
+lost and none is told of something that is not stored; its id is the same whenever it is sent, and belongs to no other
+fact, also not to one of another results file; for each receiver messages come in the order in which verdicts were
+stored; of one receiver never more than ``limit`` wait: the oldest give way, and are counted.
+
+A message is JSON with the number of its ``schema``: as long as that stays, keys may be added, and none changes its
+meaning or goes.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agent.records.database import open_for_reading
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import datetime
+    from pathlib import Path
+
+    from sqlite_utils import Database
+
+    from agent.records.results import BoardRow, ResultRow
+
+SCHEMA = 1
+BOARD, NG, RESULT = "board", "ng", "result"  # events
+INSERT = """
+    INSERT INTO outbox (receiver, id, event, board, payload) VALUES (:receiver, :id, :event, :board, :payload)
+    ON CONFLICT (receiver, id) DO NOTHING RETURNING number
+"""
+COUNT = """
+    INSERT INTO outbox_receivers (receiver, waiting) VALUES (?, 1)
+    ON CONFLICT (receiver) DO UPDATE SET waiting = waiting + 1 RETURNING waiting
+"""
+GIVE_WAY = """
+    DELETE FROM outbox WHERE number IN (SELECT number FROM outbox WHERE receiver = ? ORDER BY number LIMIT ?)
+"""
+GAVE_WAY = "UPDATE outbox_receivers SET waiting = waiting - ?, given_way = given_way + ? WHERE receiver = ?"
+TOLD = "DELETE FROM outbox WHERE receiver = ? AND id = ? RETURNING number"
+JUDGED_BY = "SELECT config_sha256 FROM results WHERE board = ? AND board_type = ? ORDER BY seq DESC LIMIT 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one receiver is told. ``board``: the serial that it is about; ``payload``: JSON."""
+
+    id: str
+    event: str
+    board: str | None
+    payload: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How many messages wait for one receiver, and how many had to give way since the results file was begun."""
+
+    waiting: int
+    given_way: int
+
+
+class Outbox:
+    """Follows a line's results: what is stored is written down for each receiver that asks for its kind of event."""
+
+    def __init__(self, line: str, receivers: Sequence[str], events: Sequence[str], limit: int) -> None:
+        self.line = line
+        self.receivers = tuple(receivers)
+        self.limit = limit
+        self._events = frozenset(events)
+        self._when_committed: tuple[Callable[[], None], ...] = ()
+
+    def when_committed(self, wake: Callable[[], None]) -> None:
+        """Have this called, on the store's thread, once there may be something new to tell."""
+        self._when_committed = (*self._when_committed, wake)
+
+    def result_stored(self, database: Database, row: ResultRow) -> None:
+        """Tell of a result, if anybody wants to know."""
+        is_bad = row.result.verdict is not Verdict.OK
+        for event in (NG, RESULT):
+            if event in self._events and (is_bad or event == RESULT):
+                self._put(database, f"result-{row.seq}-{event}", event, row.result.board, result_payload(row))
+
+    def board_stored(self, database: Database, row: BoardRow) -> None:
+        """Tell of a board's verdict, if anybody wants to know."""
+        if BOARD in self._events:
+            found = database.execute(JUDGED_BY, (row.board.serial, row.board.board_type)).fetchall()
+            payload = board_payload(row) | {"config_sha256": found[0][0] if found else None}
+            self._put(database, f"board-{row.seq}-{row.revisions}", BOARD, row.board.serial, payload)
+
+    def committed(self) -> None:
+        """Wake whoever tells."""
+        for wake in self._when_committed:
+            wake()
+
+    def begin(self, database: Database) -> int:
+        """Forget what waits for receivers that are not configured any more; how many messages that were."""
+        others = [
+            (receiver, waiting)
+            for receiver, waiting in database.execute("SELECT receiver, waiting FROM outbox_receivers").fetchall()
+            if receiver not in self.receivers
+        ]
+        for receiver, _ in others:
+            database.execute("DELETE FROM outbox WHERE receiver = ?", (receiver,))
+            database.execute("DELETE FROM outbox_receivers WHERE receiver = ?", (receiver,))
+        for receiver in self.receivers:
+            _keep_to(database, receiver, self.limit)
+        return sum(waiting for _, waiting in others)
+
+    def _put(self, database: Database, fact: str, event: str, board: str | None, payload: Mapping[str, object]) -> None:
+        id_ = f"{database.execute('SELECT id FROM identity').fetchall()[0][0]}-{fact}"
+        text = json.dumps({"schema": SCHEMA, "id": id_, "event": event, "line": self.line} | dict(payload))
+        message = {"id": id_, "event": event, "board": board, "payload": text}
+        for receiver in self.receivers:
+            if database.execute(INSERT, message | {"receiver": receiver}).fetchall():
+                waiting = database.execute(COUNT, (receiver,)).fetchall()[0][0]
+                if waiting > self.limit:
+                    _keep_to(database, receiver, self.limit)
+
+
+class OutboxReader:
+    """Reads what waits in the outbox of a line. Each call is one short look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def waiting(self, receiver: str, limit: int) -> list[Message]:
+        """The first messages for one receiver, in their order."""
+        sql = "SELECT id, event, board, payload FROM outbox WHERE receiver = ? ORDER BY number LIMIT ?"
+        with closing(open_for_reading(self.path)) as connection:
+            return [Message(*row) for row in connection.execute(sql, (receiver, limit)).fetchall()]
+
+    def standing(self, receiver: str) -> Standing:
+        """The counts of one receiver."""
+        sql = "SELECT waiting, given_way FROM outbox_receivers WHERE receiver = ?"
+        with closing(open_for_reading(self.path)) as connection:
+            rows = connection.execute(sql, (receiver,)).fetchall()
+        return Standing(*rows[0]) if rows else Standing(0, 0)
+
+
+def forget(database: Database, receiver: str, ids: Sequence[str]) -> None:
+    """This receiver was told these, or will never be: they wait no more."""
+    gone = sum(len(database.execute(TOLD, (receiver, id_)).fetchall()) for id_ in ids)
+    database.execute("UPDATE outbox_receivers SET waiting = waiting - ? WHERE receiver = ?", (gone, receiver))
+
+
+def result_payload(row: ResultRow) -> dict[str, object]:
+    """What is told of one image."""
+    result = row.result
+    return {
+        "seq": row.seq,
+        "board_serial": result.board,
+        "board_type": result.board_type,
+        "ref": result.ref,
+        "component": result.component,
+        "verdict": str(result.verdict),
+        "label": result.label,
+        "score": result.score,
+        "reason": result.reason,
+        "experts": list(result.experts),
+        "boxes": _boxes(result.detail),
+        "image": result.image,
+        "kept_as": result.kept_as,
+        "arrived_at": _iso(result.arrived_at),
+        "finished_at": _iso(result.finished_at),
+        "seconds": result.seconds,
+        "config_sha256": result.config_sha256,
+    }
+
+
+def board_payload(row: BoardRow) -> dict[str, object]:
+    """What is told of one board, without what its images alone know."""
+    board = row.board
+    return {
+        "seq": row.seq,
+        "revision": row.revisions,
+        "is_revision": board.is_revision,
+        "board_serial": board.serial,
+        "board_type": board.board_type,
+        "verdict": str(board.verdict),
+        "opened_at": _iso(board.opened_at),
+        "closed_at": _iso(board.closed_at),
+        "takt_s": row.takt_s,
+        "missing": dict(board.missing),
+        "counts": {str(verdict): count for verdict, count in board.counts.items()},
+    }
+
+
+def _boxes(detail: Mapping[str, Any]) -> list[dict[str, object]]:
+    """All boxes that experts found, with the expert that found them."""
+    return [
+        {"expert": step.get("expert")} | dict(box) for step in detail.get("steps", ()) for box in step.get("boxes", ())
+    ]
+
+
+def _keep_to(database: Database, receiver: str, limit: int) -> None:
+    rows = database.execute("SELECT waiting FROM outbox_receivers WHERE receiver = ?", (receiver,)).fetchall()
+    excess = rows[0][0] - limit if rows else 0
+    if excess > 0:
+        database.execute(GIVE_WAY, (receiver, excess))
+        database.execute(GAVE_WAY, (excess, excess, receiver))
+
+
+def _iso(at: datetime) -> str:
+    """ISO 8601 with its offset, as people read it at the line."""
+    return at.astimezone().isoformat(timespec="milliseconds")

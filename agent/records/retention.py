@@ -1,0 +1,121 @@
+"""Which images go, so that a line's disk does not fill: by age, by the size of all, by what is free. Pure.
+
+Guarantees: nothing goes that changed within the last hour, nor, where the export is required, what it has not written;
+what is too old goes first, then OK before UNKNOWN before NG, of each the oldest first: an NG image goes for its room
+only when no OK image is left on its disk that may go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from agent.line_file.records import KeepSection
+
+DAY_S = 86_400.0
+YOUNG_S = 3600.0  # somebody may still be looking at it, or about to be told of it
+LAST_TO_GO = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
+
+
+class Reason(StrEnum):
+    """Why an image goes."""
+
+    AGE = "age"
+    SIZE = "size"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptImage:
+    """One image's file. ``at_s``: when it came; ``changed_s``: when it last changed in any way; both by the wall clock.
+
+    ``mtime_ns`` tells whether it is still the same; ``device``: the disk that it lies on; ``is_exported``: nothing of
+    its results is still to be exported.
+    """
+
+    path: str
+    verdict: Verdict
+    at_s: float
+    changed_s: float
+    size_bytes: int
+    mtime_ns: int
+    device: int
+    is_exported: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a line file says of keeping; None: no limit."""
+
+    days: int | None = None
+    size_bytes: int | None = None
+    free_bytes: int | None = None
+    export_required: bool = False
+
+    @classmethod
+    def of(cls, section: KeepSection) -> Limits:
+        """As a line file has them."""
+        return cls(section.days, section.size, section.free, section.export_required)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything ever goes."""
+        return (self.days, self.size_bytes, self.free_bytes) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Where a line stands. ``kept_bytes``: of all images; ``free_bytes``: by disk."""
+
+    now_s: float
+    kept_bytes: int
+    free_bytes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """One image that goes."""
+
+    image: KeptImage
+    reason: Reason
+
+
+def may_go(image: KeptImage, limits: Limits, now_s: float) -> bool:
+    """Whether it may be removed at all."""
+    return image.changed_s <= now_s - YOUNG_S and (image.is_exported or not limits.export_required)
+
+
+def going_order(image: KeptImage, limits: Limits, now_s: float) -> tuple[bool, int, float, str]:
+    """Sorts images by who goes first."""
+    is_old = _is_too_old(image, limits, now_s)
+    return not is_old, 0 if is_old else LAST_TO_GO[image.verdict], image.at_s, image.path
+
+
+def what_goes(images: Iterable[KeptImage], limits: Limits, situation: Situation) -> Iterator[Going]:
+    """The images that go, in their order, until the limits hold or nothing may go any more."""
+    kept_bytes, free_bytes, now_s = situation.kept_bytes, dict(situation.free_bytes), situation.now_s
+    candidates = [image for image in images if may_go(image, limits, now_s)]
+    for image in sorted(candidates, key=lambda each: going_order(each, limits, now_s)):
+        free = free_bytes.get(image.device)
+        if _is_too_old(image, limits, now_s):
+            reason = Reason.AGE
+        elif limits.size_bytes is not None and kept_bytes > limits.size_bytes:
+            reason = Reason.SIZE
+        elif limits.free_bytes is not None and free is not None and free < limits.free_bytes:
+            reason = Reason.FREE
+        else:
+            continue
+        kept_bytes -= image.size_bytes
+        if free is not None:
+            free_bytes[image.device] = free + image.size_bytes
+        yield Going(image, reason)
+
+
+def _is_too_old(image: KeptImage, limits: Limits, now_s: float) -> bool:
+    return limits.days is not None and image.at_s < now_s - limits.days * DAY_S

@@ -1,0 +1,71 @@
+"""Stored results and boards as plain rows, for files and scripts: names and JSON values, and how they are written.
+
+Guarantees: times are ISO 8601 with their offset; what is nested stays JSON, also inside a field of CSV; text is UTF-8.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, fields
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
+
+from agent.records.results import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from agent.records.results import BoardRow, ResultRow
+
+Format: TypeAlias = Literal["csv", "jsonl"]
+
+RESULT_COLUMNS = ("seq", *(field.name for field in fields(Result)))
+
+
+def plain_result(row: ResultRow) -> dict[str, Any]:
+    """One result, by RESULT_COLUMNS."""
+    return {"seq": row.seq} | {name: _plain(value) for name, value in asdict(row.result).items()}
+
+
+def plain_board(row: BoardRow) -> dict[str, Any]:
+    """One board's verdict."""
+    board = {name: _plain(value) for name, value in asdict(row.board).items()}
+    return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.takt_s} | board
+
+
+class RowWriter:
+    """Writes rows as JSON lines, or as CSV whose header is ``columns``, or the first row's where these are None."""
+
+    def __init__(self, stream: TextIO, output: Format, columns: Sequence[str] | None = None) -> None:
+        self._stream = stream
+        self._is_csv = output == "csv"
+        self._csv: csv.DictWriter[str] | None = None
+        if self._is_csv and columns is not None:
+            self._begin(columns)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One more row."""
+        if not self._is_csv:
+            self._stream.write(json.dumps(row) + "\n")
+            return
+        writer = self._csv or self._begin(list(row))
+        writer.writerow({key: json.dumps(v) if isinstance(v, dict | list) else v for key, v in row.items()})
+
+    def _begin(self, columns: Sequence[str]) -> csv.DictWriter[str]:
+        self._csv = csv.DictWriter(self._stream, fieldnames=columns)
+        self._csv.writeheader()
+        return self._csv
+
+
+def write_rows(rows: Iterable[dict[str, Any]], output: Format, stream: TextIO) -> None:
+    """All of them."""
+    writer = RowWriter(stream, output)
+    for row in rows:
+        writer.write(row)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return list(value) if isinstance(value, tuple) else value

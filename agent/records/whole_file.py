@@ -1,0 +1,40 @@
+"""A file that appears under its name whole, or not at all, however its writer ends."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def whole_text_file(path: Path) -> Iterator[TextIO]:
+    """What is written becomes the file when the block ends well; else the file stays as it was. Text in UTF-8."""
+    draft = draft_of(path)
+    try:
+        with draft.open("w", encoding="utf-8", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def draft_of(path: Path) -> Path:
+    """What it is called until it is whole: hidden, so that nobody takes it, and always the same, so that none stays."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def sync_folder(folder: Path) -> None:
+    """Have renames in this folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

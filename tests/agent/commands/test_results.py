@@ -1,0 +1,89 @@
+"""`coserve results`: what is printed, and a file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from typer.testing import CliRunner
+
+from agent.cli import app
+from agent.commands import results as command
+from agent.records.boards import BoardVerdict
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from experts.expert import Verdict
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+
+
+def coserve(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def line(tmp_path):
+    """A line that has judged two boards of one image each."""
+    declared = {"weight_bytes": 1000, "workspace_bytes": 1000, "label": "ok"}
+    (tmp_path / "f.yaml").write_text(json.dumps(declared))
+    file = tmp_path / "line.yaml"
+    file.write_text(
+        "line: test\nstate: ./state\nexperts:\n"
+        "  cls/f: {architecture: fake, weights: f.yaml, labels: [ok, bad], input: {size: [8, 8]}}\n"
+        "routes:\n  c0: [{expert: cls/f, pass: [ok]}]\n"
+    )
+    with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
+        for number, verdict in enumerate((Verdict.OK, Verdict.NG)):
+            at = NOON + timedelta(seconds=10 * number)
+            result = Result(f"k{number}", "test", "c0", f"ä{number}.png", verdict, at, at, 0.5, "ab", f"B{number}")
+            store.record(result)
+            store.record_board(BoardVerdict(f"B{number}", "main", verdict, at, at, {}, {verdict: 1}))
+    return file
+
+
+def test_results_go_to_a_file_and_say_how_many(line, tmp_path):
+    done = coserve("results", line, "--out", tmp_path / "out.jsonl")
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'out.jsonl'}: 2 rows\n")
+    rows = [json.loads(row) for row in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    assert [(row["seq"], row["image"], row["verdict"]) for row in rows] == [(1, "ä0.png", "OK"), (2, "ä1.png", "NG")]
+    done = coserve("results", line, "--format", "csv", "--verdict", "NG", "--out", tmp_path / "out.csv", "--json")
+    assert json.loads(done.stdout) == {"file": str(tmp_path / "out.csv"), "rows": 1}
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as stream:
+        assert [row["image"] for row in csv.DictReader(stream)] == ["ä1.png"]
+
+
+def test_boards_have_their_takt(line, tmp_path):
+    assert coserve("results", line, "--boards", "--out", tmp_path / "boards.jsonl").exit_code == 0
+    rows = [json.loads(row) for row in (tmp_path / "boards.jsonl").read_text("utf-8").splitlines()]
+    assert [(row["serial"], row["takt_s"], row["revisions"]) for row in rows] == [("B0", None, 0), ("B1", 10.0, 0)]
+
+
+def test_a_file_that_could_not_be_finished_leaves_the_old_one_and_no_draft(line, tmp_path):
+    """AC27: nothing half appears under the file's name."""
+    target = tmp_path / "out" / "results.csv"
+    target.parent.mkdir()
+    target.write_text("as it was")
+
+    def rows():
+        yield {"seq": 1}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        command.write_file(rows(), "csv", target)
+    assert target.read_text() == "as it was"
+    assert [path.name for path in target.parent.iterdir()] == ["results.csv"]
+
+
+def test_a_place_that_is_none_is_told(line, tmp_path):
+    done = coserve("results", line, "--out", tmp_path / "nowhere" / "out.csv")
+    assert done.exit_code == 78
+    assert f"{tmp_path / 'nowhere' / 'out.csv'}: No such file or directory" in done.stderr
+
+
+def test_a_format_that_is_none_is_told(line):
+    done = coserve("results", line, "--format", "xml")
+    assert done.exit_code == 2
+    assert "'xml' is neither jsonl nor csv" in done.stderr

@@ -1,0 +1,314 @@
+"""A real broker, a real web server, and event loops whose time is our own."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import os
+import queue
+import selectors
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+from paho.mqtt import client as paho
+
+from agent.records.boards import BoardVerdict
+from agent.records.results import Result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    import ssl
+    from pathlib import Path
+
+PATIENCE_S = 60.0
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+MOSQUITTO = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+def image(number: int, verdict: Verdict = Verdict.NG, **changes: object) -> Result:
+    values = {
+        "key": f"key-{number}", "line": "demo", "component": "r0402", "image": f"{number}.png", "verdict": verdict,
+        "arrived_at": NOON, "finished_at": NOON, "seconds": 0.25, "config_sha256": "ab" * 32, "board": "B1",
+        "board_type": "main", "ref": f"R{number}", "label": "burnt", "score": 0.75, "experts": ("cls/r",),
+    }  # fmt: skip
+    return Result(**{**values, **changes})
+
+
+def board(serial: str, verdict: Verdict = Verdict.OK, **changes: object) -> BoardVerdict:
+    values = {
+        "serial": serial, "board_type": "main", "verdict": verdict, "opened_at": NOON, "closed_at": NOON,
+        "missing": {}, "counts": {verdict: 1},
+    }  # fmt: skip
+    return BoardVerdict(**{**values, **changes})
+
+
+def until(is_so, what="it did not come about"):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def make():
+    """Results and boards to be told of, and waiting for what comes about on other threads."""
+
+    class Make:
+        patience_s = PATIENCE_S
+
+    Make.image, Make.board, Make.until, Make.port = (staticmethod(each) for each in (image, board, until, free_port))
+    return Make
+
+
+@pytest.fixture
+def virtual_loop():
+    """Makes event loops on which a day passes at once."""
+    return VirtualLoop
+
+
+class Leaping(selectors.DefaultSelector):
+    """Looks at what is ready, and never waits: the loop's time leaps to what is due next instead."""
+
+    def __init__(self):
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout=None):
+        if timeout is None:  # nothing is due: only another thread can go on
+            return super().select(PATIENCE_S)
+        ready = super().select(0)
+        if not ready and timeout > 0:
+            self.now_s += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on which a day passes at once."""
+
+    def __init__(self):
+        self.selector = Leaping()
+        super().__init__(self.selector)
+
+    def time(self):
+        return self.selector.now_s
+
+
+@dataclass
+class Heard:
+    """One message, as a subscriber has it."""
+
+    topic: str
+    payload: str
+    is_retained: bool
+
+    @property
+    def json(self):
+        return json.loads(self.payload)
+
+
+def free_port():
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Broker:
+    """Debian's mosquitto with a configuration of ours, in a folder of ours."""
+
+    def __init__(self, folder: Path, *settings: str, port: int | None = None) -> None:
+        self.folder = folder
+        self.port = port or free_port()
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        lines = [f"listener {self.port} 127.0.0.1", "persistence false", *self._settings]
+        if not any(line.startswith("allow_anonymous") for line in lines):
+            lines.append("allow_anonymous true")
+        configuration = self.folder / f"mosquitto-{self.port}.conf"
+        configuration.write_text("\n".join(lines) + "\n")
+        with (self.folder / f"mosquitto-{self.port}.log").open("ab") as log:
+            self._process = subprocess.Popen([str(MOSQUITTO), "-c", str(configuration)], stdout=log, stderr=log)
+        until(self._answers, "the broker does not start")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def log(self) -> str:
+        return (self.folder / f"mosquitto-{self.port}.log").read_text()
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self.log()
+        with closing(socket.socket()) as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    @contextmanager
+    def subscribed(self, *, ca: Path | None = None, login: tuple[str, str] | None = None):
+        """Everything that is published, in a queue; from a subscriber that is there when this begins."""
+        heard: queue.Queue[Heard] = queue.Queue()
+        ready = threading.Event()
+        client = paho.Client(paho.CallbackAPIVersion.VERSION2)
+        client.on_connect = lambda *_: client.subscribe("#", qos=1)
+        client.on_subscribe = lambda *_: ready.set()
+        client.on_message = lambda _client, _data, message: heard.put(
+            Heard(message.topic, message.payload.decode(), bool(message.retain))
+        )
+        if ca is not None:
+            client.tls_set(ca_certs=str(ca))
+        if login is not None:
+            client.username_pw_set(*login)
+        client.connect("127.0.0.1", self.port)
+        client.loop_start()
+        try:
+            assert ready.wait(PATIENCE_S), "no subscription"
+            yield heard
+        finally:
+            client.disconnect()
+            client.loop_stop()
+
+
+def do_without_broker(environment):
+    """End the test: skipped, with the reason; failed where CI=true."""
+    reason = "mosquitto is not installed: make tools, or apt-get install mosquitto"
+    if environment.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def without_broker():
+    """What ends a test where there is no mosquitto."""
+    return do_without_broker
+
+
+@pytest.fixture
+def broker(tmp_path):
+    """Makes brokers; all end with the test."""
+    if MOSQUITTO is None:
+        do_without_broker(os.environ)
+    made = []
+
+    def make(*settings, port=None):
+        made.append(Broker(tmp_path, *settings, port=port))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+@dataclass
+class Posted:
+    """One request that the web server had."""
+
+    path: str
+    headers: dict[str, str]
+    body: str
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def id(self):
+        return self.headers["Idempotency-Key"]
+
+
+@dataclass
+class WebServer:
+    """A web server that answers as it is told: (status, headers), one after another; then 200. None: never."""
+
+    answers: list = field(default_factory=list)
+    posted: queue.Queue = field(default_factory=queue.Queue)
+    url: str = ""
+    connections: int = 0
+    released: threading.Event = field(default_factory=threading.Event)
+
+
+def _handler(server: WebServer):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self):
+            super().setup()
+            server.connections += 1
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            server.posted.put(Posted(self.path, dict(self.headers), body))
+            answer = server.answers.pop(0) if server.answers else (200, {})
+            if answer is None:
+                server.released.wait(PATIENCE_S)
+                self.close_connection = True
+                return
+            status, headers = answer
+            text = b"as it was told"
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+            if headers.get("Connection") == "close" or "X-Hang-Up" in headers:  # the latter without saying so
+                self.close_connection = True
+
+        def log_message(self, *_):
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def web_server():
+    """Makes web servers; ``tls``: an ssl.SSLContext of a server."""
+    made = []
+
+    def make(*answers, tls: ssl.SSLContext | None = None):
+        server = WebServer(list(answers))
+        httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(server))
+        httpd.daemon_threads = True
+        if tls is not None:
+            httpd.socket = tls.wrap_socket(httpd.socket, server_side=True)
+        server.url = f"http{'s' if tls else ''}://localhost:{httpd.server_port}/mes?line=1"
+        thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        made.append((server, httpd, thread))
+        return server
+
+    yield make
+    for server, httpd, thread in made:
+        server.released.set()
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory):
+    """A certificate authority of our own, and a certificate of it for localhost: ca.pem, server.pem, server.key."""
+    folder = tmp_path_factory.mktemp("authority")
+
+    def openssl(*words):
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=PATIENCE_S)
+
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=our authority",
+            "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
+    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+            "-out", "server.pem", "-days", "2", "-extfile", "names")  # fmt: skip
+    return folder

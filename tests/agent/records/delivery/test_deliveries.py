@@ -1,0 +1,85 @@
+"""What a line file says of receivers, and that one that hangs delays no other."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+from agent.line_file.records import MqttSection, OutboxSection, WebhookSection
+from agent.records.delivery.deliveries import Deliveries, line_outbox, line_receivers
+from agent.records.delivery.webhook import WebhookReceiver
+from agent.records.result_writer import ResultStore
+from experts.document import read_document
+from experts.errors import ConfigError
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """What deliveries read of a line."""
+    file = tmp_path / "line.yaml"
+    file.write_text("line: demo\noutbox:\n  mqtt: {url: mqtt://broker}\n")
+
+    def make_config(**sections):
+        return SimpleNamespace(line="demo", outbox=OutboxSection(**sections), document=read_document(file))
+
+    return make_config
+
+
+def test_nobody_is_told_unless_the_line_file_names_one(configured):
+    config = configured()
+    assert line_receivers(config) == ()
+    assert line_outbox(config, ()).receivers == ()
+
+
+def test_receivers_are_those_that_the_line_file_names(configured):
+    config = configured(
+        mqtt=MqttSection(url="mqtt://broker"), webhook=WebhookSection(url="http://mes/"), events=("ng",), limit=100
+    )
+    receivers = line_receivers(config)
+    assert [receiver.name for receiver in receivers] == ["mqtt", "webhook"]
+    outbox = line_outbox(config, receivers)
+    assert (outbox.line, outbox.receivers, outbox.limit) == ("demo", ("mqtt", "webhook"), 100)
+
+
+def test_without_the_extra_a_broker_is_a_mistake_of_the_line_file_with_what_to_install(configured, monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiomqtt", None)
+    monkeypatch.delitem(sys.modules, "agent.records.delivery.mqtt", raising=False)
+    with pytest.raises(ConfigError, match=r"line\.yaml:3:\d+: outbox\.mqtt: .*pip install coserve\[mqtt\]"):
+        line_receivers(configured(mqtt=MqttSection(url="mqtt://broker")))
+
+
+def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server, make):
+    class Another(WebhookReceiver):
+        name = "another"
+
+    hangs, answers = web_server(None, None), web_server()
+    receivers = [
+        WebhookReceiver(WebhookSection(url=hangs.url, timeout_s=600.0)), Another(WebhookSection(url=answers.url)),
+    ]  # fmt: skip
+    config = SimpleNamespace(line="demo", outbox=OutboxSection(events=("board",)))
+    outbox = line_outbox(config, receivers)
+    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
+        deliveries = Deliveries(receivers, outbox, store, 1000.0)
+        deliveries.start()
+        for number in range(20):
+            store.record_board(make.board(f"B{number}"))
+        told = [answers.posted.get(timeout=60).json["board_serial"] for _ in range(20)]
+        assert told == [f"B{number}" for number in range(20)]
+        make.until(lambda: deliveries.statistics()[1].waiting == 0)
+        assert deliveries.statistics()[0].waiting == 20
+        assert deliveries.stop(60.0)
+
+
+def test_before_the_first_result_there_is_nothing_to_tell_and_no_alarm(tmp_path, web_server):
+    server = web_server()
+    receivers = [WebhookReceiver(WebhookSection(url=server.url))]
+    outbox = line_outbox(SimpleNamespace(line="demo", outbox=OutboxSection()), receivers)
+    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
+        deliveries = Deliveries(receivers, outbox, store, 1000.0)
+        deliveries.start()
+        assert deliveries.stop(60.0)
+        (one,) = deliveries.statistics()
+        assert (one.waiting, one.delivered, one.alarm) == (0, 0, None)

@@ -1,0 +1,358 @@
+"""A real mosquitto as the receiver: topics, acknowledgements, last will, logins, TLS, and a broker that hangs."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from agent.line_file.records import MqttSection
+from agent.records.delivery.deliveries import Deliveries
+from agent.records.delivery.mqtt import MqttReceiver, level
+from agent.records.outbox import Outbox, OutboxReader
+from agent.records.result_writer import ResultStore
+from experts.errors import ConfigError, SecretMissing
+from experts.expert import Verdict
+
+EVENTS = ("board", "ng", "result")
+
+
+def section(port, scheme="mqtt", **settings):
+    return MqttSection.model_validate(
+        {"url": f"{scheme}://localhost:{port}", **settings}, context={"folder": Path("/")}
+    )
+
+
+@pytest.fixture
+def line(tmp_path):
+    """A line's store with its outbox, and deliveries to an MQTT broker; stopped with the test."""
+
+    @contextmanager
+    def open_line(mqtt_section, events=EVENTS, name="demo"):
+        receiver = MqttReceiver(mqtt_section, name)
+        outbox = Outbox(name, [receiver.name], events, 1000)
+        store = ResultStore(tmp_path / "r.db", followers=[outbox])
+        deliveries = Deliveries([receiver], outbox, store, 10_000.0)
+        deliveries.start()
+        try:
+            yield store, deliveries
+        finally:
+            assert deliveries.stop(60.0)
+            store.close()
+
+    return open_line
+
+
+def statistics(deliveries):
+    (one,) = deliveries.statistics()
+    return one
+
+
+def heard_until(heard, topic, patience_s=60.0):
+    """All that is heard up to the first message of this topic."""
+    told = []
+    while not told or told[-1].topic != topic:
+        told.append(heard.get(timeout=patience_s))
+    return told
+
+
+def test_without_mosquitto_these_tests_say_so_and_fail_where_they_must_run(without_broker):
+    with pytest.raises(pytest.skip.Exception, match="make tools"):
+        without_broker({})
+    with pytest.raises(pytest.fail.Exception, match="make tools"):
+        without_broker({"CI": "true"})
+
+
+def test_each_event_has_its_topic_and_is_acknowledged(broker, line, make):
+    mosquitto = broker()
+    mosquitto.start()
+    with mosquitto.subscribed() as heard, line(section(mosquitto.port)) as (store, deliveries):
+        store.record(make.image(1, Verdict.OK))
+        store.record(make.image(2, Verdict.UNKNOWN))
+        store.record_board(make.board("B1", Verdict.UNKNOWN))
+        told = heard_until(heard, "coserve/demo/board/B1/verdict")
+        make.until(lambda: statistics(deliveries).waiting == 0)
+        assert (statistics(deliveries).delivered, statistics(deliveries).alarm) == (4, None)
+    assert [(each.topic, each.payload if "status" in each.topic else each.json["verdict"]) for each in told] == [
+        ("coserve/demo/status", "online"),
+        ("coserve/demo/component/result", "OK"),
+        ("coserve/demo/component/ng", "UNKNOWN"),
+        ("coserve/demo/component/result", "UNKNOWN"),
+        ("coserve/demo/board/B1/verdict", "UNKNOWN"),
+    ]
+    assert len({each.json["id"] for each in told[1:]}) == 4
+
+
+def test_whether_it_is_there_is_retained_and_said_when_it_goes(broker, line):
+    mosquitto = broker()
+    mosquitto.start()
+    with mosquitto.subscribed() as heard:
+        with line(section(mosquitto.port, topic="plant/smt 1/", client_id="box 7"), name="l.1"):
+            assert heard.get(timeout=60).payload == "online"
+            with mosquitto.subscribed() as later:
+                said = later.get(timeout=60)
+                assert (said.topic, said.payload, said.is_retained) == ("plant/smt 1/l.1/status", "online", True)
+        assert heard.get(timeout=60).payload == "offline"
+    assert "as box 7" in mosquitto.log()
+
+
+ONLINE = """
+import sys, threading
+from pathlib import Path
+from agent.line_file.records import MqttSection
+from agent.records.delivery.deliveries import Deliveries
+from agent.records.delivery.mqtt import MqttReceiver
+from agent.records.outbox import Outbox
+from agent.records.result_writer import ResultStore
+
+receiver = MqttReceiver(MqttSection(url=sys.argv[2]), "demo")
+outbox = Outbox("demo", ["mqtt"], ["board"], 100)
+store = ResultStore(Path(sys.argv[1]), followers=[outbox])
+"""
+
+
+def test_an_agent_that_is_killed_is_said_to_be_offline_by_its_last_will(broker, tmp_path):
+    mosquitto = broker()
+    mosquitto.start()
+    script = ONLINE + "Deliveries([receiver], outbox, store, 100.0).start()\nthreading.Event().wait()\n"
+    with mosquitto.subscribed() as heard:
+        command = [sys.executable, "-c", script, tmp_path / "r.db", f"mqtt://127.0.0.1:{mosquitto.port}"]
+        process = subprocess.Popen(command)
+        assert heard.get(timeout=60).payload == "online"
+        process.kill()
+        process.wait()
+        said = heard.get(timeout=60)
+        assert (said.topic, said.payload) == ("coserve/demo/status", "offline")
+
+
+KILLED = (
+    ONLINE
+    + """
+import os, signal
+from datetime import UTC, datetime
+from agent.records.boards import BoardVerdict
+from experts.expert import Verdict
+
+class KilledBeforeTheDelete:
+    path = store.path
+    def write(self, write, then=None):
+        if sys.argv[3] == "killed" and then is not None and getattr(write, "func", None) is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.write(write, then)
+
+at = datetime(2026, 5, 1, tzinfo=UTC)
+for serial in sys.argv[4:]:
+    store.record_board(BoardVerdict(serial, "main", Verdict.NG, at, at, {}, {}))
+while store.statistics().pending:
+    threading.Event().wait(0.001)
+deliveries = Deliveries([receiver], outbox, KilledBeforeTheDelete(), 10_000.0)
+deliveries.start()
+while deliveries.statistics()[0].waiting:
+    threading.Event().wait(0.01)
+assert deliveries.stop(60)
+store.close()
+"""
+)
+
+
+def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_again(broker, tmp_path):
+    """AC6: at least once, with the same id; then nothing more."""
+    mosquitto = broker()
+    mosquitto.start()
+
+    def run(mode, *serials):
+        url = f"mqtt://127.0.0.1:{mosquitto.port}"
+        command = [sys.executable, "-c", KILLED, tmp_path / "r.db", url, mode, *serials]
+        return subprocess.run(command, timeout=120).returncode
+
+    def verdicts(heard):
+        heard.put(None)
+        return [each for each in iter(heard.get, None) if each.topic != "coserve/demo/status"]
+
+    with mosquitto.subscribed() as heard:
+        assert run("killed", "B1", "B2") == -signal.SIGKILL
+        assert heard_until(heard, "coserve/demo/board/B1/verdict")
+        assert OutboxReader(tmp_path / "r.db").standing("mqtt").waiting == 2
+        first = heard_until(heard, "coserve/demo/board/B2/verdict")[-1]
+        assert run("lives") == 0
+        again = heard_until(heard, "coserve/demo/board/B2/verdict")[-1]
+        assert again.json == first.json
+        assert OutboxReader(tmp_path / "r.db").standing("mqtt").waiting == 0
+        assert run("lives", "B3") == 0
+        told = heard_until(heard, "coserve/demo/board/B3/verdict")
+        assert [each.topic for each in told if "board" in each.topic] == ["coserve/demo/board/B3/verdict"]
+
+
+def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line, make):
+    mosquitto = broker()
+    mosquitto.start()
+    with line(section(mosquitto.port), events=("board",)) as (store, deliveries):
+        with mosquitto.subscribed() as heard:
+            store.record_board(make.board("B0"))
+            heard_until(heard, "coserve/demo/board/B0/verdict")
+        make.until(lambda: statistics(deliveries).waiting == 0)
+        mosquitto.stop()
+        make.until(lambda: statistics(deliveries).alarm is not None)
+        for number in range(1, 101):
+            store.record_board(make.board(f"B{number % 5}", counts={Verdict.OK: number}))
+        mosquitto.start()
+        with mosquitto.subscribed() as heard:
+            seen = {}
+            while sum(len(told) for told in seen.values()) < 100:
+                said = heard.get(timeout=60)
+                if said.topic.endswith("verdict"):
+                    seen.setdefault(said.json["board_serial"], []).append(said.json["revision"])
+        assert all(told == sorted(told) for told in seen.values())
+        make.until(lambda: statistics(deliveries).waiting == 0 and statistics(deliveries).alarm is None)
+
+
+@pytest.mark.parametrize("serial", ["a/b", "a+b", "#", "100%", "a\nb\x00", "schön", "$SYS", "a b"])
+def test_a_serial_is_one_level_of_its_topic_whatever_it_holds(broker, line, make, serial):
+    mosquitto = broker()
+    mosquitto.start()
+    with mosquitto.subscribed() as heard, line(section(mosquitto.port), events=("board",)) as (store, _):
+        store.record_board(make.board(serial))
+        said = heard_until(heard, f"coserve/demo/board/{level(serial)}/verdict")[-1]
+        assert said.json["board_serial"] == serial
+    assert not set(level(serial)) & set("/+#\n\x00")
+
+
+def test_what_no_topic_can_hold_is_dropped_and_blocks_nothing(broker, line, make, caplog):
+    mosquitto = broker()
+    mosquitto.start()
+    with mosquitto.subscribed() as heard, line(section(mosquitto.port), events=("board",)) as (store, deliveries):
+        store.record_board(make.board("x" * 70_000))
+        store.record_board(make.board("B2"))
+        heard_until(heard, "coserve/demo/board/B2/verdict")
+        make.until(lambda: statistics(deliveries).waiting == 0)
+        assert statistics(deliveries).refused == 1
+    assert "message_refused" in caplog.text
+
+
+@pytest.fixture
+def password_file(tmp_path, broker):
+    file = tmp_path / "passwords"
+    subprocess.run(["mosquitto_passwd", "-b", "-c", file, "box", "s3cret"], check=True, capture_output=True, timeout=60)
+    file.chmod(0o644)  # mosquitto leaves root behind
+    tmp_path.chmod(0o755)
+    return file
+
+
+def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there(
+    broker, line, make, tmp_path, password_file, caplog
+):
+    mosquitto = broker("allow_anonymous false", f"password_file {password_file}", "user root")
+    mosquitto.start()
+    secret = tmp_path / "secret"
+    secret.write_text("wrong\n")
+    settings = section(mosquitto.port, user="box", password={"file": str(secret)})
+    with line(settings, events=("board",)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        make.until(lambda: mosquitto.log().count("not authorised") >= 3 or mosquitto.log().count("disconnected") >= 3)
+        told = [record.getMessage() for record in caplog.records if "receiver_unavailable" in record.getMessage()]
+        assert len(told) == 1
+        assert "the broker refuses the login" in told[0]
+        assert "wrong" not in caplog.text
+        assert "user and password" in statistics(deliveries).alarm
+        secret.write_text("s3cret\n")
+        make.until(lambda: statistics(deliveries).waiting == 0)
+        assert statistics(deliveries).alarm is None
+
+
+def test_a_password_that_is_not_there_keeps_the_line_from_starting(tmp_path):
+    with pytest.raises(SecretMissing, match="nowhere"):
+        MqttReceiver(section(1883, user="box", password={"file": str(tmp_path / "nowhere")}), "demo")
+
+
+def test_an_authority_that_is_none_keeps_the_line_from_starting(tmp_path):
+    (tmp_path / "ca.pem").write_text("not a certificate")
+    for name in ("ca.pem", "nowhere.pem"):
+        with pytest.raises(ConfigError, match=rf"outbox\.mqtt\.ca: .*{name}: .* - write a PEM file"):
+            MqttReceiver(section(8883, "mqtts", ca=str(tmp_path / name)), "demo")
+
+
+def tls_listener(authority):
+    return f"certfile {authority}/server.pem", f"keyfile {authority}/server.key", "user root"
+
+
+def test_a_broker_is_known_by_an_authority_of_ones_own(broker, line, make, authority):
+    mosquitto = broker(*tls_listener(authority))
+    mosquitto.start()
+    ca = authority / "ca.pem"
+    with (
+        mosquitto.subscribed(ca=ca) as heard,
+        line(section(mosquitto.port, "mqtts", ca=str(ca)), events=("board",)) as (store, _),
+    ):
+        store.record_board(make.board("B1"))
+        assert heard_until(heard, "coserve/demo/board/B1/verdict")
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # paho leaves a socket whose handshake failed to the
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # garbage collector
+def test_a_broker_that_nobody_vouches_for_hears_nothing(broker, line, make, authority):
+    mosquitto = broker(*tls_listener(authority))
+    mosquitto.start()
+    with line(section(mosquitto.port, "mqtts"), events=("board",)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        make.until(lambda: statistics(deliveries).alarm is not None and statistics(deliveries).waiting == 1)
+        assert "certificate verify failed" in statistics(deliveries).alarm
+        assert statistics(deliveries).delivered == 0
+    gc.collect()
+
+
+@contextmanager
+def hanging_broker(*, answers_connect):
+    """A socket that takes connections, may acknowledge the connection, and says nothing more."""
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        connected, taken = queue.Queue(), []
+
+        def take():
+            try:
+                while True:
+                    taken.append(listener.accept()[0])
+                    taken[-1].recv(1024)
+                    if answers_connect:
+                        taken[-1].sendall(b"\x20\x02\x00\x00")
+                    connected.put(1)
+            except OSError:
+                return
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1], connected
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for each in taken:
+                each.close()
+
+
+@pytest.mark.parametrize("answers_connect", [False, True])
+def test_a_broker_that_hangs_does_not_keep_the_line_from_ending(tmp_path, make, answers_connect):
+    with hanging_broker(answers_connect=answers_connect) as (port, connected):
+        receiver = MqttReceiver(section(port), "demo")
+        outbox = Outbox("demo", ["mqtt"], ["board"], 100)
+        store = ResultStore(tmp_path / "r.db", followers=[outbox])
+        deliveries = Deliveries([receiver], outbox, store, 100.0)
+        deliveries.start()
+        store.record_board(make.board("B1"))
+        connected.get(timeout=60)
+        began_s = time.monotonic()
+        is_ended = deliveries.stop(5.0)
+        took_s = time.monotonic() - began_s
+        store.close()
+    assert took_s < 30.0, "5 s and what a busy machine adds"
+    assert is_ended
+    assert OutboxReader(tmp_path / "r.db").standing("mqtt").waiting == 1

@@ -1,0 +1,305 @@
+"""The pump, on time of our own: a day without a broker passes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from contextlib import asynccontextmanager
+from itertools import count, pairwise
+
+import pytest
+
+from agent.records.delivery.pacing import Backoff, Pace
+from agent.records.delivery.pump import Pump
+from agent.records.outbox import Outbox, OutboxReader, forget
+from agent.records.result_writer import ResultStore
+from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+from experts.expert import Verdict
+
+DAY_S = 24 * 3600.0
+
+
+class FakeReceiver:
+    """Hears what it is told, with when; ``down_until_s``: until then it cannot be reached."""
+
+    name = "mqtt"
+
+    def __init__(self):
+        self.heard = []
+        self.tries_s = []
+        self.down_until_s = 0.0
+        self.asks_for_s = None
+        self.refused = set()
+        self.fails_once = set()
+        self.error = None
+        self.drop = asyncio.Event()
+
+    @property
+    def seqs(self):
+        return [seq for _, seq, _ in self.heard]
+
+    @asynccontextmanager
+    async def connected(self):
+        now_s = asyncio.get_running_loop().time()
+        self.tries_s.append(now_s)
+        if self.error is not None:
+            raise self.error
+        if now_s < self.down_until_s:
+            raise ReceiverUnavailable(self.name, "nobody is there", self.asks_for_s)
+        yield self
+
+    async def deliver(self, message):
+        seq = json.loads(message.payload)["seq"]
+        if seq in self.refused:
+            raise MessageRefused(self.name, message.id, "no thanks")
+        if seq in self.fails_once:
+            self.fails_once.remove(seq)
+            raise ReceiverUnavailable(self.name, "not now")
+        self.heard.append((asyncio.get_running_loop().time(), seq, message))
+
+    async def lost(self):
+        await self.drop.wait()
+        self.drop.clear()
+        raise ReceiverUnavailable(self.name, "gone")
+
+
+class Stage:
+    """A store that is followed by an outbox, and a pump that empties it, on a loop whose time leaps."""
+
+    def __init__(self, folder, loop, *, events=("ng",), limit=1000, per_s=1000.0):
+        self.file = folder / "r.db"
+        self.outbox = Outbox("demo", ["mqtt"], events, limit)
+        self.store = ResultStore(self.file, followers=[self.outbox])
+        self.reader = OutboxReader(self.file)
+        self.receiver = FakeReceiver()
+        self.settled = []
+        self.pump = Pump(self.receiver, self.reader, self.settle, per_s)
+        self.outbox.when_committed(self.pump.wake)
+        self.runner = asyncio.Runner(loop_factory=loop)
+
+    def settle(self, ids, done):
+        self.settled.append(list(ids))
+        self.store.write(lambda database: forget(database, "mqtt", ids), lambda _: done())
+
+    def committed(self):
+        """Everything that was recorded is on the disk."""
+        while self.store.statistics().pending:
+            time.sleep(0.001)
+
+    def run(self, is_over, step_s=0.05, longest_s=600.0):
+        """Pump until this is so, or so much of the loop's time has passed."""
+
+        async def main():
+            pumping = asyncio.ensure_future(self.pump.run())
+            while not is_over():
+                assert not pumping.done(), pumping.exception()
+                assert asyncio.get_running_loop().time() < longest_s, "it did not come about"
+                await asyncio.sleep(step_s)
+            pumping.cancel()
+            await asyncio.gather(pumping, return_exceptions=True)
+
+        self.runner.run(main())
+        self.committed()
+
+
+@pytest.fixture
+def stage(tmp_path, virtual_loop):
+    made = []
+
+    def make_stage(**settings):
+        made.append(Stage(tmp_path, virtual_loop, **settings))
+        return made[-1]
+
+    yield make_stage
+    for each in made:
+        each.runner.close()
+        each.store.close()
+
+
+def test_what_waits_is_told_once_in_its_order_and_leaves_the_outbox(stage, make):
+    one = stage()
+    for number in range(1, 251):
+        one.store.record(make.image(number), None)
+    one.committed()
+    one.run(lambda: len(one.receiver.heard) >= 250)
+    assert one.receiver.seqs == list(range(1, 251))
+    assert one.reader.standing("mqtt").waiting == 0
+    assert one.pump.statistics().delivered == 250
+
+
+def test_a_day_without_a_broker(stage, make, caplog):
+    """AC26: bounded, each board's order kept, drained at a limited rate; told once when it goes and when it is back."""
+    one = stage(events=("board", "ng"), limit=300, per_s=20.0)
+    one.receiver.down_until_s = DAY_S
+    for number in range(400):
+        serial = f"B{number % 7}"
+        one.store.record(make.image(number, board=serial))
+        one.store.record_board(make.board(serial, Verdict.NG, counts={Verdict.NG: number + 1}))
+    one.committed()
+    assert one.reader.standing("mqtt").waiting == 300
+    last = one.reader.waiting("mqtt", 1000)[-1].id
+    one.run(lambda: bool(one.receiver.heard) and one.receiver.heard[-1][2].id == last, 60.0, 2 * DAY_S)
+
+    assert len(one.receiver.heard) == 300
+    of_board = {}
+    for _, _, message in one.receiver.heard:
+        payload = json.loads(message.payload)
+        of_board.setdefault((message.board, message.event), []).append(payload.get("revision", payload["seq"]))
+    assert len(of_board) == 14
+    assert all(told == sorted(told) for told in of_board.values())
+
+    times_s = [at_s for at_s, _, _ in one.receiver.heard]
+    assert times_s[0] >= DAY_S
+    assert times_s[-1] - times_s[0] == pytest.approx(299 / 20.0)
+    assert all(later - sooner >= 1 / 20.0 - 1e-6 for sooner, later in pairwise(times_s))
+
+    waits_s = [later - sooner for sooner, later in pairwise(one.receiver.tries_s)]
+    assert waits_s[:8] == pytest.approx([0.5, 1, 2, 4, 8, 16, 32, 60])
+    assert max(waits_s) == pytest.approx(60.0)
+    told = [record.getMessage().split(" ")[0] for record in caplog.records]
+    assert told == ["receiver_unavailable", "receiver_available"]
+
+
+def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage, make, caplog):
+    one = stage(limit=100)
+    one.receiver.down_until_s = 1000.0
+    numbers = iter(range(10_000))
+
+    def more():
+        for _ in range(60):
+            one.store.record(make.image(next(numbers)))
+        one.committed()
+        return len(one.receiver.tries_s) > 8
+
+    one.run(more, 10.0, 5000.0)
+    one.receiver.down_until_s = 0.0
+    one.run(lambda: one.reader.standing("mqtt").waiting == 0)
+    one.run(lambda: any("outbox_told" in record.getMessage() for record in caplog.records))
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("outbox_")]
+    assert len(told) == 2
+    assert told[0].startswith("outbox_full receiver=mqtt waiting=100")
+    given_way = one.reader.standing("mqtt").given_way
+    assert given_way > 0
+    assert told[1] == f"outbox_told receiver=mqtt given_way={given_way}"
+
+
+def test_a_message_that_is_refused_is_dropped_and_blocks_no_other(stage, make, caplog):
+    one = stage()
+    one.receiver.refused = {2}
+    for number in range(1, 4):
+        one.store.record(make.image(number))
+    one.committed()
+    one.run(lambda: len(one.receiver.heard) == 2)
+    assert one.receiver.seqs == [1, 3]
+    assert one.reader.standing("mqtt").waiting == 0
+    assert (one.pump.statistics().delivered, one.pump.statistics().refused) == (2, 1)
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage().split(" id=")[0]) == (logging.ERROR, "message_refused receiver=mqtt")
+    assert "reason=no thanks" in record.getMessage()
+
+
+def test_a_message_that_fails_comes_again_before_all_later_ones(stage, make):
+    one = stage()
+    one.receiver.fails_once = {2}
+    for number in range(1, 5):
+        one.store.record(make.image(number))
+    one.committed()
+    one.run(lambda: len(one.receiver.heard) == 4)
+    assert one.receiver.seqs == [1, 2, 3, 4]
+    assert len(one.receiver.tries_s) == 2
+
+
+def test_what_comes_later_wakes_it(stage, make):
+    one = stage()
+    steps = count()
+
+    def next_step():
+        step = next(steps)
+        if step in (20, 40, 60):
+            one.store.record(make.image(step))
+            one.committed()
+        return len(one.receiver.heard) == 3
+
+    one.run(next_step)
+    assert one.receiver.seqs == [1, 2, 3]
+
+
+def test_who_asks_to_be_left_alone_is(stage, make):
+    one = stage()
+    one.receiver.down_until_s, one.receiver.asks_for_s = 1.0, 120.0
+    one.store.record(make.image(1))
+    one.committed()
+    one.run(lambda: bool(one.receiver.heard))
+    assert one.receiver.tries_s == pytest.approx([0.0, 120.0])
+
+
+def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(stage, make):
+    one = stage()
+
+    def drop():
+        if len(one.receiver.tries_s) == 1:
+            one.receiver.drop.set()
+        return len(one.receiver.tries_s) == 2
+
+    one.run(drop)
+    assert one.pump.statistics().alarm == "gone"
+    one.store.record(make.image(1))
+    one.committed()
+    one.run(lambda: one.receiver.seqs == [1])
+    assert one.pump.statistics().alarm is None
+
+
+@pytest.mark.parametrize("error", [ConfigError("no password"), ZeroDivisionError("a mistake of ours")])
+def test_whatever_goes_wrong_is_an_alarm_and_is_tried_again(stage, make, error, caplog):
+    one = stage()
+    one.receiver.error = error
+
+    def heal():
+        if len(one.receiver.tries_s) == 5:
+            one.receiver.error = None
+        return bool(one.receiver.heard)
+
+    one.store.record(make.image(1))
+    one.committed()
+    one.run(heal)
+    assert one.receiver.seqs == [1]
+    told = [record for record in caplog.records if record.getMessage().startswith("receiver_unavailable")]
+    assert len(told) == 1
+    assert str(error) in told[0].getMessage()
+
+
+def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage, make):
+    """A disk that hangs keeps messages in the outbox; it must not have them all told twice, nor without bound."""
+    one = stage(per_s=100_000.0, limit=3000)
+    kept = []
+    settle, one.pump._settle = one.pump._settle, lambda ids, done: kept.append((ids, done))
+    for number in range(1, 1501):
+        one.store.record(make.image(number))
+    one.committed()
+    steps = iter(range(10_000))
+    one.run(lambda: len(one.receiver.heard) >= 1000 and next(steps) > 500)
+    assert 1000 <= len(one.receiver.heard) <= 1100
+    assert one.receiver.seqs == list(range(1, len(one.receiver.heard) + 1))
+    one.pump._settle = settle
+    for ids, done in kept:
+        settle(ids, done)
+    one.run(lambda: len(one.receiver.heard) == 1500)
+    assert one.receiver.seqs == list(range(1, 1501))
+
+
+def test_a_pace_is_even_and_makes_up_for_nothing():
+    pace = Pace(10.0)
+    assert [pace.turn_in_s(0.0) for _ in range(3)] == pytest.approx([0.0, 0.1, 0.2])
+    assert pace.turn_in_s(100.0) == 0.0
+    assert pace.turn_in_s(100.0) == pytest.approx(0.1)
+
+
+def test_waits_double_to_a_minute_and_begin_anew_after_a_success():
+    backoff = Backoff()
+    assert [backoff.failed() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+    backoff.succeeded()
+    assert backoff.failed(asked_s=7.0) == 7.0
+    assert backoff.failed(asked_s=0.1) == 1.0
+    assert backoff.failed(asked_s=10**9) == 3600.0

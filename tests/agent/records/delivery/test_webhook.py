@@ -1,0 +1,214 @@
+"""A real web server as the receiver: acknowledgements, refusals, answers that come late or never, TLS, tokens."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+
+import pytest
+
+from agent.line_file.records import WebhookSection
+from agent.records.delivery import webhook
+from agent.records.delivery.deliveries import Deliveries
+from agent.records.delivery.webhook import WebhookReceiver
+from agent.records.outbox import Outbox, OutboxReader
+from agent.records.result_writer import ResultStore
+from experts.errors import ConfigError, SecretMissing
+
+
+def section(url, **settings):
+    return WebhookSection.model_validate({"url": url, **settings}, context={"folder": Path("/")})
+
+
+@pytest.fixture
+def line(tmp_path):
+    """A line's store with its outbox, and deliveries to a web address; stopped with the test."""
+
+    @contextmanager
+    def open_line(webhook_section, events=("board",)):
+        receiver = WebhookReceiver(webhook_section)
+        outbox = Outbox("demo", [receiver.name], events, 1000)
+        store = ResultStore(tmp_path / "r.db", followers=[outbox])
+        deliveries = Deliveries([receiver], outbox, store, 10_000.0)
+        deliveries.start()
+        with closing(store):
+            yield store, deliveries
+            assert deliveries.stop(60.0)
+
+    return open_line
+
+
+def statistics(deliveries):
+    (one,) = deliveries.statistics()
+    return one
+
+
+def serials(server, count):
+    return [server.posted.get(timeout=60).json["board_serial"] for _ in range(count)]
+
+
+def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, make, tmp_path):
+    (tmp_path / "token").write_text("t0ken\n")
+    server = web_server()
+    with line(section(server.url, token={"file": str(tmp_path / "token")})) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        posted = server.posted.get(timeout=60)
+        make.until(lambda: statistics(deliveries).waiting == 0)
+    assert posted.path == "/mes?line=1"
+    assert posted.headers["Content-Type"] == "application/json"
+    assert posted.headers["Authorization"] == "Bearer t0ken"
+    assert posted.id == posted.json["id"]
+    assert (posted.json["schema"], posted.json["board_serial"], posted.json["verdict"]) == (1, "B1", "OK")
+    assert statistics(deliveries).delivered == 1
+
+
+def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(web_server, line, make, caplog):
+    server = web_server((200, {}), (200, {}), (200, {"Connection": "close"}))
+    with line(section(server.url)) as (store, deliveries):
+        for number in range(6):
+            store.record_board(make.board(f"B{number}"))
+        assert serials(server, 6) == [f"B{number}" for number in range(6)]
+        make.until(lambda: statistics(deliveries).waiting == 0)
+    assert server.connections == 2
+    assert caplog.records == []
+
+
+def test_a_connection_that_was_closed_while_nothing_was_told_is_no_failure(web_server, line, make, caplog):
+    server = web_server((200, {"X-Hang-Up": "1"}), (200, {"X-Hang-Up": "1"}))
+    with line(section(server.url)) as (store, deliveries):
+        for number in range(3):
+            store.record_board(make.board(f"B{number}"))
+            assert serials(server, 1) == [f"B{number}"]
+            make.until(lambda: statistics(deliveries).waiting == 0)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("status", [500, 503, 408, 425, 429])
+def test_not_now_is_tried_again_with_the_same_id_before_all_later_ones(web_server, line, make, status):
+    server = web_server((status, {}))
+    with line(section(server.url)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        store.record_board(make.board("B2"))
+        first, again, second = (server.posted.get(timeout=60) for _ in range(3))
+        make.until(lambda: statistics(deliveries).waiting == 0)
+        assert (statistics(deliveries).delivered, statistics(deliveries).refused) == (2, 0)
+    assert (first.id, first.body) == (again.id, again.body)
+    assert second.json["board_serial"] == "B2"
+
+
+@pytest.mark.parametrize("status", [400, 409, 413, 422])
+def test_what_is_refused_for_good_is_told_dropped_and_blocks_nothing(web_server, line, make, caplog, status):
+    server = web_server((status, {}))
+    with line(section(server.url)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        store.record_board(make.board("B2"))
+        assert serials(server, 2) == ["B1", "B2"]
+        make.until(lambda: statistics(deliveries).waiting == 0)
+        assert (statistics(deliveries).delivered, statistics(deliveries).refused) == (1, 1)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "board=B1" in record.getMessage()
+    assert f"answered {status} as it was told" in record.getMessage()
+
+
+@pytest.mark.parametrize("status", [301, 401, 403, 404, 405])
+def test_a_wrong_address_or_token_loses_nothing(web_server, line, make, caplog, status):
+    """Such an answer would be the same for every message: all would be dropped until somebody looks."""
+    server = web_server((status, {"Location": "/elsewhere"}))
+    with line(section(server.url)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        assert serials(server, 2) == ["B1", "B1"]
+        make.until(lambda: statistics(deliveries).waiting == 0)
+        assert statistics(deliveries).refused == 0
+    assert "correct url or token of outbox.webhook" in caplog.text
+
+
+def test_who_asks_to_be_left_alone_is(web_server, line, make):
+    server = web_server((429, {"Retry-After": "2"}))
+    with line(section(server.url)) as (store, _):
+        store.record_board(make.board("B1"))
+        server.posted.get(timeout=60)
+        began_s = time.monotonic()
+        server.posted.get(timeout=60)
+        assert time.monotonic() - began_s > 1.9, "the first retry of our own would have come after half a second"
+
+
+def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_server, line, make):
+    server = web_server(None)
+    with line(section(server.url, timeout_s=0.3)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        assert serials(server, 2) == ["B1", "B1"]
+        make.until(lambda: statistics(deliveries).waiting == 0)
+
+
+def test_a_server_that_hangs_does_not_keep_the_line_from_ending(web_server, tmp_path, make):
+    server = web_server(None)
+    receiver = WebhookReceiver(section(server.url, timeout_s=600.0))
+    outbox = Outbox("demo", ["webhook"], ["board"], 100)
+    store = ResultStore(tmp_path / "r.db", followers=[outbox])
+    deliveries = Deliveries([receiver], outbox, store, 100.0)
+    deliveries.start()
+    store.record_board(make.board("B1"))
+    server.posted.get(timeout=60)
+    began_s = time.monotonic()
+    assert deliveries.stop(60.0)
+    assert time.monotonic() - began_s < 30.0
+    store.close()
+    assert OutboxReader(tmp_path / "r.db").standing("webhook").waiting == 1
+
+
+def test_a_server_that_is_not_there_is_told_once_and_found_when_it_comes(line, make, web_server, caplog):
+    url = f"http://127.0.0.1:{make.port()}/mes"
+    with line(section(url)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        make.until(lambda: statistics(deliveries).alarm is not None and statistics(deliveries).waiting == 1)
+        assert "Connection refused" in statistics(deliveries).alarm
+    server = web_server()
+    with line(section(server.url)) as (_, deliveries):
+        assert serials(server, 1) == ["B1"], "the next run tells it"
+        make.until(lambda: statistics(deliveries).waiting == 0)
+    assert caplog.text.count("receiver_unavailable") == 1
+
+
+def server_tls(authority):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "server.pem", authority / "server.key")
+    return context
+
+
+def test_a_server_is_known_by_an_authority_of_ones_own(web_server, line, make, authority):
+    server = web_server(tls=server_tls(authority))
+    with line(section(server.url, ca=str(authority / "ca.pem"))) as (store, _):
+        store.record_board(make.board("B1"))
+        assert serials(server, 1) == ["B1"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, make, authority, monkeypatch):
+    server = web_server(tls=server_tls(authority))
+    with line(section(server.url)) as (store, deliveries):
+        store.record_board(make.board("B1"))
+        make.until(lambda: statistics(deliveries).alarm is not None)
+        assert "certificate verify failed" in statistics(deliveries).alarm
+    assert server.posted.empty()
+
+
+def test_a_token_or_an_authority_that_is_not_there_keeps_the_line_from_starting(tmp_path):
+    with pytest.raises(SecretMissing, match="nowhere"):
+        WebhookReceiver(section("http://mes/", token={"file": str(tmp_path / "nowhere")}))
+    with pytest.raises(ConfigError, match=r"outbox\.webhook\.ca: .*nowhere: .* - write a PEM file"):
+        WebhookReceiver(section("https://mes/", ca=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "wanted_s"), [(None, None), ("7", 7.0), ("-1", 0.0), ("soon", None), ("nan", None), ("date", 30.0)]
+)
+def test_what_a_server_asks_for(retry_after, wanted_s):
+    if retry_after == "date":
+        retry_after = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    asked_s = webhook._retry_s(retry_after)
+    assert asked_s == (wanted_s if wanted_s is None else pytest.approx(wanted_s, abs=25.0))

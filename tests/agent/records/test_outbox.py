@@ -1,0 +1,204 @@
+"""The outbox: written with what it tells of, one message a receiver and event, bounded, with ids that stay."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.records.boards import BoardVerdict
+from agent.records.outbox import Outbox, OutboxReader, forget
+from agent.records.result_reader import ResultReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+STEPS = {"steps": [{"expert": "det/a", "label": "burr", "score": 0.5, "boxes": [{"label": "burr", "left": 1.0}]}]}
+RESULT = Result(
+    "k1", "demo", "r0402", "1.png", Verdict.NG, NOON, NOON + timedelta(seconds=1), 1.0, "ab", "B1", "main", "R1",
+    "burr", 0.5, "a burr", ("cls/a", "det/a"), STEPS, "2026-05-01/1.png",
+)  # fmt: skip
+BOARD = BoardVerdict("B1", "main", Verdict.NG, NOON, NOON + timedelta(seconds=9), {"c": 1}, {Verdict.NG: 1})
+EVENTS = ("board", "ng", "result")
+
+
+def recorded(file: Path, outbox: Outbox, *told: Result | BoardVerdict) -> OutboxReader:
+    with closing(ResultStore(file, followers=[outbox])) as store:
+        for each in told:
+            store.record(each) if isinstance(each, Result) else store.record_board(each)
+    return OutboxReader(file)
+
+
+def payloads(reader: OutboxReader, receiver: str = "mqtt") -> list[dict[str, object]]:
+    return [json.loads(message.payload) for message in reader.waiting(receiver, 1000)]
+
+
+def numbered(number: int, verdict: Verdict = Verdict.NG) -> Result:
+    return replace(RESULT, key=f"k{number}", verdict=verdict)
+
+
+def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path: Path) -> None:
+    reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["ng"], 10), RESULT)
+    (message,) = reader.waiting("mqtt", 10)
+    told = json.loads(message.payload)
+    for name in ("arrived_at", "finished_at"):
+        at = datetime.fromisoformat(str(told[name]))
+        assert at.tzinfo is not None
+        assert at == getattr(RESULT, name)
+        del told[name]
+    assert told == {
+        "schema": 1, "id": message.id, "event": "ng", "line": "demo", "seq": 1, "board_serial": "B1",
+        "board_type": "main", "ref": "R1", "component": "r0402", "verdict": "NG", "label": "burr", "score": 0.5,
+        "reason": "a burr", "experts": ["cls/a", "det/a"], "image": "1.png", "kept_as": "2026-05-01/1.png",
+        "boxes": [{"expert": "det/a", "label": "burr", "left": 1.0}], "seconds": 1.0, "config_sha256": "ab",
+    }  # fmt: skip
+    assert (message.event, message.board) == ("ng", "B1")
+
+
+def test_a_board_is_told_with_its_takt_and_what_is_missing(tmp_path: Path) -> None:
+    later = replace(BOARD, serial="B2", closed_at=BOARD.closed_at + timedelta(seconds=7))
+    other = replace(BOARD, serial="B3", board_type="back", closed_at=BOARD.closed_at + timedelta(seconds=8))
+    reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["board"], 10), RESULT, BOARD, later, other)
+    first, second, third = payloads(reader)
+    assert [each["takt_s"] for each in (first, second, third)] == [None, 7.0, None]
+    assert (first["missing"], first["counts"], first["verdict"]) == ({"c": 1}, {"NG": 1}, "NG")
+    assert (first["revision"], first["is_revision"], first["config_sha256"]) == (0, False, "ab")
+    assert second["config_sha256"] is None, "no image of this board was judged"
+    assert datetime.fromisoformat(str(first["closed_at"])) == BOARD.closed_at
+    assert datetime.fromisoformat(str(first["opened_at"])) == BOARD.opened_at
+    rows = {row.board.serial: row.takt_s for row in ResultReader(tmp_path / "r.db").boards()}
+    assert rows == {"B1": None, "B2": 7.0, "B3": None}
+
+
+def test_a_revision_is_another_message_and_keeps_the_takt(tmp_path: Path) -> None:
+    ok = replace(BOARD, verdict=Verdict.OK)
+    before = replace(ok, serial="B0", closed_at=NOON)
+    reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["board"], 10), before, ok, ok, BOARD)
+    _, first, revised = payloads(reader)
+    assert (first["verdict"], first["revision"], first["is_revision"], first["takt_s"]) == ("OK", 0, False, 9.0)
+    assert (revised["verdict"], revised["revision"], revised["is_revision"], revised["takt_s"]) == ("NG", 1, True, 9.0)
+    assert first["id"] != revised["id"]
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        (["ng"], ["ng", "ng"]),
+        (["result"], ["result"] * 3),
+        (["ng", "result"], ["result", "ng", "result", "ng", "result"]),
+        (["board"], ["board"]),
+    ],
+)
+def test_each_event_that_is_asked_for_is_told_and_no_other(tmp_path: Path, events: list[str], told: list[str]) -> None:
+    results = [numbered(1, Verdict.OK), numbered(2, Verdict.NG), numbered(3, Verdict.UNKNOWN)]
+    reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], events, 10), *results, BOARD)
+    assert [message.event for message in reader.waiting("mqtt", 10)] == told
+
+
+def test_each_receiver_has_its_own_and_what_is_stored_twice_is_told_once(tmp_path: Path) -> None:
+    outbox = Outbox("demo", ["mqtt", "webhook"], EVENTS, 10)
+    reader = recorded(tmp_path / "r.db", outbox, RESULT, RESULT, BOARD, BOARD)
+    for receiver in ("mqtt", "webhook"):
+        assert [each["event"] for each in payloads(reader, receiver)] == ["ng", "result", "board"]
+    assert reader.standing("mqtt").waiting == 3
+    assert payloads(reader) == payloads(reader, "webhook"), "one fact has one id, whoever is told"
+
+
+def test_ids_of_two_results_files_never_meet(tmp_path: Path) -> None:
+    """Where a file was moved away numbers begin anew: a receiver that knows the old ids must not drop the new."""
+    ids = set()
+    for name in ("a.db", "b.db"):
+        reader = recorded(tmp_path / name, Outbox("demo", ["mqtt"], EVENTS, 10), RESULT, BOARD)
+        ids |= {each["id"] for each in payloads(reader)}
+    assert len(ids) == 6
+
+
+def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(tmp_path: Path) -> None:
+    """AC26: bounded."""
+    outbox = Outbox("demo", ["mqtt"], ["ng"], 3)
+    reader = recorded(tmp_path / "r.db", outbox, *(numbered(each) for each in range(10)))
+    assert [each["seq"] for each in payloads(reader)] == [8, 9, 10]
+    assert (reader.standing("mqtt").waiting, reader.standing("mqtt").given_way) == (3, 7)
+
+
+def test_what_was_told_makes_room_again(tmp_path: Path) -> None:
+    outbox = Outbox("demo", ["mqtt"], ["ng"], 3)
+    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
+        for number in range(3):
+            store.record(numbered(number))
+    reader = OutboxReader(tmp_path / "r.db")
+    ids = [message.id for message in reader.waiting("mqtt", 2)]
+    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
+        store.write(lambda database: forget(database, "mqtt", [*ids, *ids, "never there"]))
+        for number in (3, 4):
+            store.record(numbered(number))
+    assert [each["seq"] for each in payloads(reader)] == [3, 4, 5]
+    assert (reader.standing("mqtt").waiting, reader.standing("mqtt").given_way) == (3, 0)
+
+
+def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp_path: Path) -> None:
+    recorded(tmp_path / "r.db", Outbox("demo", ["mqtt", "webhook"], ["ng"], 10), *(numbered(n) for n in range(5)))
+    told: list[int] = []
+    with closing(ResultStore(tmp_path / "r.db")) as store:
+        store.write(Outbox("demo", ["webhook"], ["ng"], 2).begin, told.append)
+    reader = OutboxReader(tmp_path / "r.db")
+    assert told == [5]
+    assert payloads(reader) == []
+    assert [each["seq"] for each in payloads(reader, "webhook")] == [4, 5], "a limit that was lowered holds at once"
+
+
+def test_it_is_woken_when_there_is_something_new_and_only_then(tmp_path: Path) -> None:
+    outbox = Outbox("demo", ["mqtt"], EVENTS, 10)
+    woken: list[int] = []
+    outbox.when_committed(lambda: woken.append(OutboxReader(tmp_path / "r.db").standing("mqtt").waiting))
+    recorded(tmp_path / "r.db", outbox, RESULT, RESULT)
+    assert woken == [2], "once, and after the commit"
+
+
+CRASH = """
+import os, signal, sys
+from datetime import UTC, datetime
+from pathlib import Path
+from agent.records.outbox import Outbox
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from experts.expert import Verdict
+
+at = datetime(2026, 5, 1, tzinfo=UTC)
+store = ResultStore(Path(sys.argv[1]), followers=[Outbox("demo", ["mqtt"], ["result"], 100000)])
+number = 0
+while True:
+    result = Result(f"k{number}", "demo", "r", "i", Verdict.OK, at, at, 0.1, "ab")
+    store.record(result, lambda recorded: print(recorded.seq, flush=True))
+    number += 1
+    while store.statistics().pending > 50:
+        pass
+"""
+
+
+@pytest.mark.parametrize("reported", [1, 60, 333])
+def test_a_killed_process_leaves_a_message_for_each_result_and_no_other(tmp_path: Path, reported: int) -> None:
+    """AC6: what is stored is told, and what is told is stored, whenever the process ends."""
+    process = subprocess.Popen([sys.executable, "-c", CRASH, tmp_path / "r.db"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(reported):
+        assert process.stdout.readline()
+    process.kill()
+    process.communicate()
+    with closing(sqlite3.connect(tmp_path / "r.db")) as connection:
+        seqs = [seq for (seq,) in connection.execute("SELECT seq FROM results ORDER BY seq")]
+    told = [json.loads(message.payload)["seq"] for message in OutboxReader(tmp_path / "r.db").waiting("mqtt", 10**6)]
+    assert len(seqs) >= reported
+    assert told == seqs
+    assert OutboxReader(tmp_path / "r.db").standing("mqtt").waiting == len(seqs)

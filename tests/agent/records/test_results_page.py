@@ -1,0 +1,87 @@
+"""docs/results.md says how things are: its YAML is valid, its JSON has today's keys, its programs run."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent.line_file.records import ExportSection, OutboxSection, RecordsSection
+from agent.records.boards import BoardVerdict
+from agent.records.export import DailyExport
+from agent.records.outbox import Outbox, OutboxReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from experts.expert import Verdict
+
+PAGE = (Path(__file__).parents[3] / "docs" / "results.md").read_text("utf-8")
+AT = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+RESULT = Result("k", "demo", "r", "i", Verdict.NG, AT, AT, 0.1, "ab", "B1", "main", "R1")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_its_sections_are_valid(tmp_path: Path) -> None:
+    (text,) = blocks("yaml")
+    sections = yaml.safe_load(text)
+    RecordsSection.model_validate(sections["records"], context={"folder": tmp_path})
+    OutboxSection.model_validate(sections["outbox"], context={"folder": tmp_path})
+
+
+def test_its_messages_have_the_keys_that_messages_have(tmp_path: Path) -> None:
+    board = BoardVerdict("B1", "main", Verdict.NG, AT, AT, {}, {})
+    with closing(ResultStore(tmp_path / "r.db", followers=[Outbox("demo", ["mqtt"], ["board", "ng"], 10)])) as store:
+        store.record_board(board)
+        store.record(RESULT)
+    told = [json.loads(message.payload) for message in OutboxReader(tmp_path / "r.db").waiting("mqtt", 10)]
+    shown = [json.loads(block) for block in blocks("json")]
+    assert [list(each) for each in shown] == [list(each) for each in told]
+    assert [each["schema"] for each in shown] == [each["schema"] for each in told]
+
+
+def test_its_program_reads_a_file_of_a_day(tmp_path: Path) -> None:
+    program = next(block for block in blocks("python") if "csv" in block)
+    with closing(ResultStore(tmp_path / "r.db")) as store:
+        store.record(RESULT)
+        store.record(replace(RESULT, key="other", board=None))
+        while store.statistics().pending:
+            time.sleep(0.001)
+        section = ExportSection.model_construct(folder=tmp_path, format="csv")
+        export = DailyExport(section, "demo", store, lambda: AT + timedelta(days=1, hours=13))
+        for _ in range(10):
+            export.step()
+    file = min(tmp_path.glob("results-*.csv"))
+    done = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "1 B1 r NG\n2  r NG\n"
+
+
+@pytest.mark.parametrize("program", [block for block in blocks("python") if "http.server" in block])
+def test_its_receiver_takes_each_message_once(program: str) -> None:
+    program = program.replace('("127.0.0.1", 8080), Verdicts)', '("127.0.0.1", 0), Verdicts)')
+    program = program.replace("ThreadingHTTPServer((", "server = ThreadingHTTPServer((").replace(
+        ".serve_forever()", "\nprint(server.server_port, flush=True)\nserver.serve_forever()"
+    )
+    receiver = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert receiver.stdout is not None
+    port = int(receiver.stdout.readline())
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        for id_, block in (("1", 0), ("1", 0), ("2", 1)):
+            connection.request("POST", "/", blocks("json")[block].encode(), {"Idempotency-Key": id_})
+            assert connection.getresponse().read() == b""
+    receiver.kill()
+    told, _ = receiver.communicate()
+    assert told == "board PCB-0042 NG\nng PCB-0042 NG\n"
