@@ -134,6 +134,12 @@ class FolderIntake:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    def holds(self, key: str) -> bool:
+        """Whether the file of this key lies in the folder, as it was. Any thread. Raises OSError."""
+        relpath = self._inbox.relpath_of(key)
+        found = None if relpath is None else self._inbox.look(relpath)
+        return found is not None and self._inbox.key(found.relpath, found.sighting) == key
+
     def name_by(self, naming: Naming) -> None:
         """Read names so from the next file on. Any thread."""
         self._naming = naming

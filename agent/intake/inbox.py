@@ -91,6 +91,12 @@ class Inbox:
         """The identity of one file's content in this folder: it survives claiming, crashes and restarts."""
         return f"{self._source}/{relpath}@{_identity(sighting)}"
 
+    def relpath_of(self, key: str) -> str | None:
+        """Where the file of a key lay; None for one that is of another folder."""
+        source, _, rest = key.partition("/")
+        relpath, at, _ = rest.rpartition("@")
+        return relpath if source == self._source and at else None
+
     def is_sound(self, *, is_claimed: bool) -> bool:
         """Whether the folder can be listed; with the place of claimed files, which an empty mount point has not."""
         try:

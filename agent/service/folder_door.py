@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agent.line_file.intake import FolderSection
     from agent.records.result_reader import ResultReader
     from agent.records.results import Recorded, Result
-    from agent.service.inspector import Inspector
+    from agent.service.inspector import Course, Inspector
     from agent.service.verdicts import Verdicts
 
 log = logging.getLogger(__name__)
@@ -106,9 +106,9 @@ class FolderDoor:
         name = printable(arrival.relpath)
         image = EncodedImage(content, name, arrival.max_pixels)
 
-        def ended(outcome: Outcome, _: object) -> None:
+        def ended(outcome: Outcome, course: Course) -> None:
             self.reader.release(len(content))
-            self._record(arrival_result(self._inspector.agent.config, arrival, outcome), arrival)
+            self._record(arrival_result(self._inspector.agent.config, arrival, outcome, course.models), arrival)
 
         self._inspector.enter(Task(arrival.key, name, image, ended, component=arrival.component))
 

@@ -42,11 +42,15 @@ ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent 
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Where a request's time went. ``queue_s``: before its first batch; ``compute_s``: in batches."""
+class Course:
+    """How an image was judged. ``queue_s``: before its first batch; ``compute_s``: in batches.
 
-    queue_s: float
-    compute_s: float
+    ``models``: the sha256 of the weights file behind each step of its outcome.
+    """
+
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    models: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +63,7 @@ class Task:
     key: str
     name: str
     image: ImageSource
-    ended: Callable[[Outcome, Times], None]
+    ended: Callable[[Outcome, Course], None]
     component: str | None = None
     expert: str | None = None
     number: int | None = None  # the agent's; None until it was let in
@@ -90,6 +94,7 @@ class Inspector:
         self._guard = threading.Lock()  # over _tasks: a request may end before its number is known here
         self._stopping = threading.Event()
         self.agent: Agent = build_agent(config, self._judged, progress)
+        self._models = models_of(self.agent)  # of experts of earlier lines, too: they may be asked still
         self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self.agent.setup.matrix.usage)
         self._attempts = AttemptLog(config.state / "attempts.log")
@@ -160,6 +165,7 @@ class Inspector:
         for expert, reason in change.quarantined.items():
             self.agent.loop.quarantine(expert, reason)
         usage = {line_name(expert): share for expert, share in change.agent.setup.matrix.usage.items()}
+        self._models = self._models | models_of(change.agent)
         with self._guard:
             self.agent = change.agent
         with self._drift_guard:
@@ -205,11 +211,12 @@ class Inspector:
                 self._tasks[task.number] = task
                 return
         self._gate.leave()
-        task.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Times(0.0, 0.0))
+        task.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
 
     # -- on the loop's thread --
 
     def _judged(self, number: int, outcome: Outcome) -> None:
+        models = tuple(self._models.get(step.expert, "") for step in outcome.steps)
         outcome = _in_line_names(outcome)
         with self._drift_guard:
             self._drift.count(step.expert for step in outcome.steps)
@@ -218,7 +225,7 @@ class Inspector:
         self._gate.leave()
         self._count_ended()
         queue_s = time.monotonic() - task.let_in_s if task.queue_s is None else task.queue_s
-        task.ended(outcome, Times(queue_s, task.compute_s))
+        task.ended(outcome, Course(queue_s, task.compute_s, models))
 
     def _count_ended(self) -> None:
         recent, now_s = self._recent, time.monotonic()
@@ -250,6 +257,11 @@ class Inspector:
         if isinstance(crash.error, DeviceLost) or (isinstance(crash.error, WorkOverdue) and not crash.error.is_batch):
             self._attempts.forgive()
         tell()
+
+
+def models_of(agent: Agent) -> dict[str, str]:
+    """The sha256 of each expert's weights file, by what the Engine calls the expert."""
+    return {copy.rpartition("@")[0]: packed.source_sha256 for copy, packed in agent.packed.items()}
 
 
 def _in_line_names(outcome: Outcome) -> Outcome:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.request import CANCELLED, Outcome
 from agent.records.journal import Acceptance, JournalReader
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
-from agent.service.inspector import ATTEMPTS_MAXIMUM, Task, Times
+from agent.service.inspector import ATTEMPTS_MAXIMUM, Course, Task
 from agent.service.recording import entry_result
 from experts.expert import Verdict
 from experts.images import DEFAULT_MAX_PIXELS
@@ -24,6 +25,7 @@ from experts.images import DEFAULT_MAX_PIXELS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from agent.records.archive import ImageKeeper
     from agent.records.journal import Entry, Unfinished
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded, Result
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPLAY_BYTES = 256 * 1024 * 1024  # of images of an earlier run that are read and not judged yet
-NO_TIMES = Times(0.0, 0.0)
+UNJUDGED = Course()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class StoredVerdict:
 
     result: Result
     seq: int
-    times: Times
+    course: Course
 
 
 class Sender(Protocol):
@@ -74,6 +76,7 @@ class _Open:
 
     entry: Entry
     image: ImageSource | None
+    content: bytes | None = None
     size_bytes: int = 0
     waiting: list[Sending] = field(default_factory=list)
     is_wanted: bool = True  # by the journal, even if nobody waits: it is of an earlier run
@@ -83,10 +86,11 @@ class _Open:
 class JournalDoor:
     """See the module. ``take_up`` first; then for any thread."""
 
-    def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore) -> None:
+    def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore, images: ImageKeeper) -> None:
         self._inspector = inspector
         self._verdicts = verdicts
         self._store = store
+        self._images = images
         self._reader = JournalReader(store.path)
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()  # over _open and what is in it
@@ -149,7 +153,9 @@ class JournalDoor:
                 elif answer is Acceptance.UNDER_WAY:
                     self._open[entry.key].waiting.append(sending)
                 else:
-                    request = _Open(entry, sources[entry.key], waiting=[sending], is_wanted=False)
+                    request = _Open(
+                        entry, sources[entry.key], sending.image.content, waiting=[sending], is_wanted=False
+                    )
                     self._open[entry.key] = request
                     new.append(request)
         sending.sender.accepted()
@@ -163,7 +169,7 @@ class JournalDoor:
     def _tell_known(self, sending: Sending, key: str) -> None:
         known = self._store.find(key)
         if known is not None:
-            _tell([sending], StoredVerdict(known.result, known.seq, NO_TIMES))
+            _tell([sending], StoredVerdict(known.result, known.seq, UNJUDGED))
 
     def _enter(self, request: _Open) -> None:
         """To the agent; an image that has ended it before too often is UNKNOWN instead."""
@@ -171,14 +177,14 @@ class JournalDoor:
         attempts = self._inspector.attempts(entry.key)
         if attempts >= ATTEMPTS_MAXIMUM:
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
-            self._record(request, Outcome(Verdict.UNKNOWN, None, None, (), f"{entry.name}: {reason}"), NO_TIMES)
+            self._record(request, Outcome(Verdict.UNKNOWN, None, None, (), f"{entry.name}: {reason}"), UNJUDGED)
             return
         assert request.image is not None
         request.task = Task(
             entry.key,
             entry.name,
             request.image,
-            lambda outcome, times: self._ended(request, outcome, times),
+            lambda outcome, course: self._ended(request, outcome, course),
             component=entry.component,
             expert=entry.expert,
         )
@@ -202,11 +208,11 @@ class JournalDoor:
 
     # -- judged: on the agent's thread, then on the store's --
 
-    def _ended(self, request: _Open, outcome: Outcome, times: Times) -> None:
+    def _ended(self, request: _Open, outcome: Outcome, course: Course) -> None:
         if outcome.reason == CANCELLED:
             self._store.withdraw([request.entry.key], lambda _: self._withdrawn(request))
         else:
-            self._record(request, outcome, times)
+            self._record(request, outcome, course)
 
     def _withdrawn(self, request: _Open) -> None:
         """Nothing of it remains; for whoever sent the same meanwhile it is sent again."""
@@ -217,15 +223,22 @@ class JournalDoor:
         for sending in waiting:
             self._accept(replace(sending, entries=(request.entry,), sender=_Told(sending.sender)))
 
-    def _record(self, request: _Open, outcome: Outcome, times: Times) -> None:
-        result = entry_result(self._inspector.agent.config, request.entry, outcome)
-        self._verdicts.record(
-            result,
-            lambda recorded: self._stored(request, result, times, recorded),
-            is_urgent=bool(request.waiting),
-        )
+    def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
+        """Store the verdict; before it the image, where such images are kept."""
+        entry = request.entry
+        result = entry_result(self._inspector.agent.config, entry, outcome, course.models)
+        if request.content is not None and self._images.archive.wants(result.verdict):
+            then = partial(self._record_with_image, request, result, course)
+            self._images.keep(request.content, entry.name, entry.accepted_at, then)
+        else:
+            self._record_with_image(request, result, course, None)
 
-    def _stored(self, request: _Open, result: Result, times: Times, recorded: Recorded) -> None:
+    def _record_with_image(self, request: _Open, result: Result, course: Course, kept_as: str | None) -> None:
+        result = replace(result, kept_as=kept_as)
+        stored = partial(self._stored, request, result, course)
+        self._verdicts.record(result, stored, is_urgent=bool(request.waiting))
+
+    def _stored(self, request: _Open, result: Result, course: Course, recorded: Recorded) -> None:
         key = request.entry.key
         self._inspector.settled(key)
         with self._replayed:
@@ -237,7 +250,7 @@ class JournalDoor:
             for sending in waiting:
                 self._tell_known(sending, key)
             return
-        _tell(waiting, StoredVerdict(result, recorded.seq, times))
+        _tell(waiting, StoredVerdict(result, recorded.seq, course))
 
     # -- of an earlier run: on a thread of its own --
 
@@ -267,7 +280,7 @@ class JournalDoor:
             requests[0].size_bytes = len(content)
             self._replayed_bytes += len(content)
         for request in requests:
-            request.image = _source(request.entry, image, frame)
+            request.image, request.content = _source(request.entry, image, frame), content
             self._enter(request)
 
     def _frame_size(self, entry: Entry) -> tuple[int, int] | None:

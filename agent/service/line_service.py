@@ -19,7 +19,6 @@ from agent.api.server import ApiServer
 from agent.config import read_line
 from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.intake.room import has_room
-from agent.records.result_writer import ResultStore
 from agent.service.admission import Admission
 from agent.service.camera_door import CameraDoor
 from agent.service.drift import DriftAlarm
@@ -30,6 +29,7 @@ from agent.service.journal_door import JournalDoor
 from agent.service.line_boards import LineBoards, wall_clock
 from agent.service.line_desk import Controls, LineDesk
 from agent.service.order_taker import OrderTaker
+from agent.service.upkeep import Upkeep
 from agent.service.verdicts import Verdicts
 from experts.errors import AddressUnusable, ConfigError, OrderRefused, Refusing
 
@@ -96,10 +96,12 @@ class LineService:
         self._in_flight_limit = in_flight_limit
         self._inspector = Inspector(config, progress, on_crash)
         self._drift_alarm = DriftAlarm()
-        self._store = ResultStore(config.results_file)
+        self._folders: list[FolderDoor] = []
+        self._upkeep = Upkeep(config, self._is_needed, wall)
+        self._store = self._upkeep.store
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._verdicts = Verdicts(self._store, self._boards)
-        self._journal = JournalDoor(self._inspector, self._verdicts, self._store)
+        self._journal = JournalDoor(self._inspector, self._verdicts, self._store, self._upkeep.images)
         admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
         self.desk = LineDesk(
             self._inspector,
@@ -115,9 +117,13 @@ class LineService:
         }
         self.api = ApiServer(config.api, self.desk) if config.api.grpc else None
         self._reloading = threading.Lock()
-        self._folders: list[FolderDoor] = []
         self._housekeeper = Housekeeper(
-            {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
+            {
+                "boards": self._boards.expire,
+                "drift": self._warn_of_drift,
+                "readers": self._tell_stuck_readers,
+                **self._upkeep.duties,
+            }
         )
 
     @property
@@ -166,6 +172,7 @@ class LineService:
         """
         self._boards.take_up()
         self._inspector.start()
+        self._upkeep.start()
         self._journal.take_up()
         self._start_api()
         self._folders = [
@@ -199,8 +206,10 @@ class LineService:
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)
             ending.callback(self._close_store)
+            ending.callback(self._upkeep.stop)
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
+            ending.callback(self._upkeep.stop_images)
             ending.callback(self._housekeeper.stop)
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
@@ -304,11 +313,15 @@ class LineService:
         failing = self._housekeeper.statistics().failing
         return [
             *([] if store is None else [f"results are not stored: {store}"]),
+            *self._upkeep.alarms(),
             *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
             *(f"{duty}: {reason}" for duty, reason in failing.items()),
         ]
 
     # -- by time: on the housekeeper's thread --
+
+    def _is_needed(self, key: str) -> bool:
+        return any(folder.intake.holds(key) for folder in self._folders)
 
     def _tell_stuck_readers(self) -> None:
         for folder in self._folders:

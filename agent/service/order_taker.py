@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agent.line_file.boards import LayoutSections
     from agent.runtime.image_sources import ImageSource
     from agent.service.admission import Admission, Pass
-    from agent.service.inspector import Inspector, Times
+    from agent.service.inspector import Course, Inspector
     from agent.service.journal_door import JournalDoor, Sending, StoredVerdict
 
 SOURCE = "api"
@@ -73,8 +73,8 @@ class _Gathering:
 
     def judged(self, verdict: StoredVerdict) -> None:
         """As a Sender."""
-        times = verdict.times
-        part = part_of(verdict.result, verdict.seq, queue_s=times.queue_s, compute_s=times.compute_s)
+        course = verdict.course
+        part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s)
         self.add(verdict.result.key, part)
 
     def add(self, key: str, part: Part) -> None:
@@ -190,7 +190,13 @@ class OrderTaker:
             self._inspector.cancel(task)
 
     def _answered(
-        self, gathering: _Gathering, piece: _Piece, arrived_at: datetime, since_s: float, outcome: Outcome, times: Times
+        self,
+        gathering: _Gathering,
+        piece: _Piece,
+        arrived_at: datetime,
+        since_s: float,
+        outcome: Outcome,
+        course: Course,
     ) -> None:
         self._inspector.settled(piece.key)
         if outcome.reason == CANCELLED:
@@ -210,8 +216,8 @@ class OrderTaker:
             arrived_at=arrived_at,
             finished_at=datetime.now(UTC).astimezone(),
             seconds=time.monotonic() - since_s,
-            queue_s=times.queue_s,
-            compute_s=times.compute_s,
+            queue_s=course.queue_s,
+            compute_s=course.compute_s,
         )
         gathering.add(piece.key, part)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from agent.records.boards import Inspection
@@ -11,6 +12,8 @@ from agent.records.results import Result
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from agent.config import LineConfig
     from agent.core.request import Outcome
     from agent.intake.arrivals import Arrival, Refusal
@@ -30,7 +33,7 @@ class _Subject:
     arrived_at: datetime
 
 
-def arrival_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Result:
+def arrival_result(config: LineConfig, arrival: Arrival, outcome: Outcome, models: Sequence[str] = ()) -> Result:
     """The row of a folder's image whose request has just ended."""
     subject = _Subject(
         arrival.key,
@@ -41,15 +44,15 @@ def arrival_result(config: LineConfig, arrival: Arrival, outcome: Outcome) -> Re
         arrival.ref,
         arrival.arrived_at,
     )
-    return _judged(config, subject, outcome)
+    return _judged(config, subject, outcome, models)
 
 
-def entry_result(config: LineConfig, entry: Entry, outcome: Outcome) -> Result:
+def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Sequence[str] = ()) -> Result:
     """The row of a journaled request that has just ended."""
     subject = _Subject(
         entry.key, entry.component or "", entry.name, entry.board, entry.board_type, entry.ref, entry.accepted_at
     )
-    return _judged(config, subject, outcome)
+    return _judged(config, subject, outcome, models)
 
 
 def refused_result(config: LineConfig, refusal: Refusal) -> Result:
@@ -79,7 +82,7 @@ def inspection_of(result: Result) -> Inspection | None:
     return Inspection(result.board, result.board_type, result.component, result.ref, result.verdict, result.finished_at)
 
 
-def _judged(config: LineConfig, subject: _Subject, outcome: Outcome) -> Result:
+def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Sequence[str]) -> Result:
     now = datetime.now(UTC).astimezone()
     steps = [
         {
@@ -87,8 +90,9 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome) -> Result:
             "label": step.prediction.label,
             "score": step.prediction.score,
             "boxes": [box.as_json() for box in step.prediction.boxes],
+            "model_sha256": model,
         }
-        for step in outcome.steps
+        for step, model in zip_longest(outcome.steps, models)
     ]
     return Result(
         key=subject.key,
