@@ -15,7 +15,7 @@ ONLY :=
 TOOLS := mosquitto openssl
 SBIN := /usr/sbin:/usr/local/sbin
 
-.PHONY: help venv tools demo test lint bench mutants proto clean
+.PHONY: help venv tools demo test lint drill bench mutants proto clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,10 @@ lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# Up to fifteen minutes: a hundred kills, full and lying disks, floods, hangs. `make test` runs a short form of it.
+drill: $(INSTALLED) tools  ## what could go wrong on the line, on purpose: what was lost, doubled or judged without evidence
+	DRILL=full OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest -q tests/drill
 
 bench: $(INSTALLED)  ## the short proof, under five minutes: bench-report/report.md with charts
 	$(VENV)/bin/coserve bench report --out bench-report

@@ -1,0 +1,36 @@
+"""What the drills share."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.drill.scene import Agents, Scene
+
+
+@pytest.fixture
+def scene(tmp_path, tmp_path_factory):
+    """A line of its own; its socket's path is short, as they have to be."""
+    return Scene(tmp_path, tmp_path_factory.mktemp("s") / "a.sock", K_s=0.002)
+
+
+@pytest.fixture
+def agents(scene):
+    """Agents of it that can be killed."""
+    all_of_them = Agents(scene)
+    yield all_of_them
+    all_of_them.close()
+
+
+@pytest.fixture
+def told(capsys):
+    """Prints a drill's counts, whatever pytest captures."""
+
+    def tell(what, counts):
+        with capsys.disabled():
+            sys.stdout.write(
+                f"\ndrill {what}: " + ", ".join(f"{name} {count}" for name, count in counts.items()) + "\n"
+            )
+
+    return tell

@@ -1,0 +1,275 @@
+"""A line under fire: fake experts behind a folder and a socket, images whose verdict is known, and the final account.
+
+The account: what was dropped or accepted is judged exactly once, with the verdict that its image deserves; what a
+caller was told is what is stored; each file lies where its verdict says.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import yaml
+from PIL import Image
+
+from agent.api.client import AgentClient
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
+from agent.records.journal import JournalReader
+from agent.records.result_reader import ResultReader
+from experts.errors import CoServeError
+from experts.expert import Verdict
+
+ROOT = Path(__file__).parents[2]
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40), (40, 200, 200), (200, 40, 200)]
+PATIENCE_S = 90.0
+EXPERTS = 4
+
+
+def is_full() -> bool:
+    """Whether the drills run as `make drill`, or in their short form."""
+    return os.environ.get("DRILL") == "full"
+
+
+def picture(colour: int, size: int = 8) -> bytes:
+    """A PNG of one colour."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (size, size), COLOURS[colour]).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def until(holds, what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline, f"it did not come about: {what}"
+        time.sleep(0.02)
+
+
+class Scene:
+    """One line in a folder of its own."""
+
+    def __init__(self, folder: Path, socket: Path, **model: object) -> None:
+        self.folder = folder
+        self.inbox = folder / "inbox"
+        self.inbox.mkdir()
+        self.socket = f"unix:{socket}"
+        self.log = folder / "agent.log"
+        for number in range(EXPERTS):
+            declared = {"weight_bytes": 2_000_000 + number} | model
+            (folder / f"f{number}.yaml").write_text(json.dumps(declared))
+        self.document = {
+            "line": "drill",
+            "state": "./state",
+            "experts": {
+                f"cls/f{number}": {
+                    "architecture": "fake", "weights": f"f{number}.yaml", "labels": ["ok", "bad"],
+                    "input": {"size": [8, 8]},
+                }
+                for number in range(EXPERTS)
+            },
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
+            "memory": {"host": "16MiB", "workspace": "8MiB"},
+            "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0, "poll_s": 0.2}]},
+            "api": {"grpc": [self.socket]},
+        }  # fmt: skip
+        self.dropped: dict[str, int] = {}  # file name -> colour
+        self.accepted: dict[str, tuple[str, int]] = {}  # key -> component, colour
+        self.answered: dict[str, str] = {}  # key -> verdict
+        self.refused: Counter[str] = Counter()
+        self._number = 0
+        self.write()
+
+    def write(self) -> None:
+        """The line file, as it is now."""
+        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
+
+    @property
+    def results(self) -> ResultReader:
+        return ResultReader(self.folder / "state" / "results.db")
+
+    def drop(self, colour: int) -> None:
+        """One image into the folder, by rename."""
+        self._number += 1
+        name = f"B{self._number // EXPERTS}_c{self._number % EXPERTS}_R{self._number}.png"
+        draft = self.folder / "draft.png"
+        draft.write_bytes(picture(colour))
+        draft.rename(self.inbox / name)
+        self.dropped[name] = colour
+
+    def order(self, keys: list[tuple[str, str, int]], timeout_s: float = 10.0) -> None:
+        """Send images over one stream: (key, component, colour) each; what comes back is remembered."""
+        with grpc.insecure_channel(self.socket) as channel:
+            stub = inspection_pb2_grpc.InspectionStub(channel)
+            wanted = {key: (component, colour) for key, component, colour in keys}
+            is_over = threading.Event()
+
+            def orders():
+                for key, component, colour in keys:
+                    request = pb.InspectRequest(file=picture(colour), component=component, key=key)
+                    yield pb.StreamOrder(id=key, order=request)
+                is_over.wait(timeout_s)
+
+            with suppress(grpc.RpcError):
+                left = set(wanted)
+                for answer in stub.InspectStream(orders(), timeout=timeout_s):
+                    kind = answer.WhichOneof("answer")
+                    if kind == "accepted":
+                        self.accepted[answer.id] = wanted[answer.id]
+                        continue
+                    left.discard(answer.id)
+                    if kind == "judged":
+                        self.accepted[answer.id] = wanted[answer.id]
+                        self.answered[answer.id] = pb.Verdict.Name(answer.judged.parts[0].verdict)
+                    else:
+                        self.refused[answer.refused.reason] += 1
+                    if not left:
+                        break
+            is_over.set()
+
+    def is_up(self) -> bool:
+        """Whether an agent answers."""
+        try:
+            with AgentClient(self.socket) as client:
+                client.status()
+        except CoServeError:
+            return False
+        return True
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to be judged or put away."""
+        files = [path for path in self.inbox.iterdir() if path.is_file()]
+        work = self.inbox / ".work"
+        claimed = [path for path in work.rglob("*") if path.is_file()] if work.is_dir() else []
+        return not files and not claimed and not JournalReader(self.folder / "state" / "results.db").unfinished()
+
+    def account(self, expected: dict[tuple[str, int], Verdict] | None = None) -> dict[str, int]:
+        """Asserts that nothing is lost, doubled, or OK without evidence; the counts."""
+        rows = [row.result for row in self.results.query()]
+        images = Counter(row.image for row in rows if not row.key.startswith(("api/", "camera/")))
+        keys = Counter(row.key.removeprefix("api/") for row in rows if row.key.startswith("api/"))
+        lost = [name for name in self.dropped if images[name] == 0]
+        lost += [key for key in self.accepted if keys[key] == 0]
+        doubled = [name for name, count in (images + keys).items() if count > 1]
+        assert not lost, f"lost: {lost[:5]} of {len(lost)}"
+        assert not doubled, f"doubled: {doubled[:5]} of {len(doubled)}"
+        stored = {row.key.removeprefix("api/"): f"VERDICT_{row.verdict}" for row in rows}
+        wrong = [key for key, said in self.answered.items() if stored[key] != said]
+        assert not wrong, f"told otherwise than stored: {wrong[:5]}"
+        self._check_evidence(rows, expected or {})
+        self._check_files(rows)
+        verdicts = Counter(str(row.verdict) for row in rows)
+        return {"dropped": len(self.dropped), "accepted": len(self.accepted), "answered": len(self.answered),
+                "stored": len(rows), "lost": 0, "doubled": 0, **verdicts, **self.refused}  # fmt: skip
+
+    def _check_evidence(self, rows, expected) -> None:
+        for row in rows:
+            if row.verdict is not Verdict.UNKNOWN:
+                assert row.experts, f"{row.key} is {row.verdict} without an expert's word"
+            colour = self.dropped.get(row.image)
+            if colour is None:
+                colour = self.accepted.get(row.key.removeprefix("api/"), (None, None))[1]
+            wanted = expected.get((row.component, colour))
+            assert wanted is None or row.verdict in (wanted, Verdict.UNKNOWN), f"{row.key}: {row.verdict}, not {wanted}"
+
+    def _check_files(self, rows) -> None:
+        shelves = {Verdict.OK: "done", Verdict.NG: "ng", Verdict.UNKNOWN: "failed"}
+        for row in rows:
+            if row.key.startswith(("api/", "camera/")):
+                continue
+            found = [path.relative_to(self.inbox).parts[0] for path in self.inbox.rglob(row.image)]
+            assert found == [shelves[row.verdict]], f"{row.image} is {row.verdict}, and lies in {found}"
+
+
+class Agents:
+    """Agents of a scene, each a fork that takes a moment to start and can be killed at any."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        command = [sys.executable, str(ROOT / "tests" / "drill" / "zygote.py"), str(scene.folder / "line.yaml")]
+        self._zygote = subprocess.Popen(
+            [*command, str(ROOT), str(scene.log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._said() == "ready"
+        self._pid: int | None = None
+
+    def start(self) -> None:
+        """Begin one; it need not be ready."""
+        self._pid = int(self._asked("start"))
+
+    def kill(self) -> None:
+        """In the middle of whatever it does."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """As systemd does; its exit code."""
+        return self._end(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End all."""
+        if self._pid is not None:
+            self.kill()
+        self._zygote.stdin.close()
+        self._zygote.wait(10)
+        self._zygote.stdout.close()
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self._pid is not None
+        os.kill(self._pid, number)
+        code = int(self._asked(f"wait {self._pid}"))
+        self._pid = None
+        return code
+
+    def _asked(self, command: str) -> str:
+        self._zygote.stdin.write(f"{command}\n")
+        self._zygote.stdin.flush()
+        return self._said()
+
+    def _said(self) -> str:
+        return self._zygote.stdout.readline().strip()
+
+
+class Sender:
+    """Keeps images coming by both ways until it is stopped, whether an agent is there or not."""
+
+    def __init__(self, scene: Scene, seed: int) -> None:
+        self._scene = scene
+        self._random = random.Random(seed)
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._drop, self._order)]
+        self._sent = 0
+
+    def __enter__(self) -> Sender:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _drop(self) -> None:
+        while not self._stopping.wait(0.03):
+            self._scene.drop(self._random.randrange(len(COLOURS)))
+
+    def _order(self) -> None:
+        while not self._stopping.wait(0.02):
+            keys = []
+            for _ in range(8):
+                self._sent += 1
+                colour = self._random.randrange(len(COLOURS))
+                keys.append((f"k{self._sent}", f"c{self._sent % EXPERTS}", colour))
+            self._scene.order(keys, timeout_s=5.0)

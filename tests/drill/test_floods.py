@@ -1,0 +1,146 @@
+"""A thousand callers at once, and thousands of messages and files that are nothing."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import psutil
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
+from agent.config import read_line
+from agent.service.line_service import LineService
+from tests.drill.scene import COLOURS, EXPERTS, is_full, picture, until
+
+CALLS = 1000
+MALFORMED = 5000 if is_full() else 400
+LIMIT = 64
+IMAGE_PX = 256
+
+
+def served(scene):
+    service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
+    service.start()
+    return service
+
+
+def percentile(seconds, fraction):
+    ordered = sorted(seconds)
+    return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)]
+
+
+def test_a_thousand_calls_at_once(scene, told):
+    """AC18: memory stays bounded, each call has an end, the excess is told when to come again."""
+    scene.document["api"]["limits"] = {"requests": LIMIT}
+    scene.write()
+    service = served(scene)
+    process = psutil.Process()
+    image = picture(0, IMAGE_PX)
+    ends: Counter[str] = Counter()
+    admitted_s: list[float] = []
+    refused_s: list[float] = []
+    hints = []
+    guard = threading.Lock()
+    try:
+        with grpc.insecure_channel(scene.socket) as channel:
+            stub = inspection_pb2_grpc.InspectionStub(channel)
+
+            def call(number):
+                request = pb.InspectRequest(file=image, component=f"c{number % EXPERTS}", key=f"flood{number}")
+                started = time.monotonic()
+                try:
+                    reply = stub.Inspect(request, timeout=60.0)
+                except grpc.RpcError as error:
+                    trailing = dict(error.trailing_metadata())
+                    with guard:
+                        ends[trailing.get("coserve-reason", str(error.code()))] += 1
+                        refused_s.append(time.monotonic() - started)
+                        hints.append(trailing.get("grpc-retry-pushback-ms"))
+                    return
+                with guard:
+                    ends[pb.Verdict.Name(reply.parts[0].verdict)] += 1
+                    admitted_s.append(time.monotonic() - started)
+                    scene.accepted[request.key] = (request.component, 0)
+                    scene.answered[request.key] = pb.Verdict.Name(reply.parts[0].verdict)
+
+            for number in range(-20, 0):
+                call(number)
+            alone_s, admitted_s[:], before = percentile(admitted_s, 0.99), [], process.memory_info().rss
+            ends.clear()
+            with ThreadPoolExecutor(200) as callers:
+                list(callers.map(call, range(CALLS)))
+            grown = process.memory_info().rss - before
+    finally:
+        service.stop()
+    assert sum(ends.values()) == CALLS
+    assert set(ends) <= {"VERDICT_OK", "VERDICT_NG", "QUEUE_FULL"}
+    assert all(hint is not None and int(hint) > 0 for hint in hints)
+    assert grown < 200 * 2**20
+    told(
+        "1000 calls",
+        dict(ends)
+        | {"grown MiB": grown // 2**20, "p99 alone ms": round(alone_s * 1000, 1)}
+        | {"p99 admitted ms": round(percentile(admitted_s, 0.99) * 1000, 1)}
+        | scene.account(),
+    )
+
+
+def test_malformed_requests_and_images(scene, told):
+    """Whatever bytes come, the agent answers, goes on, and calls none of them OK."""
+    service = served(scene)
+    ends: Counter[str] = Counter()
+    chance = random.Random(5)
+    good = picture(1)
+    try:
+        with grpc.insecure_channel(scene.socket) as channel:
+            raw = channel.unary_unary("/coserve.v1.Inspection/Inspect")
+            oip = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+            @settings(max_examples=MALFORMED // 4, deadline=None, database=None)
+            @given(st.binary(max_size=200))
+            def fuzz(content):
+                for method in (raw, oip):
+                    try:
+                        method(content, timeout=30.0)
+                        ends["answered"] += 1
+                    except grpc.RpcError as error:
+                        ends[error.code().name] += 1
+
+            fuzz()
+            stub = inspection_pb2_grpc.InspectionStub(channel)
+            for _ in range(MALFORMED // 4):
+                reply = stub.Inspect(pb.InspectRequest(file=damaged(good, chance), component="c0"), timeout=30.0)
+                ends[pb.Verdict.Name(reply.parts[0].verdict)] += 1
+        for number in range(MALFORMED // 4):
+            name = f"B1_c{number % EXPERTS}_R{number}.png"
+            draft = scene.folder / "draft"
+            draft.write_bytes(damaged(good, chance))
+            draft.rename(scene.inbox / name)
+            scene.dropped[name] = -1
+        until(scene.is_finished, "every broken file put away")
+        assert scene.is_up()
+    finally:
+        service.stop()
+    rows = [row.result for row in scene.results.query() if row.result.image in scene.dropped]
+    assert ends.keys() <= {"INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL", "UNIMPLEMENTED", "VERDICT_UNKNOWN", "answered"}
+    assert {str(row.verdict) for row in rows} == {"UNKNOWN"}
+    told("malformed", dict(ends) | scene.account())
+
+
+def damaged(content, chance):
+    """Cut, or filled with noise: never a whole image."""
+    kind = chance.randrange(4)
+    if kind == 0:
+        return content[: chance.randrange(1, len(content) - 12)]
+    if kind == 1:
+        return bytes(chance.randrange(256) for _ in range(chance.randrange(1, 300)))
+    if kind == 2:
+        return content[:8] + bytes(len(content) - 8)
+    return bytes([COLOURS[0][0]]) * chance.randrange(1, 100)

@@ -1,0 +1,148 @@
+"""Disks that are full, slow, or give back other bytes than were written."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+import pytest
+
+import agent.service.inspector
+from agent.config import read_line
+from agent.deployment.build import AgentOptions, build_agent
+from agent.records.journal import JournalReader
+from agent.runtime.loop import LoopOptions
+from agent.service.line_service import LineService
+from experts.expert import Verdict
+from tests.drill.scene import COLOURS, EXPERTS, is_full, until
+
+DAMAGES = 40 if is_full() else 6
+SECONDS_FULL = 20.0 if is_full() else 3.0
+
+
+@pytest.fixture
+def small_disk(scene):
+    """The state on a filesystem of its own, of a few megabytes."""
+    state = scene.folder / "state"
+    state.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(state)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no filesystem may be mounted here: {mounted.stderr.decode().strip()}")
+    yield state
+    subprocess.run(["umount", "-l", str(state)], check=True)
+
+
+def test_disk_full(scene, small_disk, told):
+    """AC11: while nothing can be written work waits, and is done when there is room again."""
+    service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
+    service.start()
+    try:
+        filler = small_disk / "filler"
+        with pytest.raises(OSError, match="No space left"):
+            fill(filler)
+        for number in range(200):
+            scene.drop(number % len(COLOURS))
+        ordered_until = time.monotonic() + SECONDS_FULL
+        number = 0
+        while time.monotonic() < ordered_until:
+            scene.order([(f"k{number}-{n}", f"c{n % EXPERTS}", n % len(COLOURS)) for n in range(20)], timeout_s=1.0)
+            number += 1
+        assert service.desk.status().alarms, "nobody was told"
+        filler.unlink()
+        until(lambda: scene.is_finished() and not service.statistics().store.pending, "everything done with room again")
+        assert service.desk.status().alarms == ()
+    finally:
+        service.stop()
+    told("disk full", scene.account())
+
+
+def fill(file):
+    """Write until nothing more can be written."""
+    with file.open("wb", buffering=0) as out:
+        while True:
+            out.write(bytes(65536))
+
+
+def test_torn_and_bit_flipped_weights(scene, told):
+    """AC38: an expert whose bytes changed never answers; what it was to judge is UNKNOWN."""
+    chance = random.Random(3)
+    counts = {"damaged": 0, "unknown": 0, "judged by others": 0}
+    for damage in range(DAMAGES):
+        segments = sorted((scene.folder / "state" / "packed" / "segments").glob("*"))
+        service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
+        if segments:
+            harm(chance.choice(segments), chance)
+            counts["damaged"] += 1
+        service.start()
+        try:
+            keys = [(f"d{damage}-{n}", f"c{n}", n) for n in range(EXPERTS)]
+            scene.order(keys, timeout_s=30.0)
+            said = [scene.answered[key] for key, _, _ in keys]
+        finally:
+            service.stop()
+        counts["unknown"] += said.count("VERDICT_UNKNOWN")
+        counts["judged by others"] += len(said) - said.count("VERDICT_UNKNOWN")
+        if segments:
+            assert said.count("VERDICT_UNKNOWN") <= 1
+    assert counts["unknown"] > 0
+    told("torn and flipped weights", counts | scene.account())
+
+
+def harm(file, chance):
+    """Flip a bit, or cut the file short, as a drive that lies does: its time stays."""
+    status = file.stat()
+    content = bytearray(file.read_bytes())
+    if chance.random() < 0.5:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    else:
+        del content[chance.randrange(len(content)) :]
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_slow_ssd(scene, told, monkeypatch):
+    """A drive at a few megabytes a second delays verdicts, and costs none."""
+    scene.document["memory"] = {"host": "12MiB", "workspace": "8MiB"}  # two experts of four
+    scene.write()
+    slow = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=20e6))
+    monkeypatch.setattr(agent.service.inspector, "build_agent", partial(build_agent, options=slow))
+    service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
+    service.start()
+    try:
+        for number in range(120 if is_full() else 24):
+            scene.drop(number % len(COLOURS))
+        until(scene.is_finished, "everything judged")
+    finally:
+        service.stop()
+    counts = scene.account()
+    assert counts.get("UNKNOWN", 0) == 0
+    told("slow SSD", counts)
+
+
+def test_clock_jumps(scene, told):
+    """No step of the wall clock closes a board, loses a file or doubles one."""
+    scene.document["boards"] = {"main": {"components": {f"c{n}": 1 for n in range(EXPERTS)}, "takt_s": 3600.0}}
+    scene.write()
+    off_by = [timedelta()]
+    config = read_line(scene.folder / "line.yaml", {})
+    service = LineService(config, lambda *_: None, wall=lambda: datetime.now(UTC) + off_by[0])
+    service.start()
+    jumps = 0
+    try:
+        for number in range(EXPERTS * (60 if is_full() else 12)):
+            scene.drop(number % len(COLOURS))
+            if number % 7 == 3:
+                off_by[0] = timedelta(hours=random.Random(number).choice([-48, -1, 1, 30, 24 * 365]))
+                jumps += 1
+        until(scene.is_finished, "everything judged")
+    finally:
+        service.stop()
+    boards = list(scene.results.boards())
+    assert all(not board.board.missing for board in boards)
+    assert all(board.board.verdict is not Verdict.OK or board.board.counts[Verdict.NG] == 0 for board in boards)
+    assert JournalReader(scene.folder / "state" / "results.db").unfinished() == []
+    told("clock jumps", {"jumps": jumps, "boards": len(boards)} | scene.account())
