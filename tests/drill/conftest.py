@@ -29,8 +29,7 @@ def told(capsys):
 
     def tell(what, counts):
         with capsys.disabled():
-            sys.stdout.write(
-                f"\ndrill {what}: " + ", ".join(f"{name} {count}" for name, count in counts.items()) + "\n"
-            )
+            account = ", ".join(f"{name} {count}" for name, count in counts.items())
+            sys.stdout.write(f"\ndrill {what}: {account}\n")
 
     return tell

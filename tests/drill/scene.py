@@ -209,6 +209,12 @@ class Agents:
         """Begin one; it need not be ready."""
         self._pid = int(self._asked("start"))
 
+    @property
+    def pid(self) -> int:
+        """Of the one that runs."""
+        assert self._pid is not None
+        return self._pid
+
     def kill(self) -> None:
         """In the middle of whatever it does."""
         self._end(signal.SIGKILL)
