@@ -65,11 +65,12 @@ def serve(
 ) -> None:
     """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line
+    from agent.config import read_line, service_manager
     from agent.deployment.profile_in_use import set_spinning
+    from agent.service.service_manager import Notifier, failures_told
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
-    with explained():
+    with explained(), failures_told(Notifier(service_manager())):
         config = read_line(line)
         set_spinning(config)
         from agent.service.serve import serve_line  # loads torch

@@ -10,10 +10,13 @@ import logging
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from experts.errors import CoServeError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from agent.config import ServiceManager
 
@@ -73,6 +76,16 @@ class Notifier:
             if not self._is_told:
                 log.warning("service_manager_not_told socket=%s reason=%s", self._address, error.strerror)
             self._is_told = True
+
+
+@contextmanager
+def failures_told(notifier: Notifier) -> Iterator[None]:
+    """What keeps the agent from starting, or ends it, stands in the unit's status too."""
+    try:
+        yield
+    except CoServeError as error:
+        notifier.failed(str(error))
+        raise
 
 
 class Heartbeat:
