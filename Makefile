@@ -11,7 +11,10 @@ WORKERS := logical
 MINUTES := 45
 ONLY :=
 
-.PHONY: help venv demo test lint bench mutants clean
+# `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
+CUDA := yes
+
+.PHONY: help venv demo test lint bench mutants bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +39,9 @@ bench: $(INSTALLED)  ## the short proof, under five minutes: bench-report/report
 # Not part of the tests: it runs them for each of nearly three thousand changes. One worker, behind everything else that runs.
 mutants: $(INSTALLED)  ## which changes of the core and the records no test notices, in up to MINUTES=45; ONLY=module
 	$(VENV)/bin/python tests/mutants.py $(MINUTES) $(ONLY)
+
+bundle: $(INSTALLED)  ## dist/coserve-*.tar, installed by its install.sh where there is no network; CUDA=no for less
+	$(VENV)/bin/python packaging/make_bundle.py --cuda $(CUDA)
 
 clean:  ## remove what the targets wrote, but not $(VENV)
 	rm -rf build dist demo bench-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
