@@ -37,6 +37,8 @@ experts_app = typer.Typer(help="The experts of a line: list, import, verify.", n
 config_app = typer.Typer(help="Line files: check one, print their schema.", no_args_is_help=True)
 app.add_typer(experts_app, name="experts")
 app.add_typer(config_app, name="config")
+service_app = typer.Typer(help="The agent as a systemd service.", no_args_is_help=True)
+app.add_typer(service_app, name="service")
 
 LineFile = Annotated[Path, typer.Argument(metavar="LINE.yaml", help="the line file", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on stdout, nothing else there")]
@@ -217,6 +219,33 @@ def config_schema(as_json: AsJson = False) -> None:
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))
+
+
+@service_app.callback()
+def service() -> None:
+    """The agent as a systemd service."""
+
+
+@service_app.command("install")
+def service_install(
+    prints: Annotated[
+        bool, typer.Option("--print", help="the shell script that would be run, and run nothing")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the units of this very agent, with their user and folders, and tell systemd. Needs root."""
+    from agent.commands.unit_files import install, unit_files
+
+    with explained():
+        units = unit_files()
+        if not prints:
+            install(units)
+    if as_json:
+        print(json.dumps({"files": units.files, "commands": units.commands, "is_installed": not prints}))
+    elif prints:
+        print(units.script(), end="")
+    else:
+        print("installed: now write /etc/coserve/line.yaml, then systemctl enable --now coserve")
 
 
 @app.command()
