@@ -214,7 +214,7 @@ remove() {
 next_steps() {
   cat <<END
 next:
-  edit /etc/coserve/line.yaml                          (weights beside it, or in /var/lib/coserve)
+  edit /etc/coserve/line.yaml                          (its weights readable for the user coserve)
   coserve config check /etc/coserve/line.yaml
   systemctl edit coserve                               ([Service] ReadWritePaths=/srv/images, for each watched folder)
   systemctl enable --now coserve                       (comes back when it is ready)

@@ -29,16 +29,17 @@ trap 'exit 143' HUP INT TERM
 
 say() { printf '\n== %s\n' "$*"; }
 timed() {  # what, command...
-  what=$1 began=$(date +%s.%N)
+  what=$1 since=$(date +%s.%N)
   shift
   "$@"
-  printf '== %s: %.1f s\n' "$what" "$(echo "$(date +%s.%N) $began" | awk '{ print $1 - $2 }')"
+  printf '== %s: %.1f s\n' "$what" "$(passed "$since")"
 }
+passed() { echo "$(date +%s.%N) $1" | awk '{ print $1 - $2 }'; }
 inside() { nsenter --target="$box" --mount --pid --net --uts --ipc --cgroup --root --wd /bin/sh -euc "$1"; }
 
 if [ ! -e "$debian/etc/debian_version" ]; then
   say "a bare Debian 12: python3, systemd and nothing else"
-  debootstrap --variant=minbase --include=python3,systemd,systemd-sysv,dbus bookworm "$debian" >"$folder/debootstrap.log"
+  debootstrap --variant=minbase --include=python3,systemd,systemd-sysv,dbus bookworm "$debian" >"$folder/debian.log"
 fi
 
 # The Debian boots: its systemd is PID 1 of a machine that has no network and sees none of this one's mounts.
@@ -116,6 +117,7 @@ timed "judged by coserve inspect" inside 'cd /root && COSERVE__STATE=/tmp/trial 
 say "as a service"
 inside 'coserve config check /etc/coserve/line.yaml
   install -d -o coserve -g coserve /srv/images
+  chmod -R a+rX /etc/coserve/weights  # the service is another user
   mkdir -p /etc/systemd/system/coserve.service.d
   printf "[Service]\nReadWritePaths=/srv/images\n" >/etc/systemd/system/coserve.service.d/images.conf
   systemctl daemon-reload'
@@ -124,15 +126,17 @@ inside 'systemctl status --no-pager --lines=3 coserve'
 cat >"$folder/judge" <<'END'
 cp /root/B1_resistor_R1.png /srv/images/.new && mv /srv/images/.new "/srv/images/$1_resistor_R1.png"
 for _ in $(seq 600); do
-  [ -z "$(find /srv/images/done /srv/images/ng -name "$1_*.png" 2>/dev/null)" ] || break
+  [ -z "$(find /srv/images/done /srv/images/ng /srv/images/failed -name "$1_*.png" 2>/dev/null)" ] || break
   sleep 0.1
 done
-coserve results /etc/coserve/line.yaml | tail -1
+row=$(coserve results /etc/coserve/line.yaml | tail -1)
+echo "$row"
+case $row in *"$1_resistor_R1.png"*'"verdict": "OK"'* | *"$1_resistor_R1.png"*'"verdict": "NG"'*) ;; *) exit 1 ;; esac
 END
 cp "$folder/judge" "$debian/root/judge"
 timed "judged by the service" inside 'sh /root/judge B1'
-printf '== from the archive to all of this: %.0f s\n' "$(echo "$(date +%s.%N) $began" | awk '{ print $1 - $2 }')"
-inside 'systemctl reload coserve && systemctl kill --signal=KILL --kill-whom=main coserve && sleep 3 && systemctl start coserve'
+printf '== from the archive to all of this: %.0f s\n' "$(passed "$began")"
+inside 'systemctl reload coserve; systemctl kill --signal=KILL --kill-whom=main coserve'
 inside 'systemctl show --property=ActiveState,NRestarts,StatusText coserve; sh /root/judge B2'
 
 say "an upgrade, and back"
@@ -149,7 +153,7 @@ say "removed"
 inside '/opt/coserve/current/share/coserve/install.sh --remove'
 inside 'ls -d /opt/coserve /etc/coserve /var/lib/coserve /etc/systemd/system/coserve* 2>&1 || :'
 inside "/root/$name/install.sh --remove --purge"
-inside '! ls -d /opt/coserve /etc/coserve /var/lib/coserve /etc/systemd/system/coserve* /usr/local/bin/coserve 2>/dev/null
+inside '! ls -d /opt/coserve /etc/coserve /var/lib/coserve /etc/systemd/system/coserve* /usr/local/bin/coserve
   ! id coserve 2>/dev/null
   echo "packets on the only device: $(sed 1,2d /proc/net/dev | xargs)"'
 say "proved"

@@ -88,6 +88,12 @@ def test_the_agent_is_watched_and_a_mistake_of_the_line_file_does_not_start_it_a
     assert found["Restart"] == ["on-failure"]
 
 
+def test_it_reloads_where_there_is_no_bin_kill():
+    """As in a bare Debian, which has no procps."""
+    found = settings((FOLDER / "coserve.service").read_text())
+    assert found["ExecReload"] == ["/bin/sh -c 'kill -HUP ${MAINPID}'"]
+
+
 class TestTheChecks:
     """Made-up units: a check that nothing can fail proves nothing."""
 
