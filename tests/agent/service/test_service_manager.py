@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -16,7 +17,13 @@ import pytest
 import yaml
 
 from agent.config import ServiceManager, service_manager
-from agent.service.service_manager import EXTENDED_EVERY_S, Heartbeat, Notifier, failures_told
+from agent.service.service_manager import (
+    EXTENDED_EVERY_S,
+    Heartbeat,
+    JournalFormatter,
+    Notifier,
+    failures_told,
+)
 from experts.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -177,6 +184,39 @@ class TestWhatIsReadOfTheEnvironment:
 
     def test_without_a_service_manager_there_is_nothing(self):
         assert service_manager({}) == ServiceManager(None, None, takes_levels=False)
+
+
+class TestTheJournal:
+    def test_every_line_has_its_level_and_no_time(self):
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            failed = logging.LogRecord(
+                "agent.x", logging.ERROR, "f", 1, "load_failed expert=%s", ("cls/a",), sys.exc_info()
+            )
+        lines = JournalFormatter().format(failed).splitlines()
+        assert lines[0] == "<3>agent.x load_failed expert=cls/a"
+        assert len(lines) > 3
+        assert all(line.startswith("<3>") for line in lines)
+
+    @pytest.mark.parametrize(("level", "told"), [("DEBUG", 7), ("INFO", 6), ("WARNING", 4), ("CRITICAL", 2)])
+    def test_levels_are_the_journal_s(self, level, told):
+        record = logging.LogRecord("agent.x", getattr(logging, level), "f", 1, "ready", (), None)
+        assert JournalFormatter().format(record) == f"<{told}>agent.x ready"
+
+    @pytest.mark.parametrize("is_journal", [True, False])
+    def test_levels_are_written_only_where_the_journal_reads(self, is_journal, tmp_path):
+        """A file stands for the journal's stream: what counts is that stderr is the one which systemd names."""
+        with (tmp_path / "stderr").open("w+") as stderr:
+            status = os.fstat(stderr.fileno())
+            stream = f"{status.st_dev}:{status.st_ino}" if is_journal else f"{status.st_dev}:1"
+            code = "import logging, agent.cli; agent.cli.log_to_stderr(logging.INFO); logging.info('here')"
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"JOURNAL_STREAM": stream},
+                           stderr=stderr, timeout=PATIENCE_S, check=True)  # fmt: skip
+            stderr.seek(0)
+            said = stderr.read()
+        assert (said == "<6>root here\n") is is_journal
+        assert said.endswith("root here\n")
 
 
 class TestTheAgent:
