@@ -64,6 +64,7 @@ for place in run tmp var/tmp; do mount -t tmpfs tmpfs $place; done
 mkdir -p run/old
 pivot_root . run/old
 umount -l /run/old
+mount --make-rshared /  # as systemd expects it: credentials come to a service by propagation
 exec env -i container=other PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --system \
   --unit=multi-user.target --log-target=null --show-status=false
 END
@@ -137,7 +138,7 @@ cp "$folder/judge" "$debian/root/judge"
 timed "judged by the service" inside 'sh /root/judge B1'
 printf '== from the archive to all of this: %.0f s\n' "$(passed "$began")"
 inside 'systemctl reload coserve; systemctl kill --signal=KILL --kill-whom=main coserve'
-inside 'systemctl show --property=ActiveState,NRestarts,StatusText coserve; sh /root/judge B2'
+inside 'sh /root/judge B2; systemctl show --property=ActiveState,NRestarts,StatusText coserve'
 
 say "an upgrade, and back"
 # The same packages under another version: the archive has one only.

@@ -31,7 +31,7 @@ SLOW_START_S = 30
 
 # What differs from the shipped unit. There is no journal, so stderr goes to a file; the watchdog and the restart come
 # sooner, or the test would take minutes; how each run ended is written down; the inbox lies outside /var/lib/coserve,
-# as on a real box, and is let in the way that docs/service.md says.
+# as on a real box, and is let in the way that docs/service.md says, and so is a password.
 DROP_IN = """
 [Service]
 StandardOutput=append:/var/log/%N.log
@@ -39,6 +39,7 @@ StandardError=append:/var/log/%N.log
 WatchdogSec=6
 RestartSec=200ms
 ReadWritePaths=/srv/images
+LoadCredential=mqtt.password:/etc/coserve/mqtt.password
 ExecStopPost=/bin/sh -c 'echo "$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS" >> /var/lib/coserve/%N.ends'
 ExecStopPost=/bin/rm -f /var/lib/coserve/deadlock
 """
@@ -116,7 +117,9 @@ mount -t tmpfs tmpfs /var/tmp
 mount -t tmpfs tmpfs /tmp
 systemd-sysusers $here/checkout/systemd/coserve.sysusers
 systemd-tmpfiles --create $here/checkout/systemd/coserve.tmpfiles
+chmod 0600 /etc/coserve/mqtt.password
 for inbox in line slow; do install -d -o coserve -g coserve /srv/images/$inbox; done
+mount --make-rshared /
 exec env -i container=other SYSTEMD_UNIT_PATH=/run/units PATH=/usr/sbin:/usr/bin:/sbin:/bin \\
   $MANAGER --system --unit=basic.target --log-target=console --show-status=false --log-color=no
 '
@@ -315,6 +318,7 @@ def prepare(folder: Path) -> Path:
         (folder / "etc" / "weights" / f"f{number}.yaml").write_text(
             json.dumps({"weight_bytes": 100_000, "label": "ok"})
         )
+    (folder / "etc" / "mqtt.password").write_text("from the factory\n")
     for line in ("line", "slow"):
         (folder / "etc" / f"{line}.yaml").write_text(json.dumps(line_document(line)))
     (folder / "etc" / "mistaken.yaml").write_text("line: mistaken\nstate: /var/lib/coserve/mistaken\nexperts: 7\n")
@@ -376,6 +380,19 @@ def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
     assert "\nCapBnd:\t0000000000000000\n" in status
     running.drop("B1_c0_R1.png")
     until(lambda: running.is_judged("B1_c0_R1.png"), lambda: running.logs)
+
+
+def test_a_credential_is_read_by_the_agent_s_user_and_its_source_is_not(running):
+    pid, user = running.state("coserve")["MainPID"], running.run("id", "-u", "coserve").stdout.strip()
+    group = running.run("id", "-g", "coserve").stdout.strip()
+
+    def read(file):
+        return running.run(
+            "nsenter", f"--target={pid}", "--mount", f"--setuid={user}", f"--setgid={group}", "cat", file
+        )
+
+    assert read("/run/credentials/coserve.service/mqtt.password").stdout == "from the factory\n"
+    assert "Permission denied" in read("/etc/coserve/mqtt.password").stderr
 
 
 def test_a_reload_keeps_it_serving(running):
