@@ -36,7 +36,7 @@ DROP_IN = """
 [Service]
 StandardOutput=append:/var/log/%N.log
 StandardError=append:/var/log/%N.log
-WatchdogSec=6
+WatchdogSec=15
 RestartSec=200ms
 ReadWritePaths=/srv/images
 LoadCredential=mqtt.password:/etc/coserve/mqtt.password
