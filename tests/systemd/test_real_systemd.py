@@ -382,6 +382,21 @@ def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
     until(lambda: running.is_judged("B1_c0_R1.png"), lambda: running.logs)
 
 
+def test_it_writes_where_it_was_let_in_and_nowhere_else(running):
+    """Asked by root inside its mount namespace, who would otherwise be allowed everything."""
+    pid = running.state("coserve")["MainPID"]
+
+    def is_writable(folder):
+        return running.run("nsenter", f"--target={pid}", "--mount", "touch", f"{folder}/written").returncode == 0
+
+    assert [each for each in ("/etc", "/usr", "/opt/coserve", "/srv", "/srv/images/line") if is_writable(each)] == [
+        "/srv/images/line"
+    ]
+    assert is_writable("/var/lib/coserve")
+    hidden = running.run("nsenter", f"--target={pid}", "--mount", "ls", "-A", "/root", "/home", "/tmp")
+    assert hidden.stdout.split() == ["/home:", "/root:", "/tmp:"]
+
+
 def test_a_credential_is_read_by_the_agent_s_user_and_its_source_is_not(running):
     pid, user = running.state("coserve")["MainPID"], running.run("id", "-u", "coserve").stdout.strip()
     group = running.run("id", "-g", "coserve").stdout.strip()
