@@ -107,7 +107,7 @@ def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path, wait_unti
 
     def is_judged():
         assert agent.process.poll() is None, agent.process.stderr.read()
-        return any(tmp_path.glob("inbox/*/*/*.png"))
+        return any(file for place in ("done", "ng", "failed") for file in (tmp_path / "inbox" / place).rglob("*.png"))
 
     wait_until_so(is_judged)
     agent.hold()
