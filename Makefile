@@ -15,7 +15,10 @@ ONLY :=
 TOOLS := mosquitto openssl
 SBIN := /usr/sbin:/usr/local/sbin
 
-.PHONY: help venv tools demo test lint drill bench mutants proto clean
+# `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
+CUDA := yes
+
+.PHONY: help venv tools demo test lint drill bench mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +63,9 @@ proto:  ## the stubs of the protocols anew, from agent/api/proto; after each cha
 	@[ -x .venv-proto/bin/pip ] || $(PYTHON) -m venv .venv-proto
 	.venv-proto/bin/python -m pip install --quiet --prefer-binary grpcio-tools==1.73.1
 	.venv-proto/bin/python packaging/make_stubs.py
+
+bundle: $(INSTALLED)  ## dist/coserve-*.tar, installed by its install.sh where there is no network; CUDA=no for less
+	$(VENV)/bin/python packaging/make_bundle.py --cuda $(CUDA)
 
 clean:  ## remove what the targets wrote, but not $(VENV)
 	rm -rf build dist demo bench-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -40,6 +40,8 @@ experts_app = typer.Typer(help="The experts of a line: list, import, verify.", n
 config_app = typer.Typer(help="Line files: check one, print their schema.", no_args_is_help=True)
 app.add_typer(experts_app, name="experts")
 app.add_typer(config_app, name="config")
+service_app = typer.Typer(help="The agent as a systemd service.", no_args_is_help=True)
+app.add_typer(service_app, name="service")
 
 LineFile = Annotated[Path, typer.Argument(metavar="LINE.yaml", help="the line file", show_default=False)]
 Target = Annotated[
@@ -77,11 +79,12 @@ def serve(
 ) -> None:
     """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
     from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line
+    from agent.config import read_line, service_manager
     from agent.deployment.profile_in_use import set_spinning
+    from agent.service.service_manager import Notifier, failures_told
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
-    with explained():
+    with explained(), failures_told(Notifier(service_manager())):
         config = read_line(line)
         set_spinning(config)
         from agent.service.serve import serve_line  # loads torch
@@ -330,6 +333,33 @@ def config_schema(as_json: AsJson = False) -> None:
     print(json.dumps(json_schema(), indent=None if as_json else 2))
 
 
+@service_app.callback()
+def service() -> None:
+    """The agent as a systemd service."""
+
+
+@service_app.command("install")
+def service_install(
+    prints: Annotated[
+        bool, typer.Option("--print", help="the shell script that would be run, and run nothing")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the units of this very agent, with their user and folders, and tell systemd. Needs root."""
+    from agent.commands.unit_files import install, unit_files
+
+    with explained():
+        units = unit_files()
+        if not prints:
+            install(units)
+    if as_json:
+        print(json.dumps({"files": units.files, "commands": units.commands, "is_installed": not prints}))
+    elif prints:
+        print(units.script(), end="")
+    else:
+        print("installed: now write /etc/coserve/line.yaml, then systemctl enable --now coserve")
+
+
 @app.command()
 def demo(
     directory: Annotated[Path, typer.Option("--dir", help="where the demo line is made")] = Path("demo"),
@@ -398,7 +428,13 @@ def _time(text: str | None) -> datetime | None:
 
 
 def log_to_stderr(level: int) -> None:
-    """Logging as every command has it; libraries that are loud are not heard."""
+    """Logging as every command has it, with levels where the journal reads; libraries that are loud are not heard."""
+    from agent.config import service_manager
+    from agent.service.service_manager import JournalFormatter
+
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if service_manager().takes_levels:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JournalFormatter())
     for name in ("PIL", "watchdog", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -16,7 +16,7 @@ from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.line_service import LineService
 from agent.service.service_manager import Heartbeat, Notifier
-from experts.errors import CoServeError, OrderRefused
+from experts.errors import OrderRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,7 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
         notifier.starting(stage, done, total)
         progress(stage, done, total)
 
-    with _failures_told(notifier), state_held(config.state), _awaited_end() as end:
+    with state_held(config.state), _awaited_end() as end:
         service = LineService(config, told, on_crash=end.tell)
         for number in (*ENDING_SIGNALS, RELOADING_SIGNAL):
             signal.signal(number, lambda *_: None)  # the interpreter writes to the pipe before it comes to this
@@ -97,16 +97,6 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
         closing = service.stop()
         log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
         return closing
-
-
-@contextmanager
-def _failures_told(notifier: Notifier) -> Iterator[None]:
-    """What keeps it from starting, or ends it, stands in the unit's status too."""
-    try:
-        yield
-    except CoServeError as error:
-        notifier.failed(str(error))
-        raise
 
 
 def _reload(service: LineService, notifier: Notifier) -> None:

@@ -1,7 +1,8 @@
 """What systemd is told of the agent: that it starts, is ready, reloads, works, stops. Nothing where there is none.
 
 Guarantees: a message is one datagram, sent without waiting; a socket that nobody reads costs nothing but a line in the
-log. The watchdog is fed by whoever shows that the agent makes progress, never by a timer alone.
+log. The watchdog is fed by whoever shows that the agent makes progress, never by a timer alone. What the journal reads
+has a level on each line.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import logging
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from experts.errors import CoServeError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from agent.config import ServiceManager
 
@@ -21,7 +25,21 @@ log = logging.getLogger(__name__)
 
 EXTENSION_S = 120  # how long the next step of a start may take; a packing step writes one expert
 EXTENDED_EVERY_S = 5.0
+JOURNAL_LEVELS = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))  # as syslog's
+DEBUG_LEVEL = 7
 FED_PER_LIMIT = 3  # the watchdog is fed so often within its limit
+
+
+class JournalFormatter(logging.Formatter):
+    """A record as the journal reads it from stderr: its level before each line; the time it knows itself."""
+
+    def __init__(self) -> None:
+        super().__init__("%(name)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's lines; those of a traceback have its level too."""
+        level = next((number for limit, number in JOURNAL_LEVELS if record.levelno >= limit), DEBUG_LEVEL)
+        return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
 
 
 class Notifier:
@@ -73,6 +91,16 @@ class Notifier:
             if not self._is_told:
                 log.warning("service_manager_not_told socket=%s reason=%s", self._address, error.strerror)
             self._is_told = True
+
+
+@contextmanager
+def failures_told(notifier: Notifier) -> Iterator[None]:
+    """What keeps the agent from starting, or ends it, stands in the unit's status too."""
+    try:
+        yield
+    except CoServeError as error:
+        notifier.failed(str(error))
+        raise
 
 
 class Heartbeat:

@@ -1,0 +1,70 @@
+"""`coserve service install`: what it prints is a script that writes the shipped units, run by this very agent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agent.commands.unit_files import DESTINATIONS, UnitFiles, install, unit_files
+from coserve import app
+from experts.errors import CoServeError
+
+ROOT = Path(__file__).parents[3]
+ELSEWHERE = Path("/srv/venv/bin/coserve")
+INSTALLED = Path("/opt/coserve/1.0-abc/bin/coserve")
+
+
+def test_from_where_install_sh_puts_it_the_units_are_as_shipped():
+    files = unit_files(INSTALLED).files
+    for name, path in DESTINATIONS.items():
+        assert files[path] == (ROOT / "systemd" / name).read_text()
+
+
+def test_from_elsewhere_the_units_run_the_command_that_is_asked():
+    files = unit_files(ELSEWHERE).files
+    for unit in ("coserve", "coserve-profile"):
+        text = files[f"/etc/systemd/system/{unit}.service"]
+        assert f"ExecStart={ELSEWHERE} " in text
+        assert "/opt/coserve/current/bin" not in text
+
+
+@pytest.mark.parametrize("home", ["/home/me", "/root"])
+def test_one_that_no_service_sees_is_refused(home):
+    with pytest.raises(CoServeError, match="does not see"):
+        unit_files(Path(home) / "venv" / "bin" / "coserve")
+
+
+def test_the_script_writes_just_these_files_and_runs_the_commands_after_them(tmp_path):
+    shipped = unit_files(INSTALLED).files
+    files = {f"{tmp_path}{path}": text for path, text in shipped.items()}
+    log = tmp_path / "log"
+    units = UnitFiles(files, (f"echo done >> {log}",))
+    install(units)
+    install(units)  # again: the same
+    assert {path: Path(path).read_text() for path in files} == files
+    assert log.read_text() == "done\ndone\n"
+
+
+def test_a_step_that_fails_is_told(tmp_path):
+    with pytest.raises(CoServeError, match="a step failed"):
+        install(UnitFiles({}, ("false", f"touch {tmp_path}/after")))
+    assert not (tmp_path / "after").exists()
+
+
+def test_printing_runs_nothing_and_prints_what_a_shell_understands():
+    done = CliRunner().invoke(app, ["service", "install", "--print"])
+    assert done.exit_code == 0, done.output
+    for path in DESTINATIONS.values():
+        assert path in done.stdout
+    assert "systemctl daemon-reload" in done.stdout
+    subprocess.run(["sh", "-n"], input=done.stdout, text=True, check=True)
+
+
+def test_printing_as_json():
+    told = json.loads(CliRunner().invoke(app, ["service", "install", "--print", "--json"]).stdout)
+    assert told["files"].keys() == set(DESTINATIONS.values())
+    assert told["is_installed"] is False

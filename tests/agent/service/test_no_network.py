@@ -1,0 +1,133 @@
+"""AC36: the agent sends nothing, neither to other machines nor to this one. Every packet is counted.
+
+It serves in a network namespace of its own that has a way out to everywhere: whatever it tried to send would leave by
+it, and be counted. The run is as long as a start, a verdict of a YOLO detector (whose library asks the network when it
+is let) and an end take; it is not the ten minutes that the criterion names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors.torch import save_file
+
+from agent.records.result_reader import ResultReader
+from experts.backends.detector import build_trainable
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 90.0
+
+# Addresses of the documentation's own networks: nobody has them. Without ARP and IPv6 the kernel itself sends nothing.
+WAY_OUT = """
+set -e
+for each in all default; do echo 1 > /proc/sys/net/ipv6/conf/$each/disable_ipv6; done 2>/dev/null || true
+ip link set lo up
+ip link add out type veth peer name wire
+ip address add 192.0.2.1/24 dev out
+ip link set wire arp off up
+ip link set out arp off up
+ip route add default dev out
+exec "$@"
+"""
+
+
+class Namespace:
+    """A process in a network namespace of its own; its counters can be read after it has ended."""
+
+    def __init__(self, *command, **options):
+        wrapped = ["unshare", "--net", "sh", "-c", WAY_OUT, "sh", *command]
+        self.process = subprocess.Popen(wrapped, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        self._namespace = None
+
+    def hold(self):
+        """Keep the namespace, whose process runs in it by now."""
+        self._namespace = os.open(f"/proc/{self.process.pid}/ns/net", os.O_RDONLY)
+
+    def packets(self):
+        """How many were sent, by device."""
+        command = ["nsenter", f"--net=/proc/self/fd/{self._namespace}", "cat", "/proc/net/dev"]
+        done = subprocess.run(command, pass_fds=[self._namespace], capture_output=True, text=True, check=True)
+        rows = [line.replace(":", " ").split() for line in done.stdout.splitlines()[2:]]
+        return {fields[0]: int(fields[10]) for fields in rows}
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+        if self._namespace is not None:
+            os.close(self._namespace)
+
+
+@pytest.fixture
+def namespace():
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("a network namespace needs root, util-linux and iproute2")
+    tried = subprocess.run(["unshare", "--net", "sh", "-c", WAY_OUT, "sh", "true"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"no network namespace with a way out here: {tried.stderr}")
+    opened = []
+
+    def start(*command, **options):
+        opened.append(Namespace(*command, **options))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path, wait_until_so):
+    save_file(build_trainable("yolov5n", 2).state_dict(), tmp_path / "shift.safetensors")
+    expert = {"architecture": "yolov5n", "weights": "shift.safetensors", "labels": ["ok", "bad"]}
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {"det/shift": expert | {"input": {"size": [64, 64]}}},
+        "routes": {"c0": [{"expert": "det/shift", "pass": ["ok"]}]},
+        "memory": {"host": "100MiB"},
+        "intake": {
+            "folders": [
+                {"path": "./inbox", "pattern": r"(?P<board>B\d)_(?P<component>c0)_(?P<ref>R1)\.png", "settle_ms": 0}
+            ]
+        },
+    }
+    (tmp_path / "line.yaml").write_text(json.dumps(document))
+    (tmp_path / "inbox").mkdir()
+    Image.new("RGB", (64, 64), (10, 200, 30)).save(tmp_path / "inbox" / "B1_c0_R1.png")
+    agent = namespace(sys.executable, str(ROOT / "coserve.py"), "serve", str(tmp_path / "line.yaml"))
+    results = tmp_path / "state" / "results.db"
+
+    def is_judged():
+        assert agent.process.poll() is None, agent.process.stderr.read()
+        return any(file for place in ("done", "ng", "failed") for file in (tmp_path / "inbox" / place).rglob("*.png"))
+
+    wait_until_so(is_judged)
+    agent.hold()
+    agent.process.send_signal(signal.SIGTERM)
+    _, err = agent.process.communicate(timeout=PATIENCE_S)
+    assert agent.process.returncode == 0, err
+    (row,) = ResultReader(results).query()
+    assert row.result.experts == ("det/shift",), row
+    assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
+
+
+@pytest.mark.parametrize(
+    "sends",
+    [
+        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('198.51.100.1', 9))",
+        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
+    ],
+)
+def test_a_packet_would_be_counted(namespace, sends):
+    sender = namespace(sys.executable, "-c", f"{sends}; print('sent', flush=True); input()", stdin=subprocess.PIPE)
+    assert sender.process.stdout.readline() == "sent\n", sender.process.stderr.read()
+    sender.hold()
+    assert any(sender.packets().values())

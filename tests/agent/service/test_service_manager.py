@@ -1,0 +1,275 @@
+"""What systemd is told, over the socket that it listens on: a real one, which the tests read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent.config import ServiceManager, service_manager
+from agent.service.service_manager import (
+    EXTENDED_EVERY_S,
+    Heartbeat,
+    JournalFormatter,
+    Notifier,
+    failures_told,
+)
+from experts.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 60.0
+
+
+class Listener:
+    """The service manager's end: one message for each datagram."""
+
+    def __init__(self, address):
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._channel.bind(address)
+        self._channel.settimeout(PATIENCE_S)
+        self.heard = []
+
+    def hear(self):
+        """The next message, as a mapping."""
+        text = self._channel.recv(65536).decode()
+        self.heard.append(dict(line.partition("=")[::2] for line in text.split("\n")))
+        return self.heard[-1]
+
+    def hear_until(self, key):
+        """The next message that says this; those before it are in ``heard``."""
+        deadline = time.monotonic() + PATIENCE_S
+        while key not in (message := self.hear()):
+            assert time.monotonic() < deadline, self.heard
+        return message
+
+    def hears_nothing(self):
+        """Nothing has come that was not heard. Sending is done when it returns, so whatever was sent lies here."""
+        self._channel.setblocking(False)
+        try:
+            self._channel.recv(65536)
+        except BlockingIOError:
+            return True
+        finally:
+            self._channel.settimeout(PATIENCE_S)
+        return False
+
+    def close(self):
+        self._channel.close()
+
+
+@pytest.fixture
+def listener(tmp_path):
+    listener = Listener(str(tmp_path / "notify"))
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def notifier(tmp_path, listener):
+    return Notifier(ServiceManager(str(tmp_path / "notify")))
+
+
+class TestTheNotifier:
+    def test_a_reload_is_told_with_its_time_in_one_message(self, notifier, listener):
+        before_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        notifier.reloading()
+        notifier.ready("2 experts")
+        reloading, ready = listener.hear(), listener.hear()
+        assert reloading["RELOADING"] == "1"
+        assert before_us <= int(reloading["MONOTONIC_USEC"]) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        assert ready == {"READY": "1", "STATUS": "2 experts"}
+
+    def test_a_start_is_extended_now_and_then_not_with_every_step(self, tmp_path, listener):
+        now_s = [100.0]
+        notifier = Notifier(ServiceManager(str(tmp_path / "notify")), clock=lambda: now_s[0])
+        notifier.starting("pack", 1, 350)
+        notifier.starting("pack", 2, 350)
+        first = listener.hear()
+        assert int(first["EXTEND_TIMEOUT_USEC"]) > EXTENDED_EVERY_S * 1e6
+        assert first["STATUS"] == "starting: pack 1/350"
+        assert listener.hears_nothing()
+        now_s[0] += EXTENDED_EVERY_S
+        notifier.starting("pack", 3, 350)
+        assert listener.hear()["STATUS"] == "starting: pack 3/350"
+
+    def test_an_abstract_socket_is_one_too(self):
+        name = f"coserve-test-{os.getpid()}"
+        listener = Listener(f"\0{name}")
+        try:
+            Notifier(ServiceManager(f"@{name}")).stopping()
+            assert listener.hear()["STOPPING"] == "1"
+        finally:
+            listener.close()
+
+    def test_where_there_is_none_nothing_is_told(self, caplog):
+        notifier = Notifier(ServiceManager())
+        notifier.ready("here")
+        assert not caplog.records
+
+    def test_a_socket_that_is_gone_costs_one_line_in_the_log(self, tmp_path, caplog):
+        notifier = Notifier(ServiceManager(str(tmp_path / "gone")))
+        notifier.alive("here")
+        notifier.alive("here")
+        assert [record.message.split()[0] for record in caplog.records] == ["service_manager_not_told"]
+
+    def test_a_socket_that_nobody_reads_keeps_nobody_waiting(self, notifier, listener):
+        status = "s" * 60_000
+        for _ in range(200):  # more than any socket holds
+            notifier.alive(status)
+        assert listener.hear()["WATCHDOG"] == "1"
+
+    def test_what_keeps_it_from_starting_is_told_in_one_line(self, notifier, listener):
+        with pytest.raises(ConfigError), failures_told(notifier):
+            raise ConfigError("line.yaml:3: no such key\nand more")
+        assert listener.hear() == {"STATUS": "line.yaml:3: no such key"}
+
+
+class TestTheHeartbeat:
+    def beating(self, notifier, look):
+        heartbeat = Heartbeat(notifier, 0.03, look)
+        heartbeat.start()
+        return heartbeat
+
+    def test_feeds_as_long_as_its_look_comes_back(self, notifier, listener):
+        heartbeat = self.beating(notifier, lambda: "fine")
+        assert [listener.hear() for _ in range(3)] == [{"WATCHDOG": "1", "STATUS": "fine"}] * 3
+        heartbeat.stop()
+
+    def test_a_look_that_hangs_feeds_nothing(self, notifier, listener):
+        """AC31: the thread waits for the look, and for nothing else; until it comes back not a word is sent."""
+        is_asked, may_answer = threading.Event(), threading.Event()
+
+        def look():
+            is_asked.set()
+            assert may_answer.wait(PATIENCE_S)
+            return "back"
+
+        heartbeat = self.beating(notifier, look)
+        assert is_asked.wait(PATIENCE_S)
+        assert listener.hears_nothing()
+        heartbeat.stop()  # does not wait for the look either
+        may_answer.set()
+        assert listener.hear() == {"WATCHDOG": "1", "STATUS": "back"}
+
+    def test_a_look_that_raises_feeds_nothing_and_the_next_one_does(self, notifier, listener, caplog):
+        answers = iter([ValueError("the agent is gone"), "well again"])
+
+        def look():
+            answer = next(answers, "well again")
+            if isinstance(answer, ValueError):
+                raise answer
+            return answer
+
+        heartbeat = self.beating(notifier, look)
+        assert listener.hear()["STATUS"] == "well again"
+        heartbeat.stop()
+        assert "heartbeat_missed" in caplog.text
+
+
+class TestWhatIsReadOfTheEnvironment:
+    def test_a_watchdog_of_another_process_is_not_ours(self):
+        told = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}
+        assert service_manager(told).watchdog_s is None
+        assert service_manager(told | {"WATCHDOG_PID": str(os.getpid())}).watchdog_s == 30.0
+
+    def test_without_a_service_manager_there_is_nothing(self):
+        assert service_manager({}) == ServiceManager(None, None, takes_levels=False)
+
+
+class TestTheJournal:
+    def test_every_line_has_its_level_and_no_time(self):
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            failed = logging.LogRecord(
+                "agent.x", logging.ERROR, "f", 1, "load_failed expert=%s", ("cls/a",), sys.exc_info()
+            )
+        lines = JournalFormatter().format(failed).splitlines()
+        assert lines[0] == "<3>agent.x load_failed expert=cls/a"
+        assert len(lines) > 3
+        assert all(line.startswith("<3>") for line in lines)
+
+    @pytest.mark.parametrize(("level", "told"), [("DEBUG", 7), ("INFO", 6), ("WARNING", 4), ("CRITICAL", 2)])
+    def test_levels_are_the_journal_s(self, level, told):
+        record = logging.LogRecord("agent.x", getattr(logging, level), "f", 1, "ready", (), None)
+        assert JournalFormatter().format(record) == f"<{told}>agent.x ready"
+
+    @pytest.mark.parametrize("is_journal", [True, False])
+    def test_levels_are_written_only_where_the_journal_reads(self, is_journal, tmp_path):
+        """A file stands for the journal's stream: what counts is that stderr is the one which systemd names."""
+        with (tmp_path / "stderr").open("w+") as stderr:
+            status = os.fstat(stderr.fileno())
+            stream = f"{status.st_dev}:{status.st_ino}" if is_journal else f"{status.st_dev}:1"
+            code = "import logging, agent.cli; agent.cli.log_to_stderr(logging.INFO); logging.info('here')"
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"JOURNAL_STREAM": stream},
+                           stderr=stderr, timeout=PATIENCE_S, check=True)  # fmt: skip
+            stderr.seek(0)
+            said = stderr.read()
+        assert (said == "<6>root here\n") is is_journal
+        assert said.endswith("root here\n")
+
+
+class TestTheAgent:
+    """`coserve serve` as a unit's process, with a line of fake experts."""
+
+    @pytest.fixture
+    def start(self, listener, tmp_path):
+        running = []
+
+        def start(line):
+            environment = os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
+            environment.pop("WATCHDOG_PID", None)
+            command = [sys.executable, str(ROOT / "coserve.py"), "serve", str(line), "--json"]
+            running.append(
+                subprocess.Popen(
+                    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                )
+            )  # fmt: skip
+            return running[-1]
+
+        yield start
+        for process in running:
+            process.kill()
+            process.communicate()
+
+    def test_tells_its_start_its_readiness_its_progress_its_reload_and_its_end(self, desk_line, listener, start):
+        line = desk_line.folder / "line.yaml"
+        line.write_text(yaml.safe_dump(desk_line.document))
+        process = start(line)
+        starting = listener.hear()
+        assert int(starting["EXTEND_TIMEOUT_USEC"]) > 0
+        assert starting["STATUS"].startswith("starting: ")
+        ready = listener.hear_until("READY")
+        assert "/2 experts in memory" in ready["STATUS"]
+        assert not any("WATCHDOG" in message for message in listener.heard)
+        assert "queued" in listener.hear_until("WATCHDOG")["STATUS"]
+        process.send_signal(signal.SIGHUP)
+        assert "MONOTONIC_USEC" in listener.hear_until("RELOADING")
+        listener.hear_until("READY")
+        listener.hear_until("WATCHDOG")  # it goes on
+        process.send_signal(signal.SIGTERM)
+        listener.hear_until("STOPPING")
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, err
+        assert json.loads(out)["requests"] == 0
+
+    def test_a_mistake_in_its_line_file_is_78_and_stands_in_its_status(self, listener, start, tmp_path):
+        """AC32"""
+        (tmp_path / "line.yaml").write_text(yaml.safe_dump({"line": "test", "state": "./state", "experts": 7}))
+        process = start(tmp_path / "line.yaml")
+        said = listener.hear()
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 78
+        assert said["STATUS"] == err.splitlines()[0]
+        assert "line.yaml:" in said["STATUS"]
+        assert not any("READY" in message for message in listener.heard)

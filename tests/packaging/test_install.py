@@ -1,0 +1,292 @@
+"""install.sh over archives of small packages: installed, upgraded in place, rolled back, removed, below a folder.
+
+The archives are written by what `make bundle` calls, and hold a `coserve` that is a few lines long. That the real one
+installs with the network cut off is what `packaging/prove-bundle.sh` proves; it takes gigabytes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from agent.config import read_line
+
+ROOT = Path(__file__).parents[2]
+SHARED = {"coserve.service": "systemd", "coserve-profile.service": "systemd", "coserve.sysusers": "systemd",
+          "coserve.tmpfiles": "systemd", "install.sh": "packaging", "line.yaml": "packaging"}  # fmt: skip
+
+# Accepts a line file that does not hold the word that this version refuses.
+COMMAND = """
+import sys
+from pathlib import Path
+def main():
+    print({version!r})
+    if sys.argv[1:2] == ["config"]:
+        sys.exit(78 if {refused!r} in Path(sys.argv[3]).read_text() else 0)
+"""
+
+# A pip that unpacks wheels, as far as these need it: the real one takes seconds for each of a dozen installations.
+PIP = """
+import sys, zipfile, sysconfig
+from pathlib import Path
+site, prefix = Path(sysconfig.get_paths()["purelib"]), Path(sys.prefix)
+if "install" in sys.argv:
+    for wheel in sys.argv:
+        if wheel.endswith(".whl"):
+            zipfile.ZipFile(wheel).extractall(site)
+    for data in site.glob("*.data/data/share"):
+        data.rename(prefix / "share")
+    command = prefix / "bin" / "coserve"
+    command.write_text(f"#!{sys.executable} -I\\nimport coserve\\ncoserve.main()\\n")
+    command.chmod(0o755)
+"""
+
+
+@pytest.fixture(scope="module")
+def bundling():
+    """packaging/make_bundle.py, which is a script and no package."""
+    spec = importlib.util.spec_from_file_location("make_bundle", ROOT / "packaging" / "make_bundle.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> Path:
+    file = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        for inside, text in files.items():
+            archive.writestr(inside, text)
+    return file
+
+
+@pytest.fixture
+def bundle(bundling, tmp_path):
+    """Unpack an archive of a made-up version; its folder."""
+
+    def make(version: str, refused: str = "refused by none", imports: tuple[str, ...] = ("coserve",)) -> Path:
+        wheels = tmp_path / f"wheels-{version}"
+        wheels.mkdir(exist_ok=True)
+        shared = {f"coserve-{version}.data/data/share/coserve/{name}": (ROOT / folder / name).read_text()
+                  for name, folder in SHARED.items()}  # fmt: skip
+        code = {"coserve.py": COMMAND.format(version=version, refused=refused)}
+        made = [
+            wheel(wheels, "coserve", version, code | shared),
+            wheel(wheels, "pip", "1", {"pip/__init__.py": "", "pip/__main__.py": PIP}),
+        ]
+        archive = bundling.write_archive(tmp_path / "dist", made, version, imports)
+        with tarfile.open(archive) as tar:
+            tar.extractall(tmp_path / "unpacked", filter="data")
+        return tmp_path / "unpacked" / archive.stem
+
+    return make
+
+
+class Box:
+    """What lies below the folder that everything is installed into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "opt" / "coserve"
+        self.line = folder / "etc" / "coserve" / "line.yaml"
+
+    def install(self, bundle: Path, *words: str, check: int = 0, **extra: str) -> subprocess.CompletedProcess[str]:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+        command = ["sh", str(bundle / "install.sh"), "--root", str(self.folder), *words]
+        environment = plain | {"PYTHON": sys.executable} | extra
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+        assert done.returncode == check, done.stdout + done.stderr
+        return done
+
+    @property
+    def version(self) -> str:
+        """What the command says that is on everybody's path."""
+        command = self.folder / "usr" / "local" / "bin" / "coserve"
+        return subprocess.run([command], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+    @property
+    def releases(self) -> set[str]:
+        return {folder.name.partition("-")[0] for folder in self.home.iterdir() if not folder.is_symlink()}
+
+
+@pytest.fixture
+def box(tmp_path):
+    return Box(tmp_path / "box")
+
+
+class TestInstalling:
+    def test_puts_command_units_and_a_sample_line_in_place(self, box, bundle):
+        box.install(bundle("1.0"))
+        assert box.version == "1.0"
+        for unit in ("coserve.service", "coserve-profile.service"):
+            assert (box.folder / "etc/systemd/system" / unit).read_text() == (ROOT / "systemd" / unit).read_text()
+        assert box.line.read_text() == (ROOT / "packaging" / "line.yaml").read_text()
+        assert (box.home / "current/share/coserve/install.sh").exists()
+
+    def test_again_changes_nothing(self, box, bundle):
+        first = bundle("1.0")
+        box.install(first)
+        made = (box.home / "current" / "pyvenv.cfg").stat().st_mtime_ns
+        assert "complete already" in box.install(first).stdout
+        assert (box.home / "current" / "pyvenv.cfg").stat().st_mtime_ns == made
+        assert not (box.home / "previous").exists()
+
+    def test_that_broke_off_is_made_good(self, box, bundle):
+        first = bundle("1.0")
+        box.install(first)
+        (box.home / "current" / ".complete").unlink()
+        (box.home / "current" / "bin" / "coserve").unlink()
+        box.install(first)
+        assert box.version == "1.0"
+
+    def test_of_a_damaged_archive_is_refused(self, box, bundle):
+        first = bundle("1.0")
+        damaged = next(first.glob("wheels/coserve-*.whl"))
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+        done = box.install(first, check=1)
+        assert "damaged: copy it to this box again" in done.stderr
+        assert damaged.name in done.stdout + done.stderr
+        assert not (box.home / "current").exists()
+
+    @pytest.mark.parametrize("key", ["tag", "platform"])
+    def test_on_another_python_is_refused_with_what_it_needs(self, box, bundle, bundling, key):
+        first = bundle("1.0")
+        self.change(first, bundling, key, "other")
+        done = box.install(first, check=1)
+        assert "needs Python" in done.stderr
+        assert "other" in done.stderr or key == "tag"
+        assert not (box.home / "current").exists()
+
+    def test_on_an_older_system_is_refused(self, box, bundle, bundling):
+        first = bundle("1.0")
+        self.change(first, bundling, "glibc", "9.99")
+        assert "needs glibc 9.99 or newer" in box.install(first, check=1).stderr
+
+    def test_without_room_is_refused(self, box, bundle, bundling):
+        first = bundle("1.0")
+        self.change(first, bundling, "installed_bytes", str(10**17))
+        assert "make room" in box.install(first, check=1).stderr
+
+    def test_of_packages_that_do_not_work_here_is_refused_and_the_one_in_force_stays(self, box, bundle):
+        box.install(bundle("1.0"))
+        done = box.install(bundle("2.0", imports=("nothing_of_this_name",)), check=1)
+        assert "nothing_of_this_name does not work on this box" in done.stderr
+        assert box.version == "1.0"
+
+    def change(self, bundle, bundling, key, value):
+        """Another line in BUNDLE, whose sum is right."""
+        file = bundle / "BUNDLE"
+        lines = dict(line.split("=", 1) for line in file.read_text().splitlines()) | {key: value}
+        file.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
+        sums = bundle / "SHA256SUMS"
+        others = [line for line in sums.read_text().splitlines() if not line.endswith("  BUNDLE")]
+        sums.write_text("\n".join([*others, f"{bundling.sha256(file)}  BUNDLE"]) + "\n")
+
+
+class TestUpgrading:
+    def test_keeps_state_and_line_file_and_can_be_undone_and_redone(self, box, bundle):
+        box.install(bundle("1.0"))
+        box.line.write_text("line: mine\n")
+        results = box.folder / "var/lib/coserve/results.db"
+        results.write_text("a year of verdicts")
+        box.install(bundle("2.0"))
+        assert box.version == "2.0"
+        own = box.home / "current/share/coserve"
+        box.install(own, "--rollback")
+        assert box.version == "1.0"
+        box.install(own, "--rollback")
+        assert box.version == "2.0"
+        assert (box.line.read_text(), results.read_text()) == ("line: mine\n", "a year of verdicts")
+
+    def test_keeps_the_one_before_and_no_older_one(self, box, bundle):
+        for version in ("1.0", "2.0", "3.0"):
+            box.install(bundle(version))
+        assert box.releases == {"2.0", "3.0"}
+
+    def test_another_build_of_the_same_version_is_another_release(self, box, bundle):
+        box.install(bundle("1.0"))
+        box.install(bundle("1.0", refused="something"))
+        assert len([folder for folder in box.home.iterdir() if not folder.is_symlink()]) == 2
+        box.install(box.home / "current/share/coserve", "--rollback")
+
+    def test_to_one_that_refuses_the_line_file_leaves_the_old_one_in_force_unless_forced(self, box, bundle):
+        box.install(bundle("1.0"))
+        second = bundle("2.0", refused="top-side")
+        assert "refuses" in box.install(second, check=1).stderr
+        assert box.version == "1.0"
+        box.install(second, "--force")
+        assert box.version == "2.0"
+
+    def test_there_is_nothing_to_go_back_to_at_first(self, box, bundle):
+        first = bundle("1.0")
+        box.install(first)
+        assert "no version before this one" in box.install(first, "--rollback", check=1).stderr
+        assert box.version == "1.0"
+
+
+class TestRemoving:
+    def test_keeps_what_belongs_to_the_line(self, box, bundle):
+        first = bundle("1.0")
+        box.install(first)
+        (box.folder / "var/lib/coserve/results.db").write_text("verdicts")
+        box.install(box.home / "current/share/coserve", "--remove")
+        left = {str(file.relative_to(box.folder)) for file in box.folder.rglob("*") if file.is_file()}
+        assert left == {"etc/coserve/line.yaml", "var/lib/coserve/results.db"}
+        box.install(first, "--remove")  # again: nothing to do
+
+    def test_purging_keeps_nothing(self, box, bundle):
+        first = bundle("1.0")
+        box.install(first)
+        box.install(first, "--remove", "--purge")
+        assert [file for file in box.folder.rglob("*") if file.is_file() or file.is_symlink()] == []
+
+    def test_purging_alone_is_a_mistake(self, box, bundle):
+        assert "usage" in box.install(bundle("1.0"), "--purge", check=2).stderr
+
+
+class TestTheArchive:
+    def test_says_what_it_needs(self, bundle):
+        about = dict(line.split("=", 1) for line in (bundle("1.0") / "BUNDLE").read_text().splitlines())
+        assert about["tag"] == f"cp{sys.version_info.major}{sys.version_info.minor}"
+        assert about["version"] == "1.0"
+        assert int(about["installed_bytes"]) > 0
+
+    def test_has_a_sum_of_everything_but_the_sums(self, bundle):
+        folder = bundle("1.0")
+        summed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+        there = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        assert summed == there - {"SHA256SUMS"}
+        assert "install.sh" in summed
+
+    def test_needs_the_newest_of_the_oldest_glibcs_that_its_wheels_name(self, bundling):
+        names = ["a-1-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl", "c-1-py3-none-any.whl",
+                 "b-1-py3-none-manylinux2014_x86_64.manylinux_2_17_x86_64.whl"]  # fmt: skip
+        assert bundling.glibc_needed(map(Path, names)) == (2, 27)
+        assert bundling.glibc_needed([Path("c-1-py3-none-any.whl")]) == (0, 0)
+
+    def test_without_cuda_holds_none(self, bundling):
+        plain = [Path("torch-2.15.0+cpu-cp311-cp311-linux_x86_64.whl"), Path("numpy-2.0-cp311.whl")]
+        cuda = [Path("nvidia_cudnn_cu13-9-py3-none-any.whl"), Path("triton-3-cp311.whl"), Path("cuda_bindings-13.whl")]
+        assert bundling.refuse_cuda(plain, has_cuda=False) == plain
+        assert bundling.refuse_cuda([*plain, *cuda], has_cuda=True) == [*plain, *cuda]
+        for wheel in cuda:
+            with pytest.raises(SystemExit, match="CUDA=no"):
+                bundling.refuse_cuda([*plain, wheel], has_cuda=False)
+
+    def test_pins_what_was_tested(self, bundling):
+        pinned = bundling.constraints()
+        assert f"pytest=={pytest.__version__}\n" in pinned
+        assert "coserve==" not in pinned
+        assert "+cpu" not in pinned
+
+
+def test_the_sample_line_is_right_and_keeps_its_state_where_the_service_may_write():
+    line = read_line(ROOT / "packaging" / "line.yaml", {})
+    assert line.state == Path("/var/lib/coserve")
+    assert line.intake.folders[0].path == Path("/srv/images")

@@ -1,0 +1,459 @@
+"""The shipped unit under a real systemd, in PID, mount, UTS, IPC and cgroup namespaces of its own.
+
+That systemd sees no unit of the machine: its only ones are the shipped ones, in a /run of its own. /etc, /var and /opt
+are overlays that vanish with it, /tmp, /var/tmp and /srv are empty. The unit runs as the user that the shipped sysusers
+file makes, in the folders of the shipped tmpfiles file, hardened as shipped, but for what DROP_IN names.
+
+Not exercised, because the controllers of such a namespace may belong to whoever started it: MemoryHigh=, MemoryMax=.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+SYSTEMD = Path("/lib/systemd/systemd")
+LIFETIME_S = 240  # after which all of it is killed, whatever happens to the test
+PATIENCE_S = 90.0
+SLOW_START_S = 30
+
+# What differs from the shipped unit. There is no journal, so stderr goes to a file; the watchdog and the restart come
+# sooner, or the test would take minutes; how each run ended is written down; the inbox lies outside /var/lib/coserve,
+# as on a real box, and is let in the way that docs/service.md says, and so is a password.
+DROP_IN = """
+[Service]
+StandardOutput=append:/var/log/%N.log
+StandardError=append:/var/log/%N.log
+WatchdogSec=15
+RestartSec=200ms
+ReadWritePaths=/srv/images
+LoadCredential=mqtt.password:/etc/coserve/mqtt.password
+ExecStopPost=/bin/sh -c 'echo "$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS" >> /var/lib/coserve/%N.ends'
+ExecStopPost=/bin/rm -f /var/lib/coserve/deadlock
+"""
+
+# /opt/coserve/current/bin/coserve of an installation: here the checkout, run by this Python from where a user without
+# a home can read it.
+COMMAND = """#!/bin/sh
+here=/opt/coserve/current
+export LD_LIBRARY_PATH="$here/python/lib" PYTHONPATH="$here/checkout:$here/packages"
+exec "$here/python/bin/{python}" "${{COSERVE_PROGRAM:-$here/checkout/coserve.py}}" "$@"
+"""
+
+# The agent, whose Engine never comes back from an event while /var/lib/coserve/deadlock is there.
+DEADLOCKING = """
+import sys, threading
+from pathlib import Path
+from agent.core.engine import Engine
+handle = Engine.handle
+def handle_or_hang(self, event, now):
+    if Path("/var/lib/coserve/deadlock").exists():
+        lock = threading.Lock()
+        with lock:
+            lock.acquire()
+    return handle(self, event, now)
+Engine.handle = handle_or_hang
+from coserve import main
+main()
+"""
+
+# The agent, on a disk that takes longer to read the first expert than the unit's start may take.
+SLOW_DISK = """
+import time
+started = time.monotonic()
+from agent.deployment import build
+pack_line = build.pack_line
+def pack_slowly(experts, wanted, segments, step):
+    def slow_step(told):
+        step(told)
+        time.sleep(max(0.0, {seconds} - (time.monotonic() - started)))
+    return pack_line(experts, wanted, segments, slow_step)
+build.pack_line = pack_slowly
+from coserve import main
+main()
+"""
+
+# What stands where; then systemd takes over as PID 1. Mounts of the machine stay as they are: all of these are private.
+SETUP = """
+set -e
+echo $$ > "$CGROUP/cgroup.procs"
+exec unshare --pid --mount --uts --ipc --cgroup --fork --mount-proc --kill-child=SIGKILL /bin/sh -c '
+set -e
+mount --make-rprivate /
+umount -R /sys/fs/cgroup
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mount --bind "$CONSOLE" /dev/console
+mkdir -p "$PREPARED/layers"
+mount -t tmpfs tmpfs "$PREPARED/layers"
+for folder in etc var opt; do
+  layer="$PREPARED/layers/$folder"
+  mkdir -p "$layer/upper" "$layer/work"
+  mount -t overlay -o "lowerdir=/$folder,upperdir=$layer/upper,workdir=$layer/work" overlay "/$folder"
+done
+here=/opt/coserve/current
+mkdir -p $here/bin $here/python $here/packages $here/checkout
+mount --bind "$PYTHON" $here/python
+mount --bind "$PACKAGES" $here/packages
+mount --bind "$CHECKOUT" $here/checkout
+cp "$PREPARED"/bin/* $here/bin/
+mkdir -p /etc/coserve && cp -r "$PREPARED"/etc/* /etc/coserve/
+mount -t tmpfs tmpfs /run
+cp -r "$PREPARED/units" /run/units
+mkdir -p /run/systemd
+mount -t tmpfs tmpfs /srv
+mount -t tmpfs tmpfs /var/tmp
+mount -t tmpfs tmpfs /tmp
+systemd-sysusers $here/checkout/systemd/coserve.sysusers
+systemd-tmpfiles --create $here/checkout/systemd/coserve.tmpfiles
+chmod 0600 /etc/coserve/mqtt.password
+for inbox in line slow; do install -d -o coserve -g coserve /srv/images/$inbox; done
+mount --make-rshared /
+exec env -i container=other SYSTEMD_UNIT_PATH=/run/units PATH=/usr/sbin:/usr/bin:/sbin:/bin \\
+  $MANAGER --system --unit=basic.target --log-target=console --show-status=false --log-color=no
+'
+"""
+
+
+def cgroup_of_this_process() -> Path | None:
+    """Its folder in the unified hierarchy; None where there is none."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    at = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
+    inside = [line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
+    return at / inside[0].lstrip("/") if at and inside else None
+
+
+def child_of(pid: int) -> int | None:
+    """The only child of a process; None while it has none."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+def until(holds, otherwise=lambda: ""):
+    """Wait for a condition, for as long as it may reasonably take; what it said in the end."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (said := holds()):
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.05)
+    return said
+
+
+class PrivateSystem:
+    """A systemd of its own, its console, and its files as they are seen from outside."""
+
+    def __init__(self, prepared: Path) -> None:
+        self.console = b""
+        self._cgroup = cgroup_of_this_process() / f"coserve-test-{os.getpid()}"
+        self._cgroup.mkdir()
+        self._master, slave = os.openpty()
+        environment = {
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "CGROUP": self._cgroup, "CONSOLE": os.ttyname(slave),
+            "PREPARED": prepared, "PYTHON": sys.base_prefix, "PACKAGES": sysconfig.get_paths()["purelib"],
+            "CHECKOUT": ROOT, "MANAGER": SYSTEMD,
+        }  # fmt: skip
+        self._complaints = prepared / "complaints"
+        with self._complaints.open("w") as complaints:
+            self._process = subprocess.Popen(
+                ["timeout", "--kill-after=2", str(LIFETIME_S), "/bin/sh", "-c", SETUP],
+                stdin=subprocess.DEVNULL, stdout=complaints, stderr=complaints,
+                env={name: str(value) for name, value in environment.items()}, start_new_session=True,
+            )  # fmt: skip
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._init: int | None = None
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                self.console += os.read(self._master, 4096)
+            except OSError:  # it has ended
+                return
+
+    def has_started(self) -> bool:
+        """Whether systemd runs as PID 1 there. False as long as it may still come to it."""
+        if self._process.poll() is not None:
+            return False
+        shell = child_of(self._process.pid)  # timeout -> what was a shell, and is unshare -> PID 1
+        self._init = child_of(shell) if shell else None
+        if self._init is None or Path(f"/proc/{self._init}/comm").read_text().strip() != "systemd":
+            return False
+        return self.path("run/systemd/private").exists() and self.ask("is-system-running").strip() == "running"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why there is none, once that is known."""
+        return self._complaints.read_text() or "it ended" if self._process.poll() is not None else None
+
+    def path(self, inside: str) -> Path:
+        """A file of its mount namespace, from outside."""
+        return Path(f"/proc/{self._init}/root") / inside
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        enter = ["nsenter", f"--target={self._init}", "--pid", "--mount", "--uts", "--ipc", "--cgroup"]
+        return subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    def systemctl(self, *words: str) -> None:
+        done = self.run("systemctl", *words)
+        assert done.returncode == 0, f"{done.stderr}{self.logs}"
+
+    def ask(self, *words: str) -> str:
+        return self.run("systemctl", *words).stdout
+
+    def state(self, unit: str) -> dict[str, str]:
+        """What ``systemctl show`` says of a unit."""
+        return dict(line.partition("=")[::2] for line in self.ask("show", unit).splitlines())
+
+    @property
+    def logs(self) -> str:
+        """Everything there is to read when something went wrong."""
+        logs = "\n".join(
+            f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.path("var/log").glob("coserve*.log")
+        )
+        return f"{self.console.decode(errors='replace')[-4000:]}\n{logs}"
+
+    def wait_until(self, unit: str, **wanted: str) -> dict[str, str]:
+        """Until a unit's state is as wanted; it is returned."""
+
+        def is_so():
+            state = self.state(unit)
+            return state if all(state[key] == value for key, value in wanted.items()) else None
+
+        return until(is_so, lambda: f"{unit} is not {wanted}\n{self.ask('status', unit)}{self.logs}")
+
+    def ends(self, unit: str) -> list[str]:
+        """How each run of a unit ended, as systemd tells its ExecStopPost=."""
+        file = self.path(f"var/lib/coserve/{unit}.ends")
+        return file.read_text().splitlines() if file.exists() else []
+
+    def drop(self, name: str) -> None:
+        """An image into the inbox, complete at once."""
+        self._inbox.joinpath(".part").mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (10, 200, 30)).save(self._inbox / ".part" / name)
+        (self._inbox / ".part" / name).rename(self._inbox / name)
+
+    def is_judged(self, name: str) -> bool:
+        return any((self._inbox / "done").rglob(name))
+
+    @property
+    def _inbox(self) -> Path:
+        return self.path("srv/images/line")
+
+    def end(self) -> None:
+        """Kill all of it, and leave nothing."""
+        if self._init is not None and self._process.poll() is None:
+            os.kill(self._init, signal.SIGKILL)
+        elif self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(PATIENCE_S)
+        os.close(self._master)
+
+        def is_removed():
+            for folder in sorted(self._cgroup.rglob("*/"), reverse=True):
+                removed(folder)
+            return removed(self._cgroup)
+
+        until(is_removed)
+
+
+def removed(folder: Path) -> bool:
+    """Remove a cgroup; False while something lives in it."""
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def line_document(name: str) -> dict:
+    """A line of two fake experts that judge whatever lies in its inbox."""
+    expert = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    pattern = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+    return {
+        "line": name,
+        "state": f"/var/lib/coserve/{name}",
+        "experts": {f"cls/f{number}": expert | {"weights": f"weights/f{number}.yaml"} for number in range(2)},
+        "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)},
+        "memory": {"host": "20MiB", "workspace": "10MiB"},
+        "intake": {"folders": [{"path": f"/srv/images/{name}", "pattern": pattern, "settle_ms": 0, "poll_s": 0.2}]},
+    }
+
+
+def prepare(folder: Path) -> Path:
+    """Units, commands and line files, as SETUP puts them in place."""
+    shipped = (ROOT / "systemd" / "coserve.service").read_text()
+    drop_ins = {
+        "coserve": f"{DROP_IN}Environment=COSERVE_PROGRAM=/opt/coserve/current/bin/deadlocking.py\n",
+        "coserve-slow": f"{DROP_IN}TimeoutStartSec={SLOW_START_S}\n"
+        "Environment=COSERVE_PROGRAM=/opt/coserve/current/bin/slow_disk.py\n",
+        "coserve-mistaken": DROP_IN,
+        "coserve-crashing": f"{DROP_IN}ExecStart=\nExecStart=/bin/false\n",
+    }
+    for unit, drop_in in drop_ins.items():
+        line = unit.removeprefix("coserve-") if unit != "coserve" else "line"
+        (folder / "units" / f"{unit}.service.d").mkdir(parents=True)
+        (folder / "units" / f"{unit}.service").write_text(shipped.replace("coserve/line.yaml", f"coserve/{line}.yaml"))
+        (folder / "units" / f"{unit}.service.d" / "test.conf").write_text(drop_in)
+    for target in ("basic", "sysinit", "shutdown"):  # without the machine's units that usually belong to them
+        (folder / "units" / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
+    (folder / "bin").mkdir()
+    command = COMMAND.format(python=f"python{sys.version_info.major}.{sys.version_info.minor}")
+    (folder / "bin" / "coserve").write_text(command)
+    (folder / "bin" / "coserve").chmod(0o755)
+    (folder / "bin" / "deadlocking.py").write_text(DEADLOCKING)
+    (folder / "bin" / "slow_disk.py").write_text(SLOW_DISK.format(seconds=SLOW_START_S + 2))
+    (folder / "etc" / "weights").mkdir(parents=True)
+    for number in range(2):
+        (folder / "etc" / "weights" / f"f{number}.yaml").write_text(
+            json.dumps({"weight_bytes": 100_000, "label": "ok"})
+        )
+    (folder / "etc" / "mqtt.password").write_text("from the factory\n")
+    for line in ("line", "slow"):
+        (folder / "etc" / f"{line}.yaml").write_text(json.dumps(line_document(line)))
+    (folder / "etc" / "mistaken.yaml").write_text("line: mistaken\nstate: /var/lib/coserve/mistaken\nexperts: 7\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory):
+    if os.geteuid() != 0:
+        pytest.skip("namespaces for a systemd of its own need root")
+    if not SYSTEMD.exists() or not all(map(shutil.which, ("unshare", "nsenter", "timeout", "systemd-sysusers"))):
+        pytest.skip("systemd or util-linux is not installed")
+    if (cgroup := cgroup_of_this_process()) is None or not os.access(cgroup, os.W_OK):
+        pytest.skip("no cgroup of the unified hierarchy that may be divided")
+    started = PrivateSystem(prepare(tmp_path_factory.mktemp("systemd")))
+    try:
+        until(lambda: started.has_started() or started.refusal)
+        if started.refusal:
+            pytest.skip(f"namespaces are not allowed here: {started.refusal}")
+        started.systemctl("start", "--no-block", "coserve-slow")  # the last test looks how that went
+        yield started
+    finally:
+        started.end()
+
+
+@pytest.fixture(scope="module")
+def running(system):
+    """The unit, once systemd has seen READY."""
+    system.systemctl("start", "coserve")  # comes back when the agent is ready, or has failed
+    return system
+
+
+def test_a_line_file_with_a_mistake_ends_with_78_and_is_not_started_again(system):
+    """AC32"""
+    assert system.run("systemctl", "start", "coserve-mistaken").returncode != 0
+    state = system.wait_until("coserve-mistaken", ActiveState="failed")
+    assert (state["ExecMainStatus"], state["NRestarts"]) == ("78", "0")
+    assert "/etc/coserve/mistaken.yaml:3" in state["StatusText"]
+    assert "mistaken.yaml:3" in system.path("var/log/coserve-mistaken.log").read_text()
+    assert system.ends("coserve-mistaken") == ["exit-code exited 78"]
+
+
+def test_one_that_crashes_again_and_again_is_given_up(system):
+    """AC32"""
+    system.run("systemctl", "start", "coserve-crashing")
+    state = system.wait_until("coserve-crashing", ActiveState="failed", SubState="failed")
+    assert len(system.ends("coserve-crashing")) == int(state["StartLimitBurst"]) == 5
+    assert "Start request repeated too quickly" in system.console.decode()
+
+
+def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
+    state = running.wait_until("coserve", ActiveState="active", SubState="running")
+    assert state["StatusText"].startswith(("0/2", "1/2", "2/2")), state["StatusText"]
+    status = running.path(f"proc/{state['MainPID']}/status").read_text()
+    user = running.run("id", "-u", "coserve").stdout.strip()
+    assert f"\nUid:\t{user}\t{user}\t{user}\t{user}\n" in status
+    assert "\nNoNewPrivs:\t1\n" in status
+    assert "\nSeccomp:\t2\n" in status
+    assert "\nCapBnd:\t0000000000000000\n" in status
+    running.drop("B1_c0_R1.png")
+    until(lambda: running.is_judged("B1_c0_R1.png"), lambda: running.logs)
+
+
+def test_it_writes_where_it_was_let_in_and_nowhere_else(running):
+    """Asked by root inside its mount namespace, who would otherwise be allowed everything."""
+    pid = running.state("coserve")["MainPID"]
+
+    def is_writable(folder):
+        return running.run("nsenter", f"--target={pid}", "--mount", "touch", f"{folder}/written").returncode == 0
+
+    assert [each for each in ("/etc", "/usr", "/opt/coserve", "/srv", "/srv/images/line") if is_writable(each)] == [
+        "/srv/images/line"
+    ]
+    assert is_writable("/var/lib/coserve")
+    hidden = running.run("nsenter", f"--target={pid}", "--mount", "ls", "-A", "/root", "/home", "/tmp")
+    assert hidden.stdout.split() == ["/home:", "/root:", "/tmp:"]
+
+
+def test_a_credential_is_read_by_the_agent_s_user_and_its_source_is_not(running):
+    pid, user = running.state("coserve")["MainPID"], running.run("id", "-u", "coserve").stdout.strip()
+    group = running.run("id", "-g", "coserve").stdout.strip()
+
+    def read(file):
+        return running.run(
+            "nsenter", f"--target={pid}", "--mount", f"--setuid={user}", f"--setgid={group}", "cat", file
+        )
+
+    assert read("/run/credentials/coserve.service/mqtt.password").stdout == "from the factory\n"
+    assert "Permission denied" in read("/etc/coserve/mqtt.password").stderr
+
+
+def test_a_reload_keeps_it_serving(running):
+    before = running.state("coserve")
+    running.systemctl("reload", "coserve")
+    log = running.path("var/log/coserve.log")
+    until(lambda: " reload" in log.read_text(), lambda: running.logs)
+    after = running.wait_until("coserve", ActiveState="active", SubState="running")
+    assert (after["MainPID"], after["NRestarts"]) == (before["MainPID"], before["NRestarts"])
+    running.drop("B1_c1_R1.png")
+    until(lambda: running.is_judged("B1_c1_R1.png"), lambda: running.logs)
+
+
+def test_after_kill_9_it_is_started_again(running):
+    before = running.state("coserve")
+    running.systemctl("kill", "--signal=KILL", "--kill-whom=main", "coserve")
+    restarts = str(int(before["NRestarts"]) + 1)
+    after = running.wait_until("coserve", ActiveState="active", SubState="running", NRestarts=restarts)
+    assert after["MainPID"] != before["MainPID"]
+    assert running.ends("coserve")[-1] == "signal killed KILL"
+    running.drop("B2_c0_R1.png")
+    until(lambda: running.is_judged("B2_c0_R1.png"), lambda: running.logs)
+
+
+def test_a_scheduler_that_hangs_is_ended_by_the_watchdog_and_the_next_one_judges_what_it_had(running):
+    """AC31"""
+    before = running.state("coserve")
+    running.path("var/lib/coserve/deadlock").touch()
+    running.drop("B3_c0_R1.png")
+    restarts = str(int(before["NRestarts"]) + 1)
+    running.wait_until("coserve", ActiveState="active", SubState="running", NRestarts=restarts)
+    assert running.ends("coserve")[-1].startswith("watchdog ")
+    until(lambda: running.is_judged("B3_c0_R1.png"), lambda: running.logs)
+
+
+def test_a_slow_disk_while_it_starts_is_waited_for(system):
+    """AC31: the start takes longer than TimeoutStartSec=, and says that it is on its way."""
+    state = system.wait_until("coserve-slow", ActiveState="active", SubState="running")
+    took_s = (int(state["ActiveEnterTimestampMonotonic"]) - int(state["InactiveExitTimestampMonotonic"])) / 1e6
+    assert took_s > SLOW_START_S
+    assert state["NRestarts"] == "0"
+    assert state["TimeoutStartUSec"] == f"{SLOW_START_S}s"
+
+
+def test_it_stops_cleanly(running):
+    running.systemctl("stop", "coserve")
+    state = running.wait_until("coserve", ActiveState="inactive")
+    assert (state["Result"], state["ExecMainStatus"]) == ("success", "0")
+    assert running.ends("coserve")[-1] == "success exited 0"
