@@ -66,6 +66,7 @@ class Line:
         self.root = root
         self.now = 0.0
         self.room = 10_000
+        self.has_room: Callable[[], bool] = lambda: len(self.arrivals) < self.room
         self.stores_refusals = True
         self.arrivals: list[Arrival] = []
         self.refusals: list[Refusal] = []
@@ -79,7 +80,7 @@ class Line:
             self.arrivals.append,
             self.refuse,
             owner=owner,
-            has_room=lambda: len(self.arrivals) < self.room,
+            has_room=lambda: self.has_room(),
             clock=lambda: self.now,
             wall=lambda: NOON,
         )
@@ -572,10 +573,10 @@ def many(count: int = MANY) -> list[Found]:
 def test_a_step_of_a_full_agent_asks_nothing_of_the_files_that_wait(line: Line, rule: CountingRule) -> None:
     line.run(0)
     line.intake._next_scan = float("inf")  # these files are not there to be found
-    line.intake._waiting = Waiting(rule)
+    line.intake._waiting = line.intake._taker._waiting = Waiting(rule)
     line.intake._waiting.see_all(many(), line.now)
     rooms: list[float] = []
-    line.intake._has_room = lambda: rooms.append(line.now) or False
+    line.has_room = lambda: rooms.append(line.now) or False
     line.now = 5.0
     line.intake.step(line.now)
     CountingRule.asked = 0
@@ -973,7 +974,7 @@ def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line: Lin
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
     again = Line(line.root)
-    again.intake._naming = replace(NAMING, components=frozenset({"c"}))
+    again.intake.name_by(replace(NAMING, components=frozenset({"c"})))
     again.run(1)
     assert again.refused == {"b1_r_R1.png": "no route for the component 'r'"}
     assert again.files() == {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}
@@ -1139,13 +1140,13 @@ def test_files_that_cannot_be_put_away_are_held_and_told_when_they_use_up_the_ro
     line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
     (line.root / "done").write_text("a file where the shelf should be")
-    line.intake._has_room = lambda: line.intake.held < 4
+    line.has_room = lambda: line.intake.held < 4
     for number in range(9):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(5)
     for _ in range(3):
         for arrival in line.arrivals:
-            if arrival.key in line.intake._in_flight:
+            if arrival.key in line.intake._custody._in_flight:
                 line.intake.settle(arrival, Verdict.OK)
         line.run(5)
     assert (len(line.arrivals), line.intake.held, line.intake.statistics().unfiled) == (4, 4, 4)
@@ -1260,7 +1261,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
             found = inbox.look(f"sub/{number}.png")
             assert found is not None
             claimed = inbox.claim(found.relpath, found.sighting)
-            inbox.explain(inbox.put_away(claimed.path, found.relpath, shelf, "1-2-3"), {})
+            inbox.explain(inbox.put_away(claimed, shelf, "1-2-3"), {})
             inbox.leave()
         (tmp_path / "done" / "2026-05-01").rename(tmp_path / "done" / "archive")
         (tmp_path / "ng" / "2026-05-01").rename(tmp_path / "back")
