@@ -6,7 +6,7 @@ Layout below the watched folder, all on its filesystem so that every step is one
     done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged
     failed/...  failed/NAME.error.json        could not be judged, and why
 Where sidecars tell whose images are, that of a claimed one is claimed with it, as .INODE-SIZE-MTIME~.json (its image's)
-in .work/OWNER/[SUB/], so that it is never taken for a later image's of the same name; on a shelf it lies beside its own.
+in .work/OWNER/[SUB/], so that it is never taken for a later image's of its name; on a shelf it lies beside its own.
 Nothing is ever overwritten, and of two agents that claim one file only one succeeds. A folder of claims goes with the
 last of them. Whatever name a file can have, it can be claimed, put away and explained: a name that would become too
 long is cut, and told from others by a digest.

@@ -107,7 +107,8 @@ class Rule:
     def due_at(self, candidate: Candidate) -> float | None:
         """When it will have settled, so that looking into it makes sense; None while a sign is missing."""
         if self.lacks_sidecar(candidate):
-            return max(candidate.unchanged_since, candidate.sidecar_since) + self.stale_after_s
+            missing_at = max(candidate.unchanged_since, candidate.sidecar_since) + self.stale_after_s
+            return max(missing_at, candidate.not_before)
         settle_s = self.settle_s(candidate.evidence)
         return None if settle_s is None else max(candidate.unchanged_since + settle_s, candidate.not_before)
 

@@ -45,9 +45,10 @@ def read_sidecar(path: Path, name: str) -> Mapping[str, str]:
         if error.errno in {errno.ELOOP, errno.ENXIO}:
             raise ValueError(f"{name} is not a regular file") from error
         raise
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{name} is not a regular file")
     with open(descriptor, "rb") as file:
-        if not S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{name} is not a regular file")
         content = file.read(LARGEST_BYTES + 1)
     if len(content) > LARGEST_BYTES:
         raise ValueError(f"{name} has more than {LARGEST_BYTES} bytes")

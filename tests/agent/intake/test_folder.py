@@ -12,101 +12,28 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.intake.arrivals import Arrival, Refusal, SourceState
+from agent.intake.arrivals import SourceState
 from agent.intake.filing import Filing, Shelves
-from agent.intake.folder import FolderIntake
 from agent.intake.hints import Hint, Hints
 from agent.intake.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.intake.naming import ImageName, Naming
 from agent.intake.ranking import Ranking
 from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
 from agent.intake.waiting import Waiting
-from agent.line_file.intake import FolderSection
 from experts.expert import Verdict
 from experts.images import Completeness
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
-NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-PIXELS = np.random.default_rng(3).integers(1, 255, (80, 80, 3), dtype=np.uint8)
-WAIT_S = 30.0
-
-
-def encoded(image_format: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(PIXELS).save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
-PNG = encoded("PNG")
-IMAGES = {"png": PNG, "jpg": encoded("JPEG", quality=95), "bmp": encoded("BMP"), "tiff": encoded("TIFF")}
-
-
-class Line:
-    """An intake whose clock the test turns, and what it offered and refused."""
-
-    def __init__(self, root: Path, owner: str = "demo", **config: Any) -> None:
-        self.root = root
-        self.now = 0.0
-        self.room = 10_000
-        self.has_room: Callable[[], bool] = lambda: len(self.arrivals) < self.room
-        self.stores_refusals = True
-        self.arrivals: list[Arrival] = []
-        self.refusals: list[Refusal] = []
-        self.config = FolderSection.model_validate(
-            {"path": str(root), "pattern": PATTERN, **config}, context={"folder": root.parent}
-        )
-        root.mkdir(exist_ok=True)
-        self.intake = FolderIntake(
-            self.config,
-            NAMING,
-            self.arrivals.append,
-            self.refuse,
-            owner=owner,
-            has_room=lambda: self.has_room(),
-            clock=lambda: self.now,
-            wall=lambda: NOON,
-        )
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Store it at once, unless the test does."""
-        self.refusals.append(refusal)
-        if self.stores_refusals:
-            self.intake.settle(refusal, Verdict.UNKNOWN, refusal.reason)
-
-    def run(self, seconds: float) -> None:
-        """Turn the clock, with a step each tenth of a second."""
-        for _ in range(round(seconds * 10) + 1):
-            self.intake.step(self.now)
-            self.now = round(self.now + 0.1, 3)
-
-    @property
-    def offered(self) -> list[str]:
-        return [arrival.relpath for arrival in self.arrivals]
-
-    @property
-    def refused(self) -> dict[str, str]:
-        return {refusal.relpath: refusal.reason for refusal in self.refusals}
-
-    def files(self) -> set[str]:
-        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
+from tests.agent.intake.lines import IMAGES, NAMING, NOON, PATTERN, PNG, WAIT_S, Line, Service, wait_until
 
 
 @pytest.fixture
@@ -894,10 +821,8 @@ def test_a_file_older_than_1970_is_found_again_after_a_crash(line: Line, mtime_n
 UNREADABLE = """
 import os, sys
 sys.path.insert(0, {root!r})
-import importlib.util
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("lines", {module!r})
-lines = importlib.util.module_from_spec(spec); sys.modules["lines"] = lines; spec.loader.exec_module(lines)
+from tests.agent.intake import lines
 if os.geteuid() == 0:
     os.chown({folder!r}, 65534, 65534)
     os.seteuid(65534)
@@ -923,7 +848,7 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tm
     for above in (tmp_path, *tmp_path.parents):
         if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
             above.chmod(0o755)
-    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), module=__file__, folder=str(folder))
+    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), folder=str(folder))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
@@ -1170,34 +1095,6 @@ def test_a_file_that_changes_while_it_is_claimed_goes_back(tmp_path: Path) -> No
 
 
 # --- the thread, and real events ------------------------------------------------------------------------------------
-
-
-class Service:
-    """A running intake, and what it offered."""
-
-    def __init__(self, root: Path, **config: Any) -> None:
-        self.arrivals: queue.Queue[Arrival] = queue.Queue()
-        section = FolderSection.model_validate(
-            {"path": str(root), "pattern": PATTERN, **config}, context={"folder": root}
-        )
-        self.intake = FolderIntake(section, NAMING, self.arrivals.put, lambda _: None, owner="demo", wall=lambda: NOON)
-
-    def __enter__(self) -> Service:
-        self.intake.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.intake.stop()
-
-    def next(self) -> Arrival:
-        return self.arrivals.get(timeout=WAIT_S)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
