@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.line_file.intake import NAME_GROUPS, TYPE_GROUP
 from experts.document import suggestion
+from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +26,6 @@ LARGEST_BYTES = 64 * 1024
 LONGEST_VALUE = 255  # characters: a name could tell no more
 KEYS = (*NAME_GROUPS, TYPE_GROUP)
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-class SidecarUnfinished(ValueError):
-    """It does not parse: its writer is not done, or it is no JSON. Only time can tell."""
 
 
 def sidecar_of(relpath: str) -> str:
@@ -53,14 +50,12 @@ def read_sidecar(path: Path, name: str) -> Mapping[str, str]:
     if len(content) > LARGEST_BYTES:
         raise ValueError(f"{name} has more than {LARGEST_BYTES} bytes")
     try:
-        return said_in(content)
-    except SidecarUnfinished as error:
-        raise SidecarUnfinished(f"{name} {error}") from error
+        return said_in(content, name)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from error
 
 
-def said_in(content: bytes) -> Mapping[str, str]:
+def said_in(content: bytes, name: str = "it") -> Mapping[str, str]:
     """What the bytes of a sidecar say, by key. Raises SidecarUnfinished, or ValueError with what is wrong."""
     try:
         said = json.loads(content, object_pairs_hook=_each_once)
@@ -69,7 +64,7 @@ def said_in(content: bytes) -> Mapping[str, str]:
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error
     except ValueError as error:  # a UnicodeDecodeError too: the last character may be missing
-        raise SidecarUnfinished(f"is not JSON ({error})") from error
+        raise SidecarUnfinished(name, str(error)) from error
     if not isinstance(said, dict):
         raise ValueError('is not {"board": ..., ...}')
     for key, value in said.items():

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from agent.intake.arrivals import Arrival, Refusal
 from agent.intake.filing import printable
 from agent.intake.readiness import Lease
-from agent.intake.sidecar import SidecarUnfinished, sidecar_of
+from agent.intake.sidecar import sidecar_of
+from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -134,7 +135,7 @@ class Taker:
             except OSError as error:  # it stays claimed: the next rescan finds it again
                 reason = error.strerror or str(error)
                 log.error("intake_sidecar_not_read file=%s reason=%s: tried again", printable(claimed.relpath), reason)
-            except ValueError as error:
+            except (ValueError, SidecarUnfinished) as error:
                 self._refuse(claimed, str(error))
             else:
                 self._offer(claimed, name)
@@ -284,7 +285,7 @@ class Taker:
         self._callers.refuse(Refusal(key, printable(file.relpath), reason, name, self._callers.wall()))
 
     def _name_of(self, file: Claimed) -> ImageName:
-        """Whose image it is. Raises ValueError with the reason, OSError for what the filesystem says of a sidecar."""
+        """Whose image it is. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
         if not self.naming.has_sidecars:
             return self.naming.read(file.relpath)
         return self.naming.read_beside(self._inbox.sidecar(file), f"its sidecar {_sidecar_name(file.relpath)}")
@@ -294,7 +295,7 @@ class Taker:
         try:
             file.relpath.encode()
             return self._name_of(file)
-        except (ValueError, OSError):
+        except (ValueError, OSError, SidecarUnfinished):
             return None
 
     def _hold(self, candidate: Candidate, now: float, error: OSError) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from agent.intake.inbox import DONE, FAILED, NG, UNFINISHED
 from agent.intake.naming import naming_of
 from agent.intake.sidecar import SUFFIX, sidecar_of
-from experts.errors import ConfigError, ImageError
+from experts.errors import ConfigError, ImageError, SidecarUnfinished
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class _Search:
         for naming, max_pixels in namings:
             try:
                 name = _read_by(naming, folder, relpath)
-            except ValueError as error:
+            except (ValueError, SidecarUnfinished) as error:
                 reason = str(error)
                 continue
             except OSError as error:
@@ -260,7 +260,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 
 def _read_by(naming: Naming, folder: Path, relpath: str) -> ImageName:
-    """What a file shows. Raises ValueError with the reason, and OSError for what the filesystem says of a sidecar."""
+    """What a file shows. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
     if not naming.has_sidecars:
         return naming.read(_as_it_came(relpath))
     return naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
