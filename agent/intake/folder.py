@@ -200,6 +200,7 @@ class FolderIntake:
     def _scan(self, now: float) -> None:
         started = self._clock()
         try:
+            self._watch.check_mount()
             if self._waiting.turn_to(self._inbox.inode()):
                 log.warning("intake_folder_replaced folder=%s: it is another one than before", self._config.path)
                 self._watch.turn_away()

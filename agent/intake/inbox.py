@@ -210,6 +210,7 @@ class Inbox:
     def put_away(self, file: Claimed, shelf: str, identity: str) -> Path:
         """Move a file, and its sidecar, to a shelf (`done/2026-05-01`), under another name where that is taken. Returns
         where it lies."""
+        file.path.lstat()  # where it is gone with its share, no shelf is made in the share's place
         target = self.root / shelf / file.relpath
         self._make(target.parent)
         return self._place(file, target, identity)

@@ -7,10 +7,12 @@ import io
 import json
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -209,6 +211,7 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
 
 
 def test_a_truncated_image_counts_on_its_board(line):
+    """AC10."""
     line.watched["stale_after_s"] = 0.5
     with line.served() as service:
         line.drop("B1_c0_R1.png", png()[:-20])
@@ -232,6 +235,7 @@ def test_a_folders_limit_of_pixels_is_kept(line):
 
 
 def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(line):
+    """AC11."""
     with line.served(in_flight_limit=3) as service:
         with line.full_disk():
             for number in range(8):
@@ -450,6 +454,39 @@ def test_images_are_known_by_their_sidecars_after_they_were_judged(line):
         wait_for_steps(service)
         assert service.judged == 0
     assert sorted(file.name for file in (line.inbox / "done").rglob("*.*")) == ["x.json", "x.png", "y.json", "y.png"]
+
+
+def bomb():
+    """A PNG of 30 000 x 30 000 black pixels in 110 kB."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 1, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes(30_000 * (1 + 30_000 // 8)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_other(line):
+    """AC9: a bomb, no image at all, nothing at all, broken pixels; an ending that lies is nothing wrong."""
+    line.watched.update(pattern=PATTERN.replace("png", "(png|jpg)"), stale_after_s=0.5)
+    broken = png()[:45] + bytes(10) + png()[55:]
+    files = {"bomb": bomb(), "text": b"no image", "empty": b"", "broken": broken}
+    with line.served() as service:
+        for ref, content in files.items():
+            line.drop(f"B1_c0_{ref}.png", content)
+        line.drop("B1_c0_good.png")
+        line.drop("B1_c0_lying.jpg")
+        wait_until(lambda: service.judged == 6)
+    reasons = {row.ref: row.reason for row in line.rows() if row.verdict is UNKNOWN}
+    assert reasons.keys() == files.keys()
+    expected = {"bomb": "900000000 pixels", "text": "not an image", "empty": "empty", "broken": "cannot be decoded"}
+    for ref, reason in expected.items():
+        explained = json.loads((line.inbox / "failed" / f"B1_c0_{ref}.png.error.json").read_text())
+        assert reason in reasons[ref]
+        assert reason in explained["reason"]
+        assert (line.inbox / "failed" / f"B1_c0_{ref}.png").read_bytes() == files[ref]
+    assert {row.ref for row in line.rows() if row.verdict is OK} == {"good", "lying"}
 
 
 DEADLY = """
