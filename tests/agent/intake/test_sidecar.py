@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,9 +21,6 @@ from agent.intake.sidecar import LARGEST_BYTES, said_in
 from experts.errors import SidecarUnfinished
 from experts.expert import Verdict
 from tests.agent.intake.lines import IMAGES, PNG, Line, Service, wait_until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SAID = {"board": "B1", "component": "r", "ref": "R7"}
 B1 = ImageName("B1", "r", "R7", "main")
@@ -233,6 +233,42 @@ def test_no_beginning_of_a_sidecar_says_anything(said: dict[str, str]) -> None:
     for end in range(len(content)):
         with pytest.raises(SidecarUnfinished):
             said_in(content[:end])
+
+
+UNREADABLE = """
+import os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.agent.intake.lines import PNG, Line
+if os.geteuid() == 0:
+    os.chown({folder!r}, 65534, 65534)
+    os.seteuid(65534)
+line = Line(Path({folder!r}), identity="sidecar")
+for name in ("x", "y"):
+    (line.root / (name + ".png")).write_bytes(PNG)
+    (line.root / (name + ".json")).write_text({said!r})
+    os.chmod(line.root / (name + ".json"), 0)
+line.run(50)
+os.chmod(line.root / "y.json", 0o600)
+line.run(20)
+print(line.offered, line.refused, line.intake.statistics().alarm, sorted(os.listdir(line.root / "failed")))
+"""
+
+
+def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told(tmp_path: Path) -> None:
+    """AC9: EACCES, under a user whom permissions bind."""
+    folder = tmp_path / "inbox"
+    folder.mkdir()
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
+            above.chmod(0o755)
+    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), folder=str(folder), said=json.dumps(SAID))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == (
+        "['y.png'] {'x.png': 'its sidecar x.json cannot be read (Permission denied)'} None "
+        "['x.json', 'x.png', 'x.png.error.json']"
+    )
 
 
 def test_a_constant_component_may_be_left_out_but_not_contradicted(tmp_path: Path) -> None:
