@@ -337,7 +337,8 @@ def _folder_problems(sections: LineSections, document: Document) -> Iterator[Con
         if folder.component and folder.component not in sections.routes:
             hint = suggestion(folder.component, sections.routes, "add its route")
             yield document.error(f"no route for {folder.component!r} - {hint}", *where, "component")
-        if len(sections.boards) > 1 and TYPE_GROUP not in re.compile(folder.pattern).groupindex:
+        groups = None if folder.pattern is None else re.compile(folder.pattern).groupindex
+        if len(sections.boards) > 1 and groups is not None and TYPE_GROUP not in groups:
             several = ", ".join(sections.boards)
             yield document.error(
                 f"which of {several} is a file's board? - add a group (?P<type>...)", *where, "pattern"

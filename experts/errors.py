@@ -18,6 +18,7 @@ CoServeError
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
 +- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
++- SidecarUnfinished        what tells whose an image is does not parse: its writer is not done, or it is no JSON
 +- CameraFailed             a camera cannot be connected, or a connection ended: it is tried again
 +- BackendUnavailable       a configured runtime or device is not there
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
@@ -191,6 +192,14 @@ class FileChanged(CoServeError):
     def __init__(self, path: str) -> None:
         super().__init__(f"{path}: not the file that was seen complete")
         self.path = path
+
+
+class SidecarUnfinished(CoServeError):
+    """A sidecar does not parse. Its writer is not done, or it is no JSON: only time can tell. ``name``: as told."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} is not JSON ({reason})")
+        self.name = name
 
 
 class CameraFailed(CoServeError):

@@ -107,7 +107,7 @@ class Shelves:
         if filing.verdict is not Verdict.UNKNOWN:
             shelf = f"{shelf}/{self._wall():%Y-%m-%d}"
         if filing.placed is None:
-            filing.placed = self._inbox.put_away(file.path, file.relpath, shelf, filing.key.rpartition("@")[2])
+            filing.placed = self._inbox.put_away(file, shelf, filing.key.rpartition("@")[2])
         if filing.verdict is Verdict.UNKNOWN:
             explanation: dict[str, object] = {
                 "file": printable(file.relpath),

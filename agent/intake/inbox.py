@@ -5,6 +5,8 @@ Layout below the watched folder, all on its filesystem so that every step is one
     .work/OWNER/[SUB/].INODE-SIZE-MTIME~/NAME claimed; a name that leaves no place for the prefix
     done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged
     failed/...  failed/NAME.error.json        could not be judged, and why
+Where sidecars tell whose images are, that of a claimed one is claimed with it, as .INODE-SIZE-MTIME~.json (its image's)
+in .work/OWNER/[SUB/], so that it is never taken for a later image's of its name; on a shelf it lies beside its own.
 Nothing is ever overwritten, and of two agents that claim one file only one succeeds. A folder of claims goes with the
 last of them. Whatever name a file can have, it can be claimed, put away and explained: a name that would become too
 long is cut, and told from others by a digest.
@@ -20,13 +22,15 @@ import os
 import re
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import TYPE_CHECKING
 
 from agent.intake.readiness import Lease, Sighting
+from agent.intake.sidecar import SUFFIX as SIDECAR_SUFFIX
+from agent.intake.sidecar import sidecar_of
 from experts.images import Completeness, completeness
 
 if TYPE_CHECKING:
@@ -58,17 +62,19 @@ class Found:
     sighting: Sighting
     is_marked: bool = False
     objection: str | None = None
+    sidecar: Sighting | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """A file that this agent deals with: where it lay, what it was, where it lies. One that was not claimed by a rename
-    may be replaced by another at any time."""
+    may be replaced by another at any time. ``sidecar``: what lay beside it."""
 
     relpath: str
     sighting: Sighting
     path: Path
     is_ours: bool = True
+    sidecar: Sighting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,14 @@ class Probe:
 
 
 class Inbox:
-    """One watched folder. Every method may raise OSError: the filesystem decides."""
+    """One watched folder. Every method may raise OSError: the filesystem decides.
 
-    def __init__(self, root: Path, owner: str) -> None:
+    ``has_sidecars``: a file `STEM.json` beside each image tells whose it is, and is no image.
+    """
+
+    def __init__(self, root: Path, owner: str, *, has_sidecars: bool = False) -> None:
         self.root = root
+        self.has_sidecars = has_sidecars
         self.work = root / WORK / owner
         self._source = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
 
@@ -117,7 +127,7 @@ class Inbox:
 
     def look(self, relpath: str) -> Found | None:
         """One file as it is now; None if it is gone, is a folder, or is none of our business."""
-        if is_ignored(relpath):
+        if self._is_ignored(relpath):
             return None
         path = self.root / relpath
         try:
@@ -128,7 +138,8 @@ class Inbox:
             return None
         names = (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER)
         is_marked = any(os.path.exists(self.root / name) for name in names)  # also where such a name is too long
-        return Found(relpath, _sighting(status), is_marked, _objection(relpath, status))
+        sidecar = _seen(self.root / sidecar_of(relpath)) if self.has_sidecars else None
+        return Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
 
     def probe(self, relpath: str) -> Probe:
         """Who writes to the file, and whether its bytes say that it ends. Raises PermissionError among others."""
@@ -150,9 +161,25 @@ class Inbox:
             raise
         return Claimed(relpath, sighting, target)
 
-    def unclaimed(self, relpath: str, sighting: Sighting) -> Claimed:
+    def claim_sidecar(self, claimed: Claimed) -> Claimed:
+        """Take the sidecar of a file that is claimed; nothing happens if that was done. Raises FileNotFoundError if
+        there is none."""
+        place = self.sidecar(claimed)
+        if (seen := _seen(place)) is None:
+            (self.root / sidecar_of(claimed.relpath)).rename(place)
+            seen = _sighting(place.lstat())
+        return replace(claimed, sidecar=seen)
+
+    def sidecar(self, file: Claimed) -> Path:
+        """Where the sidecar of this file lies, or would lie: beside it, until both are claimed."""
+        if not file.is_ours:
+            return self.root / sidecar_of(file.relpath)
+        folder = self.work / file.relpath.rpartition("/")[0]
+        return folder / f".{_identity(file.sighting)}~{SIDECAR_SUFFIX}"
+
+    def unclaimed(self, relpath: str, sighting: Sighting, sidecar: Sighting | None = None) -> Claimed:
         """The file, left where it is."""
-        return Claimed(relpath, sighting, self.root / relpath, is_ours=False)
+        return Claimed(relpath, sighting, self.root / relpath, is_ours=False, sidecar=sidecar)
 
     def sighting(self, claimed: Claimed) -> Sighting:
         """The file as it is now."""
@@ -162,7 +189,7 @@ class Inbox:
         """Put the file back, because its writer was not done; a newer file of its name wins, under another name."""
         target = self.root / claimed.relpath
         self._make(target.parent)
-        self._place(claimed.path, target, _identity(claimed.sighting))
+        self._place(claimed, target, _identity(claimed.sighting))
 
     def drop_marker(self, relpath: str) -> None:
         """Remove the marker that lay beside a claimed file, if there was one."""
@@ -186,14 +213,18 @@ class Inbox:
                     found.append(Claimed(parts["sub"] + parts["name"], sighting, Path(path)))
         yield from sorted(found, key=lambda claimed: (claimed.sighting.mtime_ns, claimed.relpath))
 
-    def put_away(self, path: Path, relpath: str, shelf: str, identity: str) -> Path:
-        """Move a file to a shelf (`done/2026-05-01`), under another name where that is taken. Returns where it lies."""
-        target = self.root / shelf / relpath
+    def put_away(self, file: Claimed, shelf: str, identity: str) -> Path:
+        """Move a file, and its sidecar, to a shelf (`done/2026-05-01`), under another name where that is taken. Returns
+        where it lies."""
+        file.path.lstat()  # where it is gone with its share, no shelf is made in the share's place
+        target = self.root / shelf / file.relpath
         self._make(target.parent)
-        return self._place(path, target, identity)
+        return self._place(file, target, identity)
 
     def delete(self, claimed: Claimed) -> None:
-        """Remove the file for good; nothing happens if it is gone."""
+        """Remove the file, and its sidecar, for good; nothing happens if it is gone."""
+        if self._is_with_its_sidecar(claimed):
+            self.sidecar(claimed).unlink(missing_ok=True)
         claimed.path.unlink(missing_ok=True)
         self._tidy(claimed.path.parent)
 
@@ -223,10 +254,33 @@ class Inbox:
             else:
                 return
 
-    def _place(self, source: Path, target: Path, identity: str) -> Path:
-        place = place_without_overwriting(source, target, identity, self._name_limit)
-        self._tidy(source.parent)
+    def _place(self, file: Claimed, target: Path, identity: str) -> Path:
+        if self.has_sidecars:
+            target = self._place_sidecar(file, target, identity)
+        place = place_without_overwriting(file.path, target, identity, self._name_limit)
+        self._tidy(file.path.parent)
         return place
+
+    def _place_sidecar(self, file: Claimed, target: Path, identity: str) -> Path:
+        """Move its sidecar, before the file itself, to where both names are free. Returns where the file is to go.
+
+        After a crash between the two, the sidecar shows where it went by its name, if that is not the first choice.
+        """
+        names = [target, target.with_name(_other_name(target, identity, self._name_limit))]
+        beside = [name.with_name(fitted(name.stem, SIDECAR_SUFFIX, self._name_limit)) for name in names]
+        if not self._is_with_its_sidecar(file):
+            return names[os.path.lexists(beside[1])]
+        sidecar = self.sidecar(file)
+        is_other = _is_taken(names[0], file.path) or _is_taken(beside[0], sidecar)
+        place_without_overwriting(sidecar, beside[is_other], identity, self._name_limit)
+        return names[is_other]
+
+    def _is_with_its_sidecar(self, file: Claimed) -> bool:
+        """Whether the sidecar that was seen with this file is still where it was, and no other file's by now."""
+        if file.sidecar is None:
+            return False
+        seen = _seen(self.sidecar(file))
+        return seen is not None if file.is_ours else seen == file.sidecar
 
     def _tidy(self, folder: Path) -> None:
         """Remove a folder of claims that has become empty, and those above it, but not this owner's own.
@@ -258,7 +312,7 @@ class Inbox:
         names = {entry.name for entry in listed}
         for entry in listed:
             relpath = prefix + entry.name
-            if is_ignored(relpath):
+            if self._is_ignored(relpath):
                 continue
             try:
                 if entry.is_dir(follow_symlinks=False):
@@ -271,7 +325,12 @@ class Inbox:
                 raise
             stem = os.path.splitext(entry.name)[0]
             is_marked = entry.name + MARKER in names or stem + MARKER in names
-            yield Found(relpath, _sighting(status), is_marked, _objection(relpath, status))
+            has_sidecar = self.has_sidecars and stem + SIDECAR_SUFFIX in names
+            sidecar = _seen(folder / (stem + SIDECAR_SUFFIX)) if has_sidecar else None
+            yield Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
+
+    def _is_ignored(self, relpath: str) -> bool:
+        return is_ignored(relpath) or (self.has_sidecars and relpath.lower().endswith(SIDECAR_SUFFIX))
 
 
 def is_claim(relpath: str) -> bool:
@@ -320,8 +379,7 @@ def fitted(name: str, ending: str, limit_bytes: int) -> str:
 
 def place_without_overwriting(source: Path, target: Path, identity: str, limit_bytes: int = NAME_BYTES) -> Path:
     """Rename ``source``; where the name is taken, to `NAME~IDENTITY.SUFFIX`. Safe to repeat after a crash."""
-    suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
-    for name in (target.name, fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)):
+    for name in (target.name, _other_name(target, identity, limit_bytes)):
         place = target.with_name(name)
         try:
             os.link(source, place, follow_symlinks=False)
@@ -340,6 +398,17 @@ def place_without_overwriting(source: Path, target: Path, identity: str, limit_b
     raise FileExistsError(errno.EEXIST, "both its name and its name with identity are taken", str(target))
 
 
+def _other_name(target: Path, identity: str, limit_bytes: int) -> str:
+    """What a file is called where its name is taken."""
+    suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
+    return fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)
+
+
+def _is_taken(place: Path, source: Path) -> bool:
+    """Whether another file than this one lies there."""
+    return os.path.lexists(place) and not _is_same(place, source)
+
+
 def _is_same(one: Path, other: Path) -> bool:
     first, second = one.lstat(), other.lstat()
     return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
@@ -351,6 +420,16 @@ def _identity(sighting: Sighting) -> str:
 
 def _sighting(status: os.stat_result) -> Sighting:
     return Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _seen(path: Path) -> Sighting | None:
+    """What lies there; None for nothing, and for a name that is too long to be one."""
+    try:
+        return _sighting(path.lstat())
+    except OSError as error:
+        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
+            return None
+        raise
 
 
 def _objection(relpath: str, status: os.stat_result) -> str | None:

@@ -46,19 +46,30 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A file that waits to be taken. Times are monotonic, in seconds."""
+    """A file that waits to be taken. Times are monotonic, in seconds.
+
+    ``sidecar``: what lies beside it and tells whose it is; None while nothing does, and where names tell it.
+    """
 
     relpath: str
     sighting: Sighting
     unchanged_since: float
     evidence: Evidence = Evidence.NONE
     not_before: float = float("-inf")
+    sidecar: Sighting | None = None
+    sidecar_since: float = float("-inf")
 
     def seen(self, sighting: Sighting, now: float) -> Candidate:
         """After another look: a change starts the wait anew, and voids what was known before it."""
         if sighting == self.sighting:
             return self
         return Candidate(self.relpath, sighting, unchanged_since=now)
+
+    def beside(self, sidecar: Sighting | None, now: float) -> Candidate:
+        """With this sidecar: one that came, changed or went may be looked into at once."""
+        if sidecar == self.sidecar:
+            return self
+        return replace(self, sidecar=sidecar, sidecar_since=now, not_before=float("-inf"))
 
     def shown(self, evidence: Evidence) -> Candidate:
         """With this sign of completeness, unless a stronger one is known."""
@@ -71,12 +82,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one folder's files show that they are complete; ``mode`` as configured."""
+    """How one folder's files show that they are complete; ``mode`` as configured.
+
+    ``needs_sidecar``: a file without one is only looked into to be told that it is missing. It tells whose the image
+    is, and not that the image is complete, for it may come first; in the mode marker it does.
+    """
 
     mode: str = "auto"
     closed_settle_s: float = CLOSED_SETTLE_S
     unseen_settle_s: float = UNSEEN_SETTLE_S
     stale_after_s: float = 60.0
+    needs_sidecar: bool = False
 
     def settle_s(self, evidence: Evidence) -> float | None:
         """How long the file must have been unchanged; None while a sign is missing without which no wait is enough."""
@@ -90,6 +106,9 @@ class Rule:
 
     def due_at(self, candidate: Candidate) -> float | None:
         """When it will have settled, so that looking into it makes sense; None while a sign is missing."""
+        if self.lacks_sidecar(candidate):
+            missing_at = max(candidate.unchanged_since, candidate.sidecar_since) + self.stale_after_s
+            return max(missing_at, candidate.not_before)
         settle_s = self.settle_s(candidate.evidence)
         return None if settle_s is None else max(candidate.unchanged_since + settle_s, candidate.not_before)
 
@@ -97,6 +116,10 @@ class Rule:
         """Whether it has settled."""
         due_at = self.due_at(candidate)
         return due_at is not None and now >= due_at
+
+    def lacks_sidecar(self, candidate: Candidate) -> bool:
+        """Whether nothing tells whose image it is."""
+        return self.needs_sidecar and candidate.sidecar is None
 
     def is_ready(self, candidate: Candidate, now: float, lease: Lease, completeness: Completeness) -> bool:
         """Whether a settled file may be taken, given who holds it open and what its bytes say."""
@@ -116,6 +139,10 @@ class Rule:
     def is_abandoned(self, candidate: Candidate, now: float) -> bool:
         """Whether it has been unchanged for so long that nobody will change it any more."""
         return now - candidate.unchanged_since >= self.stale_after_s
+
+    def is_sidecar_abandoned(self, candidate: Candidate, now: float) -> bool:
+        """Whether what lies beside it has been unchanged, or missing, for as long."""
+        return now - candidate.sidecar_since >= self.stale_after_s
 
     def _is_vouched_for(self, candidate: Candidate) -> bool:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}

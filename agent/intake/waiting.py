@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from agent.intake.ranking import Ranking
 from agent.intake.readiness import Candidate, Evidence, Rule, Sighting
+from agent.intake.sidecar import sidecar_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,6 +33,7 @@ class Waiting:
         self._settling = Ranking()  # by when they will have settled
         self._settled = Ranking()  # by when they were written
         self._aging = Ranking()  # by when they will be stale
+        self._by_sidecar: dict[str, set[str]] = {}  # the files that a sidecar may be of, where there are such
         self._stale: list[str] = []  # sorted
         self._stale_seen: tuple[str, ...] | None = ()
 
@@ -60,7 +62,10 @@ class Waiting:
         candidate = known.seen(found.sighting, now) if known else Candidate(found.relpath, found.sighting, now)
         if candidate is not known:
             self._drop_stale(found.relpath)
-        self._put(candidate.shown(Evidence.MARKED if found.is_marked else evidence))
+        if self._rule.needs_sidecar:
+            candidate = candidate.beside(found.sidecar, now)
+        is_marked = found.is_marked or (self._rule.mode == "marker" and candidate.sidecar is not None)
+        self._put(candidate.shown(Evidence.MARKED if is_marked else evidence))
 
     def see_all(self, found: Iterable[Found], now: float) -> None:
         """All files of the folder, as just listed: the others are gone."""
@@ -98,6 +103,8 @@ class Waiting:
     def forget(self, relpath: str) -> None:
         """This file is gone."""
         self._candidates.pop(relpath, None)
+        if self._rule.needs_sidecar:
+            self._drop_sidecar(relpath)
         for ranking in (self._settling, self._settled, self._aging):
             ranking.drop(relpath)
         self._drop_stale(relpath)
@@ -105,10 +112,15 @@ class Waiting:
     def clear(self) -> None:
         """The folder is gone; what was passed over still is when it comes back."""
         self._candidates.clear()
+        self._by_sidecar.clear()
         for ranking in (self._settling, self._settled, self._aging):
             ranking.clear()
         self._stale.clear()
         self._stale_seen = ()
+
+    def beside(self, sidecar: str) -> tuple[str, ...]:
+        """The waiting files that this is the sidecar of."""
+        return tuple(sorted(self._by_sidecar.get(sidecar, ())))
 
     def first_due(self, now: float) -> Candidate | None:
         """Of the files that have settled, the one that was written first: it is due until it is dealt with."""
@@ -150,10 +162,19 @@ class Waiting:
         if self._candidates.get(relpath) is candidate:
             return
         self._candidates[relpath] = candidate
+        if self._rule.needs_sidecar:
+            self._by_sidecar.setdefault(sidecar_of(relpath), set()).add(relpath)
         self._settled.drop(relpath)
         _rank(self._settling, relpath, self._rule.due_at(candidate))
         if not self._is_stale(relpath):
             _rank(self._aging, relpath, self._rule.stale_at(candidate))
+
+    def _drop_sidecar(self, relpath: str) -> None:
+        sidecar = sidecar_of(relpath)
+        beside = self._by_sidecar.get(sidecar, set())
+        beside.discard(relpath)
+        if not beside:
+            self._by_sidecar.pop(sidecar, None)
 
     def _is_stale(self, relpath: str) -> bool:
         place = bisect_left(self._stale, relpath)

@@ -5,6 +5,7 @@ Guarantees: hints are of the folder that lies there now; each change of state is
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class FolderWatch:
         self._path = path
         self._note = note
         self._hints: Hints | None = None
+        self._was_mounted = False
 
     @property
     def is_online(self) -> bool:
@@ -49,6 +51,13 @@ class FolderWatch:
         self.is_polled = not tells
         log.info("intake_online folder=%s polled=%s", self._path, self.is_polled)
         return True
+
+    def check_mount(self) -> None:
+        """Raises OSError where a share was mounted and nothing is now: its bare mount point is not the folder."""
+        is_mounted = self._path.is_mount()
+        if self._was_mounted and not is_mounted:
+            raise OSError(errno.ENODEV, "nothing is mounted there any more")
+        self._was_mounted = is_mounted
 
     def go_offline(self, error: OSError) -> None:
         """It cannot be read."""

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from agent.line_file.values import Name, Seconds, SecretSection
 from experts.catalog import ComponentType, FilePath, Section
@@ -15,6 +16,7 @@ from experts.document import suggestion
 from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 
 ReadyMode = Literal["auto", "rename", "marker", "stable"]
+Identity = Literal["pattern", "sidecar"]
 NAME_GROUPS = ("board", "component", "ref")  # what a file's name must tell
 TYPE_GROUP = "type"  # and, where several board types are configured, this
 CAMERA_SCHEMES = ("rtsp", "rtsps", "http", "https", "file", "v4l2", "genicam")
@@ -51,17 +53,25 @@ class FolderSection(Section):
     """One watched folder."""
 
     path: FilePath = Field(description="folder to watch, subfolders included, relative to this file")
-    pattern: Annotated[str, AfterValidator(_pattern)] = Field(
+    identity: Identity = Field(
+        "pattern",
+        description="what tells whose image a file is: pattern (its name), or sidecar (STEM.json beside STEM.png: "
+        '{"board": ..., "component": ..., "ref": ...}, and "type" where there are several board types); default '
+        "pattern",
+    )
+    pattern: Annotated[str, AfterValidator(_pattern)] | None = Field(
+        None,
+        validate_default=True,
         description="regular expression of whole file names (of the path below the folder, if it holds a `/`) "
-        "with the groups board, component and ref, and type where there are several board types"
+        "with the groups board, component and ref, and type where there are several board types",
     )
     component: ComponentType | None = Field(
         None, description="component type of every file here, in place of the pattern's group; default: the group"
     )
     ready: ReadyMode = Field(
         "auto",
-        description="what shows that a file is complete: rename (it appears whole), marker (NAME.done beside it), "
-        "stable (it stops changing), or auto: any of them; default auto",
+        description="what shows that a file is complete: rename (it appears whole), marker (NAME.done beside it, or "
+        "its sidecar), stable (it stops changing), or auto: any of them; default auto",
     )
     settle_ms: int | None = Field(
         None,
@@ -91,6 +101,11 @@ class FolderSection(Section):
     ignore_existing: bool = Field(
         False, strict=True, description="true: files that are there at the start stay unjudged; default false"
     )
+    duplicate: Literal["reinspect", "skip"] = Field(
+        "reinspect",
+        description="the same bytes again for the same board, component and ref: reinspect (judge them again) or skip "
+        "(they get the verdict of the first, OK or NG, and no expert is asked); default reinspect",
+    )
     max_pixels: int = Field(
         DEFAULT_MAX_PIXELS,
         strict=True,
@@ -99,8 +114,25 @@ class FolderSection(Section):
         description=f"larger images are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}; default {DEFAULT_MAX_PIXELS}",
     )
 
+    @property
+    def has_sidecars(self) -> bool:
+        """Whether a file beside each image tells whose it is, and not its name."""
+        return self.identity == "sidecar"
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_one_identity(cls, pattern: str | None, info: ValidationInfo) -> str | None:
+        identity = info.data.get("identity")
+        if identity == "pattern" and pattern is None:
+            raise PydanticCustomError("missing", "Field required")
+        if identity == "sidecar" and pattern is not None:
+            raise ValueError("with identity: sidecar nobody reads names - leave pattern out, or identity")
+        return pattern
+
     @model_validator(mode="after")
     def _names_tell_everything(self) -> FolderSection:
+        if self.pattern is None:
+            return self
         groups = re.compile(self.pattern).groupindex
         missing = [name for name in NAME_GROUPS if name not in groups and not (name == "component" and self.component)]
         if missing:

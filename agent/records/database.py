@@ -23,6 +23,9 @@ BUSY_TIMEOUT_S = 5.0
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
 LOCK_NAME = "agent.lock"
 
+# JSON as Python writes it may hold NaN, which SQLite takes for no JSON: an index must not keep a row from being stored
+IMAGE_SHA256 = "CASE WHEN json_valid(detail) THEN json_extract(detail, '$.image_sha256') END"
+
 migrations = Migrations("records")
 
 
@@ -152,6 +155,12 @@ def exports_and_leaving_images(database: Database) -> None:
         """
     )
     database.execute("CREATE TABLE leaving (path BLOB PRIMARY KEY, mtime_ns INTEGER NOT NULL, reason TEXT NOT NULL)")
+
+
+@migrations()
+def results_by_content(database: Database) -> None:
+    """Results of images that are recognised when their bytes come again; only these have a digest in their detail."""
+    database.execute(f"CREATE INDEX results_content ON results ({IMAGE_SHA256}) WHERE {IMAGE_SHA256} IS NOT NULL")
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardVerdict, Inspection, StoredResult
-from agent.records.database import open_for_reading, utc_text
+from agent.records.database import IMAGE_SHA256, open_for_reading, utc_text
 from agent.records.results import BoardRow, Result, ResultRow
 from experts.expert import Verdict
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from agent.records.results import Content
 
 READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
 LARGEST_SEQ = 2**63 - 1
@@ -36,6 +38,25 @@ class ResultReader:
     def find(self, key: str) -> ResultRow | None:
         """The committed result of this key."""
         rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
+        return _result_row(rows[0]) if rows else None
+
+    def first_judged(self, content: Content) -> ResultRow | None:
+        """The first OK or NG of these bytes for this part, from this source and under this line file."""
+        rows = self._rows(
+            f"SELECT * FROM results INDEXED BY results_content WHERE {IMAGE_SHA256} = ?"
+            " AND board = ? AND board_type IS ? AND component = ? AND ref = ? AND config_sha256 = ?"
+            " AND substr(key, 1, ?) = ? AND verdict != 'UNKNOWN' ORDER BY seq LIMIT 1",
+            (
+                content.sha256,
+                content.board,
+                content.board_type,
+                content.component,
+                content.ref,
+                content.config_sha256,
+                len(content.source),
+                content.source,
+            ),
+        )
         return _result_row(rows[0]) if rows else None
 
     def query(

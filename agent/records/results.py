@@ -41,6 +41,19 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Content:
+    """The bytes of an image, and the part that they show. ``source``: how the keys of its results begin."""
+
+    sha256: str
+    source: str
+    board: str
+    board_type: str | None
+    component: str
+    ref: str
+    config_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class ResultRow:
     """A stored result."""
 

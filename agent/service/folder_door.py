@@ -18,8 +18,9 @@ from agent.intake.folder import FolderIntake
 from agent.intake.naming import naming_of
 from agent.intake.reading import Answers, ArrivalReader
 from agent.runtime.image_sources import EncodedImage
+from agent.service.duplicates import Duplicates, content_of
 from agent.service.inspector import ATTEMPTS_MAXIMUM, Task
-from agent.service.recording import arrival_result, refused_result
+from agent.service.recording import arrival_result, duplicate_result, refused_result
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from agent.intake.arrivals import Arrival, Refusal
     from agent.line_file.intake import FolderSection
     from agent.records.result_reader import ResultReader
-    from agent.records.results import Recorded, Result
+    from agent.records.results import Content, Recorded, Result
     from agent.service.inspector import Course, Inspector
     from agent.service.verdicts import Verdicts
 
@@ -54,6 +55,7 @@ class FolderDoor:
         self._inspector = inspector
         self._verdicts = verdicts
         self._results = reader
+        self._duplicates = Duplicates(reader) if folder.duplicate == "skip" else None
         self.intake = FolderIntake(
             folder,
             naming_of(folder, config),
@@ -102,15 +104,31 @@ class FolderDoor:
         else:
             self.reader.take(arrival)
 
-    def _read(self, arrival: Arrival, content: bytes) -> None:
+    def _read(self, arrival: Arrival, image: bytes) -> None:
+        if self._duplicates is None:
+            self._judge(arrival, image, None)
+            return
+        content = content_of(arrival, image, self._inspector.agent.config.catalog.sha256)
+        if not self._duplicates.begin(arrival, content):
+            self.reader.release(len(image))
+        elif (first := self._duplicates.first_of(content)) is None:
+            self._judge(arrival, image, content)
+        else:
+            self.reader.release(len(image))
+            name = printable(arrival.relpath)
+            log.info("image_duplicate file=%s verdict=%s of=%s: not judged again", name, first.verdict, first.key)
+            self._record(duplicate_result(self._inspector.agent.config, arrival, first), arrival)
+
+    def _judge(self, arrival: Arrival, image: bytes, content: Content | None) -> None:
         name = printable(arrival.relpath)
-        image = EncodedImage(content, name, arrival.max_pixels)
 
         def ended(outcome: Outcome, course: Course) -> None:
-            self.reader.release(len(content))
-            self._record(arrival_result(self._inspector.agent.config, arrival, outcome, course.models), arrival)
+            self.reader.release(len(image))
+            config = self._inspector.agent.config
+            self._record(arrival_result(config, arrival, outcome, course.models, content), arrival)
 
-        self._inspector.enter(Task(arrival.key, name, image, ended, component=arrival.component))
+        source = EncodedImage(image, name, arrival.max_pixels)
+        self._inspector.enter(Task(arrival.key, name, source, ended, component=arrival.component))
 
     def _end_unjudged(self, arrival: Arrival, reason: str) -> None:
         outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
@@ -146,6 +164,8 @@ class FolderDoor:
 
     def _stored(self, result: Result, judged: Arrival | Refusal, recorded: Recorded) -> None:
         self._inspector.settled(judged.key)
+        for arrival in () if self._duplicates is None else self._duplicates.end(judged.key):
+            self.reader.take(arrival)
         if not recorded.is_new and self._is_known(judged):
             return  # a row that was not read when its file came: it decides
         self.intake.settle(judged, result.verdict, result.reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from agent.core.request import Outcome
     from agent.intake.arrivals import Arrival, Refusal
     from agent.records.journal import Entry
+    from agent.records.results import Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,14 @@ class _Subject:
     arrived_at: datetime
 
 
-def arrival_result(config: LineConfig, arrival: Arrival, outcome: Outcome, models: Sequence[str] = ()) -> Result:
-    """The row of a folder's image whose request has just ended."""
+def arrival_result(
+    config: LineConfig,
+    arrival: Arrival,
+    outcome: Outcome,
+    models: Sequence[str] = (),
+    content: Content | None = None,
+) -> Result:
+    """The row of a folder's image whose request has just ended; ``content``: to know it by when it comes again."""
     subject = _Subject(
         arrival.key,
         arrival.component,
@@ -44,7 +51,36 @@ def arrival_result(config: LineConfig, arrival: Arrival, outcome: Outcome, model
         arrival.ref,
         arrival.arrived_at,
     )
-    return _judged(config, subject, outcome, models)
+    result = _judged(config, subject, outcome, models)
+    if content is None:
+        return result
+    detail = {**result.detail, "image_sha256": content.sha256}
+    return replace(result, config_sha256=content.config_sha256, detail=detail)
+
+
+def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Result:
+    """The row of an image that was judged before under another key: that one's verdict, and nobody asked.
+
+    Without board type, by which boards count: one that was judged long ago begins no new run of its board.
+    """
+    now = datetime.now(UTC).astimezone()
+    return Result(
+        key=arrival.key,
+        line=config.line,
+        component=arrival.component,
+        image=arrival.relpath,
+        verdict=first.verdict,
+        arrived_at=arrival.arrived_at,
+        finished_at=now,
+        seconds=(now - arrival.arrived_at).total_seconds(),
+        config_sha256=first.config_sha256,
+        board=arrival.board,
+        ref=arrival.ref,
+        label=first.label,
+        score=first.score,
+        reason=f"the same bytes as {first.key}, which was {first.verdict}: not judged again",
+        detail={"steps": [], "duplicate_of": first.key},
+    )
 
 
 def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Sequence[str] = ()) -> Result:

@@ -6,7 +6,8 @@ share of each component and label as far as there are any, spread evenly over th
 have to come as often as on the line, an equal share of each component alone. Nothing is moved or written.
 
 Read are labelled crops (``FOLDER/<component>/<label>/...``) and images whose names match a pattern of the line's
-intake, an agent's own ``done/`` and ``ng/`` included; ``failed/``, hidden and unfinished files are left alone.
+intake, or whose sidecars tell what they show, an agent's own ``done/`` and ``ng/`` included; ``failed/``, hidden and
+unfinished files are left alone.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from typing import TYPE_CHECKING
 
 from agent.intake.inbox import DONE, FAILED, NG, UNFINISHED
 from agent.intake.naming import naming_of
-from experts.errors import ConfigError, ImageError
+from agent.intake.sidecar import SUFFIX, sidecar_of
+from experts.errors import ConfigError, ImageError, SidecarUnfinished
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.intake.naming import Naming
+    from agent.intake.naming import ImageName, Naming
 
 MOST_PER_EXPERT = 24
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
@@ -142,6 +144,8 @@ class _Search:
     def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
         """One of the line's own folders, whether it is there yet or not."""
         for relpath in _files_below(folder):
+            if naming.has_sidecars and relpath.endswith(SUFFIX):
+                continue
             self._looked_at += 1
             shelf = relpath.split("/")[0]
             shown = self._shown(folder / shelf if shelf in {DONE, NG} else folder)
@@ -181,16 +185,19 @@ class _Search:
             f"{folder} holds no usable image: {self._looked_at} files were looked at"
             + "".join(f"; {each}" for each in listed)
             + f" - give a folder of <component>/<label>/*.png (components: {components}, ...) or of images named as "
-            "the line's intake.folders[].pattern says"
+            "the line's intake.folders[].pattern says, or with their sidecars"
         )
 
     def _read_name(self, folder: Path, relpath: str, namings: Sequence[tuple[Naming, int]], shown: str) -> None:
-        reason = "the line has no intake pattern to read its name by"
+        reason = "the line has no intake folder to read its name by"
         for naming, max_pixels in namings:
             try:
-                name = naming.read(_as_it_came(relpath))
-            except ValueError as error:
+                name = _read_by(naming, folder, relpath)
+            except (ValueError, SidecarUnfinished) as error:
                 reason = str(error)
+                continue
+            except OSError as error:
+                reason = f"its sidecar: {error.strerror}"
                 continue
             self._found[name.component, ""].append(Sample(folder / relpath, name.component, None, shown, max_pixels))
             return
@@ -250,6 +257,13 @@ def _files_below(folder: Path) -> Iterator[str]:
         for name in sorted(files):
             if not name.startswith(".") and not any(fnmatchcase(name.lower(), pattern) for pattern in UNFINISHED):
                 yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
+
+
+def _read_by(naming: Naming, folder: Path, relpath: str) -> ImageName:
+    """What a file shows. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
+    if not naming.has_sidecars:
+        return naming.read(_as_it_came(relpath))
+    return naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
 
 
 def _as_it_came(relpath: str) -> str:

@@ -149,6 +149,20 @@ def test_a_constant_component_stands_for_the_group(tmp_path: Path) -> None:
     assert "both a key and a group" in problems_of(tmp_path, MINIMAL + "      component: r\n")[0]
 
 
+def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path: Path) -> None:
+    without = MINIMAL.replace(f"      pattern: '{PATTERN}'\n", "")
+    assert without != MINIMAL
+    (problem,) = problems_of(tmp_path, without)
+    assert "line.yaml:14:7: intake.folders[0].pattern: is missing - regular expression of whole file names" in problem
+    config = line_of(tmp_path, without + "      identity: sidecar\n")
+    assert config.intake.folders[0].has_sidecars
+    (problem,) = problems_of(tmp_path, MINIMAL + "      identity: sidecar\n")
+    assert "intake.folders[0].pattern: with identity: sidecar nobody reads names - leave pattern out" in problem
+    assert "Input should be 'pattern' or 'sidecar'" in problems_of(tmp_path, MINIMAL + "      identity: name\n")[0]
+    boards = "boards: {one: {components: {r: 1}}, two: {components: {c: 1}}}\n"
+    assert line_of(tmp_path, without + "      identity: sidecar\n" + boards).boards.keys() == {"one", "two"}
+
+
 def test_several_board_types_need_the_group_type(tmp_path: Path) -> None:
     boards = "boards: {one: {components: {r: 1}}, two: {components: {c: 1}}}\n"
     (problem,) = problems_of(tmp_path, MINIMAL + boards)
@@ -362,7 +376,7 @@ def test_the_example_is_valid_and_names_every_key_with_its_default() -> None:
 def test_the_example_states_the_defaults_that_hold() -> None:
     text = EXAMPLE.read_text()
     folder = json_schema()["$defs"]["FolderSection"]["properties"]
-    for key in ("ready", "poll_s", "stale_after_s", "after", "ignore_existing", "max_pixels"):
+    for key in ("identity", "duplicate", "ready", "poll_s", "stale_after_s", "after", "ignore_existing", "max_pixels"):
         line = re.findall(rf"^ +{key}: *(.*)$", text, re.MULTILINE)[0]
         assert yaml.safe_load(line.split("#")[0]) == folder[key]["default"]
 

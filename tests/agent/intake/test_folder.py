@@ -12,13 +12,11 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.intake.arrivals import Arrival, Refusal, SourceState
+from agent.intake.arrivals import SourceState
 from agent.intake.filing import Filing, Shelves
 from agent.intake.folder import FolderIntake
 from agent.intake.hints import Hint, Hints
@@ -35,77 +33,9 @@ from agent.intake.naming import ImageName, Naming
 from agent.intake.ranking import Ranking
 from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
 from agent.intake.waiting import Waiting
-from agent.line_file.intake import FolderSection
 from experts.expert import Verdict
 from experts.images import Completeness
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
-NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-PIXELS = np.random.default_rng(3).integers(1, 255, (80, 80, 3), dtype=np.uint8)
-WAIT_S = 30.0
-
-
-def encoded(image_format: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(PIXELS).save(buffer, image_format, **options)
-    return buffer.getvalue()
-
-
-PNG = encoded("PNG")
-IMAGES = {"png": PNG, "jpg": encoded("JPEG", quality=95), "bmp": encoded("BMP"), "tiff": encoded("TIFF")}
-
-
-class Line:
-    """An intake whose clock the test turns, and what it offered and refused."""
-
-    def __init__(self, root: Path, owner: str = "demo", **config: Any) -> None:
-        self.root = root
-        self.now = 0.0
-        self.room = 10_000
-        self.stores_refusals = True
-        self.arrivals: list[Arrival] = []
-        self.refusals: list[Refusal] = []
-        self.config = FolderSection.model_validate(
-            {"path": str(root), "pattern": PATTERN, **config}, context={"folder": root.parent}
-        )
-        root.mkdir(exist_ok=True)
-        self.intake = FolderIntake(
-            self.config,
-            NAMING,
-            self.arrivals.append,
-            self.refuse,
-            owner=owner,
-            has_room=lambda: len(self.arrivals) < self.room,
-            clock=lambda: self.now,
-            wall=lambda: NOON,
-        )
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Store it at once, unless the test does."""
-        self.refusals.append(refusal)
-        if self.stores_refusals:
-            self.intake.settle(refusal, Verdict.UNKNOWN, refusal.reason)
-
-    def run(self, seconds: float) -> None:
-        """Turn the clock, with a step each tenth of a second."""
-        for _ in range(round(seconds * 10) + 1):
-            self.intake.step(self.now)
-            self.now = round(self.now + 0.1, 3)
-
-    @property
-    def offered(self) -> list[str]:
-        return [arrival.relpath for arrival in self.arrivals]
-
-    @property
-    def refused(self) -> dict[str, str]:
-        return {refusal.relpath: refusal.reason for refusal in self.refusals}
-
-    def files(self) -> set[str]:
-        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
+from tests.agent.intake.lines import IMAGES, NAMING, NOON, PATTERN, PNG, WAIT_S, Line, Service, wait_until
 
 
 @pytest.fixture
@@ -210,6 +140,7 @@ def test_a_settled_file_is_claimed_and_offered_once(line: Line) -> None:
 
 @pytest.mark.parametrize("suffix", IMAGES)
 def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line, suffix: str) -> None:
+    """AC1."""
     content = IMAGES[suffix]
     with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
         for part in range(10):
@@ -226,6 +157,7 @@ def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line
 def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_refused(
     line: Line, suffix: str
 ) -> None:
+    """AC1."""
     name = f"b1_r_R7.{suffix}"
     (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
     line.run(59)
@@ -239,6 +171,74 @@ def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_
     assert line.arrivals == []
 
 
+WRITER = """
+import sys, time
+with open(sys.argv[1], "wb") as file:
+    file.write(open(sys.argv[2], "rb").read())
+    file.flush()
+    print("written", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_a_writer_that_is_killed_holds_nothing_any_more_and_its_file_is_stale(
+    line: Line, tmp_path: Path, suffix: str
+) -> None:
+    """AC1: a real process, and kill -9."""
+    (tmp_path / "half").write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
+    name = f"b1_r_R7.{suffix}"
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(line.root / name), str(tmp_path / "half")], stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        line.run(70)
+        assert (line.intake.statistics().stale, line.refusals, line.arrivals) == ((name,), [], [])
+        writer.kill()
+    line.run(5)
+    assert (line.arrivals, list(line.refused)) == ([], [name])
+    assert line.files() == {f"failed/{name}", f"failed/{name}.error.json"}
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_twenty_megabytes_in_ten_chunks_are_offered_once_and_whole(line: Line, suffix: str) -> None:
+    """AC1: as large as a real one, so that no look is at all of it."""
+    large = io.BytesIO()
+    noise = np.random.default_rng(1).integers(1, 255, (2600, 2600, 3), dtype=np.uint8)
+    options = {"png": {"compress_level": 0}, "jpg": {"quality": 100, "subsampling": 0}}.get(suffix, {})
+    Image.fromarray(noise).save(large, Image.registered_extensions()[f".{suffix}"], **options)
+    content = large.getvalue()
+    assert len(content) > 15_000_000
+    with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
+        for part in range(10):
+            file.write(content[len(content) * part // 10 : len(content) * (part + 1) // 10])
+            file.flush()
+            line.run(3)
+            assert line.arrivals == [], part
+    line.run(15)
+    assert [arrival.path.read_bytes() == content for arrival in line.arrivals] == [True]
+
+
+def test_a_file_that_is_preallocated_and_held_open_is_not_offered_before_it_is_filled(line: Line) -> None:
+    """AC2: closed once as zeros, then open the whole time until its last byte."""
+    for suffix, content in IMAGES.items():
+        (line.root / f"b1_r_{suffix}.{suffix}").write_bytes(bytes(len(content)))
+    line.run(5)
+    files = {suffix: (line.root / f"b1_r_{suffix}.{suffix}").open("r+b") for suffix in IMAGES}
+    with ExitStack() as closing:
+        for suffix, file in files.items():
+            closing.enter_context(file)
+            file.write(IMAGES[suffix][: len(IMAGES[suffix]) * 9 // 10])
+            file.flush()
+        line.run(55)
+        assert (line.arrivals, line.refusals) == ([], [])
+        for suffix, file in files.items():
+            file.write(IMAGES[suffix][len(IMAGES[suffix]) * 9 // 10 :])
+    line.run(15)
+    assert {arrival.ref: arrival.path.read_bytes() for arrival in line.arrivals} == IMAGES
+
+
 def test_a_truncated_file_that_its_writer_called_done_is_refused_at_once(tmp_path: Path) -> None:
     line = Line(tmp_path / "inbox", ready="rename")
     (line.root / "b1_r_R7.png").write_bytes(PNG[: len(PNG) // 2])
@@ -250,6 +250,7 @@ def test_a_truncated_file_that_its_writer_called_done_is_refused_at_once(tmp_pat
 @pytest.mark.parametrize("suffix", IMAGES)
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.7])
 def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Line, suffix: str, kept: float) -> None:
+    """AC2."""
     content, file = IMAGES[suffix], line.root / f"b1_r_R7.{suffix}"
     file.write_bytes(content[: int(len(content) * kept)].ljust(len(content), b"\0"))
     line.run(3)
@@ -261,6 +262,7 @@ def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Li
 
 
 def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
+    """AC2."""
     with (line.root / "b1_r_R7.png").open("wb") as file:
         file.write(PNG)
         file.flush()
@@ -318,6 +320,7 @@ def test_renamed_files_settle_quickly(tmp_path: Path) -> None:
 
 
 def test_files_from_before_the_start_are_caught_up_in_the_order_they_were_written(line: Line) -> None:
+    """AC5."""
     for number, age in ((1, 30), (2, 10), (3, 20)):
         file = line.root / f"b1_r_R{number}.png"
         file.write_bytes(PNG)
@@ -326,7 +329,30 @@ def test_files_from_before_the_start_are_caught_up_in_the_order_they_were_writte
     assert line.offered == ["b1_r_R1.png", "b1_r_R3.png", "b1_r_R2.png"]
 
 
+def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line: Line) -> None:
+    """AC5: before the first start, and between two; the oldest first, however they are called."""
+
+    def write(name: str, age_s: int) -> None:
+        (line.root / name).write_bytes(PNG)
+        os.utime(line.root / name, (1_000_000 - age_s, 1_000_000 - age_s))
+
+    for number in range(20):
+        write(f"b1_r_A{number:02}.png", number)
+    line.room = 5
+    line.run(5)
+    assert line.offered == [f"b1_r_A{number:02}.png" for number in range(19, 14, -1)]
+    for number in range(10):  # while it is stopped
+        write(f"b1_r_B{number}.png", 100 * number)
+    again = Line(line.root)
+    again.run(5)
+    claimed, waiting = again.offered[:5], again.offered[5:]
+    assert claimed == line.offered
+    ages = [int(again.root.joinpath(arrival.path).stat().st_mtime) for arrival in again.arrivals[5:]]
+    assert (len(waiting), ages) == (25, sorted(ages))
+
+
 def test_files_from_before_the_start_may_be_ignored(tmp_path: Path) -> None:
+    """AC5."""
     line = Line(tmp_path / "inbox", ignore_existing=True)
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     (line.root / "b1_r_R2.png").write_bytes(PNG)
@@ -348,6 +374,7 @@ def test_nested_folders_are_part_of_the_inbox(line: Line) -> None:
 
 
 def test_the_same_name_with_new_bytes_is_a_new_inspection(line: Line) -> None:
+    """AC7."""
     for _ in range(2):
         (line.root / "b1_r_R1.png").write_bytes(PNG)
         line.run(5)
@@ -464,6 +491,7 @@ def test_many_withdrawals_cost_no_more_scans_than_a_tenth_of_the_time(
 
 
 def test_a_share_that_was_gone_for_a_while_brings_back_what_was_passed_over(tmp_path: Path) -> None:
+    """AC8."""
     line = Line(tmp_path / "inbox", ignore_existing=True, after="keep")
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
@@ -572,10 +600,10 @@ def many(count: int = MANY) -> list[Found]:
 def test_a_step_of_a_full_agent_asks_nothing_of_the_files_that_wait(line: Line, rule: CountingRule) -> None:
     line.run(0)
     line.intake._next_scan = float("inf")  # these files are not there to be found
-    line.intake._waiting = Waiting(rule)
+    line.intake._waiting = line.intake._taker._waiting = Waiting(rule)
     line.intake._waiting.see_all(many(), line.now)
     rooms: list[float] = []
-    line.intake._has_room = lambda: rooms.append(line.now) or False
+    line.has_room = lambda: rooms.append(line.now) or False
     line.now = 5.0
     line.intake.step(line.now)
     CountingRule.asked = 0
@@ -769,6 +797,7 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
 
 
 def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line: Line, tmp_path: Path) -> None:
+    """AC9: empty, a name that is not UTF-8, links, pipes; AC10: a name that tells nothing."""
     outside = tmp_path / "secret.png"
     outside.write_bytes(PNG)
     (line.root / "b1_r_R1.png").write_bytes(PNG)
@@ -843,6 +872,7 @@ def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(
 
 
 def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> None:
+    """AC10."""
     (line.root / "b7_r_R1.png").write_bytes(PNG[:-20])
     (line.root / "b7_nobody_R1.png").write_bytes(PNG)
     (line.root / os.fsdecode(b"b7_r_\xff.png")).write_bytes(PNG)
@@ -893,10 +923,8 @@ def test_a_file_older_than_1970_is_found_again_after_a_crash(line: Line, mtime_n
 UNREADABLE = """
 import os, sys
 sys.path.insert(0, {root!r})
-import importlib.util
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("lines", {module!r})
-lines = importlib.util.module_from_spec(spec); sys.modules["lines"] = lines; spec.loader.exec_module(lines)
+from tests.agent.intake import lines
 if os.geteuid() == 0:
     os.chown({folder!r}, 65534, 65534)
     os.seteuid(65534)
@@ -917,12 +945,13 @@ print(line.offered, line.refused, sorted(os.listdir(line.root / "failed")))
 
 
 def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tmp_path: Path) -> None:
+    """AC9: EACCES, under a user whom permissions bind."""
     folder = tmp_path / "inbox"
     folder.mkdir()
     for above in (tmp_path, *tmp_path.parents):
         if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
             above.chmod(0o755)
-    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), module=__file__, folder=str(folder))
+    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), folder=str(folder))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
@@ -937,6 +966,7 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tm
 
 
 def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line: Line) -> None:
+    """AC6."""
     (line.root / "sub").mkdir()
     for name in ("b1_r_R1.png", "sub/b1_r_R2.png"):
         (line.root / name).write_bytes(PNG)
@@ -956,6 +986,7 @@ def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(li
 
 
 def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> None:
+    """AC6."""
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
     shelf = line.root / "done" / "2026-05-01"
@@ -973,7 +1004,7 @@ def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line: Lin
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
     again = Line(line.root)
-    again.intake._naming = replace(NAMING, components=frozenset({"c"}))
+    again.intake.name_by(replace(NAMING, components=frozenset({"c"})))
     again.run(1)
     assert again.refused == {"b1_r_R1.png": "no route for the component 'r'"}
     assert again.files() == {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}
@@ -998,6 +1029,7 @@ def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path: Path) -> No
 
 
 def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
+    """AC8."""
     line.run(1)
     assert line.intake.statistics().state is SourceState.ONLINE
     moved = line.root.with_name("unmounted")
@@ -1013,6 +1045,7 @@ def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
 
 
 def test_a_settled_file_waits_for_a_folder_that_is_gone(line: Line) -> None:
+    """AC8."""
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
     moved = line.root.with_name("unmounted")
@@ -1028,6 +1061,7 @@ def test_a_settled_file_waits_for_a_folder_that_is_gone(line: Line) -> None:
 
 
 def test_what_cannot_be_moved_is_kept_and_retried(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    """AC11."""
     (line.root / "done").write_text("a file where the shelf should be")
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
@@ -1139,13 +1173,13 @@ def test_files_that_cannot_be_put_away_are_held_and_told_when_they_use_up_the_ro
     line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
     (line.root / "done").write_text("a file where the shelf should be")
-    line.intake._has_room = lambda: line.intake.held < 4
+    line.has_room = lambda: line.intake.held < 4
     for number in range(9):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(5)
     for _ in range(3):
         for arrival in line.arrivals:
-            if arrival.key in line.intake._in_flight:
+            if arrival.key in line.intake._custody._in_flight:
                 line.intake.settle(arrival, Verdict.OK)
         line.run(5)
     assert (len(line.arrivals), line.intake.held, line.intake.statistics().unfiled) == (4, 4, 4)
@@ -1171,35 +1205,8 @@ def test_a_file_that_changes_while_it_is_claimed_goes_back(tmp_path: Path) -> No
 # --- the thread, and real events ------------------------------------------------------------------------------------
 
 
-class Service:
-    """A running intake, and what it offered."""
-
-    def __init__(self, root: Path, **config: Any) -> None:
-        self.arrivals: queue.Queue[Arrival] = queue.Queue()
-        section = FolderSection.model_validate(
-            {"path": str(root), "pattern": PATTERN, **config}, context={"folder": root}
-        )
-        self.intake = FolderIntake(section, NAMING, self.arrivals.put, lambda _: None, owner="demo", wall=lambda: NOON)
-
-    def __enter__(self) -> Service:
-        self.intake.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.intake.stop()
-
-    def next(self) -> Arrival:
-        return self.arrivals.get(timeout=WAIT_S)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
+    """AC3."""
     root, beside = tmp_path / "inbox", tmp_path / "beside"
     beside.mkdir()
     for number in range(6):
@@ -1260,7 +1267,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
             found = inbox.look(f"sub/{number}.png")
             assert found is not None
             claimed = inbox.claim(found.relpath, found.sighting)
-            inbox.explain(inbox.put_away(claimed.path, found.relpath, shelf, "1-2-3"), {})
+            inbox.explain(inbox.put_away(claimed, shelf, "1-2-3"), {})
             inbox.leave()
         (tmp_path / "done" / "2026-05-01").rename(tmp_path / "done" / "archive")
         (tmp_path / "ng" / "2026-05-01").rename(tmp_path / "back")
@@ -1303,6 +1310,84 @@ def test_a_burst_of_files_arrives_whole_and_each_once(tmp_path: Path) -> None:
         refs = [service.next().ref for _ in range(1500)]
     assert sorted(refs) == sorted(f"R{number}" for number in range(1500))
     assert service.arrivals.empty()
+
+
+def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AC4: what a queue of sixteen events loses; the machine's own is left as it is."""
+    root, told = tmp_path / "inbox", []
+    note = FolderIntake._note
+
+    def overflowing(intake: FolderIntake, hint: Hint) -> None:
+        told.append(hint)
+        if len(told) <= 16:
+            note(intake, hint)
+
+    monkeypatch.setattr(FolderIntake, "_note", overflowing)
+    tiny = io.BytesIO()
+    Image.new("L", (1, 1)).save(tiny, "PNG")
+    with Service(root, poll_s=0.2) as service:
+        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        for number in range(10_000):
+            (root / f"b1_r_R{number}.png").write_bytes(tiny.getvalue())
+        refs = [service.next().ref for _ in range(10_000)]
+        is_polled = service.intake.statistics().is_polled
+    assert sorted(refs) == sorted(f"R{number}" for number in range(10_000))
+    assert service.arrivals.empty()
+    assert is_polled or len(told) > 10_000
+
+
+MOUNTED = """
+import subprocess, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from experts.expert import Verdict
+from tests.agent.intake.lines import PNG, Line
+
+def run(*command):
+    if subprocess.run(command, check=False).returncode:
+        sys.exit(77)
+
+folder, share = Path({folder!r}), Path({folder!r} + "-share")
+share.mkdir()
+run("mount", "-t", "tmpfs", "none", share)
+run("mount", "--bind", share, folder)
+line = Line(folder)
+(folder / "b1_r_R1.png").write_bytes(PNG)
+line.run(5)
+run("umount", "-l", folder)
+line.intake.settle(line.arrivals[0], Verdict.OK)
+line.run(5)
+print(line.intake.statistics().state, line.offered, list(folder.iterdir()))
+run("mount", "--bind", share, folder)
+(folder / "b1_r_R2.png").write_bytes(PNG)
+line.run(40)
+for arrival in line.arrivals[1:]:
+    line.intake.settle(arrival, Verdict.OK)
+line.run(40)
+print(line.intake.statistics().state, line.offered, sorted(line.files()), line.refused)
+"""
+
+
+def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) -> None:
+    """AC8: a real one, in a mount namespace of the test's own; what was claimed on it is offered once more, under the
+    key by which its stored verdict is found, and nothing is left on the bare mount point."""
+    (tmp_path / "inbox").mkdir()
+    script = MOUNTED.format(root=str(Path(__file__).parents[3]), folder=str(tmp_path / "inbox"))
+    command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", script]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if ended.returncode == 77 or "unshare failed" in ended.stderr:
+        pytest.skip("mounting is not permitted here")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "offline ['b1_r_R1.png'] []",
+        "online ['b1_r_R1.png', 'b1_r_R1.png', 'b1_r_R2.png'] "
+        "['done/2026-05-01/b1_r_R1.png', 'done/2026-05-01/b1_r_R2.png'] {}",
+    ]
 
 
 def test_stopping_leaves_what_is_in_flight_for_the_next_start(tmp_path: Path) -> None:

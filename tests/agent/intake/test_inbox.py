@@ -97,7 +97,7 @@ def test_names_of_any_length_are_put_away_and_explained_each_on_its_own(inbox: I
     for again in range(2):  # a second time, their names are taken
         for name in names:
             claimed = inbox.claim(name, write(inbox, name, again))
-            placed = inbox.put_away(claimed.path, name, "failed", f"1a-2b-{again}")
+            placed = inbox.put_away(claimed, "failed", f"1a-2b-{again}")
             assert placed.read_bytes() == b"bytes of " + name.encode()
             assert placed.suffix == ".png"
             inbox.explain(placed, {"file": name})
@@ -149,7 +149,7 @@ def test_a_subfolder_that_is_too_deep_to_be_named_hides_no_other_file(inbox: Inb
 
 def test_a_folder_of_claims_goes_with_the_last_of_them(inbox: Inbox) -> None:
     claims = [inbox.claim(name, write(inbox, name)) for name in ("a/b/1.png", "a/b/2.png", "a/3.png", f"c/{LONGEST}")]
-    inbox.put_away(claims[0].path, claims[0].relpath, "done", "1-1-1")
+    inbox.put_away(claims[0], "done", "1-1-1")
     assert (inbox.work / "a" / "b").is_dir()
     inbox.delete(claims[1])
     assert not (inbox.work / "a" / "b").exists()

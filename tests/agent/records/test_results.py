@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import sqlite3
 import subprocess
@@ -23,7 +24,7 @@ from agent.records.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Recorded, Result
+from agent.records.results import Content, Recorded, Result
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes
@@ -478,11 +479,27 @@ def test_board_verdicts_are_kept_and_revised(tmp_path: Path) -> None:
 
 
 def test_the_log_is_durable_and_migrations_run_once(tmp_path: Path) -> None:
+    applied = []
     for _ in range(2):
         with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
             assert database.journal_mode == "wal"
             assert database.execute("PRAGMA synchronous").fetchone()[0] == 2
-            assert database.execute("SELECT count(*) FROM _sqlite_migrations").fetchone()[0] == 5
+            applied.append(database.execute("SELECT * FROM _sqlite_migrations").fetchall())
+    assert applied[0] == applied[1] != []
+
+
+def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path: Path) -> None:
+    """NaN is no JSON to SQLite, and a digest is no text in every detail."""
+    details = ({}, {"score": math.nan}, {"image_sha256": 5}, {"image_sha256": "ab"}, {"image_sha256": math.inf})
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        stored(store, *(result(number, detail=detail) for number, detail in enumerate(details)))
+        known = result(3)
+        content = Content("ab", "", str(known.board), known.board_type, known.component, str(known.ref), "c" * 64)
+        assert len(list(store.query())) == len(details)
+        first = store.first_judged(replace(content, config_sha256=known.config_sha256))
+        assert first is not None
+        assert first.result.key == known.key
+        assert store.first_judged(content) is None
 
 
 def test_reading_before_the_first_run_says_so(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import io
 import json
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -209,6 +211,7 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
 
 
 def test_a_truncated_image_counts_on_its_board(line):
+    """AC10."""
     line.watched["stale_after_s"] = 0.5
     with line.served() as service:
         line.drop("B1_c0_R1.png", png()[:-20])
@@ -232,6 +235,7 @@ def test_a_folders_limit_of_pixels_is_kept(line):
 
 
 def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(line):
+    """AC11."""
     with line.served(in_flight_limit=3) as service:
         with line.full_disk():
             for number in range(8):
@@ -318,6 +322,171 @@ def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_un
     assert [row.key for row in line.rows()] == [new.key]
     assert new.key != old.key
     assert new.sighting.size_bytes == len(png(side=9))
+
+
+COPIES = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.-]+)(-\d+)?\.png"  # B1_c0_R1-2.png shows what B1_c0_R1 does
+
+
+@pytest.fixture
+def skipping(line):
+    """Duplicates are skipped, and whatever is asked of an expert is counted."""
+    line.watched.update(pattern=COPIES, duplicate="skip")
+    return line
+
+
+def asked(line):
+    return sorted(row.image for row in line.rows() if row.experts)
+
+
+def test_the_same_bytes_under_another_name_are_judged_again_unless_they_are_to_be_skipped(line):
+    """AC7: reinspect, the default."""
+    line.watched["pattern"] = COPIES
+    with line.served() as service:
+        for name in ("B1_c0_R1.png", "B1_c0_R1-2.png"):
+            line.drop(name)
+        wait_until(lambda: service.judged == 2)
+    assert asked(line) == ["B1_c0_R1-2.png", "B1_c0_R1.png"]
+
+
+@pytest.mark.parametrize("label", ["ok", "bad"])
+def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping, label, caplog):
+    """AC7: also after a restart; another part, or other bytes, are no duplicate."""
+    line = skipping
+    (line.folder / "f0.yaml").write_text(json.dumps({"weight_bytes": 1_000_000, "label": label}))
+    verdict, shelf = (OK, "done") if label == "ok" else (Verdict.NG, "ng")
+    caplog.set_level("INFO")
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+        line.drop("B1_c0_R1-2.png")
+        wait_until(lambda: service.judged == 2)
+    with line.served() as service:
+        for name in ("B1_c0_R1-3.png", "B1_c0_R2.png", "B2_c0_R1.png"):
+            line.drop(name)
+        line.drop("B1_c0_R1-4.png", png(side=9))
+        line.drop("B1_c0_R1.png", png(side=9))  # an old name with new bytes, which came as -4 or will
+        wait_until(lambda: service.judged == 5)
+    first = next(row for row in line.rows() if row.image == "B1_c0_R1.png")
+    duplicates = [row for row in line.rows() if row.image in {"B1_c0_R1-2.png", "B1_c0_R1-3.png"}]
+    for row in duplicates:
+        assert (row.verdict, row.label, row.board, row.component, row.ref) == (verdict, label, "B1", "c0", "R1")
+        assert row.reason == f"the same bytes as {first.key}, which was {verdict}: not judged again"
+        assert (row.experts, row.board_type) == ((), None)
+    assert len(duplicates) == 2
+    assert len(asked(line)) == 4
+    assert caplog.text.count("image_duplicate") == 3
+    assert len(list((line.inbox / shelf).rglob("*.png"))) == 7
+
+
+def test_duplicates_that_come_together_wait_for_the_first(skipping):
+    """AC7: none is judged twice."""
+    with skipping.served() as service:
+        for number in range(20):
+            skipping.drop(f"B1_c0_R1-{number}.png")
+        wait_until(lambda: service.judged == 20)
+    assert len(asked(skipping)) == 1
+    assert [row.verdict for row in skipping.rows()] == [OK] * 20
+
+
+def test_a_duplicate_of_what_could_not_be_judged_is_judged(skipping):
+    """AC7: it never becomes OK, or stays UNKNOWN, for another one's sake."""
+    broken = png()[:40] + bytes(20) + png()[60:]
+    with skipping.served() as service:
+        for number in range(3):
+            skipping.drop(f"B1_c0_R1-{number}.png", broken)
+        wait_until(lambda: service.judged == 3)
+    assert [(row.verdict, "not judged again" in row.reason) for row in skipping.rows()] == [(UNKNOWN, False)] * 3
+
+
+def test_a_duplicate_of_what_another_line_file_judged_is_judged(skipping):
+    with skipping.served() as service:
+        skipping.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+    skipping.document["experts"]["cls/f2"] = skipping._expert(2)
+    skipping.document["routes"]["c0"].append({"expert": "cls/f2", "pass": ["ok"]})
+    with skipping.served() as service:
+        skipping.drop("B1_c0_R1-2.png")
+        wait_until(lambda: service.judged == 1)
+    assert len(asked(skipping)) == 2
+
+
+def test_a_duplicate_begins_no_board_anew(skipping):
+    """A board that was closed long ago is not opened by pictures of then, now or after a restart."""
+    skipping.document["boards"]["main"].update(components={"c0": 1}, timeout_s=0.2)
+    del skipping.document["routes"]["c1"]
+    with skipping.served() as service:
+        skipping.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+        wait_until(lambda: service.statistics().boards.closed == 0)
+        skipping.drop("B1_c0_R1-2.png")
+        wait_until(lambda: service.judged == 2)
+    with skipping.served() as service:
+        wait_for_housekeeping(service)
+        assert service.statistics().boards.open == 0
+    assert [(row.board.serial, row.board.verdict) for row in skipping.boards()] == [("B1", OK)]
+
+
+def test_duplicates_that_cannot_be_looked_up_are_judged(skipping, monkeypatch, caplog):
+    def locked(*_):
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(ResultReader, "first_judged", locked)
+    with skipping.served() as service:
+        for number in range(2):
+            skipping.drop(f"B1_c0_R1-{number}.png")
+        wait_until(lambda: service.judged == 2)
+    assert len(asked(skipping)) == 2
+    assert "duplicates_not_looked_up" in caplog.text
+
+
+def test_images_are_known_by_their_sidecars_after_they_were_judged(line):
+    """AC6: a stored verdict moves both, also after a restart, and nothing is judged again."""
+    del line.watched["pattern"]
+    line.watched["identity"] = "sidecar"
+    with line.served() as service:
+        (line.inbox / "x.json").write_text(json.dumps({"board": "B1", "component": "c0", "ref": "R1"}))
+        line.drop("x.png")
+        line.drop("y.png")
+        (line.inbox / "y.json").write_text(json.dumps({"board": "B1", "component": "c1", "ref": "R1"}))
+        wait_until(lambda: service.judged == 2)
+    assert [(row.board.serial, row.board.verdict) for row in line.boards()] == [("B1", OK)]
+    with line.served() as service:
+        wait_for_steps(service)
+        assert service.judged == 0
+    assert sorted(file.name for file in (line.inbox / "done").rglob("*.*")) == ["x.json", "x.png", "y.json", "y.png"]
+
+
+def bomb():
+    """A PNG of 30 000 x 30 000 black pixels in 110 kB."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 1, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes(30_000 * (1 + 30_000 // 8)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_other(line):
+    """AC9: a bomb, no image at all, nothing at all, broken pixels; an ending that lies is nothing wrong."""
+    line.watched.update(pattern=PATTERN.replace("png", "(png|jpg)"), stale_after_s=0.5)
+    broken = png()[:45] + bytes(10) + png()[55:]
+    files = {"bomb": bomb(), "text": b"no image", "empty": b"", "broken": broken}
+    with line.served() as service:
+        for ref, content in files.items():
+            line.drop(f"B1_c0_{ref}.png", content)
+        line.drop("B1_c0_good.png")
+        line.drop("B1_c0_lying.jpg")
+        wait_until(lambda: service.judged == 6)
+    reasons = {row.ref: row.reason for row in line.rows() if row.verdict is UNKNOWN}
+    assert reasons.keys() == files.keys()
+    expected = {"bomb": "900000000 pixels", "text": "not an image", "empty": "empty", "broken": "cannot be decoded"}
+    for ref, reason in expected.items():
+        explained = json.loads((line.inbox / "failed" / f"B1_c0_{ref}.png.error.json").read_text())
+        assert reason in reasons[ref]
+        assert reason in explained["reason"]
+        assert (line.inbox / "failed" / f"B1_c0_{ref}.png").read_bytes() == files[ref]
+    assert {row.ref for row in line.rows() if row.verdict is OK} == {"good", "lying"}
 
 
 DEADLY = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 
 import numpy as np
@@ -158,6 +159,21 @@ class TestIntake:
         write_image(tmp_path / "inbox" / "B1_chip_U2.png", side=10)
         found = LineSamples.find(read_line(tmp_path / "line.yaml", {}))
         assert [(sample.path.name, sample.max_pixels) for sample in found.of("cls/chip")] == [("B1_chip_U2.png", 100)]
+
+    def test_images_beside_which_a_sidecar_tells_what_they_show(self, config, tmp_path):
+        document = yaml.safe_load((tmp_path / "line.yaml").read_text())
+        document["intake"]["folders"] = [{"path": "inbox", "identity": "sidecar"}]
+        (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+        for name in ("done/2026-05-01/x.png", "new.png", "silent.png", "wrong.png", "cut.png"):
+            write_image(tmp_path / "inbox" / name)
+        said = json.dumps({"board": "B1", "component": "chip", "ref": "U1"})
+        for name in ("done/2026-05-01/x.json", "new.json"):
+            (tmp_path / "inbox" / name).write_text(said)
+        (tmp_path / "inbox" / "wrong.json").write_text("[]")
+        (tmp_path / "inbox" / "cut.json").write_text(said[:-1])
+        found = LineSamples.find(read_line(tmp_path / "line.yaml", {}))
+        assert {sample.path.name for sample in found.of("cls/chip")} == {"x.png", "new.png"}
+        assert found.looked_at == 5
 
 
 class TestGivenFolders:

@@ -1,0 +1,92 @@
+"""What a sidecar says: `STEM.json` beside `STEM.png` tells the image's board, component, ref and type.
+
+Guarantees: it is believed as a whole or not at all. One that is not complete yet is told apart from one that is wrong:
+a JSON object ends with its own brace, so whatever parses was written to its end. Nothing of it is guessed: a key that
+nobody reads, a key twice, a value that is no printable text, a link in its place are reasons to refuse the image.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any
+
+from agent.line_file.intake import NAME_GROUPS, TYPE_GROUP
+from experts.document import suggestion
+from experts.errors import SidecarUnfinished
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+SUFFIX = ".json"
+LARGEST_BYTES = 64 * 1024
+LONGEST_VALUE = 255  # characters: a name could tell no more
+KEYS = (*NAME_GROUPS, TYPE_GROUP)
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def sidecar_of(relpath: str) -> str:
+    """Where the sidecar of an image lies."""
+    return os.path.splitext(relpath)[0] + SUFFIX
+
+
+def read_sidecar(path: Path, name: str) -> Mapping[str, str]:
+    """What the sidecar says; ``name`` is what errors call it. Raises FileNotFoundError among other OSErrors;
+    SidecarUnfinished; ValueError with what is wrong, which will not pass."""
+    try:
+        descriptor = os.open(path, READ_FLAGS)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:
+            raise ValueError(f"{name} is not a regular file") from error
+        raise
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{name} is not a regular file")
+    with open(descriptor, "rb") as file:
+        content = file.read(LARGEST_BYTES + 1)
+    if len(content) > LARGEST_BYTES:
+        raise ValueError(f"{name} has more than {LARGEST_BYTES} bytes")
+    try:
+        return said_in(content, name)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
+
+
+def said_in(content: bytes, name: str = "it") -> Mapping[str, str]:
+    """What the bytes of a sidecar say, by key. Raises SidecarUnfinished, or ValueError with what is wrong."""
+    try:
+        said = json.loads(content, object_pairs_hook=_each_once)
+    except _KeyTwice as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    except ValueError as error:  # a UnicodeDecodeError too: the last character may be missing
+        raise SidecarUnfinished(name, str(error)) from error
+    if not isinstance(said, dict):
+        raise ValueError('is not {"board": ..., ...}')
+    for key, value in said.items():
+        _check(key, value)
+    return said
+
+
+class _KeyTwice(Exception):
+    """Which of the two values holds cannot be known."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    said = dict(pairs)
+    if len(said) < len(pairs):
+        raise _KeyTwice("says a key twice")
+    return said
+
+
+def _check(key: str, value: object) -> None:
+    if key not in KEYS:
+        raise ValueError(f"says {key!r}, which nobody reads - {suggestion(key, KEYS)}")
+    if not isinstance(value, str):
+        raise ValueError(f"gives no text as {key}")  # 0402 and "0402" are different parts
+    if not value.isprintable() or len(value) > LONGEST_VALUE:
+        raise ValueError(f"gives a {key} that is not printable, or longer than {LONGEST_VALUE} characters")
