@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.api.desk import ReloadView
-from agent.api.server import ApiServer
 from agent.config import read_line
 from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.intake.room import has_room
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.api.desk import SourceView
+    from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
     from agent.intake.arrivals import IntakeStatistics
@@ -115,7 +115,7 @@ class LineService:
             camera.name: CameraDoor(camera, self._inspector, self._journal, self._verdicts)
             for camera in config.intake.cameras
         }
-        self.api = ApiServer(config.api, self.desk) if config.api.grpc else None
+        self.api = _api_of(config, self.desk)
         self._reloading = threading.Lock()
         self._housekeeper = Housekeeper(
             {
@@ -340,6 +340,15 @@ class LineService:
                 self._config.document.file, self._config.results_file,
                 " --simulate" if self.agent.stored is None else "",
             )  # fmt: skip
+
+
+def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:
+    """None for a line that nobody may ask: it does without gRPC's time and memory."""
+    if not config.api.grpc:
+        return None
+    from agent.api.server import ApiServer
+
+    return ApiServer(config.api, desk)
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:

@@ -75,11 +75,11 @@ import time
 started = time.monotonic()
 from agent.deployment import build
 pack_line = build.pack_line
-def pack_slowly(experts, wanted, segments, step):
+def pack_slowly(experts, wanted, segments, step, in_use):
     def slow_step(told):
         step(told)
         time.sleep(max(0.0, {seconds} - (time.monotonic() - started)))
-    return pack_line(experts, wanted, segments, slow_step)
+    return pack_line(experts, wanted, segments, slow_step, in_use)
 build.pack_line = pack_slowly
 from coserve import main
 main()
@@ -414,7 +414,7 @@ def test_a_reload_keeps_it_serving(running):
     before = running.state("coserve")
     running.systemctl("reload", "coserve")
     log = running.path("var/log/coserve.log")
-    until(lambda: " reload" in log.read_text(), lambda: running.logs)
+    until(lambda: "reloaded applied=True" in log.read_text(), lambda: running.logs)
     after = running.wait_until("coserve", ActiveState="active", SubState="running")
     assert (after["MainPID"], after["NRestarts"]) == (before["MainPID"], before["NRestarts"])
     running.drop("B1_c1_R1.png")
