@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.commands.results import result_rows, write_rows
+from agent.commands.results import result_rows
 from agent.config import read_line
 from agent.device_profile.records import UsageOrigin
 from agent.line_file.boards import BoardSection
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
+from agent.records.rows import write_rows
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
