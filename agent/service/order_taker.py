@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from agent.service.journal_door import JournalDoor, Sending, StoredVerdict
 
 SOURCE = "api"
+PART_MARK = "#"  # between a frame's key and the ref of each of its parts
 LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 
 
@@ -154,7 +155,7 @@ class OrderTaker:
             )
             for piece in pieces
         ]  # fmt: skip
-        image = EncodedImage(content, gathering.wanted[0].partition("#")[0], DEFAULT_MAX_PIXELS)
+        image = EncodedImage(content, gathering.wanted[0].partition(PART_MARK)[0], DEFAULT_MAX_PIXELS)
         sending = self._journal.send(gathering, entries, image, size)
         return _Ticket(gathering, partial(self._cancel_sending, sending, entered))
 
@@ -247,7 +248,8 @@ class OrderTaker:
             )
         _check_size(order.image, layout)
         return tuple(
-            _Piece(f"{key}#{name}", part.component, None, name, part.box) for name, part in layout.parts.items()
+            _Piece(f"{key}{PART_MARK}{name}", part.component, None, name, part.box)
+            for name, part in layout.parts.items()
         ), layout
 
     def _board_type(self, order: Order) -> str | None:
@@ -297,4 +299,6 @@ def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
 def _short(name: str | None, what: str) -> str | None:
     if name is not None and len(name) > LONGEST_NAME:
         raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
+    if what == "key" and name and PART_MARK in name:
+        raise OrderRefused(Refusing.INVALID, f"a key with {PART_MARK} - it stands before a frame's parts: leave it out")
     return name

@@ -184,6 +184,7 @@ def test_a_frame_that_is_no_image_makes_all_its_parts_unknown(desk_line, caller)
         ({"component": "c0", "board": "B1"}, Refusing.INVALID, "give its ref"),
         ({"component": "c0", "board_type": "other"}, Refusing.NOT_FOUND, "no board type 'other'"),
         ({"component": "c0", "key": "k" * 201}, Refusing.INVALID, "at most 200"),
+        ({"component": "c0", "key": "frame#R1"}, Refusing.INVALID, "a key with #"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused_and_leaves_nothing(desk_line, caller, png, order, reason, text):
