@@ -9,6 +9,7 @@ Structure: all that is known of a key changes on the store's thread, in the orde
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -150,7 +151,7 @@ class JournalDoor:
             for entry, answer in zip(sending.entries, answers, strict=True):
                 if answer is Acceptance.JUDGED:
                     judged.append(entry)
-                elif answer is Acceptance.UNDER_WAY:
+                elif answer is Acceptance.UNDER_WAY and entry.key in self._open:
                     self._open[entry.key].waiting.append(sending)
                 else:
                     request = _Open(
@@ -159,15 +160,20 @@ class JournalDoor:
                     self._open[entry.key] = request
                     new.append(request)
         sending.sender.accepted()
-        for entry in judged:
-            self._tell_known(sending, entry.key)
         for request in new:
             self._enter(request)
+        for entry in judged:
+            self._tell_known(sending, entry.key)
         if sending.is_cancelled:
             self._cancel(sending)
 
     def _tell_known(self, sending: Sending, key: str) -> None:
-        known = self._store.find(key)
+        try:
+            known = self._store.find(key)
+        except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
+            log.warning("results_not_read key=%s reason=%s: tried again", key, error)
+            self._store.write(lambda _: None, lambda _: self._tell_known(sending, key))
+            return
         if known is not None:
             _tell([sending], StoredVerdict(known.result, known.seq, UNJUDGED))
 
@@ -189,6 +195,10 @@ class JournalDoor:
             expert=entry.expert,
         )
         self._inspector.enter(request.task)
+        with self._lock:
+            is_unwanted = not (request.waiting or request.is_wanted)
+        if is_unwanted:  # whoever sent it has cancelled it before it had a task
+            self._inspector.cancel(request.task)
 
     # -- not wanted any more: on any thread --
 
@@ -217,11 +227,16 @@ class JournalDoor:
     def _withdrawn(self, request: _Open) -> None:
         """Nothing of it remains; for whoever sent the same meanwhile it is sent again."""
         with self._lock:
-            del self._open[request.entry.key]
+            self._close(request)
             waiting = list(request.waiting)
         self._inspector.settled(request.entry.key)
         for sending in waiting:
             self._accept(replace(sending, entries=(request.entry,), sender=_Told(sending.sender)))
+
+    def _close(self, request: _Open) -> None:
+        """Under the lock. Where a results file was moved away, the same key may have been accepted into the new one."""
+        if self._open.get(request.entry.key) is request:
+            del self._open[request.entry.key]
 
     def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
         """Store the verdict; before it the image, where such images are kept."""
@@ -242,7 +257,7 @@ class JournalDoor:
         key = request.entry.key
         self._inspector.settled(key)
         with self._replayed:
-            del self._open[key]
+            self._close(request)
             waiting = list(request.waiting)
             self._replayed_bytes -= request.size_bytes
             self._replayed.notify_all()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from agent.api.desk import BoardView, Order, Part
+from agent.records.result_writer import ResultStore
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -371,3 +372,33 @@ def test_two_board_types_want_to_be_told_which(desk_line, caller, png):
         order = Order(png(), component="c0", board="B1", board_type="other", ref="R1")
         asked(service, caller, order)
         assert [board.board_type for board in service.desk.boards("B1")] == ["other"]
+
+
+def test_a_known_verdict_that_cannot_be_read_for_a_moment_is_told_after_it(desk_line, caller, png, monkeypatch):
+    find, failures = ResultStore.find, []
+
+    def fail_twice(store, key):
+        if len(failures) < 2:
+            failures.append(key)
+            raise sqlite3.OperationalError("database is locked")
+        return find(store, key)
+
+    with desk_line.served() as service:
+        asked(service, caller, Order(png(), component="c0", key="known"))
+        monkeypatch.setattr(ResultStore, "find", fail_twice)
+        (part,) = asked(service, caller, Order(png(), component="c0", key="known"))[0]
+        assert (part.seq, len(failures)) == (1, 2)
+
+
+def test_a_results_file_that_is_moved_away_loses_nobody_who_waits(desk_line, caller, png):
+    desk_line.fake(0, B_s=0.3)
+    with desk_line.served() as service:
+        first, second = caller(), caller()
+        service.desk.order(Order(png(), component="c0", key="twice"), first)
+        assert first.was_accepted.wait(60)
+        for suffix in ("", "-wal", "-shm"):
+            file = desk_line.folder / "state" / f"results.db{suffix}"
+            if file.exists():
+                file.rename(file.with_name(f"away.db{suffix}"))
+        service.desk.order(Order(png(), component="c0", key="twice"), second)
+        assert [each.wait()[0].verdict for each in (first, second)] == [OK, OK]
