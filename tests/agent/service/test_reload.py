@@ -58,12 +58,13 @@ def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(desk_
     assert {row.result.experts for row in desk_line.results.query()} == {("cls/f0",)}
 
 
-def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(desk_line, caller, png):
+def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(desk_line, caller, png, wait_until_so):
     desk_line.fake(1, B_s=0.1)
     with desk_line.served() as service:
         callers = [caller() for _ in range(20)]
         for each in callers:
             service.desk.order(Order(png(), component="c1"), each)
+        wait_until_so(lambda: service.statistics().requests_in_flight + service.judged >= 20)  # the agent has them
         del desk_line.document["experts"]["cls/f1"], desk_line.document["routes"]["c1"]
         del desk_line.document["boards"]
         rewrite(desk_line)
@@ -82,6 +83,7 @@ def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(desk_line, 
         callers = [caller() for _ in range(10)]
         for each in callers:
             service.desk.order(Order(png(), component="c0"), each)
+        wait_until_so(lambda: service.statistics().requests_in_flight + service.judged >= 10)  # the agent has them
         desk_line.document["routes"]["c0"] = [{"expert": "cls/f0", "pass": ["bad"]}]
         rewrite(desk_line)
         assert service.desk.reload().is_applied
