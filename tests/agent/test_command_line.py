@@ -380,7 +380,11 @@ def test_wrong_words_end_with_2():
 
 
 def write_real_line(folder, *, experts=4):
-    """Real ResNet18s that share all but their last stage, at 32 pixels."""
+    """Real ResNet18s (45 MiB) that share all but their last stage, at 32 pixels.
+
+    Both memories together hold three experts at most, so that four of them cannot be served without an eviction,
+    in whatever order the requests come.
+    """
     (folder / "weights").mkdir(parents=True)
     torch.manual_seed(0)
     base = torchvision.models.resnet18(num_classes=3).state_dict()
@@ -404,7 +408,7 @@ def write_real_line(folder, *, experts=4):
     lines[-1] = (
         f"  c{last - 1}: [{{expert: cls/r{last - 1}, pass: [ok, missing, bent]}}, {{expert: cls/r{last}, pass: [ok]}}]"
     )
-    lines += ["memory: {host: 150MiB, device: 110MiB, workspace: 25MiB}"]
+    lines += ["memory: {host: 100MiB, device: 110MiB, workspace: 25MiB}"]
     file = folder / "line.yaml"
     file.write_text("\n".join(lines) + "\n")
     return file
