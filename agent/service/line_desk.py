@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from agent.service.inspector import Inspector
     from agent.service.line_boards import LineBoards
     from agent.service.order_taker import OrderTaker
+    from agent.service.tally import Tally
     from agent.service.verdicts import Verdicts
 
 EXPERT_PREFIX = "expert:"
@@ -53,6 +54,7 @@ class LineDesk:
         verdicts: Verdicts,
         boards: LineBoards,
         store: ResultStore,
+        tally: Tally,
         controls: Controls,
     ) -> None:
         self._inspector = inspector
@@ -60,12 +62,14 @@ class LineDesk:
         self._verdicts = verdicts
         self._boards = boards
         self._results = store
+        self._tally = tally
         self._controls = controls
         self._started_s = time.monotonic()
 
     def order(self, order: Order, listener: Listener) -> Ticket:
         """See ``agent.api.desk.Desk``."""
-        return self._orders.order(order, listener)
+        with self._tally.ordering():
+            return self._orders.order(order, listener)
 
     def models(self) -> Sequence[Model]:
         """See ``agent.api.desk.Desk``."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.config import LineConfig
+    from agent.records.delivery.deliveries import DeliveryStatistics
 
 KEEPER_STOP_S = 1.0
 DELIVERIES_STOP_S = 3.0
@@ -67,8 +68,12 @@ class Upkeep:
             ("images are not kept", self.images.statistics().alarm),
             ("images are not removed", self._sweeper.statistics().alarm),
         ]
-        told = [(f"{each.receiver} is not told", each.alarm) for each in self._deliveries.statistics()]
+        told = [(f"{each.receiver} is not told", each.alarm) for each in self.deliveries()]
         return [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]
+
+    def deliveries(self) -> tuple[DeliveryStatistics, ...]:
+        """How each receiver is doing."""
+        return self._deliveries.statistics()
 
     def stop_images(self) -> None:
         """Keep what is on its way: its verdicts are stored after that."""

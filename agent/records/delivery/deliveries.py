@@ -24,6 +24,7 @@ from experts.daemon_threads import DaemonThreads
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
+    from datetime import datetime
 
     from sqlite_utils import Database
 
@@ -38,10 +39,14 @@ CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to say goodbye
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStatistics:
-    """A snapshot of one receiver. ``given_way``: since its results file was begun; the other counts since the start."""
+    """A snapshot of one receiver. ``given_way``: since its results file was begun; the other counts since the start.
+
+    ``oldest``: when what has waited longest was judged; None where nothing waits, or the file cannot be read.
+    """
 
     receiver: str
     waiting: int
+    oldest: datetime | None
     given_way: int
     delivered: int
     refused: int
@@ -101,10 +106,12 @@ class Deliveries:
         return tuple(self._statistics(name, thread.pump) for name, thread in self._threads.items())
 
     def _statistics(self, name: str, pump: Pump) -> DeliveryStatistics:
-        standing, told = Standing(0, 0), pump.statistics()
+        standing, oldest, told = Standing(0, 0), None, pump.statistics()
         with suppress(OSError, sqlite3.Error):  # the store's own alarm says why
-            standing = self._reader.standing(name)
-        return DeliveryStatistics(name, standing.waiting, standing.given_way, told.delivered, told.refused, told.alarm)
+            standing, oldest = self._reader.standing(name), self._reader.oldest(name)
+        return DeliveryStatistics(
+            name, standing.waiting, oldest, standing.given_way, told.delivered, told.refused, told.alarm
+        )
 
     def _pump(self, receiver: Receiver, per_s: float) -> Pump:
         def settle(ids: Sequence[str], done: Callable[[], None]) -> None:
