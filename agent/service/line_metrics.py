@@ -6,6 +6,7 @@ so folders go by their number in the line file, from 1; cameras, experts and rec
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 from collections import Counter
@@ -96,7 +97,6 @@ CAMERA: Table[CameraStatistics] = (
 )
 RECEIVER: Table[DeliveryStatistics] = (
     (GAUGE, "outbox_messages", "Messages that wait.", lambda one: one.waiting),
-    (GAUGE, "outbox_oldest_age_seconds", "Since the first of them was judged.", lambda one: _age_s(one.oldest)),
     (COUNTER, "outbox_delivered", "Messages told.", lambda one: one.delivered),
     (COUNTER, "outbox_refused", "Messages refused for good.", lambda one: one.refused),
     (COUNTER, "outbox_given_way", "Messages that gave way, since the results were begun.", lambda one: one.given_way),
@@ -116,7 +116,7 @@ ADMISSION: Table[Admission] = (
 RESULTS: Table[Path] = (
     (GAUGE, "results_bytes", "Size of the results file.", lambda file: _size_bytes(file)),
     (GAUGE, "results_wal_bytes", "Size of its log.", lambda file: _size_bytes(file.with_name(f"{file.name}-wal"))),
-    (GAUGE, "state_free_bytes", "Free on the disk of the state.", lambda file: shutil.disk_usage(file.parent).free),
+    (GAUGE, "state_free_bytes", "Free on the disk of the state.", lambda file: _free_bytes(file.parent)),
 )
 
 
@@ -157,7 +157,8 @@ class LineMetrics:
         line, loop = self._line, self._line.inspector.agent.loop.statistics()
         folders = {str(number): folder for number, folder in enumerate(line.folders(), start=1)}
         places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
-        receivers = {one.receiver: one for one in line.upkeep.deliveries()}
+        receivers = {one.receiver: one for one in line.upkeep.deliveries.statistics()}
+        ages = {receiver: _age_s(since) for receiver, since in line.upkeep.deliveries.oldest().items()}
         return [
             *self._identity(),
             *self._counts(),
@@ -172,6 +173,7 @@ class LineMetrics:
             *_each(FOLDER, "folder", folders),
             *self._cameras(),
             *_each(RECEIVER, "receiver", receivers),
+            Metric(GAUGE, "outbox_oldest_age_seconds", "Since the first was judged.", _by_name(ages), ("receiver",)),
             *_told(STORE, line.upkeep.store.statistics()),
             *_told(IMAGES, line.upkeep.images.statistics()),
             *_told(RESULTS, line.inspector.agent.config.results_file),
@@ -235,16 +237,29 @@ def _loads(loop: LoopStatistics) -> Iterator[Metric]:
     for (expert, pool), count in loop.transfers.of_experts.items():
         loads[line_name(expert), pool] += count
     yield Metric(COUNTER, "expert_loads", "Loads of an expert into a memory.", loads, ("expert", "tier"))
-    yield Metric(COUNTER, "loads", "Loads, by where from and where to.", _by_name(loop.transfers.loads), ("path",))
-    yield Metric(COUNTER, "load_seconds", "How long these took.", _by_name(loop.transfers.seconds), ("path",))
+    for name, words, found in (
+        ("loads", "Loads, by where from and where to.", loop.transfers.loads),
+        ("load_seconds", "How long these took.", loop.transfers.seconds),
+    ):
+        by_way: dict[Labels, float] = {tuple(way.split("_", 1)): value for way, value in found.items()}
+        yield Metric(COUNTER, name, words, by_way, ("source", "tier"))
 
 
 def _age_s(since: datetime | None) -> float:
     return 0.0 if since is None else max((datetime.now(UTC) - since).total_seconds(), 0.0)
 
 
-def _size_bytes(file: Path) -> int:
+def _size_bytes(file: Path) -> float:
     try:
         return file.stat().st_size
     except FileNotFoundError:
         return 0
+    except OSError:
+        return math.nan
+
+
+def _free_bytes(folder: Path) -> float:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:  # whoever writes there raises the alarm
+        return math.nan

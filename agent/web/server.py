@@ -2,7 +2,7 @@
 
 Guarantees: it starts at every address, or at none. A connection is one request, and is cut off CONNECTION_S after it
 came, whatever it does or leaves undone; more than CONNECTIONS at a time are closed at once, so that no caller takes
-threads or memory from the agent. Nothing is looked up in the network. When it stops, all
+threads or memory from the agent. No name is asked of the network. When it stops, all
 connections are, and no thread of it goes on but one whose question hangs in the line.
 """
 

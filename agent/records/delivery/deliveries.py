@@ -39,14 +39,10 @@ CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to say goodbye
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStatistics:
-    """A snapshot of one receiver. ``given_way``: since its results file was begun; the other counts since the start.
-
-    ``oldest``: when what has waited longest was judged; None where nothing waits, or the file cannot be read.
-    """
+    """A snapshot of one receiver. ``given_way``: since its results file was begun; the other counts since the start."""
 
     receiver: str
     waiting: int
-    oldest: datetime | None
     given_way: int
     delivered: int
     refused: int
@@ -105,13 +101,19 @@ class Deliveries:
         """A snapshot of each receiver; from any thread."""
         return tuple(self._statistics(name, thread.pump) for name, thread in self._threads.items())
 
+    def oldest(self) -> dict[str, datetime | None]:
+        """When what has waited longest for each receiver was judged; without those of which that cannot be read."""
+        found = {}
+        for name in self._threads:
+            with suppress(OSError, sqlite3.Error):
+                found[name] = self._reader.oldest(name)
+        return found
+
     def _statistics(self, name: str, pump: Pump) -> DeliveryStatistics:
-        standing, oldest, told = Standing(0, 0), None, pump.statistics()
+        standing, told = Standing(0, 0), pump.statistics()
         with suppress(OSError, sqlite3.Error):  # the store's own alarm says why
-            standing, oldest = self._reader.standing(name), self._reader.oldest(name)
-        return DeliveryStatistics(
-            name, standing.waiting, oldest, standing.given_way, told.delivered, told.refused, told.alarm
-        )
+            standing = self._reader.standing(name)
+        return DeliveryStatistics(name, standing.waiting, standing.given_way, told.delivered, told.refused, told.alarm)
 
     def _pump(self, receiver: Receiver, per_s: float) -> Pump:
         def settle(ids: Sequence[str], done: Callable[[], None]) -> None:
