@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from agent.core.engine import EngineStatistics, QueueStatistics
     from agent.core.pool import PoolStatistics
     from agent.intake.cameras.frames import CameraStatistics
-    from agent.records.archive import KeeperStatistics
     from agent.records.delivery.deliveries import DeliveryStatistics
     from agent.records.results import StoreStatistics
+    from agent.records.retention.archive import KeeperStatistics
     from agent.runtime.executor import ExecutorStatistics
     from agent.runtime.loop import LoopStatistics
     from agent.runtime.transfer import TransferStatistics
-    from agent.service.admission import Admission
-    from agent.service.camera_door import CameraDoor
-    from agent.service.folder_door import FolderDoor
-    from agent.service.inspector import Inspector
-    from agent.service.journal_door import JournalDoor
-    from agent.service.line_boards import LineBoards
-    from agent.service.tally import Tally
+    from agent.service.doors.admission import Admission
+    from agent.service.doors.camera_door import CameraDoor
+    from agent.service.doors.folder_door import FolderDoor
+    from agent.service.doors.journal_door import JournalDoor
+    from agent.service.doors.tally import Tally
+    from agent.service.judging.inspector import Inspector
+    from agent.service.judging.line_boards import LineBoards
+    from agent.service.judging.verdicts import Verdicts
     from agent.service.upkeep import Upkeep
-    from agent.service.verdicts import Verdicts
     from agent.web.readings import Labels
 
 Name = TypeVar("Name", bound=str)

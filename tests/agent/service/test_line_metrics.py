@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.api.desk import Order
+from agent.api.calls.desk import Order
 from agent.records.boards import BoardVerdict
 from agent.records.results import Recorded, Result
 from agent.runtime.loop import BatchWatch
-from agent.service.tally import Tally
+from agent.service.doors.tally import Tally
 from experts.errors import AddressUnusable, AgentCrashed, OrderRefused
 from experts.expert import Verdict
 
