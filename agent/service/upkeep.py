@@ -41,7 +41,7 @@ class Upkeep:
         self.store = ResultStore(config.results_file, followers=[outbox])
         archive = ImageArchive(config.state / "images", config.records.images)
         self.images = ImageKeeper(archive)
-        self._deliveries = Deliveries(receivers, outbox, self.store, config.outbox.per_s)
+        self.deliveries = Deliveries(receivers, outbox, self.store, config.outbox.per_s)
         shelves = [
             Shelf(folder.path / name, verdict, is_dated=verdict is not Verdict.UNKNOWN)
             for folder in config.intake.folders
@@ -59,7 +59,7 @@ class Upkeep:
 
     def start(self) -> None:
         """Tell receivers what waits for them, and what comes."""
-        self._deliveries.start()
+        self.deliveries.start()
 
     def alarms(self) -> list[str]:
         """What keeps any of it from going on."""
@@ -67,7 +67,7 @@ class Upkeep:
             ("images are not kept", self.images.statistics().alarm),
             ("images are not removed", self._sweeper.statistics().alarm),
         ]
-        told = [(f"{each.receiver} is not told", each.alarm) for each in self._deliveries.statistics()]
+        told = [(f"{each.receiver} is not told", each.alarm) for each in self.deliveries.statistics()]
         return [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]
 
     def stop_images(self) -> None:
@@ -78,4 +78,4 @@ class Upkeep:
         """Export and tell no more; what was not told waits for the next start."""
         if self._export is not None:
             self._export.stop()
-        self._deliveries.stop(DELIVERIES_STOP_S)
+        self.deliveries.stop(DELIVERIES_STOP_S)
