@@ -40,6 +40,7 @@ FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
 RECEIVED_AT_MOST = 2  # x the limit
 IMAGES_RECEIVED = 4  # at a time, and more where `memory` is more than so many messages
 QUESTIONS_RECEIVED = 16  # at a time: they are small, and do not wait behind images
+QUESTION_BYTES = 2**20  # a message takes many times its bytes once it is parsed; names and numbers need few
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
 
@@ -132,7 +133,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         """Where a call's message is received."""
         return Room(self._image_places if method.endswith(WITH_IMAGES) else self._question_places)
 
-    async def received(self, context: Call, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
+    async def received(self, context: Call, parse: Callable[[bytes], Any], *, has_image: bool) -> Any:  # noqa: ANN401
         """The one message of a unary call. Raises OrderRefused."""
         try:
             async with asyncio.timeout(RECEIVE_S):
@@ -141,17 +142,20 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
             raise OrderRefused(Refusing.INVALID, f"the message has not come within {RECEIVE_S:.0f} s") from None
         if raw is grpc.aio.EOF:
             raise OrderRefused(Refusing.INVALID, "the call ended without a message")
-        self.check_size(len(raw))
+        if has_image:
+            self.check_size(len(raw))
+        elif len(raw) > QUESTION_BYTES:
+            raise _too_large(len(raw), f"{QUESTION_BYTES} are the most of a call without an image")
         return parsed(raw, parse)
 
     def check_size(self, size_bytes: int) -> None:
         """Raises OrderRefused for a message above the limit."""
         if size_bytes > self._limits.message:
-            most = self._limits.message
-            raise OrderRefused(
-                Refusing.MESSAGE_TOO_LARGE,
-                f"a message of {size_bytes} bytes, where {most} are the most (limits.message)",
-            )
+            raise _too_large(size_bytes, f"{self._limits.message} are the most (limits.message)")
+
+
+def _too_large(size_bytes: int, most: str) -> OrderRefused:
+    return OrderRefused(Refusing.MESSAGE_TOO_LARGE, f"a message of {size_bytes} bytes, where {most}")
 
 
 def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
@@ -204,21 +208,36 @@ class _Guarded:
         """
         room = self._door.room(self._method)
         if self._takes_stream:
-            yield self._messages(context), room
+            yield _Messages(context, self._parse), room
             return
         try:
             await room.enter()
-            given = await self._door.received(context, self._parse)
-            if not self._method.endswith(WITH_IMAGES):
+            has_image = self._method.endswith(WITH_IMAGES)
+            given = await self._door.received(context, self._parse, has_image=has_image)
+            if not has_image:
                 room.leave()
             yield given, room
         finally:
             room.leave()
 
-    async def _messages(self, context: Call) -> AsyncIterator[Any]:
-        """Not by gRPC's iterator, which holds the last message until the garbage collector comes by."""
-        while (raw := await context.read()) is not grpc.aio.EOF:
-            yield parsed(raw, self._parse)
+
+class _Messages:
+    """A stream's messages. Neither gRPC's iterator nor a generator: those hold the last message until the next comes,
+    which is for ever where a caller keeps its stream open."""
+
+    def __init__(self, context: Call, parse: Callable[[bytes], Any]) -> None:
+        self._context = context
+        self._parse = parse
+
+    def __aiter__(self) -> _Messages:
+        return self
+
+    async def __anext__(self) -> Any:  # noqa: ANN401  # gRPC has no types
+        """Raises OrderRefused."""
+        raw = await self._context.read()
+        if raw is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return parsed(raw, self._parse)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from agent.api import tensors
 from agent.api.desk import Order
 from agent.api.messages import text
+from agent.api.orders import NAME_CHARACTERS
 from agent.api.proto import inference_pb2 as pb
 from agent.api.statistics import ModelCounts
 from agent.api.streams import InferStream
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from agent.api.door import Door, Room
     from agent.api.orders import Orders
     from agent.api.tensors import Asked
+    from agent.line_file.api import ApiLimitsSection
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVER = "coserve"
@@ -43,11 +45,11 @@ MAX_MESSAGE = "max_message_bytes"
 class InferenceService:
     """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
 
-    def __init__(self, orders: Orders, door: Door, message_bytes: int) -> None:
+    def __init__(self, orders: Orders, door: Door, limits: ApiLimitsSection) -> None:
         self._orders = orders
         self._desk = orders.desk
         self._door = door
-        self._message_bytes = message_bytes
+        self._limits = limits
         self._counts: dict[str, ModelCounts] = {}
 
     async def ServerLive(self, request: pb.ServerLiveRequest, room: Room) -> pb.ServerLiveResponse:
@@ -60,7 +62,7 @@ class InferenceService:
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, room: Room) -> pb.ServerMetadataResponse:
         """Who this is, and the largest message that is read."""
-        extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._message_bytes}"]
+        extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._limits.message}"]
         return pb.ServerMetadataResponse(name=SERVER, version=_version(), extensions=extensions)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, room: Room) -> pb.ModelReadyResponse:
@@ -143,7 +145,7 @@ class InferenceService:
         """Raises OrderRefused."""
         _check_version(request.model_version)
         with self._timed(request.model_name) as parts:
-            asked = tensors.asked(request)
+            asked = tensors.asked(request, self._limits.requests)
             parts += await self._judged(request, asked, tell_taken)
         response = tensors.answer(parts, asked.outputs, is_raw=asked.is_raw)
         response.model_name = request.model_name
@@ -179,7 +181,7 @@ class InferenceService:
         try:
             yield parts
         except (OrderRefused, asyncio.CancelledError):
-            if model in self._counts or len(self._counts) < MODELS_COUNTED:
+            if model in self._counts or (len(self._counts) < MODELS_COUNTED and len(model) <= NAME_CHARACTERS):
                 self._counts.setdefault(model, ModelCounts()).fail.add(time.perf_counter() - began_s)
             raise
         self._counts.setdefault(model, ModelCounts()).judged(parts, time.perf_counter() - began_s)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from agent.api.desk import BoardView
 from agent.api.messages import board_message, order_of, part_message, reload_message, status_message, text
+from agent.api.orders import check_names
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.streams import OrderStream
 from agent.api.watching import Watch
@@ -47,6 +48,7 @@ class InspectionService:
 
     async def GetBoard(self, request: pb.GetBoardRequest, room: Room) -> pb.GetBoardReply:
         """The latest run of the boards with a serial."""
+        check_names(serial=request.serial, board_type=request.board_type)
         boards = await self._orders.ask(self._desk.boards, request.serial, request.board_type or None)
         if not boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board {request.serial!r} is known")
@@ -61,6 +63,7 @@ class InspectionService:
 
     async def Trigger(self, request: pb.TriggerRequest, room: Room) -> pb.TriggerReply:
         """A frame of a camera."""
+        check_names(camera=request.camera, board=request.board, board_type=request.board_type)
         key = await self._orders.ask(
             self._desk.trigger, request.camera, request.board or None, request.board_type or None
         )

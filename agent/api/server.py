@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 SERVICES = (inspection.SERVICE, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
-START_S = 30.0
 KEEPALIVE_MS = 60_000  # between two questions whether a silent caller is still there
 KEEPALIVE_ANSWER_MS = 20_000
 
@@ -115,7 +114,7 @@ class ApiServer:
     async def _start(self) -> tuple[str, ...]:
         services = (
             inspection.InspectionService(self._orders, self._door),
-            inference.InferenceService(self._orders, self._door, self._config.limits.message),
+            inference.InferenceService(self._orders, self._door, self._config.limits),
         )
         for address in self._config.grpc:
             self._served.append(self._bound(address))

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from agent.api.messages import order_of, part_message, text
-from agent.api.orders import first_of
+from agent.api.orders import NAME_CHARACTERS, first_of
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.refusals import INTERNAL, MISTAKE, retry_ms
@@ -91,6 +91,7 @@ class Conversation(ABC, Generic[Request, Answer]):
             task = asyncio.create_task(self._answer(request, is_taken.set))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
+            del request  # the next one may be long in coming
             await is_taken.wait()
 
     async def _answer(self, request: Request, tell_taken: Callable[[], None]) -> None:
@@ -116,8 +117,11 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
 
     async def carry_out(self, request: pb.StreamOrder, tell_taken: Callable[[], None]) -> pb.StreamAnswer:
         """Raises OrderRefused."""
-        if not request.id or request.id in self._ids:
-            raise OrderRefused(Refusing.INVALID, "an order needs an id that none of this stream's under way has")
+        if not request.id or len(request.id) > NAME_CHARACTERS or request.id in self._ids:
+            raise OrderRefused(
+                Refusing.INVALID,
+                f"an order needs an id that none of this stream's under way has (at most {NAME_CHARACTERS} characters)",
+            )
         self._door.check_size(request.ByteSize())
         accepted = pb.StreamAnswer(id=request.id, accepted=pb.Accepted())
         self._ids.add(request.id)
@@ -131,9 +135,9 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
         return pb.StreamAnswer(id=request.id, judged=judged)
 
     def failed(self, request: pb.StreamOrder, reason: str, message: str, again_ms: int | None) -> pb.StreamAnswer:
-        """By its id."""
+        """By its id; not all of one that is none, for a thousand answers wait for a caller that does not read."""
         refused = pb.Refused(reason=reason, message=message, retry_ms=again_ms)
-        return pb.StreamAnswer(id=request.id, refused=refused)
+        return pb.StreamAnswer(id=request.id[:NAME_CHARACTERS], refused=refused)
 
 
 class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferResponse]):
@@ -156,6 +160,8 @@ class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferRespon
     def failed(
         self, request: oip.ModelInferRequest, reason: str, message: str, again_ms: int | None
     ) -> oip.ModelStreamInferResponse:
-        """With the call's id, as its client looks for it there."""
-        response = oip.ModelInferResponse(id=request.id, model_name=request.model_name)
+        """With the call's id, as its client looks for it there; cut as above."""
+        response = oip.ModelInferResponse(
+            id=request.id[:NAME_CHARACTERS], model_name=request.model_name[:NAME_CHARACTERS]
+        )
         return oip.ModelStreamInferResponse(error_message=f"{reason}: {message}", infer_response=response)
