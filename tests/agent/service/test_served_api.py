@@ -6,11 +6,15 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
 from agent.api.client import AgentClient
+from agent.api.desk import Order
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
 from experts.errors import AddressUnusable
 from experts.expert import Verdict
 
@@ -63,6 +67,33 @@ def test_the_lines_own_client_sees_the_board_and_the_status(desk_line, address, 
         assert part.verdict is Verdict.OK
         (board,) = client.boards("B1")
         assert dict(board.missing) == {"c1": 1}
+
+
+def test_a_deadline_takes_an_inspection_out_of_the_queue(desk_line, address, caller, png, wait_until_so):
+    """AC17, on the real agent: what waits behind a long batch is neither run nor stored, and nothing is counted."""
+    desk_line.fake(0, B_s=1.5)
+    request = pb.InspectRequest(file=png(), component="c0", board="B1", ref="R1")
+    with desk_line.served() as service, grpc.insecure_channel(address) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        while True:  # a slow box may end the long batch before the deadline has come through
+            running = caller()
+            service.desk.order(Order(png(), component="c0", is_kept=False), running)
+            wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
+            call = agent.Inspect.future(request, timeout=0.3)
+            wait_until_so(lambda call=call: call.done() or service.desk.status().requests_in_flight == 2)
+            was_queued = not call.done()
+            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            wait_until_so(lambda running=running: running.answers or service.desk.status().requests_in_flight == 1)
+            if was_queued and not running.answers:
+                break
+            wait_until_so(lambda: service.desk.status().requests_in_flight == 0)
+        before = service.judged
+        running.wait()
+        wait_until_so(lambda: service.desk.status().requests_in_flight == 0 and not desk_line.unfinished)
+        wait_until_so(lambda: service.api.orders_under_way == service.api.calls == 0)
+        assert service.judged == before
+        agent.Inspect(request, timeout=60)
+        assert service.judged == before + 1
 
 
 def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, address, png):
