@@ -71,10 +71,11 @@ def test_the_lines_own_client_sees_the_board_and_the_status(desk_line, address, 
 
 def test_a_deadline_takes_an_inspection_out_of_the_queue(desk_line, address, caller, png, wait_until_so):
     """AC17, on the real agent: what waits behind a long batch is neither run nor stored, and nothing is counted."""
-    desk_line.fake(0, B_s=1.5)
+    desk_line.fake(0, B_s=0.8)
     request = pb.InspectRequest(file=png(), component="c0", board="B1", ref="R1")
     with desk_line.served() as service, grpc.insecure_channel(address) as channel:
         agent = inspection_pb2_grpc.InspectionStub(channel)
+        agent.Status(pb.StatusRequest(), timeout=60)  # so that it is connected
         while True:  # a slow box may end the long batch before the deadline has come through
             running = caller()
             service.desk.order(Order(png(), component="c0", is_kept=False), running)
