@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 SERVICES = (inspection.SERVICE, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
-KEEPALIVE_MS = 60_000  # between two questions whether a silent caller is still there
+KEEPALIVE_MS = 10_000  # until a silent caller is asked whether it is still there: its calls take others' places
 KEEPALIVE_ANSWER_MS = 20_000
 
 Server = Any  # gRPC has no types
@@ -160,6 +160,7 @@ class ApiServer:
             ("grpc.so_reuseport", 0),  # else a second agent would take every other call
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),  # a minute by itself, and what counts
         )
         return grpc.aio.server(interceptors=interceptors, options=options)
 

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import closing, suppress
 from pathlib import Path
 
 import grpc
@@ -237,6 +238,51 @@ def test_who_is_not_answered_in_time_is_cut_off_and_withdrawn(agent, desk, serve
     server.addresses = ()
     assert call.exception(DEADLINE_S).code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
     desk.wait_for(lambda desk: desk.withdrawn)
+
+
+class Cable:
+    """What a caller is connected by, and what can be pulled: then nothing is said any more, and nobody is told."""
+
+    def __init__(self, port):
+        self.is_pulled = threading.Event()
+        self._port = port
+        self._ends = [socket.create_server(("127.0.0.1", 0))]
+        self.address = f"127.0.0.1:{self._ends[0].getsockname()[1]}"
+        threading.Thread(target=self._connect, daemon=True).start()
+
+    def _connect(self):
+        with suppress(OSError):  # closed
+            while True:
+                ends = self._ends[0].accept()[0], socket.create_connection(("127.0.0.1", self._port))
+                self._ends += ends
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one, other):
+        with suppress(OSError):
+            while data := one.recv(65536):
+                if not self.is_pulled.is_set():
+                    other.sendall(data)
+
+    def close(self):
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_a_caller_that_has_vanished_is_given_up(serve, desk, monkeypatch):
+    """Its calls would take the places of others', and its watchers those of the ones that come after it."""
+    monkeypatch.setattr("agent.api.server.KEEPALIVE_MS", 100)
+    monkeypatch.setattr("agent.api.server.KEEPALIVE_ANSWER_MS", 1000)
+    server = serve(grpc="127.0.0.1:0")
+    cable = Cable(int(server.addresses[0].rpartition(":")[2]))
+    with closing(cable), grpc.insecure_channel(cable.address) as channel:
+        events = inspection_pb2_grpc.InspectionStub(channel).WatchResults(pb.WatchResultsRequest())
+        desk.wait_for(lambda desk: desk.watchers)
+        cable.is_pulled.set()
+        desk.wait_for(lambda desk: not desk.watchers)
+        events.cancel()
 
 
 def test_reflection_describes_all_services_on_this_machine(server):
