@@ -1,9 +1,10 @@
 """What every call passes on its way in and out: admission, the receiving of its message, and the words of its failure.
 
 Guarantees: a call that is refused is told so with a status, a reason and words of ours, never with an exception's text;
-a message that is none of its type is INVALID_ARGUMENT; images that are being received, or wait for the desk to count
-them, take about as many bytes as images that are under way may, since no more calls are read from at a time (the others
-wait in the network's buffers); calls beyond the limit are refused before anything of them is received.
+a message that is none of its type is INVALID_ARGUMENT; images of calls that are being received, or wait for the desk to
+count them, take about as many bytes as images that are under way may, since no more calls are read from at a time (the
+others wait in the network's buffers), and each stream has one message more at most; calls beyond the limit are refused
+before anything of them is received.
 
 Unary calls are served as streams of one message, for on the wire they are the same: so a message is read when there is
 room for it, and not by gRPC before anybody was asked.
@@ -180,45 +181,43 @@ class _Guarded:
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
         """One answer; None where it is refused."""
         answer = None
-        async with _told(context, self._method), self._entered(context) as (given, room):
-            answer = await self._call(given, room)
+        async with _told(context, self._method), self._entered() as room:
+            answer = await self._call(await self._given(context, room), room)
         return answer  # noqa: RET504  # where it is refused there is none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
         """Many answers."""
         async with (
             _told(context, self._method),
-            self._entered(context) as (given, room),
-            aclosing(self._call(given, room)) as answers,
+            self._entered() as room,
+            aclosing(self._call(await self._given(context, room), room)) as answers,
         ):
             async for answer in answers:
                 await context.write(answer)
 
     @asynccontextmanager
-    async def _entered(self, context: Call) -> AsyncIterator[tuple[Any, Room]]:
-        """Raises OrderRefused."""
-        async with self._door.entered(self._method, self._is_stream), self._given(context) as given:
-            yield given
+    async def _entered(self) -> AsyncIterator[Room]:
+        """With the room that the call's message takes. Raises OrderRefused."""
+        async with self._door.entered(self._method, self._is_stream):
+            room = self._door.room(self._method)
+            try:
+                yield room
+            finally:
+                room.leave()
 
-    @asynccontextmanager
-    async def _given(self, context: Call) -> AsyncIterator[tuple[Any, Room]]:
-        """What a method is called with: its message, or messages, and the room that the message takes.
+    async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
+        """What a method is called with: its message, or messages. It alone has it, and lets it go when it may.
 
         A method that gives images to the desk leaves the room as soon as they are counted there.
         """
-        room = self._door.room(self._method)
         if self._takes_stream:
-            yield _Messages(context, self._parse), room
-            return
-        try:
-            await room.enter()
-            has_image = self._method.endswith(WITH_IMAGES)
-            given = await self._door.received(context, self._parse, has_image=has_image)
-            if not has_image:
-                room.leave()
-            yield given, room
-        finally:
+            return _Messages(context, self._parse)
+        await room.enter()
+        has_image = self._method.endswith(WITH_IMAGES)
+        given = await self._door.received(context, self._parse, has_image=has_image)
+        if not has_image:
             room.leave()
+        return given
 
 
 class _Messages:

@@ -22,7 +22,7 @@ from agent.api.streams import InferStream
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from agent.api.desk import Model, Part
     from agent.api.door import Door, Room
@@ -129,9 +129,9 @@ class InferenceService:
         await self._orders.ask(self._desk.unload, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> pb.ModelInferResponse:
+    def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> Awaitable[pb.ModelInferResponse]:
         """One image, or several; withdrawn if its caller gives up."""
-        return await self.infer(request, room.leave)
+        return self.infer(request, room.leave)
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
@@ -144,34 +144,17 @@ class InferenceService:
     async def infer(self, request: pb.ModelInferRequest, tell_taken: Callable[[], None]) -> pb.ModelInferResponse:
         """Raises OrderRefused."""
         _check_version(request.model_version)
-        with self._timed(request.model_name) as parts:
+        model, id_ = request.model_name, request.id
+        with self._timed(model) as parts:
             asked = tensors.asked(request, self._limits.requests)
-            parts += await self._judged(request, asked, tell_taken)
-        response = tensors.answer(parts, asked.outputs, is_raw=asked.is_raw)
-        response.model_name = request.model_name
+            orders, outputs, is_raw = _orders_of(request, asked), asked.outputs, asked.is_raw
+            del request, asked  # while they wait their images are there once
+            parts += [each[0] for each in await _all(self._orders, orders, tell_taken)]
+        response = tensors.answer(parts, outputs, is_raw=is_raw)
+        response.model_name = model
         response.model_version = VERSION
-        response.id = request.id
+        response.id = id_
         return response
-
-    async def _judged(self, request: pb.ModelInferRequest, asked: Asked, tell_taken: Callable[[], None]) -> list[Part]:
-        """Of each image; all are withdrawn where one is refused."""
-        board_type = tensors.parameter(request.parameters, "board_type")
-        images = zip(asked.images, asked.boards, asked.refs, strict=True)
-        component, expert = _component_or_expert(request.model_name)
-        orders = [
-            Order(
-                image=image,
-                component=component,
-                expert=expert,
-                board=board,
-                board_type=board_type,
-                ref=ref,
-                key=_key(request.id, number, len(asked.images)),
-                is_kept=board is not None,
-            )
-            for number, (image, board, ref) in enumerate(images)
-        ]
-        return [parts[0] for parts in await _all(self._orders, orders, tell_taken)]
 
     @contextmanager
     def _timed(self, model: str) -> Iterator[list[Part]]:
@@ -195,6 +178,26 @@ class InferenceService:
         if name not in models:
             raise OrderRefused(Refusing.NOT_FOUND, f"no model {name[:200]!r} - RepositoryIndex lists them")
         return models[name]
+
+
+def _orders_of(request: pb.ModelInferRequest, asked: Asked) -> list[Order]:
+    """One for each image. Raises OrderRefused."""
+    board_type = tensors.parameter(request.parameters, "board_type")
+    images = zip(asked.images, asked.boards, asked.refs, strict=True)
+    component, expert = _component_or_expert(request.model_name)
+    return [
+        Order(
+            image=image,
+            component=component,
+            expert=expert,
+            board=board,
+            board_type=board_type,
+            ref=ref,
+            key=_key(request.id, number, len(asked.images)),
+            is_kept=board is not None,
+        )
+        for number, (image, board, ref) in enumerate(images)
+    ]
 
 
 async def _all(orders: Orders, several: Sequence[Order], tell_taken: Callable[[], None]) -> Sequence[Sequence[Part]]:

@@ -298,6 +298,22 @@ def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
         assert Counter(map(outcome, calls)) == {"judged": 2, "QUEUE_FULL": 58}
 
 
+@pytest.mark.parametrize("is_stream", [False, True], ids=["calls", "a stream"])
+def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
+    """AC18: 240 MB are under way; what is left of their messages would be as much again."""
+    request = pb.InspectRequest(file=bytes(8_000_000), component="resistor", is_question=True)
+    with busy_process(tmp_path, holds=True) as busy:
+        if is_stream:
+            orders = (pb.StreamOrder(id=str(number), order=request) for number in range(30))
+            answers = busy.agent.InspectStream(orders, timeout=DEADLINE_S)
+        else:
+            calls = [busy.agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(30)]
+        wait_until(lambda: busy.agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).requests_in_flight == 30)
+        assert busy.grown_bytes() < 400_000_000
+        ends = (next(answers) for _ in range(30)) if is_stream else (call.result(DEADLINE_S) for call in calls)
+        assert len(list(ends)) == 30
+
+
 def test_a_stream_that_stays_open_holds_nothing_of_its_last_order(tmp_path):
     """AC18: 320 MB come over 40 streams, one after the other, and all of them stay open."""
     order = pb.StreamOrder(id="a", order=pb.InspectRequest(file=bytes(8_000_000), component="nobody"))
