@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others from being heard
 QUESTIONS = 1000  # calls without images that may be open at a time
+CHECKS = 1000  # of health that may be open at a time, for they may be watched without end
 STREAMS = 64  # open at a time; each holds one message at most that is not counted yet
 FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
 # gRPC refuses larger messages by itself, without a reason; what lies between is refused here, with one.
@@ -54,6 +55,10 @@ class _Kind(StrEnum):
     IMAGE = "image"
     STREAM = "stream"
     QUESTION = "question"
+    CHECK = "health check"  # and reflection: also while the agent stops
+
+
+OPEN_AT_MOST = {_Kind.STREAM: STREAMS, _Kind.QUESTION: QUESTIONS, _Kind.CHECK: CHECKS}
 
 
 class Room:
@@ -110,25 +115,25 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
     @asynccontextmanager
     async def entered(self, method: str, is_stream: bool) -> AsyncIterator[None]:
         """While a call is under way. Raises OrderRefused for one too many."""
-        if method.startswith(ALWAYS_OPEN):
-            yield
-            return
-        if self.stopping.is_set():
+        kind = _kind_of(method, is_stream)
+        if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
-        kind = _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
-        most = {_Kind.STREAM: STREAMS, _Kind.IMAGE: self._limits.requests, _Kind.QUESTION: QUESTIONS}[kind]
+        most = self._limits.requests if kind is _Kind.IMAGE else OPEN_AT_MOST[kind]
         if self._open[kind] >= most:
             raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - ask again in a while", FULL_RETRY_S)
-        self._open[kind] += 1
-        self.calls += 1
-        self._idle.clear()
+        self._count(kind, 1)
         try:
             yield
         finally:
-            self._open[kind] -= 1
-            self.calls -= 1
-            if not self.calls:
-                self._idle.set()
+            self._count(kind, -1)
+
+    def _count(self, kind: _Kind, calls: int) -> None:
+        self._open[kind] += calls
+        self.calls = self._open.total() - self._open[_Kind.CHECK]
+        if self.calls:
+            self._idle.clear()
+        else:
+            self._idle.set()
 
     def room(self, method: str) -> Room:
         """Where a call's message is received."""
@@ -165,6 +170,12 @@ def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  #
         return parse(raw)
     except DecodeError:
         raise OrderRefused(Refusing.INVALID, "the bytes are no message of this method's type") from None
+
+
+def _kind_of(method: str, is_stream: bool) -> _Kind:
+    if method.startswith(ALWAYS_OPEN):
+        return _Kind.CHECK
+    return _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
 
 
 class _Guarded:

@@ -131,7 +131,10 @@ class ApiServer:
             try:
                 server.add_insecure_port(place.to_bind)
                 place.show()
-            except (RuntimeError, AddressUnusable) as error:
+            except AddressUnusable:
+                place.close()
+                raise
+            except RuntimeError as error:
                 place.close()
                 raise AddressUnusable(address, "no socket can be made there") from error
             return _Served(address, server, place)

@@ -175,8 +175,8 @@ class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferRespon
 
     def begun(self, request: oip.ModelInferRequest) -> oip.ModelStreamInferResponse:
         """With the call's id, as its client looks for it there."""
-        names = {"id": request.id[:NAME_CHARACTERS], "model_name": request.model_name[:NAME_CHARACTERS]}
-        return oip.ModelStreamInferResponse(infer_response=oip.ModelInferResponse(**names))
+        id_, model = request.id[:NAME_CHARACTERS], request.model_name[:NAME_CHARACTERS]
+        return oip.ModelStreamInferResponse(infer_response=oip.ModelInferResponse(id=id_, model_name=model))
 
     def failed(
         self, answer: oip.ModelStreamInferResponse, reason: str, message: str, again_ms: int | None

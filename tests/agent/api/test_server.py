@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from agent.api.door import OPEN_AT_MOST
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import SERVICES, ApiServer
@@ -117,13 +118,15 @@ def test_what_is_no_socket_is_left_alone(tmp_path, serve):
     ("address", "says"),
     [
         (f"unix:./{'x' * 110}", "bytes of path"),
-        ("unix:./file/a.sock", "file/a.sock: "),
+        ("unix:./file/a.sock", "file/a.sock: .*file: "),
+        ("unix:./locked", "locked: .*locked.lock: Is a directory"),
         ("192.0.2.1:8461", "192.0.2.1:8461: Cannot assign requested address"),
         ("no-such-host.invalid:8461", "no-such-host.invalid:8461: "),
     ],
 )
 def test_an_address_that_cannot_be_served_is_named(tmp_path, desk, address, says):
     (tmp_path / "file").write_text("")
+    (tmp_path / "locked.lock").mkdir()
     server = ApiServer(section(tmp_path, grpc=address, insecure_ok=True), desk)
     with pytest.raises(AddressUnusable, match=says):
         server.start()
@@ -155,6 +158,17 @@ class TestHealth:
         watched = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=DEADLINE_S)
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watched.cancel()
+
+    def test_thousands_of_watchers_take_no_endless_memory_and_nobody_s_place(self, health, agent, monkeypatch):
+        monkeypatch.setitem(OPEN_AT_MOST, "health check", 3)
+        watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(3)]
+        assert [next(watcher).status for watcher in watchers] == [SERVING] * 3
+        with pytest.raises(grpc.RpcError) as error:
+            next(health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert agent.Inspect(IMAGE, timeout=DEADLINE_S).parts
+        for watcher in watchers:
+            watcher.cancel()
 
     def test_a_watcher_that_leaves_takes_nothing_from_the_others(self, health, server):
         watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(2)]
