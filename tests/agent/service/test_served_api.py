@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from agent.api.client import AgentClient
+from agent.api.client import Access, AgentClient
 from agent.api.desk import Order
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
@@ -113,6 +113,22 @@ def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, addr
             ends = list(callers.map(ask, range(1000)))
     assert set(ends) <= {"OK", "StatusCode.RESOURCE_EXHAUSTED"}
     assert ends.count("OK") >= 50
+
+
+def test_a_reload_that_is_not_applied_keeps_the_token_too(desk_line, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("old")
+    desk_line.document["api"] = {"grpc": "127.0.0.1:0", "token": {"file": str(token)}}
+    with desk_line.served() as service:
+        token.write_text("new")
+        desk_line.fake(1, weight_bytes=900_000_000)  # more than there is memory
+        assert not service.desk.reload().is_applied
+        with AgentClient(service.api.addresses[0], Access(token="old")) as client:
+            assert client.status().line == "test"
+        desk_line.fake(1)
+        assert service.desk.reload().is_applied
+        with AgentClient(service.api.addresses[0], Access(token="new")) as client:
+            assert client.status().line == "test"
 
 
 def test_a_line_whose_address_is_taken_does_not_start_and_leaves_nothing_behind(desk_line):
