@@ -35,8 +35,8 @@ class UnixSocket:
             self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             self._check_place()
             self._hidden.unlink(missing_ok=True)  # of one that died before it was shown
-        except OSError as error:
-            raise AddressUnusable(address, error.strerror or str(error)) from error
+        except OSError as error:  # of its folder, or its lock, which another user may have left
+            raise AddressUnusable(address, f"{error.filename or self._path}: {error.strerror or error}") from error
 
     def _check_place(self) -> None:
         try:

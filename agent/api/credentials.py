@@ -53,7 +53,7 @@ class Certificates:
 def _read(tls: TlsSection) -> Call:
     check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        check.load_cert_chain(tls.certificate, tls.key)
+        check.load_cert_chain(tls.certificate, tls.key, password="")  # without one it would ask a terminal
         if tls.client_ca is not None:
             check.load_verify_locations(tls.client_ca)
         authority = None if tls.client_ca is None else tls.client_ca.read_bytes()

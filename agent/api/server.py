@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 
 SERVICES = (inspection.SERVICE, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
-START_S = 30.0
-KEEPALIVE_MS = 60_000  # between two questions whether a silent caller is still there
+KEEPALIVE_MS = 10_000  # until a silent caller is asked whether it is still there: its calls take others' places
 KEEPALIVE_ANSWER_MS = 20_000
 
 Server = Any  # gRPC has no types
@@ -115,7 +114,7 @@ class ApiServer:
     async def _start(self) -> tuple[str, ...]:
         services = (
             inspection.InspectionService(self._orders, self._door),
-            inference.InferenceService(self._orders, self._door, self._config.limits.message),
+            inference.InferenceService(self._orders, self._door, self._config.limits),
         )
         for address in self._config.grpc:
             self._served.append(self._bound(address))
@@ -132,7 +131,10 @@ class ApiServer:
             try:
                 server.add_insecure_port(place.to_bind)
                 place.show()
-            except (RuntimeError, AddressUnusable) as error:
+            except AddressUnusable:
+                place.close()
+                raise
+            except RuntimeError as error:
                 place.close()
                 raise AddressUnusable(address, "no socket can be made there") from error
             return _Served(address, server, place)
@@ -161,6 +163,7 @@ class ApiServer:
             ("grpc.so_reuseport", 0),  # else a second agent would take every other call
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),  # a minute by itself, and what counts
         )
         return grpc.aio.server(interceptors=interceptors, options=options)
 

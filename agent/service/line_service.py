@@ -318,9 +318,9 @@ class LineService:
     def _reloaded(self, read: LineConfig) -> ReloadView:
         for_restart = keys_for_restart(self._started_with, read)
         config = taken_over(self._config, read)
-        if self.api is not None:
-            self.api.reload(config.api)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
+        if self.api is not None:  # once nothing else can be refused: a reload that is not applied changes nothing
+            self.api.reload(config.api)
         self._inspector.change_line(change)
         self._config = config
         self._boards.change(config.boards)

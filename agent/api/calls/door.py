@@ -1,9 +1,10 @@
 """What every call passes on its way in and out: admission, the receiving of its message, and the words of its failure.
 
 Guarantees: a call that is refused is told so with a status, a reason and words of ours, never with an exception's text;
-a message that is none of its type is INVALID_ARGUMENT; images that are being received, or wait for the desk to count
-them, take about as many bytes as images that are under way may, since no more calls are read from at a time (the others
-wait in the network's buffers); calls beyond the limit are refused before anything of them is received.
+a message that is none of its type is INVALID_ARGUMENT; images of calls that are being received, or wait for the desk to
+count them, take about as many bytes as images that are under way may, since no more calls are read from at a time (the
+others wait in the network's buffers), and each stream has one message more at most; calls beyond the limit are refused
+before anything of them is received.
 
 Unary calls are served as streams of one message, for on the wire they are the same: so a message is read when there is
 room for it, and not by gRPC before anybody was asked.
@@ -34,12 +35,14 @@ log = logging.getLogger(__name__)
 
 RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others from being heard
 QUESTIONS = 1000  # calls without images that may be open at a time
+CHECKS = 1000  # of health that may be open at a time, for they may be watched without end
 STREAMS = 64  # open at a time; each holds one message at most that is not counted yet
 FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
 # gRPC refuses larger messages by itself, without a reason; what lies between is refused here, with one.
 RECEIVED_AT_MOST = 2  # x the limit
 IMAGES_RECEIVED = 4  # at a time, and more where `memory` is more than so many messages
 QUESTIONS_RECEIVED = 16  # at a time: they are small, and do not wait behind images
+QUESTION_BYTES = 2**20  # a message takes many times its bytes once it is parsed; names and numbers need few
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
 
@@ -52,6 +55,10 @@ class _Kind(StrEnum):
     IMAGE = "image"
     STREAM = "stream"
     QUESTION = "question"
+    CHECK = "health check"  # and reflection: also while the agent stops
+
+
+OPEN_AT_MOST = {_Kind.STREAM: STREAMS, _Kind.QUESTION: QUESTIONS, _Kind.CHECK: CHECKS}
 
 
 class Room:
@@ -108,31 +115,31 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
     @asynccontextmanager
     async def entered(self, method: str, is_stream: bool) -> AsyncIterator[None]:
         """While a call is under way. Raises OrderRefused for one too many."""
-        if method.startswith(ALWAYS_OPEN):
-            yield
-            return
-        if self.stopping.is_set():
+        kind = _kind_of(method, is_stream)
+        if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
-        kind = _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
-        most = {_Kind.STREAM: STREAMS, _Kind.IMAGE: self._limits.requests, _Kind.QUESTION: QUESTIONS}[kind]
+        most = self._limits.requests if kind is _Kind.IMAGE else OPEN_AT_MOST[kind]
         if self._open[kind] >= most:
             raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - ask again in a while", FULL_RETRY_S)
-        self._open[kind] += 1
-        self.calls += 1
-        self._idle.clear()
+        self._count(kind, 1)
         try:
             yield
         finally:
-            self._open[kind] -= 1
-            self.calls -= 1
-            if not self.calls:
-                self._idle.set()
+            self._count(kind, -1)
+
+    def _count(self, kind: _Kind, calls: int) -> None:
+        self._open[kind] += calls
+        self.calls = self._open.total() - self._open[_Kind.CHECK]
+        if self.calls:
+            self._idle.clear()
+        else:
+            self._idle.set()
 
     def room(self, method: str) -> Room:
         """Where a call's message is received."""
         return Room(self._image_places if method.endswith(WITH_IMAGES) else self._question_places)
 
-    async def received(self, context: Call, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
+    async def received(self, context: Call, parse: Callable[[bytes], Any], *, has_image: bool) -> Any:  # noqa: ANN401
         """The one message of a unary call. Raises OrderRefused."""
         try:
             async with asyncio.timeout(RECEIVE_S):
@@ -141,17 +148,20 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
             raise OrderRefused(Refusing.INVALID, f"the message has not come within {RECEIVE_S:.0f} s") from None
         if raw is grpc.aio.EOF:
             raise OrderRefused(Refusing.INVALID, "the call ended without a message")
-        self.check_size(len(raw))
+        if has_image:
+            self.check_size(len(raw))
+        elif len(raw) > QUESTION_BYTES:
+            raise _too_large(len(raw), f"{QUESTION_BYTES} are the most of a call without an image")
         return parsed(raw, parse)
 
     def check_size(self, size_bytes: int) -> None:
         """Raises OrderRefused for a message above the limit."""
         if size_bytes > self._limits.message:
-            most = self._limits.message
-            raise OrderRefused(
-                Refusing.MESSAGE_TOO_LARGE,
-                f"a message of {size_bytes} bytes, where {most} are the most (limits.message)",
-            )
+            raise _too_large(size_bytes, f"{self._limits.message} are the most (limits.message)")
+
+
+def _too_large(size_bytes: int, most: str) -> OrderRefused:
+    return OrderRefused(Refusing.MESSAGE_TOO_LARGE, f"a message of {size_bytes} bytes, where {most}")
 
 
 def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
@@ -160,6 +170,12 @@ def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  #
         return parse(raw)
     except DecodeError:
         raise OrderRefused(Refusing.INVALID, "the bytes are no message of this method's type") from None
+
+
+def _kind_of(method: str, is_stream: bool) -> _Kind:
+    if method.startswith(ALWAYS_OPEN):
+        return _Kind.CHECK
+    return _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
 
 
 class _Guarded:
@@ -176,49 +192,62 @@ class _Guarded:
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
         """One answer; None where it is refused."""
         answer = None
-        async with _told(context, self._method), self._entered(context) as (given, room):
-            answer = await self._call(given, room)
+        async with _told(context, self._method), self._entered() as room:
+            answer = await self._call(await self._given(context, room), room)
         return answer  # noqa: RET504  # where it is refused there is none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
         """Many answers."""
         async with (
             _told(context, self._method),
-            self._entered(context) as (given, room),
-            aclosing(self._call(given, room)) as answers,
+            self._entered() as room,
+            aclosing(self._call(await self._given(context, room), room)) as answers,
         ):
             async for answer in answers:
                 await context.write(answer)
 
     @asynccontextmanager
-    async def _entered(self, context: Call) -> AsyncIterator[tuple[Any, Room]]:
-        """Raises OrderRefused."""
-        async with self._door.entered(self._method, self._is_stream), self._given(context) as given:
-            yield given
+    async def _entered(self) -> AsyncIterator[Room]:
+        """With the room that the call's message takes. Raises OrderRefused."""
+        async with self._door.entered(self._method, self._is_stream):
+            room = self._door.room(self._method)
+            try:
+                yield room
+            finally:
+                room.leave()
 
-    @asynccontextmanager
-    async def _given(self, context: Call) -> AsyncIterator[tuple[Any, Room]]:
-        """What a method is called with: its message, or messages, and the room that the message takes.
+    async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
+        """What a method is called with: its message, or messages. It alone has it, and lets it go when it may.
 
         A method that gives images to the desk leaves the room as soon as they are counted there.
         """
-        room = self._door.room(self._method)
         if self._takes_stream:
-            yield self._messages(context), room
-            return
-        try:
-            await room.enter()
-            given = await self._door.received(context, self._parse)
-            if not self._method.endswith(WITH_IMAGES):
-                room.leave()
-            yield given, room
-        finally:
+            return _Messages(context, self._parse)
+        await room.enter()
+        has_image = self._method.endswith(WITH_IMAGES)
+        given = await self._door.received(context, self._parse, has_image=has_image)
+        if not has_image:
             room.leave()
+        return given
 
-    async def _messages(self, context: Call) -> AsyncIterator[Any]:
-        """Not by gRPC's iterator, which holds the last message until the garbage collector comes by."""
-        while (raw := await context.read()) is not grpc.aio.EOF:
-            yield parsed(raw, self._parse)
+
+class _Messages:
+    """A stream's messages. Neither gRPC's iterator nor a generator: those hold the last message until the next comes,
+    which is for ever where a caller keeps its stream open."""
+
+    def __init__(self, context: Call, parse: Callable[[bytes], Any]) -> None:
+        self._context = context
+        self._parse = parse
+
+    def __aiter__(self) -> _Messages:
+        return self
+
+    async def __anext__(self) -> Any:  # noqa: ANN401  # gRPC has no types
+        """Raises OrderRefused."""
+        raw = await self._context.read()
+        if raw is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return parsed(raw, self._parse)
 
 
 @asynccontextmanager

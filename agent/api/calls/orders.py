@@ -49,7 +49,8 @@ class Orders:
         ``tell_taken``: the desk counts it. ``tell_accepted``: it is durable; whoever is told so has it judged anyway.
         Both are called on the loop.
         """
-        _check_names(order)
+        names = ("component", "expert", "board", "board_type", "ref", "key")
+        check_names(**{name: getattr(order, name) for name in names})
         return await _Placed(self, order, tell_accepted).awaited(tell_taken)
 
     def submit(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
@@ -130,9 +131,9 @@ def _withdraw(ticket: Future[Ticket | OrderRefused]) -> None:
         taken.cancel()
 
 
-def _check_names(order: Order) -> None:
-    for what in ("component", "expert", "board", "board_type", "ref", "key"):
-        name = getattr(order, what)
+def check_names(**names: str | None) -> None:
+    """Raises OrderRefused for what is no name of anything."""
+    for what, name in names.items():
         if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
             raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from agent.api.calls.messages import text
 from experts.errors import Refusing
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 REASON = "coserve-reason"
 PUSHBACK_MS = "grpc-retry-pushback-ms"  # what clients of gRPC with a retry policy keep to
 INTERNAL = "INTERNAL"  # the reason of what is a mistake of the program
+MOST_CHARACTERS = 500  # more than 8 KiB, as they are encoded, gRPC's clients take for RESOURCE_EXHAUSTED
 MISTAKE = "a mistake of the agent's program, which its log tells more about"
 
 STATUS = {
@@ -43,4 +45,10 @@ def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC
     hint = () if pushback_ms is None else ((PUSHBACK_MS, str(pushback_ms)),)
     context.set_trailing_metadata(((REASON, str(refused.reason)), *hint))
     context.set_code(STATUS[refused.reason])
-    context.set_details(str(refused))
+    context.set_details(_told(str(refused)))
+
+
+def _told(words: str) -> str:
+    """A refusal may repeat what the caller called something, at any length."""
+    told = text(words)
+    return told if len(told) <= MOST_CHARACTERS else f"{told[: MOST_CHARACTERS - 3]}..."

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from agent.api.calls.messages import order_of, part_message, text
-from agent.api.calls.orders import first_of
+from agent.api.calls.orders import NAME_CHARACTERS, first_of
 from agent.api.calls.refusals import INTERNAL, MISTAKE, retry_ms
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inspection_pb2 as pb
@@ -47,11 +47,18 @@ class Conversation(ABC, Generic[Request, Answer]):
 
     @abstractmethod
     async def carry_out(self, request: Request, tell_taken: Callable[[], None]) -> Answer:
-        """One order to its end; its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused."""
+        """One order to its end; its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused.
+
+        Nobody else has the request: while its image waits it is there once.
+        """
 
     @abstractmethod
-    def failed(self, request: Request, reason: str, message: str, again_ms: int | None) -> Answer:
-        """The answer to one that came to no end."""
+    def begun(self, request: Request) -> Answer:
+        """An answer that only says whose it is; short, since a thousand may wait for a caller that reads none."""
+
+    @abstractmethod
+    def failed(self, answer: Answer, reason: str, message: str, again_ms: int | None) -> Answer:
+        """The answer to an order that came to no end, by what was begun."""
 
     def tell(self, answer: Answer, *, is_last: bool = False) -> None:
         """Have the caller told."""
@@ -91,16 +98,19 @@ class Conversation(ABC, Generic[Request, Answer]):
             task = asyncio.create_task(self._answer(request, is_taken.set))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
+            del request  # the next one may be long in coming
             await is_taken.wait()
 
     async def _answer(self, request: Request, tell_taken: Callable[[], None]) -> None:
+        begun, carrying = self.begun(request), self.carry_out(request, tell_taken)
+        del request
         try:
-            answer = await self.carry_out(request, tell_taken)
+            answer = await carrying
         except OrderRefused as refused:
-            answer = self.failed(request, str(refused.reason), text(str(refused)), retry_ms(refused))
+            answer = self.failed(begun, str(refused.reason), text(str(refused)), retry_ms(refused))
         except Exception:
             log.exception("api_failed in a stream")
-            answer = self.failed(request, INTERNAL, MISTAKE, None)
+            answer = self.failed(begun, INTERNAL, MISTAKE, None)
         finally:
             tell_taken()
         self.tell(answer, is_last=True)
@@ -116,24 +126,31 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
 
     async def carry_out(self, request: pb.StreamOrder, tell_taken: Callable[[], None]) -> pb.StreamAnswer:
         """Raises OrderRefused."""
-        if not request.id or request.id in self._ids:
-            raise OrderRefused(Refusing.INVALID, "an order needs an id that none of this stream's under way has")
-        self._door.check_size(request.ByteSize())
-        accepted = pb.StreamAnswer(id=request.id, accepted=pb.Accepted())
-        self._ids.add(request.id)
-        try:
-            parts = await self._orders.judged(
-                order_of(request.order), tell_taken=tell_taken, tell_accepted=lambda: self.tell(accepted)
+        id_ = request.id
+        if not id_ or len(id_) > NAME_CHARACTERS or id_ in self._ids:
+            raise OrderRefused(
+                Refusing.INVALID,
+                f"an order needs an id that none of this stream's under way has (at most {NAME_CHARACTERS} characters)",
             )
+        self._door.check_size(request.ByteSize())
+        order = order_of(request.order)
+        del request
+        accepted = pb.StreamAnswer(id=id_, accepted=pb.Accepted())
+        self._ids.add(id_)
+        try:
+            parts = await self._orders.judged(order, tell_taken=tell_taken, tell_accepted=lambda: self.tell(accepted))
         finally:
-            self._ids.discard(request.id)
-        judged = pb.InspectReply(parts=[part_message(part) for part in parts])
-        return pb.StreamAnswer(id=request.id, judged=judged)
+            self._ids.discard(id_)
+        return pb.StreamAnswer(id=id_, judged=pb.InspectReply(parts=[part_message(part) for part in parts]))
 
-    def failed(self, request: pb.StreamOrder, reason: str, message: str, again_ms: int | None) -> pb.StreamAnswer:
+    def begun(self, request: pb.StreamOrder) -> pb.StreamAnswer:
         """By its id."""
-        refused = pb.Refused(reason=reason, message=message, retry_ms=again_ms)
-        return pb.StreamAnswer(id=request.id, refused=refused)
+        return pb.StreamAnswer(id=request.id[:NAME_CHARACTERS])
+
+    def failed(self, answer: pb.StreamAnswer, reason: str, message: str, again_ms: int | None) -> pb.StreamAnswer:
+        """Refused, and why."""
+        answer.refused.CopyFrom(pb.Refused(reason=reason, message=message, retry_ms=again_ms))
+        return answer
 
 
 class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferResponse]):
@@ -148,14 +165,22 @@ class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferRespon
     ) -> oip.ModelStreamInferResponse:
         """Raises OrderRefused."""
         self._door.check_size(request.ByteSize())
-        response = await self._infer(request, tell_taken)
-        if FINAL_WANTED in request.parameters and request.parameters[FINAL_WANTED].bool_param:
+        wants_final = FINAL_WANTED in request.parameters and request.parameters[FINAL_WANTED].bool_param
+        inferring = self._infer(request, tell_taken)
+        del request
+        response = await inferring
+        if wants_final:
             response.parameters[FINAL].bool_param = True
         return oip.ModelStreamInferResponse(infer_response=response)
 
-    def failed(
-        self, request: oip.ModelInferRequest, reason: str, message: str, again_ms: int | None
-    ) -> oip.ModelStreamInferResponse:
+    def begun(self, request: oip.ModelInferRequest) -> oip.ModelStreamInferResponse:
         """With the call's id, as its client looks for it there."""
-        response = oip.ModelInferResponse(id=request.id, model_name=request.model_name)
-        return oip.ModelStreamInferResponse(error_message=f"{reason}: {message}", infer_response=response)
+        id_, model = request.id[:NAME_CHARACTERS], request.model_name[:NAME_CHARACTERS]
+        return oip.ModelStreamInferResponse(infer_response=oip.ModelInferResponse(id=id_, model_name=model))
+
+    def failed(
+        self, answer: oip.ModelStreamInferResponse, reason: str, message: str, again_ms: int | None
+    ) -> oip.ModelStreamInferResponse:
+        """In words; the protocol has no more room."""
+        answer.error_message = f"{reason}: {message}"
+        return answer

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import Order
 from agent.api.calls.messages import text
+from agent.api.calls.orders import NAME_CHARACTERS
 from agent.api.calls.streams import InferStream
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services import tensors
@@ -21,12 +22,13 @@ from agent.api.services.statistics import ModelCounts
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from agent.api.calls.desk import Model, Part
     from agent.api.calls.door import Door, Room
     from agent.api.calls.orders import Orders
     from agent.api.services.tensors import Asked
+    from agent.line_file.api import ApiLimitsSection
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 SERVER = "coserve"
@@ -43,11 +45,11 @@ MAX_MESSAGE = "max_message_bytes"
 class InferenceService:
     """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
 
-    def __init__(self, orders: Orders, door: Door, message_bytes: int) -> None:
+    def __init__(self, orders: Orders, door: Door, limits: ApiLimitsSection) -> None:
         self._orders = orders
         self._desk = orders.desk
         self._door = door
-        self._message_bytes = message_bytes
+        self._limits = limits
         self._counts: dict[str, ModelCounts] = {}
 
     async def ServerLive(self, request: pb.ServerLiveRequest, room: Room) -> pb.ServerLiveResponse:
@@ -60,7 +62,7 @@ class InferenceService:
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, room: Room) -> pb.ServerMetadataResponse:
         """Who this is, and the largest message that is read."""
-        extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._message_bytes}"]
+        extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._limits.message}"]
         return pb.ServerMetadataResponse(name=SERVER, version=_version(), extensions=extensions)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, room: Room) -> pb.ModelReadyResponse:
@@ -127,9 +129,9 @@ class InferenceService:
         await self._orders.ask(self._desk.unload, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    async def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> pb.ModelInferResponse:
+    def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> Awaitable[pb.ModelInferResponse]:
         """One image, or several; withdrawn if its caller gives up."""
-        return await self.infer(request, room.leave)
+        return self.infer(request, room.leave)
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
@@ -142,34 +144,17 @@ class InferenceService:
     async def infer(self, request: pb.ModelInferRequest, tell_taken: Callable[[], None]) -> pb.ModelInferResponse:
         """Raises OrderRefused."""
         _check_version(request.model_version)
-        with self._timed(request.model_name) as parts:
-            asked = tensors.asked(request)
-            parts += await self._judged(request, asked, tell_taken)
-        response = tensors.answer(parts, asked.outputs, is_raw=asked.is_raw)
-        response.model_name = request.model_name
+        model, id_ = request.model_name, request.id
+        with self._timed(model) as parts:
+            asked = tensors.asked(request, self._limits.requests)
+            orders, outputs, is_raw = _orders_of(request, asked), asked.outputs, asked.is_raw
+            del request, asked  # while they wait their images are there once
+            parts += [each[0] for each in await _all(self._orders, orders, tell_taken)]
+        response = tensors.answer(parts, outputs, is_raw=is_raw)
+        response.model_name = model
         response.model_version = VERSION
-        response.id = request.id
+        response.id = id_
         return response
-
-    async def _judged(self, request: pb.ModelInferRequest, asked: Asked, tell_taken: Callable[[], None]) -> list[Part]:
-        """Of each image; all are withdrawn where one is refused."""
-        board_type = tensors.parameter(request.parameters, "board_type")
-        images = zip(asked.images, asked.boards, asked.refs, strict=True)
-        component, expert = _component_or_expert(request.model_name)
-        orders = [
-            Order(
-                image=image,
-                component=component,
-                expert=expert,
-                board=board,
-                board_type=board_type,
-                ref=ref,
-                key=_key(request.id, number, len(asked.images)),
-                is_kept=board is not None,
-            )
-            for number, (image, board, ref) in enumerate(images)
-        ]
-        return [parts[0] for parts in await _all(self._orders, orders, tell_taken)]
 
     @contextmanager
     def _timed(self, model: str) -> Iterator[list[Part]]:
@@ -179,7 +164,7 @@ class InferenceService:
         try:
             yield parts
         except (OrderRefused, asyncio.CancelledError):
-            if model in self._counts or len(self._counts) < MODELS_COUNTED:
+            if model in self._counts or (len(self._counts) < MODELS_COUNTED and len(model) <= NAME_CHARACTERS):
                 self._counts.setdefault(model, ModelCounts()).fail.add(time.perf_counter() - began_s)
             raise
         self._counts.setdefault(model, ModelCounts()).judged(parts, time.perf_counter() - began_s)
@@ -193,6 +178,26 @@ class InferenceService:
         if name not in models:
             raise OrderRefused(Refusing.NOT_FOUND, f"no model {name[:200]!r} - RepositoryIndex lists them")
         return models[name]
+
+
+def _orders_of(request: pb.ModelInferRequest, asked: Asked) -> list[Order]:
+    """One for each image. Raises OrderRefused."""
+    board_type = tensors.parameter(request.parameters, "board_type")
+    images = zip(asked.images, asked.boards, asked.refs, strict=True)
+    component, expert = _component_or_expert(request.model_name)
+    return [
+        Order(
+            image=image,
+            component=component,
+            expert=expert,
+            board=board,
+            board_type=board_type,
+            ref=ref,
+            key=_key(request.id, number, len(asked.images)),
+            is_kept=board is not None,
+        )
+        for number, (image, board, ref) in enumerate(images)
+    ]
 
 
 async def _all(orders: Orders, several: Sequence[Order], tell_taken: Callable[[], None]) -> Sequence[Sequence[Part]]:

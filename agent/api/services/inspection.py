@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import BoardView
 from agent.api.calls.messages import board_message, order_of, part_message, reload_message, status_message, text
+from agent.api.calls.orders import check_names
 from agent.api.calls.streams import OrderStream
 from agent.api.calls.watching import Watch
 from agent.api.proto import inspection_pb2 as pb
@@ -34,7 +35,9 @@ class InspectionService:
 
     async def Inspect(self, request: pb.InspectRequest, room: Room) -> pb.InspectReply:
         """One image; withdrawn if its caller gives up."""
-        parts = await self._orders.judged(order_of(request), tell_taken=room.leave)
+        order = order_of(request)
+        del request  # while it waits its image is there once
+        parts = await self._orders.judged(order, tell_taken=room.leave)
         return pb.InspectReply(parts=[part_message(part) for part in parts])
 
     async def InspectStream(
@@ -47,6 +50,7 @@ class InspectionService:
 
     async def GetBoard(self, request: pb.GetBoardRequest, room: Room) -> pb.GetBoardReply:
         """The latest run of the boards with a serial."""
+        check_names(serial=request.serial, board_type=request.board_type)
         boards = await self._orders.ask(self._desk.boards, request.serial, request.board_type or None)
         if not boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board {request.serial!r} is known")
@@ -61,6 +65,7 @@ class InspectionService:
 
     async def Trigger(self, request: pb.TriggerRequest, room: Room) -> pb.TriggerReply:
         """A frame of a camera."""
+        check_names(camera=request.camera, board=request.board, board_type=request.board_type)
         key = await self._orders.ask(
             self._desk.trigger, request.camera, request.board or None, request.board_type or None
         )

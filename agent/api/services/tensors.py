@@ -1,7 +1,7 @@
 """What the tensors of the Open Inference Protocol say: images and whose they are, in; verdicts, out.
 
 Guarantees: a tensor whose name, type, shape or bytes contradict one another is refused in words, before anything is
-made of it.
+made of it; so is one of more elements than a line takes images at once, however few bytes they have.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from agent.api.calls.messages import pixels, text
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 IMAGE, BOARD, REF = "IMAGE", "BOARD", "REF"
 BYTES, UINT8, FP32 = "BYTES", "UINT8", "FP32"
 OUTPUTS = {"VERDICT": BYTES, "LABEL": BYTES, "SCORE": FP32, "DETAIL": BYTES}
+MOST_OUTPUTS = 100  # that are asked for by one call, the same ones again among them
 # Where a caller says in a parameter what could stand in a tensor.
 PARAMETERS = {BOARD: ("board", "board_serial"), REF: ("ref",)}
 SHARED_MEMORY = "shared_memory_region"
@@ -51,11 +53,13 @@ class Asked:
     is_raw: bool  # tensors came as bytes, and go so
 
 
-def asked(request: pb.ModelInferRequest) -> Asked:
+def asked(request: pb.ModelInferRequest, most_images: int) -> Asked:
     """What a call asks for. Raises OrderRefused."""
     tensors = dict(_tensors(request))
     if IMAGE not in tensors:
         raise _invalid(f"no tensor {IMAGE} - send an encoded image file as BYTES [1], or pixels as UINT8 [H, W, 3]")
+    for tensor, _ in tensors.values():
+        _check_count(tensor, most_images)
     images = _images(*tensors[IMAGE])
     return Asked(
         images=images,
@@ -95,6 +99,15 @@ def _tensors(request: pb.ModelInferRequest) -> Iterator[tuple[str, tuple[Tensor,
         yield tensor.name, (tensor, raw[number] if raw else None)
 
 
+def _check_count(tensor: Tensor, most: int) -> None:
+    """Millions of tiny elements fit into one message: they are told from images before there is an object of each."""
+    count = max(tensor.shape[:1], default=0)
+    if tensor.datatype == BYTES and count > most:
+        raise OrderRefused(
+            Refusing.TOO_LARGE, f"{tensor.name} holds {count} at once, where the line takes {most} (limits.requests)"
+        )
+
+
 def _images(tensor: Tensor, raw: bytes | None) -> tuple[Image, ...]:
     if tensor.datatype == BYTES:
         images = _texts(tensor, raw)
@@ -102,8 +115,9 @@ def _images(tensor: Tensor, raw: bytes | None) -> tuple[Image, ...]:
             raise _invalid(f"{IMAGE} holds an empty image")
         return images
     if tensor.datatype != UINT8 or len(tensor.shape) != 3 or tensor.shape[2] != 3:
-        shape = list(tensor.shape)[:8]
-        raise _invalid(f"{IMAGE} is {tensor.datatype[:20]} {shape}, where BYTES [n] and UINT8 [H, W, 3] are read")
+        raise _invalid(
+            f"{IMAGE} is {tensor.datatype[:20]} {tensor.shape[:8]}, where BYTES [n] and UINT8 [H, W, 3] are read"
+        )
     return (pixels(tensor.shape[0], tensor.shape[1], _uint8(tensor) if raw is None else raw),)
 
 
@@ -117,11 +131,13 @@ def _uint8(tensor: Tensor) -> bytes:
 def _texts(tensor: Tensor, raw: bytes | None) -> tuple[bytes, ...]:
     """The elements of a tensor of bytes of one dimension."""
     if tensor.datatype != BYTES or len(tensor.shape) != 1 or tensor.shape[0] < 1:
-        shape = list(tensor.shape)[:8]
-        raise _invalid(f"{tensor.name} is {tensor.datatype[:20]} {shape}, where BYTES [n] is read")
-    elements = tuple(tensor.contents.bytes_contents) if raw is None else tuple(_elements(tensor.name, raw))
-    if len(elements) != tensor.shape[0]:
-        raise _invalid(f"{tensor.name} has the shape [{tensor.shape[0]}], and holds {len(elements)}")
+        raise _invalid(f"{tensor.name} is {tensor.datatype[:20]} {tensor.shape[:8]}, where BYTES [n] is read")
+    count = tensor.shape[0]
+    found = tensor.contents.bytes_contents if raw is None else _elements(tensor.name, raw)
+    elements = tuple(islice(found, count + 1))
+    if len(elements) != count:
+        holds = "more" if len(elements) > count else str(len(elements))
+        raise _invalid(f"{tensor.name} has the shape [{count}], and holds {holds}")
     return elements
 
 
@@ -156,6 +172,8 @@ def _names(
 
 
 def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
+    if len(request.outputs) > MOST_OUTPUTS:
+        raise _invalid(f"{len(request.outputs)} outputs are asked for - there are {', '.join(OUTPUTS)}")
     for output in request.outputs:
         if output.name not in OUTPUTS:
             raise _invalid(f"no output is called {output.name[:100]!r} - they are {', '.join(OUTPUTS)}")

@@ -189,10 +189,19 @@ class TestTheToken:
 
     def test_every_service_asks_for_it(self, serve, token):
         with grpc.insecure_channel(serve(token=token).addresses[1]) as channel:
-            for method in ("grpc.health.v1.Health/Check", "inference.GRPCInferenceService/ServerLive"):
+            for method in (
+                "coserve.v1.Inspection/InspectStream",
+                "coserve.v1.Inspection/Reload",
+                "coserve.v1.Inspection/WatchResults",
+                "grpc.health.v1.Health/Check",
+                "grpc.health.v1.Health/Watch",
+                "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                "inference.GRPCInferenceService/ModelStreamInfer",
+                "inference.GRPCInferenceService/ServerLive",
+            ):
                 with pytest.raises(grpc.RpcError) as error:
-                    channel.unary_unary(f"/{method}")(b"", timeout=DEADLINE_S)
-                assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                    list(channel.stream_stream(f"/{method}")(iter([b""]), timeout=DEADLINE_S))
+                assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
 
     def test_a_reload_takes_the_new_one(self, serve, token, tmp_path):
         server = serve(token=token)

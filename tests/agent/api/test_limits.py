@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import grpc
@@ -237,43 +241,162 @@ def outcome_of(call):
 
 
 BUSY_PROCESS = """
-import gc, resource, sys
+import gc, json, re, sys
 from pathlib import Path
 from agent.api.server import ApiServer
 from tests.agent.api.conftest import section
 from tests.agent.api.fake_desk import FakeDesk
 gc.disable()  # what is let go by the collector alone is not let go in time
-desk = FakeDesk(most=2, holds=True)
+desk = FakeDesk(**json.loads(sys.argv[2]))
 limits = {"memory": "32MiB", "message": "16MiB"}
 server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock", limits=limits), desk)
 server.start()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak_kib():  # not ru_maxrss: that begins with what the parent took
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak_kib()
 print("serving", flush=True)
 sys.stdin.readline()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, flush=True)
+print(peak_kib() - before, flush=True)
 desk.release()
 server.stop(60.0)
 """
 
 
+class Busy:
+    """A server in a process of its own, whose memory can be told from the test's."""
+
+    def __init__(self, process, agent):
+        self._process = process
+        self.agent = agent
+
+    def grown_bytes(self):
+        """How much more it has held at a time than at its start. It goes on from there by ending what it holds."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline()) * 1024
+
+
+@contextmanager
+def busy_process(folder, **desk):
+    command = [sys.executable, "-c", BUSY_PROCESS, str(folder), json.dumps(desk)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "serving\n"
+            with grpc.insecure_channel(f"unix:{folder}/a.sock") as channel:
+                yield Busy(process, inspection_pb2_grpc.InspectionStub(channel))
+        finally:
+            process.kill()
+
+
 def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
     """AC18: 480 MB are sent at once to a server that may hold 32 MiB, and as much again while it receives."""
-    command = [sys.executable, "-c", BUSY_PROCESS, str(tmp_path)]
     request = pb.InspectRequest(file=bytes(8_000_000), component="resistor")
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as busy:
-        try:
-            assert busy.stdout.readline() == "serving\n"
-            with grpc.insecure_channel(f"unix:{tmp_path}/a.sock") as channel:
-                agent = inspection_pb2_grpc.InspectionStub(channel)
-                calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(60)]
-                wait_until(lambda: sum(not call.done() for call in calls) == 2)
-                busy.stdin.write("\n")
-                busy.stdin.flush()
-                grown_bytes = int(busy.stdout.readline()) * 1024
-                assert Counter(map(outcome, calls)) == {"judged": 2, "QUEUE_FULL": 58}
-        finally:
-            busy.kill()
-    assert grown_bytes < 200 * MEBIBYTE
+    with busy_process(tmp_path, most=2, holds=True) as busy:
+        calls = [busy.agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(60)]
+        wait_until(lambda: sum(not call.done() for call in calls) == 2)
+        assert busy.grown_bytes() < 200 * MEBIBYTE
+        assert Counter(map(outcome, calls)) == {"judged": 2, "QUEUE_FULL": 58}
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["calls", "a stream"])
+def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
+    """AC18: 240 MB are under way; what is left of their messages would be as much again."""
+    request = pb.InspectRequest(file=bytes(8_000_000), component="resistor", is_question=True)
+    with busy_process(tmp_path, holds=True) as busy:
+        if is_stream:
+            orders = (pb.StreamOrder(id=str(number), order=request) for number in range(30))
+            answers = busy.agent.InspectStream(orders, timeout=DEADLINE_S)
+        else:
+            calls = [busy.agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(30)]
+        wait_until(lambda: busy.agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).requests_in_flight == 30)
+        assert busy.grown_bytes() < 400_000_000
+        ends = (next(answers) for _ in range(30)) if is_stream else (call.result(DEADLINE_S) for call in calls)
+        assert len(list(ends)) == 30
+
+
+def test_a_stream_that_stays_open_holds_nothing_of_its_last_order(tmp_path):
+    """AC18: 320 MB come over 40 streams, one after the other, and all of them stay open."""
+    order = pb.StreamOrder(id="a", order=pb.InspectRequest(file=bytes(8_000_000), component="nobody"))
+    end = threading.Event()
+    with busy_process(tmp_path) as busy:
+        streams = []
+        for _ in range(40):
+            streams.append(busy.agent.InspectStream(chain([order], silent(end)), timeout=DEADLINE_S))
+            assert next(streams[-1]).refused.reason == "NOT_FOUND"
+        assert busy.grown_bytes() < 150 * MEBIBYTE
+        end.set()
+
+
+def test_a_call_of_millions_of_images_is_refused_before_there_is_an_order_of_each(channel, agent, desk):
+    """AC18: ten megabytes of them would be gigabytes, and keep everybody waiting."""
+    many = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[b"\x01\0\0\0x" * 2_000_000])
+    many.inputs.add(name="IMAGE", datatype="BYTES", shape=[2_000_000])
+    infer = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+    large = refused(infer, many, timeout=DEADLINE_S)
+    assert (large.code(), metadata(large)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "TOO_LARGE"})
+    many.inputs[0].shape[:] = [1]
+    assert metadata(refused(infer, many, timeout=DEADLINE_S)) == {"coserve-reason": "INVALID"}
+    assert desk.orders == []
+
+
+def test_a_name_that_is_none_is_not_kept_and_cut_where_it_is_told_again(channel, agent):
+    """Refusals name what they refuse; more than 16 KiB of it would reach the caller as RESOURCE_EXHAUSTED."""
+    name = "x" * 5_000_000
+    infer = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+    tracemalloc.start()
+    try:
+        for number in range(10):
+            told = refused(infer, oip.ModelInferRequest(model_name=f"{number}{name}"), timeout=DEADLINE_S)
+            assert metadata(told) == {"coserve-reason": "INVALID"}
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 25_000_000
+    (answer,) = agent.InspectStream(iter([pb.StreamOrder(id=name)]), timeout=DEADLINE_S)
+    assert (answer.refused.reason, len(answer.id)) == ("INVALID", 512)
+    long = "\N{SNOWMAN}" * 100_000
+    for call in (
+        lambda: agent.Explain(pb.ExplainRequest(subject=long), timeout=DEADLINE_S),
+        lambda: agent.Inspect(pb.InspectRequest(file=b"x", component=long[:512]), timeout=DEADLINE_S),
+    ):
+        told = refused(call)
+        assert (told.code(), metadata(told)) == (grpc.StatusCode.NOT_FOUND, {"coserve-reason": "NOT_FOUND"})
+        assert len(told.details()) == 500
+
+
+def test_a_question_is_not_as_large_as_an_image(agent):
+    large = refused(agent.Explain, pb.ExplainRequest(subject="x" * MEBIBYTE), timeout=DEADLINE_S)
+    assert (large.code(), metadata(large)) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED, {"coserve-reason": "MESSAGE_TOO_LARGE"},
+    )  # fmt: skip
+
+
+def test_the_excess_is_refused_while_nothing_else_goes_on(serve, desk):
+    """AC18: at once, for it waits for nobody: the desk answers nothing here, and the next message does not come."""
+    may_go, end = threading.Event(), threading.Event()
+
+    def order(order, listener):
+        assert may_go.wait(DEADLINE_S)
+        return take(order, listener)
+
+    take, desk.order = desk.order, order
+    server = serve(limits={"requests": 20})
+    request = pb.InspectRequest(file=b"x", component="resistor")
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        stuck = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(10)]
+        inspect = channel.stream_unary("/coserve.v1.Inspection/Inspect")
+        unsent = [inspect.future(silent(end), timeout=DEADLINE_S) for _ in range(10)]
+        wait_until(lambda: server.calls == 20)
+        for _ in range(20):
+            full = refused(agent.Inspect, request, timeout=DEADLINE_S)
+            assert metadata(full)["coserve-reason"] == "QUEUE_FULL"
+        assert not any(call.done() for call in (*stuck, *unsent))
+        for call in unsent:
+            call.cancel()
+        may_go.set()
+        assert Counter(map(outcome, stuck)) == {"judged": 10}
+        end.set()
 
 
 def silent(end):

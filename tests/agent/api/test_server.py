@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import closing, suppress
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from agent.api.calls.door import OPEN_AT_MOST
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import SERVICES, ApiServer
@@ -116,13 +118,15 @@ def test_what_is_no_socket_is_left_alone(tmp_path, serve):
     ("address", "says"),
     [
         (f"unix:./{'x' * 110}", "bytes of path"),
-        ("unix:./file/a.sock", "file/a.sock: "),
+        ("unix:./file/a.sock", "file/a.sock: .*file: "),
+        ("unix:./locked", "locked: .*locked.lock: Is a directory"),
         ("192.0.2.1:8461", "192.0.2.1:8461: Cannot assign requested address"),
         ("no-such-host.invalid:8461", "no-such-host.invalid:8461: "),
     ],
 )
 def test_an_address_that_cannot_be_served_is_named(tmp_path, desk, address, says):
     (tmp_path / "file").write_text("")
+    (tmp_path / "locked.lock").mkdir()
     server = ApiServer(section(tmp_path, grpc=address, insecure_ok=True), desk)
     with pytest.raises(AddressUnusable, match=says):
         server.start()
@@ -154,6 +158,17 @@ class TestHealth:
         watched = health.Watch(health_pb2.HealthCheckRequest(service="x"), timeout=DEADLINE_S)
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watched.cancel()
+
+    def test_thousands_of_watchers_take_no_endless_memory_and_nobody_s_place(self, health, agent, monkeypatch):
+        monkeypatch.setitem(OPEN_AT_MOST, "health check", 3)
+        watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(3)]
+        assert [next(watcher).status for watcher in watchers] == [SERVING] * 3
+        with pytest.raises(grpc.RpcError) as error:
+            next(health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert agent.Inspect(IMAGE, timeout=DEADLINE_S).parts
+        for watcher in watchers:
+            watcher.cancel()
 
     def test_a_watcher_that_leaves_takes_nothing_from_the_others(self, health, server):
         watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(2)]
@@ -237,6 +252,51 @@ def test_who_is_not_answered_in_time_is_cut_off_and_withdrawn(agent, desk, serve
     server.addresses = ()
     assert call.exception(DEADLINE_S).code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
     desk.wait_for(lambda desk: desk.withdrawn)
+
+
+class Cable:
+    """What a caller is connected by, and what can be pulled: then nothing is said any more, and nobody is told."""
+
+    def __init__(self, port):
+        self.is_pulled = threading.Event()
+        self._port = port
+        self._ends = [socket.create_server(("127.0.0.1", 0))]
+        self.address = f"127.0.0.1:{self._ends[0].getsockname()[1]}"
+        threading.Thread(target=self._connect, daemon=True).start()
+
+    def _connect(self):
+        with suppress(OSError):  # closed
+            while True:
+                ends = self._ends[0].accept()[0], socket.create_connection(("127.0.0.1", self._port))
+                self._ends += ends
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+
+    def _carry(self, one, other):
+        with suppress(OSError):
+            while data := one.recv(65536):
+                if not self.is_pulled.is_set():
+                    other.sendall(data)
+
+    def close(self):
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_a_caller_that_has_vanished_is_given_up(serve, desk, monkeypatch):
+    """Its calls would take the places of others', and its watchers those of the ones that come after it."""
+    monkeypatch.setattr("agent.api.server.KEEPALIVE_MS", 100)
+    monkeypatch.setattr("agent.api.server.KEEPALIVE_ANSWER_MS", 1000)
+    server = serve(grpc="127.0.0.1:0")
+    cable = Cable(int(server.addresses[0].rpartition(":")[2]))
+    with closing(cable), grpc.insecure_channel(cable.address) as channel:
+        events = inspection_pb2_grpc.InspectionStub(channel).WatchResults(pb.WatchResultsRequest())
+        desk.wait_for(lambda desk: desk.watchers)
+        cable.is_pulled.set()
+        desk.wait_for(lambda desk: not desk.watchers)
+        events.cancel()
 
 
 def test_reflection_describes_all_services_on_this_machine(server):

@@ -6,11 +6,15 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from agent.api.client import AgentClient
+from agent.api.calls.desk import Order
+from agent.api.client import Access, AgentClient
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
 from experts.errors import AddressUnusable
 from experts.expert import Verdict
 
@@ -65,6 +69,34 @@ def test_the_lines_own_client_sees_the_board_and_the_status(desk_line, address, 
         assert dict(board.missing) == {"c1": 1}
 
 
+def test_a_deadline_takes_an_inspection_out_of_the_queue(desk_line, address, caller, png, wait_until_so):
+    """AC17, on the real agent: what waits behind a long batch is neither run nor stored, and nothing is counted."""
+    desk_line.fake(0, B_s=0.8)
+    request = pb.InspectRequest(file=png(), component="c0", board="B1", ref="R1")
+    with desk_line.served() as service, grpc.insecure_channel(address) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        agent.Status(pb.StatusRequest(), timeout=60)  # so that it is connected
+        while True:  # a slow box may end the long batch before the deadline has come through
+            running = caller()
+            service.desk.order(Order(png(), component="c0", is_kept=False), running)
+            wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
+            call = agent.Inspect.future(request, timeout=0.3)
+            wait_until_so(lambda call=call: call.done() or service.desk.status().requests_in_flight == 2)
+            was_queued = not call.done()
+            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            wait_until_so(lambda running=running: running.answers or service.desk.status().requests_in_flight == 1)
+            if was_queued and not running.answers:
+                break
+            wait_until_so(lambda: service.desk.status().requests_in_flight == 0)
+        before = service.judged
+        running.wait()
+        wait_until_so(lambda: service.desk.status().requests_in_flight == 0 and not desk_line.unfinished)
+        wait_until_so(lambda: service.api.orders_under_way == service.api.calls == 0)
+        assert service.judged == before
+        agent.Inspect(request, timeout=60)
+        assert service.judged == before + 1
+
+
 def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, address, png):
     """AC18 on the real agent: a bounded line, a thousand calls, each with an end."""
     desk_line.document["api"]["limits"] = {"requests": 50}
@@ -81,6 +113,22 @@ def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, addr
             ends = list(callers.map(ask, range(1000)))
     assert set(ends) <= {"OK", "StatusCode.RESOURCE_EXHAUSTED"}
     assert ends.count("OK") >= 50
+
+
+def test_a_reload_that_is_not_applied_keeps_the_token_too(desk_line, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("old")
+    desk_line.document["api"] = {"grpc": "127.0.0.1:0", "token": {"file": str(token)}}
+    with desk_line.served() as service:
+        token.write_text("new")
+        desk_line.fake(1, weight_bytes=900_000_000)  # more than there is memory
+        assert not service.desk.reload().is_applied
+        with AgentClient(service.api.addresses[0], Access(token="old")) as client:
+            assert client.status().line == "test"
+        desk_line.fake(1)
+        assert service.desk.reload().is_applied
+        with AgentClient(service.api.addresses[0], Access(token="new")) as client:
+            assert client.status().line == "test"
 
 
 def test_a_line_whose_address_is_taken_does_not_start_and_leaves_nothing_behind(desk_line):

@@ -131,7 +131,7 @@ def test_typed_contents_are_answered_in_kind(server, desk):
     pixels = oip.ModelInferRequest(model_name="resistor")
     tensor = pixels.inputs.add(name="IMAGE", datatype="UINT8", shape=[1, 1, 3])
     tensor.contents.uint_contents.extend([1, 2, 255])
-    assert asked(pixels).images[0].tolist() == [[[1, 2, 255]]]
+    assert asked(pixels, 1).images[0].tolist() == [[[1, 2, 255]]]
 
 
 def test_statistics_grow_with_what_is_asked(local, desk):
@@ -271,6 +271,8 @@ def with_a_large_number():
         (image("UINT8", (2**40, 2**40, 3)), "pixels"),
         (image(shape=(2,)), "holds 1"),
         (image(shape=(1, 1)), "BYTES [1, 1]"),
+        (image(raw=b"\x01\0\0\0x" * 3), "holds more"),
+        (image(outputs=[{"name": "VERDICT"}] * 101), "101 outputs"),
         (image(shape=(0,), raw=b""), "BYTES [0]"),
         (image(shape=()), "BYTES []"),
         (image(raw=b"\xff\xff\xff\xffx"), "ends within"),
@@ -293,20 +295,28 @@ def with_a_large_number():
 )
 def test_tensors_that_contradict_themselves_are_refused_in_words(request_, says):
     with pytest.raises(OrderRefused) as refused:
-        asked(request_)
+        asked(request_, 1000)
     assert refused.value.reason is Refusing.INVALID
     assert says in str(refused.value)
+
+
+def test_more_images_than_the_line_takes_at_once_never_fit():
+    request = image(shape=(4,), raw=b"\x01\0\0\0x" * 4)
+    assert len(asked(request, 4).images) == 4
+    with pytest.raises(OrderRefused, match="IMAGE holds 4 at once, where the line takes 3") as refused:
+        asked(request, 3)
+    assert refused.value.reason is Refusing.TOO_LARGE
 
 
 def test_one_board_is_all_images_and_two_for_three_are_none():
     request = image(shape=(3,), raw=b"\x01\0\0\0x" * 3)
     request.inputs.add(name="BOARD", datatype="BYTES", shape=[1])
     request.raw_input_contents.append(b"\x02\0\0\0B1")
-    assert asked(request).boards == ("B1", "B1", "B1")
+    assert asked(request, 3).boards == ("B1", "B1", "B1")
     request.inputs[1].shape[:] = [2]
     request.raw_input_contents[1] = b"\x02\0\0\0B1" * 2
     with pytest.raises(OrderRefused):
-        asked(request)
+        asked(request, 3)
 
 
 tensor = st.fixed_dictionaries(
@@ -327,7 +337,7 @@ tensor = st.fixed_dictionaries(
 def test_whatever_the_tensors_are_they_are_read_or_refused(inputs, raw, outputs):
     request = oip.ModelInferRequest(inputs=inputs, raw_input_contents=raw, outputs=[{"name": name} for name in outputs])
     with suppress(OrderRefused):
-        found = asked(request)
+        found = asked(request, 1000)
         assert len(found.images) == len(found.boards) == len(found.refs) >= 1
 
 

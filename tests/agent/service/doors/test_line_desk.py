@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -218,6 +219,34 @@ def test_more_than_the_line_takes_at_once_is_refused_with_a_time_to_try_again(de
             service.desk.order(Order(bytes(2_000_000), component="c0"), caller())
         assert refused.value.reason is Refusing.TOO_LARGE
         asked(service, caller, Order(png(), component="c0"))  # everything was given back
+
+
+def test_the_excess_is_refused_while_the_engine_and_the_disk_stand_still(desk_line, caller, png):
+    """AC18: at once, for a refusal waits for neither."""
+    desk_line.document["api"] = {"limits": {"requests": 3}}
+    is_stuck, may_go = threading.Event(), threading.Event()
+
+    class Stuck(caller):
+        def judged(self, parts):
+            is_stuck.set()
+            assert may_go.wait(60)  # on the thread of the Engine's
+            super().judged(parts)
+
+    with desk_line.served() as service:
+        stuck, waiting = Stuck(), [caller() for _ in range(3)]
+        question = Order(png(), component="c0", is_kept=False)
+        service.desk.order(question, stuck)
+        assert is_stuck.wait(60)
+        with full_disk(desk_line):
+            for order, someone in zip([Order(png(), component="c0")] * 2 + [question], waiting, strict=True):
+                service.desk.order(order, someone)
+            for order in (question, Order(png(), component="c1")):
+                with pytest.raises(OrderRefused) as refused:
+                    service.desk.order(order, caller())
+                assert refused.value.reason is Refusing.QUEUE_FULL
+            assert not any(someone.answers for someone in (stuck, *waiting))
+            may_go.set()
+        assert [someone.wait()[0].verdict for someone in (stuck, *waiting)] == [OK] * 4
 
 
 KILLED = """
