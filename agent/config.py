@@ -28,7 +28,7 @@ from agent.line_file.machine import (
     SchedulingSection,
 )
 from agent.line_file.records import OutboxSection, RecordsSection
-from agent.line_file.values import AUTO, Name
+from agent.line_file.values import AUTO, Name, shown_url
 from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems
 from experts.document import Document, key_text, read_document, suggestion
 from experts.errors import ConfigError, SecretMissing
@@ -183,7 +183,10 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKey:
-    """One value of a line as it takes effect. ``origin``: FILE:LINE, an environment variable, or `default`."""
+    """One value of a line as it takes effect, addresses without what may be secret in them.
+
+    ``origin``: FILE:LINE, an environment variable, or `default`.
+    """
 
     key: str
     value: object
@@ -208,6 +211,8 @@ def _resolved(value: object, document: Document, path: tuple[str | int, ...]) ->
         inner = [(index, each) for index, each in enumerate(value)]
     else:
         key = key_text(path)
+        if isinstance(value, str) and path[-1] == "url":
+            value = shown_url(value)
         yield ResolvedKey(
             key, AUTO if value is None and key in AUTOMATIC else value, document.origin(path) or "default"
         )

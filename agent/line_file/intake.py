@@ -19,7 +19,8 @@ ReadyMode = Literal["auto", "rename", "marker", "stable"]
 Identity = Literal["pattern", "sidecar"]
 NAME_GROUPS = ("board", "component", "ref")  # what a file's name must tell
 TYPE_GROUP = "type"  # and, where several board types are configured, this
-CAMERA_SCHEMES = ("rtsp", "rtsps", "http", "https", "file", "v4l2", "genicam")
+NETWORK_SCHEMES = ("rtsp", "rtsps", "http", "https")
+CAMERA_SCHEMES = (*NETWORK_SCHEMES, "file", "v4l2", "genicam")
 
 
 def _pattern(text: str) -> str:
@@ -31,19 +32,38 @@ def _pattern(text: str) -> str:
 
 
 def _camera_url(text: str, info: ValidationInfo) -> str:
+    """Whatever is wrong with it is told without it: a password may stand in it, anywhere."""
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in CAMERA_SCHEMES:
+        kind = f"{scheme}:" if colon else "this"
         raise ValueError(
-            f"{text!r} is no camera - write rtsp://, http:// (MJPEG), file:CLIP, v4l2:/dev/video0, or genicam:"
+            f"{kind!r} is no camera - write rtsp://, http:// (MJPEG), file:CLIP, v4l2:/dev/video0, or genicam:"
         )
     if not rest.strip("/"):
         raise ValueError(f"{text!r} names nothing behind {scheme}: - write which camera, host or file")
-    if scheme in {"rtsp", "rtsps", "http", "https"} and urlsplit(text).password is not None:
-        raise ValueError("a password stands in the url - write user: and password: {file: ...} instead")
+    if scheme in NETWORK_SCHEMES:
+        _check_address(text)
     if scheme == "file":
         folder: Path = (info.context or {})["folder"]
         return f"file:{(folder / rest).absolute()}"
     return text
+
+
+def _check_address(url: str) -> None:
+    """Raises ValueError for an address in the network that holds a password, or that is none."""
+    try:
+        parts = urlsplit(url)
+        host, password, behind = parts.hostname, parts.password, f"{parts.path}{parts.query}{parts.fragment}"
+        _ = parts.port
+    except ValueError:  # a password may be why: one with a `/` or a `#` in it cuts the address short
+        host, password, behind = None, None, url
+    if password is not None or "@" in behind:
+        raise ValueError(
+            "a password stands in the url, or an @ that is none's - write user: and password: {file: ...} instead, "
+            "and %40 within a path"
+        )
+    if not host:
+        raise ValueError("the url names no host and port that can be read - write SCHEME://HOST:PORT/PATH")
 
 
 MaxPixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_MAX_PIXELS)]

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from agent.config import LineConfig, json_schema, read_line, read_secret, usage_probabilities
+from agent.config import LineConfig, json_schema, read_line, read_secret, resolved_keys, usage_probabilities
 from agent.core.policy import PRESETS
 from agent.line_file.machine import PolicyName
 from agent.line_file.values import SecretSection, size_bytes
@@ -185,7 +185,7 @@ CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
     ("cameras", "expected"),
     [
         ("{name: top}", "intake.cameras[0].url: is missing"),
-        ("{name: top, url: 'ftp://x/y'}", "'ftp://x/y' is no camera - write rtsp://"),
+        ("{name: top, url: 'ftp://x/y'}", "'ftp:' is no camera - write rtsp://"),
         ("{name: top, url: 'rtsp:'}", "names nothing behind rtsp:"),
         ("{name: top, url: 'rtsp://u:secret@h/'}", "a password stands in the url"),
         (f"{{{CAMERA}}}", "what does a frame show? - add component:"),
@@ -204,6 +204,38 @@ CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
 )
 def test_a_camera_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, cameras: str, expected: str) -> None:
     assert expected in problems_of(tmp_path, MINIMAL + f"  cameras: [{cameras}]\n")[0]
+
+
+@pytest.mark.parametrize(
+    "camera",
+    [
+        "url: 'rtsp://u:s3cret@h/'",
+        "url: 'RTSP://u:s3cret@h/'",
+        "url: 'rtmp://u:s3cret@h/'",
+        "url: 'rtsp://u:s3cret#1@h/'",
+        "url: 'rtsp://u:s3cret/1@h/'",
+        "url: 'rtsp://u:12/s3cret@h/'",
+        "url: 'rtsp://u:s3cret[@h/'",
+        "url: 'rtsp://u@s3cret@h:x/'",
+        "url: 'rtsp:u:s3cret@h/'",
+        "url: 'http://h/', user: u, password: s3cret",
+        "url: 'http://h/', user: u, password: [s3cret]",
+        "url: 'http://h/', user: u, password: {value: s3cret}",
+    ],
+)
+def test_a_password_in_a_line_file_is_refused_and_not_told_back(tmp_path: Path, camera: str) -> None:
+    problems = problems_of(tmp_path, MINIMAL + f"  cameras: [{{name: top, component: r, {camera}}}]\n")
+    assert problems
+    assert "s3cret" not in "".join(problems)
+
+
+def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "line.yaml"
+    camera = "{name: top, component: r, url: 'http://h:81/video?user=u&pwd=s3cret', user: u, password: {file: x}}"
+    path.write_text(MINIMAL + f"  cameras: [{camera}]\n")
+    shown = {key.key: str(key.value) for key in resolved_keys(path, {})}
+    assert shown["intake.cameras[0].url"] == "http://h:81/video?user=***&pwd=***"
+    assert "s3cret" not in "".join(shown.values())
 
 
 def test_a_layout_fits_its_board_part_by_part(tmp_path: Path) -> None:
