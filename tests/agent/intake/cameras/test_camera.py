@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +43,16 @@ STALL_S = 1.0  # as short as a busy machine lets a camera be
 def brightness(frame: Frame) -> int:
     """What tells the pictures of the stand-ins apart: each is brighter than the one before."""
     return int(read_image(frame.content, frame.key)[0, 0, 0])
+
+
+def children() -> set[str]:
+    """Processes that this one started and has not waited for."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if status.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found.add(status.parent.name)
+    return found
 
 
 def refused(call: Callable[[], object]) -> OrderRefused:
@@ -289,6 +302,40 @@ class TestFaults:
         assert "SIGSEGV" in until(lambda: taker.now.alarm)
         failing.say("stream")
         assert taker.until_state("STREAMING").alarm is None
+
+    def test_a_frame_that_the_agent_has_no_descriptor_for_costs_the_connection_and_not_the_camera(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url, has_room=False)
+        before = taker.until_state("STREAMING")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays so
+        try:
+            taker.has_room = True
+            until(lambda: taker.now.process is None)
+            alarm = until(lambda: taker.now.alarm)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert "could not be taken" in alarm or "no process can be started" in alarm
+        assert before.process is not None
+        assert not Path(f"/proc/{before.process}").exists()  # nor left behind for somebody to wait for
+        until(lambda: taker.frames)
+
+    def test_without_a_thread_to_hear_it_no_process_is_left_and_it_is_tried_again(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url)
+        first = taker.until_state("STREAMING").process
+        assert first is not None
+        others = children() - {str(first)}
+        size_bytes = threading.stack_size(1 << 46)  # more than there is: no thread starts
+        try:
+            os.kill(first, signal.SIGKILL)
+            until(lambda: "no process can be started" in (taker.now.alarm or ""))
+            until(lambda: children() <= others)
+        finally:
+            threading.stack_size(size_bytes)
+        taker.until_state("STREAMING")
 
     def test_a_camera_that_ends_the_connection_is_connected_anew(self, watched: Watch, mjpeg: MjpegCamera) -> None:
         taker = watched(mjpeg.url)
