@@ -7,7 +7,9 @@ from contextlib import suppress
 import cv2
 import numpy as np
 import pytest
+import yaml
 
+from agent.service.camera_door import FRAMES_UNDER_WAY
 from experts.errors import OrderRefused
 from experts.expert import Verdict
 
@@ -89,6 +91,59 @@ def test_a_trigger_without_a_frame_is_unknown_and_says_why(desk_line, clip, wait
         wait_until_so(lambda: service.judged == 2 * accepted and desk_line.unfinished == [])
     rows = [row.result for row in desk_line.results.query()]
     assert all(row.verdict is OK or row.reason.startswith("camera top: ") for row in rows)
+
+
+def test_triggered_frames_that_a_slow_line_has_no_room_for_fill_the_queue_and_then_are_told(
+    desk_line, clip, wait_until_so
+):
+    """AC14: what waits is bounded by `queue`, not by the memory."""
+    for number in range(2):
+        desk_line.fake(number, B_s=0.2)
+    camera(desk_line, clip(), mode="triggered", interval_s=0.02, queue=3)
+    frames_at_once = []
+
+    def is_told():
+        frames_at_once.append(len({key.rpartition("#")[0] for key in desk_line.unfinished}))
+        return any(row.result.reason and "3 triggers wait" in row.result.reason for row in desk_line.results.query())
+
+    with desk_line.served():
+        wait_until_so(is_told)
+    assert max(frames_at_once) <= FRAMES_UNDER_WAY + 1  # one is accepted while the first one's end is being told
+    rows = [row.result for row in desk_line.results.query()]
+    numbers = {int(row.key.partition("#")[2].partition("#")[0]) for row in rows}
+    assert numbers == set(range(1, len(numbers) + 1))
+    assert len(rows) == 2 * len(numbers)
+
+
+def test_a_trigger_whose_board_has_no_layout_is_refused(desk_line, clip, wait_until_so):
+    desk_line.document["boards"]["other"] = {"components": {"c0": 1}, "takt_s": 3600}
+    camera(desk_line, clip(), mode="triggered", board_type="main")
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
+        with pytest.raises(OrderRefused, match="board type 'other' has no layout"):
+            service.desk.trigger("top", board="B1", board_type="other")
+
+
+@pytest.mark.parametrize("mode", ["free_run", "triggered"])
+def test_a_camera_whose_layout_went_with_a_reload_says_so_and_loses_no_trigger(desk_line, clip, wait_until_so, mode):
+    path = clip()
+    camera(desk_line, path, mode=mode)
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
+        camera(desk_line, path, mode=mode, component="c0")  # which waits for a restart
+        del desk_line.document["boards"]["main"]["layout"]
+        (desk_line.folder / "line.yaml").write_text(yaml.safe_dump(desk_line.document))
+        assert service.desk.reload().is_applied
+        if mode == "triggered":
+            key = service.desk.trigger("top", board="B1")
+            wait_until_so(lambda: desk_line.results.find(key) is not None)
+        else:
+            wait_until_so(lambda: service.desk.status().sources[0].alarm)
+            assert "no layout of board type 'main' any more" in service.desk.status().sources[0].alarm
+    if mode == "triggered":
+        lost = desk_line.results.find(key).result
+        assert (lost.verdict, lost.board) == (UNKNOWN, "B1")
+        assert "no layout of board type 'main' any more" in lost.reason
 
 
 def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(desk_line, clip, wait_until_so):
