@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
+from datetime import UTC, datetime
 
 import cv2
 import numpy as np
 import pytest
 import yaml
 
+from agent.records.journal import Entry
+from agent.records.result_writer import ResultStore
 from agent.service.camera_door import FRAMES_UNDER_WAY
 from experts.errors import OrderRefused
 from experts.expert import Verdict
@@ -98,8 +102,8 @@ def test_triggered_frames_that_a_slow_line_has_no_room_for_fill_the_queue_and_th
 ):
     """AC14: what waits is bounded by `queue`, not by the memory."""
     for number in range(2):
-        desk_line.fake(number, B_s=0.2)
-    camera(desk_line, clip(), mode="triggered", interval_s=0.02, queue=3)
+        desk_line.fake(number, B_s=0.5)
+    camera(desk_line, clip(), mode="triggered", interval_s=0.1, queue=3)
     frames_at_once = []
 
     def is_told():
@@ -166,3 +170,43 @@ def test_what_is_no_camera_or_board_type_is_refused(desk_line, clip):
             service.desk.trigger("side")
         with pytest.raises(OrderRefused, match="no board type 'other'"):
             service.desk.trigger("top", board_type="other")
+
+
+@pytest.fixture
+def left_frame(desk_line):
+    """A frame that an earlier run accepted and did not judge."""
+
+    def leave(content):
+        with desk_line.served():
+            pass
+        at = datetime(2026, 5, 1, tzinfo=UTC)
+        entries = [
+            Entry(f"camera/top@1#1#{ref}", "top", f"top {ref}", at, part, None, "B1", "main", ref, box)
+            for ref, part, box in (("R1", "c0", (0, 0, 16, 16)), ("R2", "c1", (16, 0, 32, 16)))
+        ]
+        store = ResultStore(desk_line.folder / "state" / "results.db")
+        store.accept(entries, content, lambda _: None)
+        assert store.close()
+        return [entry.key for entry in entries]
+
+    return leave
+
+
+def test_a_frame_that_ended_the_agent_twice_is_unknown_with_all_its_parts(desk_line, left_frame, png, wait_until_so):
+    keys = left_frame(png(size=(32, 16)))
+    (desk_line.folder / "state" / "attempts.log").write_text(json.dumps({"counts": {keys[0]: 2, keys[1]: 1}}) + "\n")
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.judged == 2)
+    rows = [desk_line.results.find(key).result for key in keys]
+    assert [row.verdict for row in rows] == [UNKNOWN, UNKNOWN]
+    assert all("ended the agent: its frame was being judged each of the 2 times" in row.reason for row in rows)
+
+
+def test_what_is_left_of_a_camera_is_judged_within_its_own_limit_of_pixels(
+    desk_line, left_frame, png, clip, wait_until_so
+):
+    keys = left_frame(png(size=(32, 16)))
+    camera(desk_line, clip(), mode="triggered", max_pixels=100)
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.judged == 2)
+    assert all("more than max_pixels 100" in desk_line.results.find(key).result.reason for key in keys)
