@@ -342,7 +342,9 @@ def _folder_problems(sections: LineSections, document: Document) -> Iterator[Con
         if folder.component and folder.component not in sections.routes:
             hint = suggestion(folder.component, sections.routes, "add its route")
             yield document.error(f"no route for {folder.component!r} - {hint}", *where, "component")
-        groups = None if folder.pattern is None else re.compile(folder.pattern).groupindex
+        if folder.board_type is not None:
+            yield from _whole_board_problems(folder.board_type, sections, document, *where, "board_type")
+        groups = None if folder.pattern is None or folder.shows_boards else re.compile(folder.pattern).groupindex
         if len(sections.boards) > 1 and groups is not None and TYPE_GROUP not in groups:
             several = ", ".join(sections.boards)
             yield document.error(
@@ -353,6 +355,16 @@ def _folder_problems(sections: LineSections, document: Document) -> Iterator[Con
             folder.path == other or folder.path in other.parents or other in folder.path.parents for other in others
         ):
             yield document.error("lies in, or around, another watched folder - watch each file once", *where, "path")
+
+
+def _whole_board_problems(
+    board_type: str, sections: LineSections, document: Document, *where: str | int
+) -> Iterator[ConfigError]:
+    if board_type not in sections.boards:
+        hint = suggestion(board_type, sections.boards, "add it to boards:")
+        yield document.error(f"no board type {board_type!r} - {hint}", *where)
+    elif sections.boards[board_type].layout is None:
+        yield document.error(f"the board type {board_type!r} has no layout to cut by - add layout: to it", *where)
 
 
 def _camera_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:

@@ -17,7 +17,8 @@ from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 
 ReadyMode = Literal["auto", "rename", "marker", "stable"]
 Identity = Literal["pattern", "sidecar"]
-NAME_GROUPS = ("board", "component", "ref")  # what a file's name must tell
+BOARD_GROUP = "board"
+NAME_GROUPS = (BOARD_GROUP, "component", "ref")  # what a file's name must tell
 TYPE_GROUP = "type"  # and, where several board types are configured, this
 NETWORK_SCHEMES = ("rtsp", "rtsps", "http", "https")
 CAMERA_SCHEMES = (*NETWORK_SCHEMES, "file", "v4l2", "genicam")
@@ -88,6 +89,11 @@ class FolderSection(Section):
     component: ComponentType | None = Field(
         None, description="component type of every file here, in place of the pattern's group; default: the group"
     )
+    board_type: str | None = Field(
+        None,
+        description="every file here shows a whole board of this type and is cut by its layout; the pattern has the "
+        "group board alone; default: every file shows one part",
+    )
     ready: ReadyMode = Field(
         "auto",
         description="what shows that a file is complete: rename (it appears whole), marker (NAME.done beside it, or "
@@ -149,21 +155,34 @@ class FolderSection(Section):
             raise ValueError("with identity: sidecar nobody reads names - leave pattern out, or identity")
         return pattern
 
+    @property
+    def shows_boards(self) -> bool:
+        """Whether every file shows a whole board."""
+        return self.board_type is not None
+
     @model_validator(mode="after")
     def _names_tell_everything(self) -> FolderSection:
         if self.pattern is None:
             return self
         groups = re.compile(self.pattern).groupindex
-        missing = [name for name in NAME_GROUPS if name not in groups and not (name == "component" and self.component)]
+        wanted = (BOARD_GROUP,) if self.shows_boards else NAME_GROUPS
+        missing = [name for name in wanted if name not in groups and not (name == "component" and self.component)]
         if missing:
             raise ValueError(f"the pattern has no group {', '.join(missing)} - add (?P<{missing[0]}>...)")
         if self.component and "component" in groups:
             raise ValueError("component is both a key and a group of the pattern - keep one")
-        unknown = sorted(set(groups) - {*NAME_GROUPS, TYPE_GROUP})
+        known = wanted if self.shows_boards else (*NAME_GROUPS, TYPE_GROUP)
+        unknown = sorted(set(groups) - set(known))
         if unknown:
-            raise ValueError(
-                f"nobody reads the group {unknown[0]!r} - {suggestion(unknown[0], (*NAME_GROUPS, TYPE_GROUP))}"
-            )
+            raise ValueError(f"nobody reads the group {unknown[0]!r} - {suggestion(unknown[0], known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _shows_boards_or_parts(self) -> FolderSection:
+        if self.shows_boards and self.component is not None:
+            raise ValueError("a file shows one part or a whole board - keep component or board_type")
+        if self.shows_boards and self.duplicate == "skip":
+            raise ValueError("duplicate: skip is for files that show one part - leave it out, or board_type")
         return self
 
 
