@@ -118,7 +118,9 @@ class FolderIntake:
 
         Raises OSError.
         """
-        key = image_key(key)
+        return self._holds(key) or self._holds(image_key(key))
+
+    def _holds(self, key: str) -> bool:
         relpath = self._inbox.relpath_of(key)
         found = None if relpath is None else self._inbox.look(relpath)
         return found is not None and self._inbox.key(found.relpath, found.sighting) == key

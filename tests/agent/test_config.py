@@ -178,6 +178,35 @@ def test_folders_do_not_overlap(tmp_path: Path) -> None:
     assert "lies in, or around, another watched folder" in problems_of(tmp_path, MINIMAL + inner)[0]
 
 
+LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("pattern: '(?P<board>.+)', board_type: other", "[1].board_type: no board type 'other'"),
+        ("pattern: '(?P<board>.+)', board_type: bare", "[1].board_type: the board type 'bare' has no layout to cut by"),
+        ("pattern: '(?P<serial>.+)', board_type: main", "the pattern has no group board - add (?P<board>...)"),
+        ("pattern: '(?P<board>.+)_(?P<ref>.+)', board_type: main", "nobody reads the group 'ref' - known here: board"),
+        ("pattern: '(?P<board>.+)', board_type: main, component: r", "keep component or board_type"),
+        ("pattern: '(?P<board>.+)', board_type: main, duplicate: skip", "duplicate: skip is for files that show one"),
+    ],
+)
+def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, folder: str, expected: str) -> None:
+    (tmp_path / "layout.yaml").write_text(LAYOUT)
+    boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, bare: {components: {r: 1}}}\n"
+    text = MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + f"    - {{path: boards, {folder}}}\n" + boards
+    (problem,) = problems_of(tmp_path, text)
+    assert expected in problem
+
+
+def test_a_folder_of_boards_needs_no_type_where_there_are_several(tmp_path: Path) -> None:
+    (tmp_path / "layout.yaml").write_text(LAYOUT)
+    boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, other: {components: {r: 1}}}\n"
+    text = MINIMAL.replace(f"'{PATTERN}'", "'(?P<board>.+)'\n      board_type: main") + boards
+    assert line_of(tmp_path, text).intake.folders[0].shows_boards
+
+
 CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
 
 
