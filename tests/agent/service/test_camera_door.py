@@ -202,6 +202,17 @@ def test_a_frame_that_ended_the_agent_twice_is_unknown_with_all_its_parts(desk_l
     assert all("ended the agent: its frame was being judged each of the 2 times" in row.reason for row in rows)
 
 
+def test_a_part_that_lies_partly_outside_of_its_frame_is_unknown(desk_line, left_frame, png, wait_until_so):
+    """Of a frame that was accepted under a layout that is not there any more, nobody knows the size that it needs."""
+    keys = left_frame(png(size=(31, 16)))
+    del desk_line.document["boards"]["main"]["layout"]
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.judged == 2)
+    rows = [desk_line.results.find(key).result for key in keys]
+    assert [row.verdict for row in rows] == [OK, UNKNOWN]
+    assert "its box [16, 0, 32, 16] leaves the frame of 31 x 16 pixels" in rows[1].reason
+
+
 def test_what_is_left_of_a_camera_is_judged_within_its_own_limit_of_pixels(
     desk_line, left_frame, png, clip, wait_until_so
 ):

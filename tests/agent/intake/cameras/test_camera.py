@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import resource
 import signal
 import subprocess
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.intake.cameras.camera import Camera
+from agent.intake.cameras import wire
+from agent.intake.cameras.camera import Camera, connection_of
 from agent.intake.cameras.frames import CameraDoors
 from agent.intake.cameras.probe import probe
+from agent.intake.cameras.process import ChildProcess, Received
 from experts.errors import OrderRefused, Refusing
 from experts.images import read_image
 from tests.agent.intake.cameras.stand_ins import (
@@ -35,6 +38,7 @@ from tests.agent.intake.cameras.stand_ins import (
 
 if TYPE_CHECKING:
     from agent.intake.cameras.frames import Frame
+    from agent.intake.cameras.process import Heard
 
 Watch = Callable[..., Taker]
 STALL_S = 1.0  # as short as a busy machine lets a camera be
@@ -396,6 +400,34 @@ class TestFaults:
         failing.say("leak")
         taker = watched(failing.url, user="line", password="s3cret")
         assert until(lambda: taker.now.alarm) == "cannot go on with line:***@camera"
+
+
+def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing: FailingCamera) -> None:
+    """Told to end, killed, and ended by themselves; each while a frame is asked for."""
+
+    def once(end: str) -> None:
+        heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+        failing.say("stream")
+        process = ChildProcess(connection_of(section(failing.url), None), heard.put)
+        for number in range(3):
+            process.ask(wire.Take(number, is_fresh=True))
+        while not isinstance(heard.get(timeout=WAIT_S), Received):
+            continue
+        failing.say(end)
+        if end == "stream":
+            process.close()
+        elif end == "hang":
+            process.kill()
+        assert process.join(WAIT_S)
+
+    def left() -> tuple[int, int, set[str]]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), children()
+
+    once("stream")
+    before = left()
+    for end in ("stream", "hang", "end", "die") * 2:
+        once(end)
+    assert left() == before
 
 
 AGENT = """
