@@ -159,6 +159,7 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
                 layouts[name] = read_layout(board.layout, board, sections.routes)
             except ConfigError as error:
                 problems += error.problems
+    problems += _size_problems(sections, layouts, document)
     if problems:
         raise ConfigError.of(problems)
     return LineConfig(
@@ -365,6 +366,20 @@ def _whole_board_problems(
         yield document.error(f"no board type {board_type!r} - {hint}", *where)
     elif sections.boards[board_type].layout is None:
         yield document.error(f"the board type {board_type!r} has no layout to cut by - add layout: to it", *where)
+
+
+def _size_problems(
+    sections: LineSections, layouts: Mapping[str, LayoutSections], document: Document
+) -> Iterator[ConfigError]:
+    for index, folder in enumerate(sections.intake.folders):
+        layout = layouts.get(folder.board_type or "")
+        if layout is not None and layout.size[0] * layout.size[1] > folder.max_pixels:
+            height_px, width_px = layout.size
+            yield document.error(
+                f"images of {width_px} x {height_px} pixels, as its layout is for, are more than {folder.max_pixels} - "
+                "raise max_pixels",
+                "intake", "folders", index, "max_pixels",
+            )  # fmt: skip
 
 
 def _camera_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:

@@ -188,6 +188,7 @@ LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
         ("pattern: '(?P<board>.+)', board_type: bare", "[1].board_type: the board type 'bare' has no layout to cut by"),
         ("pattern: '(?P<serial>.+)', board_type: main", "the pattern has no group board - add (?P<board>...)"),
         ("pattern: '(?P<board>.+)_(?P<ref>.+)', board_type: main", "nobody reads the group 'ref' - known here: board"),
+        ("pattern: '(?P<board>.+)', board_type: main, max_pixels: 199", "[1].max_pixels: images of 20 x 10 pixels, as"),
         ("pattern: '(?P<board>.+)', board_type: main, component: r", "keep component or board_type"),
         ("pattern: '(?P<board>.+)', board_type: main, duplicate: skip", "duplicate: skip is for files that show one"),
     ],
