@@ -179,23 +179,23 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, wai
     line.desk_line.fake(1, K_s=0.3)
     assert line.desk_line.config.line == "test"  # the line file is written
     with subprocess.Popen([sys.executable, "-c", SERVED, line.folder / "line.yaml", ROOT]) as agent:
-        for number in range(6):
+        for number in range(10):
             line.drop(f"B{number}.png")
         try:
             wait_until_so(lambda: len(line.rows) >= 4)
         finally:
             agent.send_signal(signal.SIGKILL)
     before = {row.key: row.finished_at for row in line.rows}
-    assert 4 <= len(before) < 12
+    assert 4 <= len(before) < 20
     line.desk_line.fake(1)
     with line.served() as service:
-        wait_until_so(lambda: len(line.shelf("done")) == 6 and line.is_empty)
-        assert service.judged == 12 - len(before)
+        wait_until_so(lambda: len(line.shelf("done")) == 10 and line.is_empty)
+        assert service.judged == 20 - len(before)
         assert service.statistics().store.duplicates == 0  # what was judged was not asked about again
     after = {row.key: row.finished_at for row in line.rows}
-    assert len(after) == 12
+    assert len(after) == 20
     assert before.items() <= after.items()
-    assert sorted(line.boards) == [(f"B{number}", OK) for number in range(6)]
+    assert sorted(line.boards) == [(f"B{number}", OK) for number in range(10)]
 
 
 def test_what_was_stored_before_a_crash_moves_its_file_and_is_not_judged_again(line, wait_until_so):
