@@ -28,7 +28,7 @@ from agent.line_file.machine import (
     SchedulingSection,
 )
 from agent.line_file.records import OutboxSection, RecordsSection
-from agent.line_file.values import AUTO, Name
+from agent.line_file.values import AUTO, Name, shown_url
 from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems
 from experts.document import Document, key_text, read_document, suggestion
 from experts.errors import ConfigError, SecretMissing
@@ -159,6 +159,7 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
                 layouts[name] = read_layout(board.layout, board, sections.routes)
             except ConfigError as error:
                 problems += error.problems
+    problems += _size_problems(sections, layouts, document)
     if problems:
         raise ConfigError.of(problems)
     return LineConfig(
@@ -183,7 +184,10 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKey:
-    """One value of a line as it takes effect. ``origin``: FILE:LINE, an environment variable, or `default`."""
+    """One value of a line as it takes effect, addresses without what may be secret in them.
+
+    ``origin``: FILE:LINE, an environment variable, or `default`.
+    """
 
     key: str
     value: object
@@ -208,6 +212,8 @@ def _resolved(value: object, document: Document, path: tuple[str | int, ...]) ->
         inner = [(index, each) for index, each in enumerate(value)]
     else:
         key = key_text(path)
+        if isinstance(value, str) and path[-1] == "url":
+            value = shown_url(value)
         yield ResolvedKey(
             key, AUTO if value is None and key in AUTOMATIC else value, document.origin(path) or "default"
         )
@@ -337,7 +343,9 @@ def _folder_problems(sections: LineSections, document: Document) -> Iterator[Con
         if folder.component and folder.component not in sections.routes:
             hint = suggestion(folder.component, sections.routes, "add its route")
             yield document.error(f"no route for {folder.component!r} - {hint}", *where, "component")
-        groups = None if folder.pattern is None else re.compile(folder.pattern).groupindex
+        if folder.board_type is not None:
+            yield from _whole_board_problems(folder.board_type, sections, document, *where, "board_type")
+        groups = None if folder.pattern is None or folder.shows_boards else re.compile(folder.pattern).groupindex
         if len(sections.boards) > 1 and groups is not None and TYPE_GROUP not in groups:
             several = ", ".join(sections.boards)
             yield document.error(
@@ -348,6 +356,30 @@ def _folder_problems(sections: LineSections, document: Document) -> Iterator[Con
             folder.path == other or folder.path in other.parents or other in folder.path.parents for other in others
         ):
             yield document.error("lies in, or around, another watched folder - watch each file once", *where, "path")
+
+
+def _whole_board_problems(
+    board_type: str, sections: LineSections, document: Document, *where: str | int
+) -> Iterator[ConfigError]:
+    if board_type not in sections.boards:
+        hint = suggestion(board_type, sections.boards, "add it to boards:")
+        yield document.error(f"no board type {board_type!r} - {hint}", *where)
+    elif sections.boards[board_type].layout is None:
+        yield document.error(f"the board type {board_type!r} has no layout to cut by - add layout: to it", *where)
+
+
+def _size_problems(
+    sections: LineSections, layouts: Mapping[str, LayoutSections], document: Document
+) -> Iterator[ConfigError]:
+    for index, folder in enumerate(sections.intake.folders):
+        layout = layouts.get(folder.board_type or "")
+        if layout is not None and layout.size[0] * layout.size[1] > folder.max_pixels:
+            height_px, width_px = layout.size
+            yield document.error(
+                f"images of {width_px} x {height_px} pixels, as its layout is for, are more than {folder.max_pixels} - "
+                "raise max_pixels",
+                "intake", "folders", index, "max_pixels",
+            )  # fmt: skip
 
 
 def _camera_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:

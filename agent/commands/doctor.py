@@ -23,6 +23,7 @@ from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile
 from agent.intake.cameras.probe import probe
 from agent.line_file.api import UNIX
+from agent.line_file.values import shown_url
 from agent.records.database import StateLock
 from agent.runtime.machine.accelerator import check_runtimes
 from experts.errors import AlreadyRunning, ConfigError, CoServeError
@@ -296,7 +297,7 @@ def _cameras(config: LineConfig, is_running: bool) -> Iterator[Check]:
         with suppress(ConfigError):  # told above
             password = None if camera.password is None else read_secret(camera.password)
             fault = probe(camera, password, CAMERA_S)
-        yield Check(name, fault or "a frame came", fault and f"see to {camera.url}")
+        yield Check(name, fault or "a frame came", fault and f"see to {shown_url(camera.url)}")
 
 
 def _is_running(config: LineConfig) -> bool:

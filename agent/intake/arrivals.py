@@ -28,6 +28,7 @@ class Arrival:
     """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now.
 
     ``is_ours``: nobody else moves or replaces it there. ``sighting``: what it was when it was found complete.
+    ``component`` and ``ref`` are None of one that shows a whole board.
     """
 
     key: str
@@ -36,8 +37,8 @@ class Arrival:
     sighting: Sighting
     relpath: str
     board: str
-    component: str
-    ref: str
+    component: str | None
+    ref: str | None
     board_type: str | None
     arrived_at: datetime
     max_pixels: int

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from agent.intake.arrivals import IntakeStatistics
 from agent.intake.custody import Custody
 from agent.intake.files.filing import printable
-from agent.intake.files.inbox import MARKER, Inbox
+from agent.intake.files.inbox import MARKER, Inbox, image_key
 from agent.intake.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
 from agent.intake.files.sidecar import SUFFIX
 from agent.intake.taking import Callers, Taker
@@ -114,7 +114,13 @@ class FolderIntake:
             self._thread.join(timeout_s)
 
     def holds(self, key: str) -> bool:
-        """Whether the file of this key lies in the folder, as it was. Any thread. Raises OSError."""
+        """Whether the file of this key, an image's or a part's, lies in the folder as it was. Any thread.
+
+        Raises OSError.
+        """
+        return self._holds(key) or self._holds(image_key(key))
+
+    def _holds(self, key: str) -> bool:
         relpath = self._inbox.relpath_of(key)
         found = None if relpath is None else self._inbox.look(relpath)
         return found is not None and self._inbox.key(found.relpath, found.sighting) == key

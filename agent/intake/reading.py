@@ -163,6 +163,11 @@ class ArrivalReader:
         self._came.put(arrival)
         self._wake.set()
 
+    def hold(self, size_bytes: int) -> None:
+        """So many bytes more are held by what was read, as its pixels are. Any thread."""
+        with self._held:
+            self._held_bytes += size_bytes
+
     def release(self, size_bytes: int) -> None:
         """So many bytes of what was read are not held any more. Any thread."""
         with self._held:

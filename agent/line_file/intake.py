@@ -17,9 +17,11 @@ from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
 
 ReadyMode = Literal["auto", "rename", "marker", "stable"]
 Identity = Literal["pattern", "sidecar"]
-NAME_GROUPS = ("board", "component", "ref")  # what a file's name must tell
+BOARD_GROUP = "board"
+NAME_GROUPS = (BOARD_GROUP, "component", "ref")  # what a file's name must tell
 TYPE_GROUP = "type"  # and, where several board types are configured, this
-CAMERA_SCHEMES = ("rtsp", "rtsps", "http", "https", "file", "v4l2", "genicam")
+NETWORK_SCHEMES = ("rtsp", "rtsps", "http", "https")
+CAMERA_SCHEMES = (*NETWORK_SCHEMES, "file", "v4l2", "genicam")
 
 
 def _pattern(text: str) -> str:
@@ -31,19 +33,38 @@ def _pattern(text: str) -> str:
 
 
 def _camera_url(text: str, info: ValidationInfo) -> str:
+    """Whatever is wrong with it is told without it: a password may stand in it, anywhere."""
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in CAMERA_SCHEMES:
+        kind = f"{scheme}:" if colon else "this"
         raise ValueError(
-            f"{text!r} is no camera - write rtsp://, http:// (MJPEG), file:CLIP, v4l2:/dev/video0, or genicam:"
+            f"{kind!r} is no camera - write rtsp://, http:// (MJPEG), file:CLIP, v4l2:/dev/video0, or genicam:"
         )
     if not rest.strip("/"):
         raise ValueError(f"{text!r} names nothing behind {scheme}: - write which camera, host or file")
-    if scheme in {"rtsp", "rtsps", "http", "https"} and urlsplit(text).password is not None:
-        raise ValueError("a password stands in the url - write user: and password: {file: ...} instead")
+    if scheme in NETWORK_SCHEMES:
+        _check_address(text)
     if scheme == "file":
         folder: Path = (info.context or {})["folder"]
         return f"file:{(folder / rest).absolute()}"
     return text
+
+
+def _check_address(url: str) -> None:
+    """Raises ValueError for an address in the network that holds a password, or that is none."""
+    try:
+        parts = urlsplit(url)
+        host, password, behind = parts.hostname, parts.password, f"{parts.path}{parts.query}{parts.fragment}"
+        _ = parts.port
+    except ValueError:  # a password may be why: one with a `/` or a `#` in it cuts the address short
+        host, password, behind = None, None, url
+    if password is not None or "@" in behind:
+        raise ValueError(
+            "a password stands in the url, or an @ that is none's - write user: and password: {file: ...} instead, "
+            "and %40 within a path"
+        )
+    if not host:
+        raise ValueError("the url names no host and port that can be read - write SCHEME://HOST:PORT/PATH")
 
 
 MaxPixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_MAX_PIXELS)]
@@ -67,6 +88,11 @@ class FolderSection(Section):
     )
     component: ComponentType | None = Field(
         None, description="component type of every file here, in place of the pattern's group; default: the group"
+    )
+    board_type: str | None = Field(
+        None,
+        description="every file here shows a whole board of this type and is cut by its layout; the pattern has the "
+        "group board alone; default: every file shows one part",
     )
     ready: ReadyMode = Field(
         "auto",
@@ -129,21 +155,34 @@ class FolderSection(Section):
             raise ValueError("with identity: sidecar nobody reads names - leave pattern out, or identity")
         return pattern
 
+    @property
+    def shows_boards(self) -> bool:
+        """Whether every file shows a whole board."""
+        return self.board_type is not None
+
     @model_validator(mode="after")
     def _names_tell_everything(self) -> FolderSection:
         if self.pattern is None:
             return self
         groups = re.compile(self.pattern).groupindex
-        missing = [name for name in NAME_GROUPS if name not in groups and not (name == "component" and self.component)]
+        wanted = (BOARD_GROUP,) if self.shows_boards else NAME_GROUPS
+        missing = [name for name in wanted if name not in groups and not (name == "component" and self.component)]
         if missing:
             raise ValueError(f"the pattern has no group {', '.join(missing)} - add (?P<{missing[0]}>...)")
         if self.component and "component" in groups:
             raise ValueError("component is both a key and a group of the pattern - keep one")
-        unknown = sorted(set(groups) - {*NAME_GROUPS, TYPE_GROUP})
+        known = wanted if self.shows_boards else (*NAME_GROUPS, TYPE_GROUP)
+        unknown = sorted(set(groups) - set(known))
         if unknown:
-            raise ValueError(
-                f"nobody reads the group {unknown[0]!r} - {suggestion(unknown[0], (*NAME_GROUPS, TYPE_GROUP))}"
-            )
+            raise ValueError(f"nobody reads the group {unknown[0]!r} - {suggestion(unknown[0], known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _shows_boards_or_parts(self) -> FolderSection:
+        if self.shows_boards and self.component is not None:
+            raise ValueError("a file shows one part or a whole board - keep component or board_type")
+        if self.shows_boards and self.duplicate == "skip":
+            raise ValueError("duplicate: skip is for files that show one part - leave it out, or board_type")
         return self
 
 

@@ -53,6 +53,12 @@ def _no_path(name: str) -> str:
     return name
 
 
+def shown_url(url: str) -> str:
+    """An address as it may be shown: without a login's password, and without the values behind its `?`."""
+    place, mark, query = url.partition("?")
+    return re.sub(r"(//[^/@]*?):.*@", r"\1:***@", place) + mark + re.sub(r"=[^&]*", "=***", query)
+
+
 SIZE_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^(auto|{SIZE.pattern})$", "default": AUTO})
 OptionalSize = Annotated[int | None, BeforeValidator(_optional_size), SIZE_SCHEMA]
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
@@ -67,6 +73,14 @@ class SecretSection(Section):
         None, description="name of a systemd credential (LoadCredential=NAME:FILE in the unit)"
     )
     file: FilePath | None = Field(None, description="a file that holds it alone, relative to this file")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_secret_itself(cls, said: object) -> object:
+        """What is no mapping may be the secret: it is not told back."""
+        if not isinstance(said, dict | cls):
+            raise ValueError("a secret never stands in a line file - write {credential: NAME} or {file: PATH}")
+        return said
 
     @model_validator(mode="after")
     def _is_one(self) -> SecretSection:

@@ -40,6 +40,12 @@ class ResultReader:
         rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
         return _result_row(rows[0]) if rows else None
 
+    def of_keys(self, beginning: str) -> list[ResultRow]:
+        """The committed results whose keys begin so, in the order of their numbers."""
+        after = beginning[:-1] + chr(ord(beginning[-1]) + 1)
+        rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
+        return [_result_row(row) for row in rows]
+
     def first_judged(self, content: Content) -> ResultRow | None:
         """The first OK or NG of these bytes for this part, from this source and under this line file."""
         rows = self._rows(

@@ -109,13 +109,22 @@ def pixels_of(
     if isinstance(image, np.ndarray):
         return image
     if isinstance(image, FramePart):
-        left, top, right, bottom = image.box
-        return np.ascontiguousarray(image.frame.pixels(room_for)[top:bottom, left:right])
+        return _cut(image, room_for)
     if isinstance(image, EncodedImage):
         return read_image(image.content, name, image.max_pixels, room_for)
     if isinstance(image, ImageFile):
         return read_image(image.path, name, image.max_pixels, room_for)
     return read_image(image, name, max_pixels, room_for)
+
+
+def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
+    """Raises ImageUnreadable where the box leaves the frame: a rest of a part is not the part."""
+    left, top, right, bottom = part.box
+    pixels = part.frame.pixels(room_for)
+    height, width = pixels.shape[:2]
+    if right > width or bottom > height:
+        raise ImageUnreadable(part.name, f"its box {list(part.box)} leaves the frame of {width} x {height} pixels")
+    return np.ascontiguousarray(pixels[top:bottom, left:right])
 
 
 def image_name(image: ImageSource, request: int) -> str:

@@ -199,6 +199,9 @@ class _Search:
             except OSError as error:
                 reason = f"its sidecar: {error.strerror}"
                 continue
+            if name.component is None:
+                reason = "it shows a whole board, about which no expert is asked: cut it, or give labelled crops"
+                continue
             self._found[name.component, ""].append(Sample(folder / relpath, name.component, None, shown, max_pixels))
             return
         self._unusable[relpath] = reason

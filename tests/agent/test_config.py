@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from agent.config import LineConfig, json_schema, read_line, read_secret, usage_probabilities
+from agent.config import LineConfig, json_schema, read_line, read_secret, resolved_keys, usage_probabilities
 from agent.core.policy import PRESETS
 from agent.line_file.machine import PolicyName
 from agent.line_file.values import SecretSection, size_bytes
@@ -178,6 +178,36 @@ def test_folders_do_not_overlap(tmp_path: Path) -> None:
     assert "lies in, or around, another watched folder" in problems_of(tmp_path, MINIMAL + inner)[0]
 
 
+LAYOUT = "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("pattern: '(?P<board>.+)', board_type: other", "[1].board_type: no board type 'other'"),
+        ("pattern: '(?P<board>.+)', board_type: bare", "[1].board_type: the board type 'bare' has no layout to cut by"),
+        ("pattern: '(?P<serial>.+)', board_type: main", "the pattern has no group board - add (?P<board>...)"),
+        ("pattern: '(?P<board>.+)_(?P<ref>.+)', board_type: main", "nobody reads the group 'ref' - known here: board"),
+        ("pattern: '(?P<board>.+)', board_type: main, max_pixels: 199", "[1].max_pixels: images of 20 x 10 pixels, as"),
+        ("pattern: '(?P<board>.+)', board_type: main, component: r", "keep component or board_type"),
+        ("pattern: '(?P<board>.+)', board_type: main, duplicate: skip", "duplicate: skip is for files that show one"),
+    ],
+)
+def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, folder: str, expected: str) -> None:
+    (tmp_path / "layout.yaml").write_text(LAYOUT)
+    boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, bare: {components: {r: 1}}}\n"
+    text = MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + f"    - {{path: boards, {folder}}}\n" + boards
+    (problem,) = problems_of(tmp_path, text)
+    assert expected in problem
+
+
+def test_a_folder_of_boards_needs_no_type_where_there_are_several(tmp_path: Path) -> None:
+    (tmp_path / "layout.yaml").write_text(LAYOUT)
+    boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, other: {components: {r: 1}}}\n"
+    text = MINIMAL.replace(f"'{PATTERN}'", "'(?P<board>.+)'\n      board_type: main") + boards
+    assert line_of(tmp_path, text).intake.folders[0].shows_boards
+
+
 CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
 
 
@@ -185,7 +215,7 @@ CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
     ("cameras", "expected"),
     [
         ("{name: top}", "intake.cameras[0].url: is missing"),
-        ("{name: top, url: 'ftp://x/y'}", "'ftp://x/y' is no camera - write rtsp://"),
+        ("{name: top, url: 'ftp://x/y'}", "'ftp:' is no camera - write rtsp://"),
         ("{name: top, url: 'rtsp:'}", "names nothing behind rtsp:"),
         ("{name: top, url: 'rtsp://u:secret@h/'}", "a password stands in the url"),
         (f"{{{CAMERA}}}", "what does a frame show? - add component:"),
@@ -204,6 +234,38 @@ CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
 )
 def test_a_camera_that_cannot_be_is_told_with_its_remedy(tmp_path: Path, cameras: str, expected: str) -> None:
     assert expected in problems_of(tmp_path, MINIMAL + f"  cameras: [{cameras}]\n")[0]
+
+
+@pytest.mark.parametrize(
+    "camera",
+    [
+        "url: 'rtsp://u:s3cret@h/'",
+        "url: 'RTSP://u:s3cret@h/'",
+        "url: 'rtmp://u:s3cret@h/'",
+        "url: 'rtsp://u:s3cret#1@h/'",
+        "url: 'rtsp://u:s3cret/1@h/'",
+        "url: 'rtsp://u:12/s3cret@h/'",
+        "url: 'rtsp://u:s3cret[@h/'",
+        "url: 'rtsp://u@s3cret@h:x/'",
+        "url: 'rtsp:u:s3cret@h/'",
+        "url: 'http://h/', user: u, password: s3cret",
+        "url: 'http://h/', user: u, password: [s3cret]",
+        "url: 'http://h/', user: u, password: {value: s3cret}",
+    ],
+)
+def test_a_password_in_a_line_file_is_refused_and_not_told_back(tmp_path: Path, camera: str) -> None:
+    problems = problems_of(tmp_path, MINIMAL + f"  cameras: [{{name: top, component: r, {camera}}}]\n")
+    assert problems
+    assert "s3cret" not in "".join(problems)
+
+
+def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "line.yaml"
+    camera = "{name: top, component: r, url: 'http://h:81/video?user=u&pwd=s3cret', user: u, password: {file: x}}"
+    path.write_text(MINIMAL + f"  cameras: [{camera}]\n")
+    shown = {key.key: str(key.value) for key in resolved_keys(path, {})}
+    assert shown["intake.cameras[0].url"] == "http://h:81/video?user=***&pwd=***"
+    assert "s3cret" not in "".join(shown.values())
 
 
 def test_a_layout_fits_its_board_part_by_part(tmp_path: Path) -> None:

@@ -315,8 +315,9 @@ class Camera:
         number = self._supervisor.connections
         try:
             self._child = ChildProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))
-        except OSError as error:
-            self._inbox.put(_FromProcess(number, Exited(f"no process can be started: {error.strerror}")))
+        except Exception as error:  # noqa: BLE001 - whatever it is: without its end, the camera is never tried again
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self._inbox.put(_FromProcess(number, Exited(f"no process can be started: {reason}")))
 
     def _fire(self, now: float) -> None:
         """By the interval: a trigger that meets a full queue is lost, and told."""

@@ -8,6 +8,7 @@ endless, and may hold what is secret.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -79,7 +80,13 @@ class ChildProcess:
             raise
         self._say(connection)
         self._listener = threading.Thread(target=self._listen, name=f"camera-process-{self.pid}", daemon=True)
-        self._listener.start()
+        try:
+            self._listener.start()
+        except RuntimeError as error:  # no thread is to be had: nobody would hear it, nor wait for its end
+            ours.close()
+            self.kill()
+            self._process.wait()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     @property
     def pid(self) -> int:
@@ -108,10 +115,16 @@ class ChildProcess:
             wire.send(self._socket, message)
 
     def _listen(self) -> None:
-        with self._socket:
-            while (received := self._receive()) is not None:
-                self._post(received)
-        self._post(_exited(self._process.wait()))
+        unheard = None
+        try:
+            with self._socket:
+                while (received := self._receive()) is not None:
+                    self._post(received)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: no memory or descriptor for a frame
+            unheard = f"what its process said could not be taken ({type(error).__name__}: {error}), and it was ended"
+            self.kill()
+        exited = _exited(self._process.wait())
+        self._post(exited if unheard is None else Exited(unheard))
 
     def _receive(self) -> Heard | None:
         received = wire.receive(self._socket)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.intake.files.sidecar import read_sidecar
-from agent.line_file.intake import NAME_GROUPS
+from agent.line_file.intake import BOARD_GROUP, NAME_GROUPS, TYPE_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageName:
-    """Whose image it is. ``board`` is the serial; ``board_type`` is None on a line without boards."""
+    """Whose image it is. ``board`` is the serial; ``board_type`` is None on a line without boards.
+
+    ``component`` and ``ref`` are None of one that shows a whole board.
+    """
 
     board: str
-    component: str
-    ref: str
+    component: str | None
+    ref: str | None
     board_type: str | None
 
 
@@ -32,13 +35,16 @@ class ImageName:
 class Naming:
     """How one folder tells whose its files are: by a pattern of their names, or where that is None by sidecars.
 
-    ``components`` are those with a route; ``component`` is a folder's constant.
+    ``components`` are those with a route; ``component`` is a folder's constant. ``whole_board``: the type of board that
+    each image shows as a whole, ``layouts``: the types that can be cut.
     """
 
     pattern: re.Pattern[str] | None
     components: frozenset[str]
     board_types: tuple[str, ...] = ()
     component: str | None = None
+    whole_board: str | None = None
+    layouts: frozenset[str] = frozenset()
 
     @property
     def has_sidecars(self) -> bool:
@@ -60,6 +66,8 @@ class Naming:
         return self._meaning(read_sidecar(sidecar, name), name)
 
     def _meaning(self, said: Mapping[str, str], source: str) -> ImageName:
+        if self.whole_board is not None:
+            return self._whole(said, source, self.whole_board)
         whole = said if self.component is None else {"component": self.component, **said}
         for key in NAME_GROUPS:
             if not whole.get(key):
@@ -70,6 +78,18 @@ class Naming:
         if component not in self.components:
             raise ValueError(f"no route for the component {component!r}")
         return ImageName(whole["board"], component, whole["ref"], self._board_type(said.get("type"), source))
+
+    def _whole(self, said: Mapping[str, str], source: str, board_type: str) -> ImageName:
+        for key in NAME_GROUPS:
+            if key != BOARD_GROUP and key in said:
+                raise ValueError(f"{source} gives a {key}, but every image here shows a whole board")
+        if not said.get(BOARD_GROUP):
+            raise ValueError(f"{source} gives no {BOARD_GROUP}")
+        if (named := said.get(TYPE_GROUP, board_type)) != board_type:
+            raise ValueError(f"{source} says board type {named!r}, but every board here is {board_type!r}")
+        if board_type not in self.layouts:
+            raise ValueError(f"the line file has no layout of board type {board_type!r} any more")
+        return ImageName(said[BOARD_GROUP], None, None, board_type)
 
     def _board_type(self, named: str | None, source: str) -> str | None:
         if not self.board_types:
@@ -88,4 +108,6 @@ def naming_of(folder: FolderSection, config: LineConfig) -> Naming:
         components=frozenset(config.catalog.graph.routes),
         board_types=tuple(config.boards),
         component=folder.component,
+        whole_board=folder.board_type,
+        layouts=frozenset(config.layouts),
     )

@@ -18,7 +18,7 @@ from agent.intake.cameras.frames import CameraDoors
 from agent.records.journal import Entry
 from agent.runtime.image_sources import EncodedImage
 from agent.service.judging.recording import entry_result
-from experts.errors import OrderRefused, Refusing
+from experts.errors import CameraFailed, OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agent.service.judging.verdicts import Verdicts
 
 KEY_PREFIX = "camera/"
-FRAMES_UNDER_WAY = 2  # of one that runs freely: one is judged while the next is fetched
+FRAMES_UNDER_WAY = 2  # of one camera: one is judged while the next is fetched; a trigger's waits in its queue
 LOOK_S = 0.2  # how often a door that waits for the disk looks whether the agent stops
 
 
@@ -63,8 +63,8 @@ class CameraDoor:
         self._inspector = inspector
         self._journal = journal
         self._verdicts = verdicts
-        self._lock = threading.Lock()
-        self._under_way = 0
+        self._has_changed = threading.Condition()  # over the line below
+        self._under_way = 0  # frames that were accepted, and not judged yet
         self._stopping = threading.Event()
         password = None if section.password is None else read_secret(section.password)
         self.camera = Camera(section, password, CameraDoors(self._take, self._has_room, self._lost))
@@ -81,12 +81,19 @@ class CameraDoor:
     def stop(self, timeout_s: float) -> bool:
         """End; False if that took longer."""
         self._stopping.set()
+        with self._has_changed:
+            self._has_changed.notify_all()
         return self.camera.stop(timeout_s)
 
     def trigger(self, board: str | None, board_type: str | None) -> str:
         """Have it take one frame; the key that its results begin with. Raises OrderRefused."""
-        if board_type is not None and board_type not in self._config.boards:
+        config = self._config
+        if board_type is not None and board_type not in config.boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
+        if board_type is not None and self._section.component is None and board_type not in config.layouts:
+            raise OrderRefused(
+                Refusing.INVALID, f"board type {board_type!r} has no layout, by which camera {self.name} would be cut"
+            )
         return KEY_PREFIX + self.camera.trigger(board, board_type)
 
     def view(self) -> SourceView:
@@ -104,8 +111,9 @@ class CameraDoor:
 
     def frame_judged(self) -> None:
         """All requests of one frame have their verdict."""
-        with self._lock:
+        with self._has_changed:
             self._under_way -= 1
+            self._has_changed.notify_all()
 
     @property
     def _config(self) -> LineConfig:
@@ -115,37 +123,51 @@ class CameraDoor:
         return self._inspector.takes and self._under_way < FRAMES_UNDER_WAY
 
     def _take(self, frame: Frame) -> None:
-        entries = self._entries(frame.key, frame.board, frame.board_type, frame.at)
-        taking = _Taking(self, len(entries))
-        layout = self._config.layouts.get(entries[0].board_type or "")
+        """Once there is room for it; one that waits when the agent stops is left to the next."""
+        with self._has_changed:
+            while not (self._has_room() or self._stopping.is_set()):
+                self._has_changed.wait(LOOK_S)
+        config = self._config
+        entries = self._entries(config, frame.key, frame.board, frame.board_type, frame.at)
+        layout = config.layouts.get(entries[0].board_type or "")
         size = None if entries[0].box is None or layout is None else layout.size
         image = EncodedImage(frame.content, frame.key, self._section.max_pixels)
-        with self._lock:
-            self._under_way += 1
+        taking = _Taking(self, len(entries))
         self._journal.send(taking, entries, image, size)
+        with self._has_changed:
+            self._under_way += 1
         while not taking.is_accepted.wait(LOOK_S) and not self._stopping.is_set():
             continue
 
     def _lost(self, trigger: Trigger, reason: str) -> None:
-        entries = self._entries(trigger.key, trigger.board, trigger.board_type, trigger.at)
+        config = self._config
+        try:
+            entries = self._entries(config, trigger.key, trigger.board, trigger.board_type, trigger.at)
+        except CameraFailed:  # which parts it would have shown is not known any more; that it was lost is told
+            key = KEY_PREFIX + trigger.key
+            entries = [Entry(key, self.name, key, trigger.at, board=trigger.board)]
         outcome = Outcome(Verdict.UNKNOWN, None, None, (), f"camera {self.name}: {reason}")
         left = threading.Semaphore(0)
         for entry in entries:
-            self._verdicts.record(entry_result(self._config, entry, outcome), lambda _: left.release())
+            self._verdicts.record(entry_result(config, entry, outcome), lambda _: left.release())
         for _ in entries:
             while not left.acquire(timeout=LOOK_S) and not self._stopping.is_set():
                 continue
 
-    def _entries(self, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
-        """What is asked about a frame: of its one component, or of each part that its board's layout shows."""
+    def _entries(self, config: LineConfig, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
+        """What is asked about a frame: of its one component, or of each part that its board's layout shows.
+
+        Raises CameraFailed where the line file, read anew since, has no such layout any more.
+        """
         key = KEY_PREFIX + key
         board_type = board_type or self._section.board_type
         component = self._section.component
         if component is not None:  # a part of a board only where somebody says of which type
             return [Entry(key, self.name, key, at, component, None, board, board_type, self.name)]
-        layouts = self._config.layouts
-        board_type = board_type or next(iter(layouts))
-        parts = layouts[board_type].parts.items()
+        board_type = board_type or next(iter(config.boards), "")
+        if board_type not in config.layouts:
+            raise CameraFailed(f"the line file has no layout of board type {board_type!r} any more - put it back")
+        parts = config.layouts[board_type].parts.items()
         return [
             Entry(f"{key}#{ref}", self.name, f"{key}#{ref}", at, part.component, None, board, board_type, ref, part.box)
             for ref, part in parts

@@ -30,8 +30,8 @@ def content_of(arrival: Arrival, image: bytes, config_sha256: str) -> Content:
         source=f"{arrival.key.partition('/')[0]}/",
         board=arrival.board,
         board_type=arrival.board_type,
-        component=arrival.component,
-        ref=arrival.ref,
+        component=arrival.component or "",
+        ref=arrival.ref or "",
         config_sha256=config_sha256,
     )
 

@@ -2,7 +2,7 @@
 
 Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
 verdict was committed before a crash is moved, not judged again. A file's bytes are read before it goes to the agent,
-so that nothing but its own folder waits for its disk.
+so that nothing but its own folder waits for its disk. What shows a whole board is cut: see ``board_images``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import SourceView
 from agent.core.request import Outcome
+from agent.intake.arrivals import Arrival
 from agent.intake.files.filing import printable
 from agent.intake.files.naming import naming_of
 from agent.intake.folder import FolderIntake
 from agent.intake.reading import Answers, ArrivalReader
 from agent.runtime.image_sources import EncodedImage
+from agent.service.doors.board_images import BoardImages
 from agent.service.doors.duplicates import Duplicates, content_of
 from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Task
 from agent.service.judging.recording import arrival_result, duplicate_result, refused_result
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.config import LineConfig
-    from agent.intake.arrivals import Arrival, Refusal
+    from agent.intake.arrivals import Refusal
     from agent.line_file.intake import FolderSection
     from agent.records.result_reader import ResultReader
     from agent.records.results import Content, Recorded, Result
@@ -55,7 +57,7 @@ class FolderDoor:
         self._inspector = inspector
         self._verdicts = verdicts
         self._results = reader
-        self._duplicates = Duplicates(reader) if folder.duplicate == "skip" else None
+        self._duplicates = Duplicates(reader) if folder.duplicate == "skip" else None  # of parts alone
         self.intake = FolderIntake(
             folder,
             naming_of(folder, config),
@@ -71,6 +73,7 @@ class FolderDoor:
             budget_bytes=budget_bytes,
             during_large=lambda arrival: inspector.counted(arrival.key),
         )
+        self._boards = BoardImages(inspector, verdicts, reader, self.reader, self.intake.settle, self._refuse)
 
     def start(self) -> None:
         """Watch."""
@@ -97,6 +100,9 @@ class FolderDoor:
         if self._is_known(arrival):
             self._inspector.settled(arrival.key)
             return
+        if arrival.component is None:
+            self._boards.arrived(arrival)
+            return
         attempts = self._inspector.attempts(arrival.key)
         if attempts >= ATTEMPTS_MAXIMUM:
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
@@ -105,6 +111,9 @@ class FolderDoor:
             self.reader.take(arrival)
 
     def _read(self, arrival: Arrival, image: bytes) -> None:
+        if arrival.component is None:
+            self._boards.read(arrival, image)
+            return
         if self._duplicates is None:
             self._judge(arrival, image, None)
             return
@@ -131,13 +140,28 @@ class FolderDoor:
         self._inspector.enter(Task(arrival.key, name, source, ended, component=arrival.component))
 
     def _end_unjudged(self, arrival: Arrival, reason: str) -> None:
-        outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
-        self._record(arrival_result(self._inspector.agent.config, arrival, outcome), arrival)
+        if arrival.component is None:
+            self._boards.end_unjudged(arrival, reason)
+        else:
+            self._refuse(arrival, reason)
 
     def _refused(self, refusal: Refusal) -> None:
         """A file that no request can be made of: UNKNOWN, with the reason in its row."""
-        if not self._is_known(refusal):
-            self._record(refused_result(self._inspector.agent.config, refusal), refusal)
+        if self._is_known(refusal):
+            return
+        if refusal.name is not None and refusal.name.component is None:
+            self._boards.end_unjudged(refusal, refusal.reason)
+        else:
+            self._refuse(refusal, refusal.reason)
+
+    def _refuse(self, image: Arrival | Refusal, reason: str) -> None:
+        """In one row, whatever it shows."""
+        config = self._inspector.agent.config
+        if isinstance(image, Arrival):
+            result = arrival_result(config, image, Outcome(Verdict.UNKNOWN, None, None, (), reason))
+        else:
+            result = refused_result(config, image)
+        self._record(result, image)
 
     def _is_known(self, judged: Arrival | Refusal) -> bool:
         """Whether its verdict was stored before a restart; then its file goes where that says."""

@@ -177,12 +177,17 @@ class JournalDoor:
         if known is not None:
             _tell([sending], StoredVerdict(known.result, known.seq, UNJUDGED))
 
-    def _enter(self, request: _Open) -> None:
-        """To the agent; an image that has ended it before too often is UNKNOWN instead."""
+    def _enter(self, request: _Open, attempts: int = 0) -> None:
+        """To the agent; an image that has ended it before too often is UNKNOWN instead.
+
+        ``attempts``: of a frame, those of whichever part has most: it may be the frame that ends the agent, and with
+        hundreds of parts it would do so hundreds of times.
+        """
         entry = request.entry
-        attempts = self._inspector.attempts(entry.key)
+        attempts = max(attempts, self._inspector.attempts(entry.key))
         if attempts >= ATTEMPTS_MAXIMUM:
-            reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
+            whole = "it" if entry.box is None else "its frame"
+            reason = f"ended the agent: {whole} was being judged each of the {attempts} times that the agent was ended"
             self._record(request, Outcome(Verdict.UNKNOWN, None, None, (), f"{entry.name}: {reason}"), UNJUDGED)
             return
         assert request.image is not None
@@ -289,14 +294,19 @@ class JournalDoor:
         if content is None:
             return
         first = requests[0].entry
-        image = EncodedImage(content, first.name, DEFAULT_MAX_PIXELS)
+        image = EncodedImage(content, first.name, self._max_pixels(first))
+        attempts = max(self._inspector.attempts(request.entry.key) for request in requests)
         frame = Frame(image, self._frame_size(first)) if first.box is not None else None
         with self._lock:
             requests[0].size_bytes = len(content)
             self._replayed_bytes += len(content)
         for request in requests:
             request.image, request.content = _source(request.entry, image, frame), content
-            self._enter(request)
+            self._enter(request, attempts)
+
+    def _max_pixels(self, entry: Entry) -> int:
+        cameras = self._inspector.agent.config.intake.cameras
+        return next((camera.max_pixels for camera in cameras if camera.name == entry.source), DEFAULT_MAX_PIXELS)
 
     def _frame_size(self, entry: Entry) -> tuple[int, int] | None:
         layout = self._inspector.agent.config.layouts.get(entry.board_type or "")

@@ -44,7 +44,7 @@ def arrival_result(
     """The row of a folder's image whose request has just ended; ``content``: to know it by when it comes again."""
     subject = _Subject(
         arrival.key,
-        arrival.component,
+        arrival.component or "",
         arrival.relpath,
         arrival.board,
         arrival.board_type,
@@ -67,7 +67,7 @@ def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Res
     return Result(
         key=arrival.key,
         line=config.line,
-        component=arrival.component,
+        component=arrival.component or "",
         image=arrival.relpath,
         verdict=first.verdict,
         arrived_at=arrival.arrived_at,
@@ -88,7 +88,30 @@ def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Seq
     subject = _Subject(
         entry.key, entry.component or "", entry.name, entry.board, entry.board_type, entry.ref, entry.accepted_at
     )
-    return _judged(config, subject, outcome, models)
+    result = _judged(config, subject, outcome, models)
+    return result if entry.box is None else replace(result, detail={**result.detail, "box": list(entry.box)})
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfBoard:
+    """One part that an image of a whole board shows. ``parts``: how many are asked about that image altogether."""
+
+    key: str
+    image: str
+    board: str
+    board_type: str
+    ref: str
+    component: str
+    box: tuple[int, int, int, int]
+    parts: int
+    arrived_at: datetime
+
+
+def part_result(config: LineConfig, part: PartOfBoard, outcome: Outcome, models: Sequence[str] = ()) -> Result:
+    """The row of one part of a board whose request has just ended."""
+    subject = _Subject(part.key, part.component, part.image, part.board, part.board_type, part.ref, part.arrived_at)
+    result = _judged(config, subject, outcome, models)
+    return replace(result, detail={**result.detail, "box": list(part.box), "parts": part.parts})
 
 
 def refused_result(config: LineConfig, refusal: Refusal) -> Result:
@@ -97,7 +120,7 @@ def refused_result(config: LineConfig, refusal: Refusal) -> Result:
     return Result(
         key=refusal.key,
         line=config.line,
-        component=name.component if name else "",
+        component=(name.component if name else None) or "",
         image=refusal.relpath,
         verdict=Verdict.UNKNOWN,
         arrived_at=refusal.at,

@@ -27,7 +27,7 @@ from PIL import Image
 from agent.intake.arrivals import SourceState
 from agent.intake.files.filing import Filing, Shelves
 from agent.intake.files.hints import Hint, Hints
-from agent.intake.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
+from agent.intake.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of, part_key
 from agent.intake.files.naming import ImageName, Naming
 from agent.intake.files.ranking import Ranking
 from agent.intake.files.readiness import Candidate, Evidence, Lease, Rule, Sighting
@@ -1425,3 +1425,16 @@ def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path)
     finally:
         stop.set()
         writer.join()
+
+
+def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
+    """Whose rows are needed: by the image's key, and by that of each of its parts, whatever its ref."""
+    line = Line(tmp_path / "inbox", after="keep")
+    name = "b1_r_R#1@2-3-4#.png"
+    (line.root / name).write_bytes(PNG)
+    line.run(5)
+    (arrival,) = line.arrivals
+    keys = [arrival.key, part_key(arrival.key, "R1"), part_key(arrival.key, "U1@a#b")]
+    assert [line.intake.holds(key) for key in keys] == [True, True, True]
+    (line.root / name).unlink()
+    assert [line.intake.holds(key) for key in keys] == [False, False, False]

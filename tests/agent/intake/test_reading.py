@@ -268,6 +268,20 @@ def test_a_large_file_is_announced_while_it_is_read(file: Path, monkeypatch: pyt
     assert told == [f"read {file.name}", "begun larger", "read larger", "ended larger"]
 
 
+def test_what_is_held_beyond_the_bytes_that_were_read_counts_too(tmp_path: Path) -> None:
+    desk = Desk(budget_bytes=25)
+    for number in range(2):
+        path = tmp_path / f"{number}.png"
+        path.write_bytes(b"x" * 10)
+        desk.reader.take(arrival_of(path))
+        desk.reader.step(0.0)
+        desk.reader.hold(20)
+    assert [key for key, _ in desk.read] == ["0.png"]
+    desk.reader.release(40)
+    desk.reader.step(0.0)
+    assert [key for key, _ in desk.read] == ["0.png", "1.png"]
+
+
 def test_what_is_read_and_not_released_stays_within_the_budget_but_for_the_last(tmp_path: Path) -> None:
     desk = Desk(budget_bytes=25)
     for number in range(5):

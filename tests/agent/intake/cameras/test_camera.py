@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.intake.cameras.camera import Camera
+from agent.intake.cameras import wire
+from agent.intake.cameras.camera import Camera, connection_of
 from agent.intake.cameras.frames import CameraDoors
 from agent.intake.cameras.probe import probe
+from agent.intake.cameras.process import ChildProcess, Received
 from experts.errors import OrderRefused, Refusing
 from experts.images import read_image
 from tests.agent.intake.cameras.stand_ins import (
@@ -32,6 +38,7 @@ from tests.agent.intake.cameras.stand_ins import (
 
 if TYPE_CHECKING:
     from agent.intake.cameras.frames import Frame
+    from agent.intake.cameras.process import Heard
 
 Watch = Callable[..., Taker]
 STALL_S = 1.0  # as short as a busy machine lets a camera be
@@ -40,6 +47,16 @@ STALL_S = 1.0  # as short as a busy machine lets a camera be
 def brightness(frame: Frame) -> int:
     """What tells the pictures of the stand-ins apart: each is brighter than the one before."""
     return int(read_image(frame.content, frame.key)[0, 0, 0])
+
+
+def children() -> set[str]:
+    """Processes that this one started and has not waited for."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if status.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found.add(status.parent.name)
+    return found
 
 
 def refused(call: Callable[[], object]) -> OrderRefused:
@@ -290,6 +307,40 @@ class TestFaults:
         failing.say("stream")
         assert taker.until_state("STREAMING").alarm is None
 
+    def test_a_frame_that_the_agent_has_no_descriptor_for_costs_the_connection_and_not_the_camera(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url, has_room=False)
+        before = taker.until_state("STREAMING")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays so
+        try:
+            taker.has_room = True
+            until(lambda: taker.now.process is None)
+            alarm = until(lambda: taker.now.alarm)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert "could not be taken" in alarm or "no process can be started" in alarm
+        assert before.process is not None
+        assert not Path(f"/proc/{before.process}").exists()  # nor left behind for somebody to wait for
+        until(lambda: taker.frames)
+
+    def test_without_a_thread_to_hear_it_no_process_is_left_and_it_is_tried_again(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url)
+        first = taker.until_state("STREAMING").process
+        assert first is not None
+        others = children() - {str(first)}
+        size_bytes = threading.stack_size(1 << 46)  # more than there is: no thread starts
+        try:
+            os.kill(first, signal.SIGKILL)
+            until(lambda: "no process can be started" in (taker.now.alarm or ""))
+            until(lambda: children() <= others)
+        finally:
+            threading.stack_size(size_bytes)
+        taker.until_state("STREAMING")
+
     def test_a_camera_that_ends_the_connection_is_connected_anew(self, watched: Watch, mjpeg: MjpegCamera) -> None:
         taker = watched(mjpeg.url)
         taker.until_state("STREAMING")
@@ -349,6 +400,34 @@ class TestFaults:
         failing.say("leak")
         taker = watched(failing.url, user="line", password="s3cret")
         assert until(lambda: taker.now.alarm) == "cannot go on with line:***@camera"
+
+
+def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing: FailingCamera) -> None:
+    """Told to end, killed, and ended by themselves; each while a frame is asked for."""
+
+    def once(end: str) -> None:
+        heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+        failing.say("stream")
+        process = ChildProcess(connection_of(section(failing.url), None), heard.put)
+        for number in range(3):
+            process.ask(wire.Take(number, is_fresh=True))
+        while not isinstance(heard.get(timeout=WAIT_S), Received):
+            continue
+        failing.say(end)
+        if end == "stream":
+            process.close()
+        elif end == "hang":
+            process.kill()
+        assert process.join(WAIT_S)
+
+    def left() -> tuple[int, int, set[str]]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), children()
+
+    once("stream")
+    before = left()
+    for end in ("stream", "hang", "end", "die") * 2:
+        once(end)
+    assert left() == before
 
 
 AGENT = """

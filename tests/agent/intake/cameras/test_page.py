@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.intake.cameras.layout import cut
 from agent.intake.cameras.supervision import CameraState
 from agent.line_file.boards import LayoutSections
 from agent.line_file.intake import CAMERA_SCHEMES, CameraSection
@@ -27,7 +26,7 @@ def test_a_camera_of_the_page_is_one_of_a_line_file(camera: dict[str, Any]) -> N
 
 def test_the_layout_of_the_page_is_one() -> None:
     (layout,) = (LayoutSections.model_validate(example) for example in EXAMPLES if isinstance(example, dict))
-    assert [part.ref for part in cut((3000, 4000), layout)] == ["R1", "R2"]
+    assert (layout.size, list(layout.parts)) == ((3000, 4000), ["R1", "R2"])
 
 
 def test_each_kind_and_each_state_is_on_the_page() -> None:

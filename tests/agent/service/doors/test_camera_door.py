@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
+from datetime import UTC, datetime
 
 import cv2
 import numpy as np
 import pytest
+import yaml
 
+from agent.records.journal import Entry
+from agent.records.result_writer import ResultStore
+from agent.service.doors.camera_door import FRAMES_UNDER_WAY
 from experts.errors import OrderRefused
 from experts.expert import Verdict
 
@@ -91,6 +97,59 @@ def test_a_trigger_without_a_frame_is_unknown_and_says_why(desk_line, clip, wait
     assert all(row.verdict is OK or row.reason.startswith("camera top: ") for row in rows)
 
 
+def test_triggered_frames_that_a_slow_line_has_no_room_for_fill_the_queue_and_then_are_told(
+    desk_line, clip, wait_until_so
+):
+    """AC14: what waits is bounded by `queue`, not by the memory."""
+    for number in range(2):
+        desk_line.fake(number, B_s=0.5)
+    camera(desk_line, clip(), mode="triggered", interval_s=0.1, queue=3)
+    frames_at_once = []
+
+    def is_told():
+        frames_at_once.append(len({key.rpartition("#")[0] for key in desk_line.unfinished}))
+        return any(row.result.reason and "3 triggers wait" in row.result.reason for row in desk_line.results.query())
+
+    with desk_line.served():
+        wait_until_so(is_told)
+    assert max(frames_at_once) <= FRAMES_UNDER_WAY + 1  # one is accepted while the first one's end is being told
+    keys = {row.result.key for row in desk_line.results.query()} | set(desk_line.unfinished)  # left to the next agent
+    numbers = {int(key.partition("#")[2].partition("#")[0]) for key in keys}
+    assert numbers == set(range(1, len(numbers) + 1))
+    assert len(keys) == 2 * len(numbers)
+
+
+def test_a_trigger_whose_board_has_no_layout_is_refused(desk_line, clip, wait_until_so):
+    desk_line.document["boards"]["other"] = {"components": {"c0": 1}, "takt_s": 3600}
+    camera(desk_line, clip(), mode="triggered", board_type="main")
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
+        with pytest.raises(OrderRefused, match="board type 'other' has no layout"):
+            service.desk.trigger("top", board="B1", board_type="other")
+
+
+@pytest.mark.parametrize("mode", ["free_run", "triggered"])
+def test_a_camera_whose_layout_went_with_a_reload_says_so_and_loses_no_trigger(desk_line, clip, wait_until_so, mode):
+    path = clip()
+    camera(desk_line, path, mode=mode)
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
+        camera(desk_line, path, mode=mode, component="c0")  # which waits for a restart
+        del desk_line.document["boards"]["main"]["layout"]
+        (desk_line.folder / "line.yaml").write_text(yaml.safe_dump(desk_line.document))
+        assert service.desk.reload().is_applied
+        if mode == "triggered":
+            key = service.desk.trigger("top", board="B1")
+            wait_until_so(lambda: desk_line.results.find(key) is not None)
+        else:
+            wait_until_so(lambda: service.desk.status().sources[0].alarm)
+            assert "no layout of board type 'main' any more" in service.desk.status().sources[0].alarm
+    if mode == "triggered":
+        lost = desk_line.results.find(key).result
+        assert (lost.verdict, lost.board) == (UNKNOWN, "B1")
+        assert "no layout of board type 'main' any more" in lost.reason
+
+
 def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(desk_line, clip, wait_until_so):
     camera(desk_line, clip(size=(8, 8)), component="c0", mode="triggered")
     with desk_line.served() as service:
@@ -111,3 +170,54 @@ def test_what_is_no_camera_or_board_type_is_refused(desk_line, clip):
             service.desk.trigger("side")
         with pytest.raises(OrderRefused, match="no board type 'other'"):
             service.desk.trigger("top", board_type="other")
+
+
+@pytest.fixture
+def left_frame(desk_line):
+    """A frame that an earlier run accepted and did not judge."""
+
+    def leave(content):
+        with desk_line.served():
+            pass
+        at = datetime(2026, 5, 1, tzinfo=UTC)
+        entries = [
+            Entry(f"camera/top@1#1#{ref}", "top", f"top {ref}", at, part, None, "B1", "main", ref, box)
+            for ref, part, box in (("R1", "c0", (0, 0, 16, 16)), ("R2", "c1", (16, 0, 32, 16)))
+        ]
+        store = ResultStore(desk_line.folder / "state" / "results.db")
+        store.accept(entries, content, lambda _: None)
+        assert store.close()
+        return [entry.key for entry in entries]
+
+    return leave
+
+
+def test_a_frame_that_ended_the_agent_twice_is_unknown_with_all_its_parts(desk_line, left_frame, png, wait_until_so):
+    keys = left_frame(png(size=(32, 16)))
+    (desk_line.folder / "state" / "attempts.log").write_text(json.dumps({"counts": {keys[0]: 2, keys[1]: 1}}) + "\n")
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.judged == 2)
+    rows = [desk_line.results.find(key).result for key in keys]
+    assert [row.verdict for row in rows] == [UNKNOWN, UNKNOWN]
+    assert all("ended the agent: its frame was being judged each of the 2 times" in row.reason for row in rows)
+
+
+def test_a_part_that_lies_partly_outside_of_its_frame_is_unknown(desk_line, left_frame, png, wait_until_so):
+    """Of a frame that was accepted under a layout that is not there any more, nobody knows the size that it needs."""
+    keys = left_frame(png(size=(31, 16)))
+    del desk_line.document["boards"]["main"]["layout"]
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.judged == 2)
+    rows = [desk_line.results.find(key).result for key in keys]
+    assert [row.verdict for row in rows] == [OK, UNKNOWN]
+    assert "its box [16, 0, 32, 16] leaves the frame of 31 x 16 pixels" in rows[1].reason
+
+
+def test_what_is_left_of_a_camera_is_judged_within_its_own_limit_of_pixels(
+    desk_line, left_frame, png, clip, wait_until_so
+):
+    keys = left_frame(png(size=(32, 16)))
+    camera(desk_line, clip(), mode="triggered", max_pixels=100)
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.judged == 2)
+    assert all("more than max_pixels 100" in desk_line.results.find(key).result.reason for key in keys)

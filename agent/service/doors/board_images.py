@@ -1,0 +1,209 @@
+"""A folder's images of whole boards: cut by the layout, judged part by part, put away when all parts have a verdict.
+
+Guarantees: each part has a row of its own, under its image's key and its ref: after a crash the parts without one are
+judged, and no other. The file goes where the worst of its parts says, and only once all of them are stored. Which parts
+an image has is decided when the first of them is stored: a layout that is measured anew asks nothing more of it.
+An image of another size than the layout's is UNKNOWN, part by part: it shows something, and nobody knows what.
+It is decoded once for all parts, and what that takes counts among the bytes that the folder has read.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agent.core.request import Outcome
+from agent.intake.arrivals import Arrival
+from agent.intake.files.filing import printable
+from agent.intake.files.inbox import PART_MARK, part_key
+from agent.records.boards import SEVERITY
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Course, Task
+from agent.service.judging.recording import PartOfBoard, part_result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import TypeAlias
+
+    from agent.intake.arrivals import Refusal
+    from agent.intake.reading import ArrivalReader
+    from agent.records.result_reader import ResultReader
+    from agent.records.results import Recorded, Result
+    from agent.service.judging.inspector import Inspector
+    from agent.service.judging.verdicts import Verdicts
+
+    Settle: TypeAlias = Callable[["Arrival | Refusal", Verdict, str | None], None]
+    Refuse: TypeAlias = Callable[["Arrival | Refusal", str], None]
+
+log = logging.getLogger(__name__)
+
+PIXEL_BYTES = 3  # decoded
+NO_LAYOUT = "the line file has no layout any more of its board's type - put it back, then the image, or a copy of it"
+UNJUDGED = Course()
+
+
+@dataclass(slots=True, eq=False)
+class _Sheet:
+    """What is known of one image. ``parts``: those without a verdict, by ref; ``size``: (height, width) of what is cut.
+
+    Without parts and without verdicts nobody knows what it shows.
+    """
+
+    image: Arrival | Refusal
+    size: tuple[int, int] | None
+    parts: Mapping[str, PartOfBoard]
+    verdicts: dict[str, tuple[Verdict, str | None]]  # of those that are stored, with the reason
+    held_bytes: int = 0  # until the last part is judged
+    unjudged: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)  # over the two counts, and the verdicts
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether each part has its verdict."""
+        return self.parts.keys() <= self.verdicts.keys()
+
+    def worst(self) -> tuple[Verdict, str | None]:
+        """The verdict that the file is put away by, and why if it is UNKNOWN."""
+        verdict = max((verdict for verdict, _ in self.verdicts.values()), key=SEVERITY.__getitem__)
+        if verdict is not Verdict.UNKNOWN:
+            return verdict, None
+        reasons = {ref: reason for ref, (each, reason) in self.verdicts.items() if each is Verdict.UNKNOWN}
+        ref, reason = next(iter(reasons.items()))
+        return verdict, f"{len(reasons)} of {len(self.verdicts)} parts are UNKNOWN; {ref}: {reason}"
+
+
+class BoardImages:
+    """Of one folder. For any thread.
+
+    ``settle`` is told of each image once, when all its parts are stored; ``refuse`` of one whose parts are not known,
+    as its layout went with a reload.
+    """
+
+    def __init__(
+        self,
+        inspector: Inspector,
+        verdicts: Verdicts,
+        results: ResultReader,
+        reader: ArrivalReader,
+        settle: Settle,
+        refuse: Refuse,
+    ) -> None:
+        self._inspector = inspector
+        self._verdicts = verdicts
+        self._results = results
+        self._reader = reader
+        self._settle = settle
+        self._refuse = refuse
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Have it read, if any of its parts is to be judged."""
+        sheet = self._sheet(arrival)
+        attempts = max((self._inspector.attempts(key) for key in _keys(sheet)), default=0)
+        if attempts >= ATTEMPTS_MAXIMUM:  # hundreds of parts would end it hundreds of times
+            reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
+            self._end(sheet, f"{printable(arrival.relpath)}: {reason}")
+        elif sheet.parts:
+            self._reader.take(arrival)
+        else:
+            self._put_away(sheet)
+
+    def read(self, arrival: Arrival, content: bytes) -> None:
+        """Have its parts judged."""
+        sheet = self._sheet(arrival)
+        if sheet.size is None:  # its rows could not be read when it came, or its layout has gone since
+            self._reader.release(len(content))
+            self._put_away(sheet)
+            return
+        name = printable(arrival.relpath)
+        pixels_bytes = sheet.size[0] * sheet.size[1] * PIXEL_BYTES
+        self._reader.hold(pixels_bytes)
+        sheet.held_bytes, sheet.unjudged = len(content) + pixels_bytes, len(sheet.parts)
+        frame = Frame(EncodedImage(content, name, arrival.max_pixels), sheet.size)
+        for ref, part in sheet.parts.items():
+            called = f"{name}{PART_MARK}{ref}"
+            ended = partial(self._ended, sheet, part)
+            source = FramePart(frame, part.box, called)
+            self._inspector.enter(Task(part.key, called, source, ended, component=part.component))
+
+    def end_unjudged(self, image: Arrival | Refusal, reason: str) -> None:
+        """None of its parts can be judged any more."""
+        self._end(self._sheet(image), reason)
+
+    def _sheet(self, image: Arrival | Refusal) -> _Sheet:
+        """What there is to do about it. Parts whose rows cannot be read are judged again; the rows stay as they are."""
+        said = image if isinstance(image, Arrival) else image.name
+        assert said is not None
+        assert said.board_type is not None, "an image of a whole board"
+        layout = self._inspector.agent.config.layouts.get(said.board_type)
+        stored = self._stored_parts(image.key)
+        verdicts = {str(row.ref): (row.verdict, row.reason) for row in stored}
+        if stored and len(stored) >= stored[-1].detail["parts"]:
+            return _Sheet(image, None, {}, verdicts)
+        if layout is None:
+            return _Sheet(image, None, {}, {})
+        missing = {ref: part for ref, part in layout.parts.items() if ref not in verdicts}
+        at = image.arrived_at if isinstance(image, Arrival) else image.at
+        parts = {
+            ref: PartOfBoard(
+                part_key(image.key, ref), image.relpath, said.board, said.board_type, ref, part.component, part.box,
+                len(verdicts) + len(missing), at,
+            )
+            for ref, part in missing.items()
+        }  # fmt: skip
+        return _Sheet(image, layout.size if parts else None, parts, verdicts)
+
+    def _stored_parts(self, key: str) -> list[Result]:
+        try:
+            return [row.result for row in self._results.of_keys(part_key(key, ""))]
+        except (sqlite3.Error, OSError) as error:
+            log.error("results_not_read key=%s reason=%s: judged again", key, error)
+            return []
+
+    def _end(self, sheet: _Sheet, reason: str) -> None:
+        if not sheet.parts:
+            self._put_away(sheet)
+        for part in sheet.parts.values():
+            self._record(sheet, part, Outcome(Verdict.UNKNOWN, None, None, (), reason), UNJUDGED)
+
+    # -- on the agent's thread --
+
+    def _ended(self, sheet: _Sheet, part: PartOfBoard, outcome: Outcome, course: Course) -> None:
+        with sheet.lock:
+            sheet.unjudged -= 1
+            is_last = not sheet.unjudged
+        if is_last:
+            self._reader.release(sheet.held_bytes)
+        self._record(sheet, part, outcome, course)
+
+    def _record(self, sheet: _Sheet, part: PartOfBoard, outcome: Outcome, course: Course) -> None:
+        result = part_result(self._inspector.agent.config, part, outcome, course.models)
+        self._verdicts.record(result, partial(self._stored, sheet, part, result))
+
+    # -- on the store's thread --
+
+    def _stored(self, sheet: _Sheet, part: PartOfBoard, result: Result, recorded: Recorded) -> None:
+        self._inspector.settled(part.key)
+        if not recorded.is_new:  # a row that could not be read when its file came: it decides
+            result = next((each for each in self._stored_parts(sheet.image.key) if each.key == part.key), result)
+        with sheet.lock:
+            sheet.verdicts[part.ref] = (result.verdict, result.reason)
+            is_last = sheet.is_stored
+        if is_last:
+            self._put_away(sheet)
+
+    def _put_away(self, sheet: _Sheet) -> None:
+        self._inspector.settled(sheet.image.key)
+        if sheet.verdicts:
+            self._settle(sheet.image, *sheet.worst())
+        else:
+            self._refuse(sheet.image, NO_LAYOUT)
+
+
+def _keys(sheet: _Sheet) -> list[str]:
+    """Of all that may have ended the agent: its parts, and reading it."""
+    return [sheet.image.key, *(part.key for part in sheet.parts.values())]
