@@ -225,7 +225,7 @@ class LineService:
             "loads": engine.loads,
             "evictions": engine.evictions,
             "bytes_read": engine.bytes_read,
-            "threads_left_behind": self.agent.loop.leaves_threads,
+            "threads_left_behind": self.agent.loop.leaves_threads or self._reloading.locked(),
         }
 
     def _start_api(self) -> None:
@@ -284,13 +284,19 @@ class LineService:
         return self._cameras[camera].trigger(board, board_type)
 
     def _reload(self) -> ReloadView:
-        """One at a time. What comes meanwhile is served as before."""
+        """One at a time. What comes meanwhile is served as before, and so is all that comes where it fails."""
         if not self._reloading.acquire(blocking=False):
             raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
         try:
             return self._reloaded(read_line(self._config.document.file))
         except ConfigError as error:
             return ReloadView(False, tuple(str(problem) for problem in error.problems))
+        except OrderRefused:
+            raise
+        except Exception as error:  # the disk that weights are packed to, or whatever it is: the agent outlives it
+            log.exception("reload_failed file=%s", self._config.document.file)
+            reason = f"{type(error).__name__}: {error}"
+            return ReloadView(False, (f"{reason} - the log has more; mend what it says, then reload again",))
         finally:
             self._reloading.release()
 
@@ -300,6 +306,8 @@ class LineService:
         if self.api is not None:
             self.api.reload(config.api)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
+        if not self._inspector.takes:  # it took long, and meanwhile the agent was told to end
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
         self._inspector.change_line(change)
         self._config = config
         self._boards.change(config.boards)

@@ -1,6 +1,7 @@
 """The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes; systemd knows.
 
-Guarantees: a signal ends it whichever thread receives it and whenever it comes; one agent serves a line at a time.
+Guarantees: a signal ends it whichever thread receives it and whenever it comes, also while a reload takes its time, which
+is left behind then; one agent serves a line at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.line_service import LineService
 from agent.service.service_manager import Heartbeat, Notifier
+from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ class _End:
         with suppress(OSError):  # it is full of what says the same, or nobody waits any more
             os.write(self.writer, bytes([TOLD]))
 
-    def wait(self, reload: Callable[[], None]) -> None:
-        """Until somebody has told, or an ending signal has come, maybe before; reloads are done meanwhile."""
+    def wait(self, reload: Callable[[], object]) -> None:
+        """Until somebody has told, or an ending signal has come, maybe before; ``reload`` returns at once."""
         while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
             if number == RELOADING_SIGNAL:
                 reload()
@@ -90,7 +92,8 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
         heartbeat = Heartbeat(notifier, manager.watchdog_s, service.status_line)
         notifier.ready(service.status_line())
         heartbeat.start()
-        end.wait(lambda: _reload(service, notifier))
+        reloads = DaemonThreads(1, "reload")  # it may wait for a disk, and pack for minutes: nobody else waits for it
+        end.wait(lambda: reloads.submit(_reload, service, notifier))
         log.info("stopping line=%s", config.line)
         notifier.stopping()
         heartbeat.stop()
