@@ -138,6 +138,25 @@ def test_new_boards_are_judged_by_their_new_components(desk_line, caller, png):
         assert (board.verdict, dict(board.missing)) == (None, {"c1": 1})
 
 
+def test_an_open_board_whose_type_goes_is_judged_by_what_it_began_with(desk_line, caller, png, wait_until_so):
+    desk_line.fake(1, B_s=0.3)
+    with desk_line.served() as service:
+        asked(service, caller, Order(png(), component="c0", board="B1", ref="R1"))
+        last = caller()
+        service.desk.order(Order(png(), component="c1", board="B1", ref="R2"), last)
+        wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
+        boards = desk_line.document.pop("boards")
+        rewrite(desk_line)
+        assert service.desk.reload().is_applied
+        assert [dict(board.missing) for board in service.desk.boards("B1")] == [{"c1": 1}]
+        assert last.wait()[0].verdict is OK
+        wait_until_so(lambda: len(desk_line.results.boards()) == 1)
+        asked(service, caller, Order(png(), component="c0", board="B2", ref="R1"))
+        assert service.desk.boards("B2") == []  # none begins any more
+    desk_line.document["boards"] = boards
+    assert [(row.board.serial, row.board.verdict) for row in desk_line.results.boards()] == [("B1", OK)]
+
+
 def test_an_expert_that_is_broken_after_a_reload_is_unknown_and_the_others_go_on(desk_line, caller, png):
     with desk_line.served() as service:
         desk_line.fake(1, weight_bytes="many")
