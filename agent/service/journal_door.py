@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPLAY_BYTES = 256 * 1024 * 1024  # of images of an earlier run that are read and not judged yet
+REREAD_S = 0.5  # between two tries where the disk refuses
 UNJUDGED = Course()
 
 
@@ -281,11 +282,7 @@ class JournalDoor:
             self._replay_image(number, requests)
 
     def _replay_image(self, number: int, requests: Sequence[_Open]) -> None:
-        try:
-            content = self._reader.content(number)
-        except Exception:  # the disk, for the moment: the next start tries again
-            log.exception("journal_not_read image=%d requests=%d: they wait for the next start", number, len(requests))
-            return
+        content = self._content(number)
         if content is None:
             return
         first = requests[0].entry
@@ -297,6 +294,19 @@ class JournalDoor:
         for request in requests:
             request.image, request.content = _source(request.entry, image, frame), content
             self._enter(request)
+
+    def _content(self, number: int) -> bytes | None:
+        """Read for as long as it takes; None where the journal has nothing of it any more, or when it is to stop."""
+        is_told = False
+        while not self._stopping.is_set():
+            try:
+                return self._reader.content(number)
+            except (sqlite3.Error, OSError) as error:
+                if not is_told:
+                    log.error("journal_not_read image=%d reason=%s: tried again until it is", number, error)
+                is_told = True
+                self._stopping.wait(REREAD_S)
+        return None
 
     def _frame_size(self, entry: Entry) -> tuple[int, int] | None:
         layout = self._inspector.agent.config.layouts.get(entry.board_type or "")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from agent.api.desk import BoardView, Order, Part
+from agent.records.journal import JournalReader
 from agent.records.result_writer import ResultStore
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -220,6 +221,29 @@ def test_more_than_the_line_takes_at_once_is_refused_with_a_time_to_try_again(de
         asked(service, caller, Order(png(), component="c0"))  # everything was given back
 
 
+def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(desk_line, caller, png, wait_until_so):
+    """AC11, AC18: what waits for the disk is in memory, whether anybody waits for it or not."""
+    desk_line.document["api"] = {"limits": {"requests": 5, "memory": "1MiB"}}
+    order = Order(png(), component="c0")
+    with desk_line.served() as service:
+        with full_disk(desk_line):
+            for _ in range(5):
+                service.desk.order(order, caller()).cancel()
+            with pytest.raises(OrderRefused, match="5 images") as refused:
+                service.desk.order(order, caller())
+            assert refused.value.reason is Refusing.QUEUE_FULL
+        wait_until_so(lambda: service.statistics().store.pending == 0 and not desk_line.unfinished)
+        assert asked(service, caller, *[order] * 5)  # everything was given back
+
+
+def test_an_order_that_no_row_can_hold_is_refused_and_gives_back_what_it_was_admitted_with(desk_line, caller, png):
+    desk_line.document["api"] = {"limits": {"requests": 1, "memory": "1MiB"}}
+    with desk_line.served() as service:
+        with pytest.raises(UnicodeEncodeError):
+            service.desk.order(Order(png(), component="c0", board="\udcff", ref="R1"), caller())
+        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+
+
 KILLED = """
 import sys, os, signal, threading
 from pathlib import Path
@@ -269,18 +293,41 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(de
     }
 
 
-def test_who_sends_a_key_that_an_earlier_run_accepted_waits_for_its_verdict(desk_line, caller, png):
-    with desk_line.served() as service:
-        with full_disk(desk_line):
-            pass
-        asked(service, caller, Order(png(), component="c0", key="done"))
-    with closing(sqlite3.connect(desk_line.folder / "state" / "results.db")) as database:
-        database.execute("INSERT INTO accepted_images VALUES (1, ?)", (png(),))
+def leave_unjudged(line, image):
+    """As an earlier run that accepted this one, and was killed."""
+    with closing(sqlite3.connect(line.folder / "state" / "results.db")) as database:
+        database.execute("INSERT INTO accepted_images VALUES (1, ?)", (image,))
         database.execute(
             "INSERT INTO accepted (key, source, component, name, accepted_at, image)"
             " VALUES ('api/left', 'api', 'c1', 'left', '2026-05-01T00:00:00.000000+00:00', 1)"
         )
         database.commit()
+
+
+def test_what_an_earlier_run_accepted_is_judged_though_the_disk_refuses_to_read_it_for_a_while(
+    desk_line, caller, png, monkeypatch
+):
+    with desk_line.served():
+        pass
+    leave_unjudged(desk_line, png())
+    content, failures = JournalReader.content, []
+
+    def fail_twice(reader, image):
+        if len(failures) < 2:
+            failures.append(image)
+            raise sqlite3.OperationalError("disk I/O error")
+        return content(reader, image)
+
+    monkeypatch.setattr(JournalReader, "content", fail_twice)
+    with desk_line.served() as service:
+        ((left,),) = asked(service, caller, Order(png(), component="c1", key="left"))
+        assert (left.verdict, len(failures)) == (OK, 2)
+
+
+def test_who_sends_a_key_that_an_earlier_run_accepted_waits_for_its_verdict(desk_line, caller, png):
+    with desk_line.served() as service:
+        asked(service, caller, Order(png(), component="c0", key="done"))
+    leave_unjudged(desk_line, png())
     with desk_line.served() as service:
         (left,), (done,) = asked(
             service, caller, Order(png(), component="c1", key="left"), Order(png(), component="c0", key="done")
