@@ -18,7 +18,7 @@ from agent.intake.cameras.frames import CameraDoors
 from agent.records.journal import Entry
 from agent.runtime.image_sources import EncodedImage
 from agent.service.recording import entry_result
-from experts.errors import OrderRefused, Refusing
+from experts.errors import ConfigError, OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -87,7 +87,21 @@ class CameraDoor:
         """Have it take one frame; the key that its results begin with. Raises OrderRefused."""
         if board_type is not None and board_type not in self._config.boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
+        if board_type is not None and self._section.component is None and board_type not in self._config.layouts:
+            raise OrderRefused(
+                Refusing.INVALID,
+                f"board type {board_type!r} has no layout that would cut a frame of camera {self.name}",
+            )
         return KEY_PREFIX + self.camera.trigger(board, board_type)
+
+    def check(self, config: LineConfig) -> None:
+        """Raises ConfigError for a line without the layout that cuts this camera's frames; it runs to the next start."""
+        board_type = self._section.board_type or next(iter(self._config.layouts), None)
+        if self._section.component is None and board_type not in config.layouts:
+            raise ConfigError(
+                f"the layout of board type {board_type!r} cuts the frames of camera {self.name}, which runs until the "
+                "next start - keep it until then, or start anew"
+            )
 
     def view(self) -> SourceView:
         """How it is doing."""

@@ -59,6 +59,7 @@ STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
 READER_STOP_S = 1.0  # of all together
+HOUSEKEEPERS_STOP_S = 1.0  # of all together
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +119,10 @@ class LineService:
         self.api = _api_of(config, self.desk)
         self._reloading = threading.Lock()
         self._housekeeper = Housekeeper(
-            {
-                "boards": self._boards.expire,
-                "drift": self._warn_of_drift,
-                "readers": self._tell_stuck_readers,
-                **self._upkeep.duties,
-            }
+            {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
         )
+        beside = [Housekeeper({duty: step}, duty) for duty, step in self._upkeep.duties.items()]
+        self._housekeepers = (self._housekeeper, *beside)  # a disk that hangs keeps no board from its end
 
     @property
     def judged(self) -> int:
@@ -191,7 +189,8 @@ class LineService:
             folder.start()
         for camera in self._cameras.values():
             camera.start()
-        self._housekeeper.start()
+        for housekeeper in self._housekeepers:
+            housekeeper.start()
         watched = ", ".join(view.name for view in self._sources())
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
@@ -210,7 +209,7 @@ class LineService:
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
             ending.callback(self._upkeep.stop_images)
-            ending.callback(self._housekeeper.stop)
+            ending.callback(self._stop_housekeepers)
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
             ending.callback(self._stop_readers)
@@ -255,6 +254,9 @@ class LineService:
         deadline = time.monotonic() + COMMIT_S
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
+
+    def _stop_housekeepers(self) -> None:
+        _stop_all([housekeeper.stop for housekeeper in self._housekeepers], HOUSEKEEPERS_STOP_S)
 
     def _stop_readers(self) -> None:
         _stop_all([folder.reader.stop for folder in self._folders], READER_STOP_S)
@@ -303,6 +305,8 @@ class LineService:
     def _reloaded(self, read: LineConfig) -> ReloadView:
         for_restart = keys_for_restart(self._started_with, read)
         config = taken_over(self._config, read)
+        for camera in self._cameras.values():
+            camera.check(config)
         if self.api is not None:
             self.api.reload(config.api)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
@@ -318,12 +322,12 @@ class LineService:
     def _alarms(self) -> list[str]:
         """What keeps work from going on, in the words of whom it concerns."""
         store = self._store.statistics().alarm
-        failing = self._housekeeper.statistics().failing
+        failing = [told for each in self._housekeepers for told in each.statistics().failing.items()]
         return [
             *([] if store is None else [f"results are not stored: {store}"]),
             *self._upkeep.alarms(),
             *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
-            *(f"{duty}: {reason}" for duty, reason in failing.items()),
+            *(f"{duty}: {reason}" for duty, reason in failing),
         ]
 
     # -- by time: on the housekeeper's thread --

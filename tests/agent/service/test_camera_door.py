@@ -104,6 +104,27 @@ def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(
     assert [row.result.board_type for row in desk_line.results.query()] == [None, "main"]
 
 
+def test_what_no_layout_cuts_is_refused_and_the_layout_of_a_camera_that_runs_stays(desk_line, clip, wait_until_so):
+    """AC14: no trigger is accepted of which nothing could come."""
+    camera(desk_line, clip(), mode="triggered")
+    desk_line.document["boards"]["other"] = {"components": {"c0": 1}}
+    desk_line.document["intake"]["cameras"][0]["board_type"] = "main"
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
+        with pytest.raises(OrderRefused, match="'other' has no layout"):
+            service.desk.trigger("top", board_type="other")
+        del desk_line.document["boards"]["main"]
+        cameras = desk_line.document.pop("intake")
+        assert desk_line.config.boards.keys() == {"other"}
+        done = service.desk.reload()
+        assert not done.is_applied
+        assert "the layout of board type 'main' cuts the frames of camera top" in done.problems[0]
+        service.desk.trigger("top", board="B1")
+        wait_until_so(lambda: service.judged == 2)
+    desk_line.document["intake"] = cameras
+    assert [row.board.verdict for row in desk_line.results.boards()] == [OK]
+
+
 def test_what_is_no_camera_or_board_type_is_refused(desk_line, clip):
     camera(desk_line, clip(), mode="triggered")
     with desk_line.served() as service:
