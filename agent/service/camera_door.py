@@ -90,7 +90,7 @@ class CameraDoor:
         if board_type is not None and self._section.component is None and board_type not in self._config.layouts:
             raise OrderRefused(
                 Refusing.INVALID,
-                f"board type {board_type!r} has no layout that would cut a frame of camera {self.name}",
+                f"board type {board_type!r} has no layout to cut frames of camera {self.name} by",
             )
         return KEY_PREFIX + self.camera.trigger(board, board_type)
 

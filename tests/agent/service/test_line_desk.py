@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from agent.api.desk import BoardView, Order, Part
 from agent.records.journal import JournalReader
 from agent.records.result_writer import ResultStore
+from experts.backends.fake import FakeSkeleton
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -102,9 +104,27 @@ def test_one_key_is_judged_once_whoever_sends_it_how_often(desk_line, caller, pn
         assert service.judged == 1
 
 
-def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(desk_line, caller, png, wait_until_so):
-    desk_line.fake(0, B_s=0.5)
+@pytest.fixture
+def batches(monkeypatch):
+    """While it is clear, what runs does not end. It is set until the agent has started."""
+    may_end, infer = threading.Event(), FakeSkeleton.infer
+    may_end.set()
+
+    def held(*given):
+        assert may_end.wait(60)
+        return infer(*given)
+
+    monkeypatch.setattr(FakeSkeleton, "infer", held)
+    yield may_end
+    may_end.set()
+
+
+def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(
+    desk_line, caller, png, wait_until_so, batches
+):
+    desk_line.document["executors"] = {"cpu": 1}
     with desk_line.served() as service:
+        batches.clear()
         running, queued = caller(), caller()
         service.desk.order(Order(png(), component="c0", key="runs", is_kept=False), running)
         wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
@@ -114,8 +134,10 @@ def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(desk_
             )
             ticket.cancel()
             ticket.cancel()
+        batches.set()
         running.wait()
-        wait_until_so(lambda: service.desk.status().requests_in_flight == 0 and not desk_line.unfinished)
+        wait_until_so(lambda: not service.statistics().store.pending and not desk_line.unfinished)
+        wait_until_so(lambda: service.desk.status().requests_in_flight == 0)
         assert queued.answers == 0
         assert service.judged == 0
         (part,) = asked(service, caller, Order(png(), component="c0", key="queued 1", board="B1", ref="R1"))[0]
@@ -132,6 +154,31 @@ def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(de
         wait_until_so(lambda: service.judged == 1)
         assert someone.answers == 0
         assert [row.result.verdict for row in desk_line.results.query()] == [OK]
+
+
+def test_who_waits_for_a_key_while_it_is_withdrawn_may_cancel_it_too(desk_line, caller, png, wait_until_so, batches):
+    """The second one is journaled behind the first one's cancelling, and taken up anew under its own name."""
+    desk_line.document["executors"] = {"cpu": 1}
+    order = Order(png(), component="c0", key="shared")
+    with desk_line.served() as service:
+        batches.clear()
+        running, first, second = caller(), caller(), caller()
+        service.desk.order(Order(png(), component="c0", is_kept=False), running)
+        wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
+        ticket = service.desk.order(order, first)
+        wait_until_so(lambda: service.statistics().requests_in_flight == 2)
+        with full_disk(desk_line):
+            other = service.desk.order(order, second)
+            ticket.cancel()
+            wait_until_so(lambda: service.statistics().store.pending == 2)
+        assert second.was_accepted.wait(60)
+        wait_until_so(lambda: service.statistics().requests_in_flight == 2 and not service.statistics().store.pending)
+        other.cancel()
+        wait_until_so(lambda: service.statistics().requests_in_flight == 1)
+        batches.set()
+        running.wait()
+        wait_until_so(lambda: not desk_line.unfinished)
+        assert (first.answers, second.answers, service.judged) == (0, 0, 0)
 
 
 def test_a_key_that_two_wait_for_is_judged_until_both_have_cancelled(desk_line, caller, png, wait_until_so):
@@ -437,15 +484,36 @@ def test_a_known_verdict_that_cannot_be_read_for_a_moment_is_told_after_it(desk_
         assert (part.seq, len(failures)) == (1, 2)
 
 
+def move_away(line):
+    """The results file, as somebody does who wants a fresh one."""
+    for suffix in ("", "-wal", "-shm"):
+        file = line.folder / "state" / f"results.db{suffix}"
+        if file.exists():
+            file.rename(file.with_name(f"away.db{suffix}"))
+
+
+def test_a_known_verdict_that_goes_with_its_file_before_it_is_told_is_judged_again(desk_line, caller, png, monkeypatch):
+    find, gone = ResultStore.find, []
+
+    def go_first(store, key):
+        if not gone:
+            gone.append(key)
+            move_away(desk_line)
+        return find(store, key)
+
+    with desk_line.served() as service:
+        asked(service, caller, Order(png(), component="c0", key="known"))
+        monkeypatch.setattr(ResultStore, "find", go_first)
+        assert asked(service, caller, Order(png(), component="c0", key="known"))[0][0].verdict is OK
+    assert [row.result.key for row in desk_line.results.query()] == ["api/known"]
+
+
 def test_a_results_file_that_is_moved_away_loses_nobody_who_waits(desk_line, caller, png):
     desk_line.fake(0, B_s=0.3)
     with desk_line.served() as service:
         first, second = caller(), caller()
         service.desk.order(Order(png(), component="c0", key="twice"), first)
         assert first.was_accepted.wait(60)
-        for suffix in ("", "-wal", "-shm"):
-            file = desk_line.folder / "state" / f"results.db{suffix}"
-            if file.exists():
-                file.rename(file.with_name(f"away.db{suffix}"))
+        move_away(desk_line)
         service.desk.order(Order(png(), component="c0", key="twice"), second)
         assert [each.wait()[0].verdict for each in (first, second)] == [OK, OK]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+from contextlib import closing, contextmanager
 
 import pytest
 import yaml
@@ -19,6 +21,15 @@ def asked(service, caller, *orders):
     for order, each in zip(orders, callers, strict=True):
         service.desk.order(order, each)
     return [each.wait() for each in callers]
+
+
+@contextmanager
+def full_disk(line):
+    """Nothing can be committed meanwhile."""
+    with closing(sqlite3.connect(line.folder / "state" / "results.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
 
 
 def rewrite(line):
@@ -74,6 +85,22 @@ def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(desk_l
         with pytest.raises(OrderRefused, match="no route"):
             service.desk.order(Order(png(), component="c1"), caller())
         assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
+
+
+def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_and_says_so(desk_line, caller, png):
+    """It was taken, so it has one end, which is stored: the agent does not take back what it said."""
+    with desk_line.served() as service:
+        late = caller()
+        with full_disk(desk_line):
+            service.desk.order(Order(png(), component="c1", key="late"), late)
+            del desk_line.document["experts"]["cls/f1"], desk_line.document["routes"]["c1"]
+            del desk_line.document["boards"]
+            rewrite(desk_line)
+            assert service.desk.reload().is_applied
+        (part,) = late.wait()
+        assert (part.verdict, part.seq) == (UNKNOWN, 1)
+        assert part.reason == "no route for component 'c1'"
+    assert desk_line.unfinished == []
 
 
 def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(desk_line, caller, png, wait_until_so):
