@@ -95,7 +95,7 @@ class CameraDoor:
         return KEY_PREFIX + self.camera.trigger(board, board_type)
 
     def check(self, config: LineConfig) -> None:
-        """Raises ConfigError for a line without the layout that cuts this camera's frames; it runs to the next start."""
+        """Raises ConfigError for a line without the layout that cuts frames of this camera, which runs on meanwhile."""
         board_type = self._section.board_type or next(iter(self._config.layouts), None)
         if self._section.component is None and board_type not in config.layouts:
             raise ConfigError(

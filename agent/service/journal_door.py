@@ -151,15 +151,15 @@ class JournalDoor:
         sources = _sources(sending)
         new, judged = [], []
         with self._lock:
+            waiting = [] if sending.is_cancelled else [sending]
             for entry, answer in zip(entries, answers, strict=True):
                 if answer is Acceptance.JUDGED:
                     judged.append(entry)
                 elif answer is Acceptance.UNDER_WAY and entry.key in self._open:
-                    self._open[entry.key].waiting.append(sending)
+                    self._open[entry.key].waiting += waiting
                 else:
-                    request = _Open(
-                        entry, sources[entry.key], sending.image.content, waiting=[sending], is_wanted=False
-                    )
+                    source, content = sources[entry.key], sending.image.content
+                    request = _Open(entry, source, content, waiting=list(waiting), is_wanted=False)
                     self._open[entry.key] = request
                     new.append(request)
         if not sending.is_accepted:
@@ -169,8 +169,6 @@ class JournalDoor:
             self._enter(request)
         for entry in judged:
             self._tell_known(sending, entry)
-        if sending.is_cancelled:
-            self._cancel(sending)
 
     def _tell_known(self, sending: Sending, entry: Entry) -> None:
         try:
@@ -201,11 +199,11 @@ class JournalDoor:
             component=entry.component,
             expert=entry.expert,
         )
-        self._inspector.enter(request.task)
         with self._lock:
             is_unwanted = not (request.waiting or request.is_wanted)
-        if is_unwanted:  # whoever sent it has cancelled it before it had a task
+        if is_unwanted:  # whoever sent it has cancelled it before it had a task: it does not come to run
             self._inspector.cancel(request.task)
+        self._inspector.enter(request.task)
 
     # -- not wanted any more: on any thread --
 

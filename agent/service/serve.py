@@ -1,7 +1,7 @@
 """The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes; systemd knows.
 
-Guarantees: a signal ends it whichever thread receives it and whenever it comes, also while a reload takes its time: that
-is left behind then; one agent serves a line at a time.
+Guarantees: a signal ends it whichever thread receives it and whenever it comes, also while a reload takes its time,
+which is left behind then; one agent serves a line at a time.
 """
 
 from __future__ import annotations

@@ -134,14 +134,27 @@ def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(
             )
             ticket.cancel()
             ticket.cancel()
+        wait_until_so(lambda: not service.statistics().store.pending and not desk_line.unfinished)
+        assert service.desk.status().requests_in_flight == 1
         batches.set()
         running.wait()
-        wait_until_so(lambda: not service.statistics().store.pending and not desk_line.unfinished)
-        wait_until_so(lambda: service.desk.status().requests_in_flight == 0)
         assert queued.answers == 0
         assert service.judged == 0
         (part,) = asked(service, caller, Order(png(), component="c0", key="queued 1", board="B1", ref="R1"))[0]
         assert (part.verdict, part.seq) == (OK, 1)
+
+
+def test_what_is_cancelled_before_it_is_durable_never_runs_though_nothing_else_does(
+    desk_line, caller, png, wait_until_so
+):
+    """AC17."""
+    with desk_line.served() as service:
+        with full_disk(desk_line):
+            for number in range(20):
+                order = Order(png(), component="c0", key=str(number), board="B1", ref="R1")
+                service.desk.order(order, caller()).cancel()
+        wait_until_so(lambda: not service.statistics().store.pending and not desk_line.unfinished)
+        assert service.judged == 0
 
 
 def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(desk_line, caller, png, wait_until_so):
@@ -168,12 +181,14 @@ def test_who_waits_for_a_key_while_it_is_withdrawn_may_cancel_it_too(desk_line, 
         ticket = service.desk.order(order, first)
         wait_until_so(lambda: service.statistics().requests_in_flight == 2)
         with full_disk(desk_line):
+            before = service.desk.order(Order(png(), component="c0"), caller())  # the others wait behind it
             other = service.desk.order(order, second)
             ticket.cancel()
-            wait_until_so(lambda: service.statistics().store.pending == 2)
+            wait_until_so(lambda: service.statistics().store.pending == 3)
         assert second.was_accepted.wait(60)
-        wait_until_so(lambda: service.statistics().requests_in_flight == 2 and not service.statistics().store.pending)
+        wait_until_so(lambda: service.statistics().requests_in_flight == 3 and not service.statistics().store.pending)
         other.cancel()
+        before.cancel()
         wait_until_so(lambda: service.statistics().requests_in_flight == 1)
         batches.set()
         running.wait()
