@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 15.0  # with the agent's own 5 s for what hangs, and all below, it ends within the 30 s that systemd waits
+DRAIN_S = 12.0  # with the agent's own 5 s for what hangs, and all below, it ends within the 40 s that systemd waits
 API_STOP_S = 5.0
 CAMERAS_STOP_S = 2.0  # of all together
 COMMIT_S = 2.0
@@ -199,8 +199,10 @@ class LineService:
 
         Raises AgentCrashed if it had crashed, after everything has ended.
         """
-        self._stop_cameras()
+        for door in self._cameras.values():
+            door.stop(0.0)  # they end while callers have their answers
         self._stop_api()
+        self._stop_cameras()
         self._inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)

@@ -11,7 +11,8 @@ import pytest
 import tritonclient.grpc as triton
 
 from agent.api.client import AgentClient
-from experts.errors import AddressUnusable
+from agent.service.camera_door import CameraDoor
+from experts.errors import AddressUnusable, AgentUnreachable
 from experts.expert import Verdict
 
 
@@ -81,6 +82,25 @@ def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, addr
             ends = list(callers.map(ask, range(1000)))
     assert set(ends) <= {"OK", "StatusCode.RESOURCE_EXHAUSTED"}
     assert ends.count("OK") >= 50
+
+
+def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(desk_line, address, tmp_path, monkeypatch):
+    """AC19: also beside a camera that hangs, nobody is let in who would have to be sent away."""
+    camera = {"name": "top", "url": f"file:{tmp_path / 'none.avi'}", "component": "c0"}
+    desk_line.document["intake"] = {"cameras": [camera]}
+    stop, answered = CameraDoor.stop, []
+
+    def stopped(door, timeout_s):
+        if timeout_s:
+            with AgentClient(address) as client, pytest.raises(AgentUnreachable):
+                client.status()
+            answered.append(False)
+        return stop(door, timeout_s)
+
+    monkeypatch.setattr(CameraDoor, "stop", stopped)
+    with desk_line.served(), AgentClient(address) as client:
+        assert client.status().sources[0].name == "top"
+    assert answered == [False]
 
 
 def test_a_line_whose_address_is_taken_does_not_start_and_leaves_nothing_behind(desk_line):
