@@ -23,9 +23,9 @@ from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile
 from agent.intake.cameras.probe import probe
 from agent.line_file.api import UNIX
-from agent.records.database import StateLock
+from agent.records.database import is_state_held
 from agent.runtime.machine.accelerator import check_runtimes
-from experts.errors import AlreadyRunning, ConfigError, CoServeError
+from experts.errors import ConfigError, CoServeError
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from experts.packed.direct_reads import DirectReader
 from experts.sizes import MEBIBYTE, size_text
@@ -76,7 +76,7 @@ class Diagnosis:
 
 def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
     """Look at everything. ``cameras``: also at these, which takes some seconds each."""
-    is_running = _is_running(config)
+    is_running = is_state_held(config.state)
     parts: list[Callable[[], Iterable[Check]]] = [
         lambda: _agent(is_running),
         check_device(config),
@@ -297,18 +297,6 @@ def _cameras(config: LineConfig, is_running: bool) -> Iterator[Check]:
             password = None if camera.password is None else read_secret(camera.password)
             fault = probe(camera, password, CAMERA_S)
         yield Check(name, fault or "a frame came", fault and f"see to {camera.url}")
-
-
-def _is_running(config: LineConfig) -> bool:
-    if not config.state.is_dir():
-        return False
-    try:
-        with StateLock(config.state):
-            return False
-    except AlreadyRunning:
-        return True
-    except OSError:
-        return False
 
 
 def _existing(path: Path) -> Path:
