@@ -310,6 +310,22 @@ class TestTheAgent:
         assert process.returncode == 0, err
         assert "reload_problem FileExistsError" in err
 
+    @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a CUDA device")
+    def test_a_device_that_is_not_there_keeps_it_from_being_ready_and_stands_in_its_status(
+        self, desk_line, listener, start
+    ):
+        """AC34, where a CUDA device is asked for by name."""
+        desk_line.document["device"] = "cuda"
+        line = desk_line.folder / "line.yaml"
+        line.write_text(yaml.safe_dump(desk_line.document))
+        process = start(line)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 78, err
+        said = listener.hear_until("STATUS")
+        while "torch sees no CUDA device" not in said["STATUS"]:
+            said = listener.hear_until("STATUS")
+        assert not any("READY" in message for message in listener.heard)
+
     def test_a_mistake_in_its_line_file_is_78_and_stands_in_its_status(self, listener, start, tmp_path):
         """AC32"""
         (tmp_path / "line.yaml").write_text(yaml.safe_dump({"line": "test", "state": "./state", "experts": 7}))
