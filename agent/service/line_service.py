@@ -18,6 +18,7 @@ from agent.api.desk import ReloadView
 from agent.config import read_line
 from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.intake.room import has_room
+from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.service.admission import Admission
 from agent.service.camera_door import CameraDoor
 from agent.service.drift import DriftAlarm
@@ -96,6 +97,7 @@ class LineService:
         self._clock = clock
         self._in_flight_limit = in_flight_limit
         self._inspector = Inspector(config, progress, on_crash)
+        self._device_alarms = _device_alarms(config, self._inspector.agent)
         self._drift_alarm = DriftAlarm()
         self._folders: list[FolderDoor] = []
         self._upkeep = Upkeep(config, self._is_needed, wall)
@@ -326,6 +328,7 @@ class LineService:
         store = self._store.statistics().alarm
         failing = [told for each in self._housekeepers for told in each.statistics().failing.items()]
         return [
+            *self._device_alarms,
             *([] if store is None else [f"results are not stored: {store}"]),
             *self._upkeep.alarms(),
             *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
@@ -354,6 +357,15 @@ class LineService:
                 self._config.document.file, self._config.results_file,
                 " --simulate" if self.agent.stored is None else "",
             )  # fmt: skip
+
+
+def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
+    """What is told of a GPU that ought to serve, and does not: a driver that was not there at boot, or is broken."""
+    if config.device != "auto" or agent.box.name != "cpu" or not has_nvidia_gpu():
+        return []
+    alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
+    log.error("gpu_not_used %s", alarm)
+    return [alarm]
 
 
 def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:

@@ -426,6 +426,19 @@ def test_the_status_says_what_the_agent_does(desk_line, caller, png):
         assert (status.standing, status.alarms) == ({}, ())
 
 
+def test_a_gpu_that_ought_to_serve_and_does_not_is_an_alarm(desk_line, monkeypatch):
+    """AC34, for `device: auto`."""
+    monkeypatch.setattr("agent.service.line_service.has_nvidia_gpu", lambda: True)
+    desk_line.document["device"] = "cpu"
+    with desk_line.served() as service:
+        assert service.desk.status().alarms == ()
+    desk_line.document["device"] = "auto"
+    with desk_line.served() as service:
+        alarms = service.desk.status().alarms
+        assert len(alarms) == (1 if service.agent.box.name == "cpu" else 0)
+        assert all("torch does not see this box's NVIDIA GPU" in alarm for alarm in alarms)
+
+
 def test_an_expert_that_cannot_be_served_makes_its_models_not_ready_and_says_why(desk_line, caller, png):
     desk_line.fake(1, weight_bytes="many")
     with desk_line.served() as service:
