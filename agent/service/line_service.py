@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 12.0  # with the agent's own 5 s for what hangs, and all below, it ends within the 40 s that systemd waits
+DRAIN_S = 8.0  # with 8 s for callers, 5 s for what hangs in the agent, and all below, it ends within systemd's 40 s
 API_STOP_S = 5.0
 CAMERAS_STOP_S = 2.0  # of all together
 COMMIT_S = 2.0
