@@ -24,9 +24,9 @@ from agent.deployment.profile_in_use import find_profile
 from agent.intake.cameras.probe import probe
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url
-from agent.records.database import StateLock
+from agent.records.database import is_state_held
 from agent.runtime.machine.accelerator import check_runtimes
-from experts.errors import AlreadyRunning, ConfigError, CoServeError
+from experts.errors import ConfigError, CoServeError
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from experts.packed.direct_reads import DirectReader
 from experts.sizes import MEBIBYTE, size_text
@@ -77,7 +77,7 @@ class Diagnosis:
 
 def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
     """Look at everything. ``cameras``: also at these, which takes some seconds each."""
-    is_running = _is_running(config)
+    is_running = is_state_held(config.state)
     parts: list[Callable[[], Iterable[Check]]] = [
         lambda: _agent(is_running),
         check_device(config),
@@ -298,18 +298,6 @@ def _cameras(config: LineConfig, is_running: bool) -> Iterator[Check]:
             password = None if camera.password is None else read_secret(camera.password)
             fault = probe(camera, password, CAMERA_S)
         yield Check(name, fault or "a frame came", fault and f"see to {shown_url(camera.url)}")
-
-
-def _is_running(config: LineConfig) -> bool:
-    if not config.state.is_dir():
-        return False
-    try:
-        with StateLock(config.state):
-            return False
-    except AlreadyRunning:
-        return True
-    except OSError:
-        return False
 
 
 def _existing(path: Path) -> Path:

@@ -223,11 +223,15 @@ class BoardLedger:
         """Boards that open from now on are of these types; those that are open keep what they began with."""
         self._manifests = dict(manifests)
 
+    def counts(self, inspection: Inspection, now_s: float) -> bool:
+        """Whether it has a board: its type has a manifest, or its board began while that had one."""
+        return inspection.board_type in self._manifests or self._known(inspection, now_s) is not None
+
     def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
         """Count one outcome. The board's verdict, if this closes it or makes a closed one worse.
 
         A result past the deadline of a board that nobody expired yet counts as late: the board closes as timed out.
-        Raises KeyError for a board type without manifest.
+        Raises KeyError for one that has no board.
         """
         board = self._board_of(inspection, now_s)
         if board.closed is None and now_s > board.deadline_s:
@@ -249,7 +253,9 @@ class BoardLedger:
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
         """The boards of this serial, one of each type at most."""
-        boards = (self._boards.get((serial, board_type)) for board_type in self._manifests)
+        left = (board_type for known, board_type in self._boards if known == serial)
+        types = dict.fromkeys((*self._manifests, *left))
+        boards = (self._boards.get((serial, board_type)) for board_type in types)
         return tuple(
             BoardRun(board.serial, board.board_type, board.opened_at, board.missing, board.counts, board.closed)
             for board in boards
@@ -310,12 +316,15 @@ class BoardLedger:
 
     def _board_of(self, inspection: Inspection, now_s: float) -> _Board:
         """The run that an image belongs to: the one that is known, or a new one."""
-        manifest = self._manifests[inspection.board_type]
-        key = (inspection.serial, inspection.board_type)
-        board = self._boards.get(key)
-        if board is None or now_s >= board.forgotten_s:
+        board = self._known(inspection, now_s)
+        if board is None:
+            key, manifest = (inspection.serial, inspection.board_type), self._manifests[inspection.board_type]
             board = self._boards[key] = _Board(*key, manifest, inspection.at, now_s)
         return board
+
+    def _known(self, inspection: Inspection, now_s: float) -> _Board | None:
+        board = self._boards.get((inspection.serial, inspection.board_type))
+        return None if board is None or now_s >= board.forgotten_s else board
 
 
 def _count(board: _Board, inspection: Inspection, now_s: float) -> BoardVerdict | None:

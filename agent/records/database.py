@@ -224,6 +224,21 @@ class StateLock:
             self._descriptor = None
 
 
+def is_state_held(folder: Path) -> bool:
+    """Whether an agent or a profile run has the lock; nothing is made or changed, whoever asks."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextmanager
 def state_held(folder: Path) -> Iterator[None]:
     """StateLock for who serves. Raises AlreadyRunning, and StateUnusable for what the disk refuses."""

@@ -32,22 +32,23 @@ class HousekeepingStatistics:
 class Housekeeper:
     """Does every duty once a step: from ``start`` to ``stop`` on a thread of its own, every HOUSEKEEPING_S."""
 
-    def __init__(self, duties: Mapping[str, Callable[[], None]]) -> None:
+    def __init__(self, duties: Mapping[str, Callable[[], None]], name: str = "housekeeper") -> None:
         self._duties = dict(duties)
         self._in_a_row = dict.fromkeys(self._duties, 0)  # failures since the duty last succeeded
         self._statistics = HousekeepingStatistics(0, 0, {})
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="housekeeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Finish the step under way; for one that was never started, nothing."""
+    def stop(self, timeout_s: float) -> bool:
+        """Finish the step under way; False if that took longer: it is left behind. One never started has ended."""
         self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def statistics(self) -> HousekeepingStatistics:
         """A frozen snapshot."""

@@ -18,6 +18,7 @@ from agent.api.calls.desk import ReloadView
 from agent.config import read_line
 from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.intake.room import has_room
+from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.service.doors.admission import Admission
 from agent.service.doors.camera_door import CameraDoor
 from agent.service.doors.folder_door import FolderDoor
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 15.0  # with the agent's own 5 s for what hangs, and all below, it ends within the 30 s that systemd waits
+DRAIN_S = 8.0  # with 8 s for callers, 5 s for what hangs in the agent, and all below, it ends within systemd's 40 s
 API_STOP_S = 5.0
 CAMERAS_STOP_S = 2.0  # of all together
 COMMIT_S = 2.0
@@ -62,6 +63,7 @@ STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
 READER_STOP_S = 1.0  # of all together
+HOUSEKEEPERS_STOP_S = 1.0  # of all together
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class LineService:
         self._clock = clock
         self._in_flight_limit = in_flight_limit
         self._inspector = Inspector(config, progress, on_crash)
+        self._device_alarms = _device_alarms(config, self._inspector.agent)
         self._drift_alarm = DriftAlarm()
         self._folders: list[FolderDoor] = []
         self._upkeep = Upkeep(config, self._is_needed, wall)
@@ -130,13 +133,10 @@ class LineService:
         self.web = _web_of(config, LineMetrics(instruments))
         self._reloading = threading.Lock()
         self._housekeeper = Housekeeper(
-            {
-                "boards": self._boards.expire,
-                "drift": self._warn_of_drift,
-                "readers": self._tell_stuck_readers,
-                **self._upkeep.duties,
-            }
+            {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
         )
+        beside = [Housekeeper({duty: step}, duty) for duty, step in self._upkeep.duties.items()]
+        self._housekeepers = (self._housekeeper, *beside)  # a disk that hangs keeps no board from its end
 
     @property
     def judged(self) -> int:
@@ -203,7 +203,8 @@ class LineService:
             folder.start()
         for camera in self._cameras.values():
             camera.start()
-        self._housekeeper.start()
+        for housekeeper in self._housekeepers:
+            housekeeper.start()
         self._phase = None
         watched = ", ".join(view.name for view in self._sources())
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
@@ -214,8 +215,10 @@ class LineService:
         Raises AgentCrashed if it had crashed, after everything has ended.
         """
         self._phase = "it stops: the next one will take work"
-        self._stop_cameras()
+        for door in self._cameras.values():
+            door.stop(0.0)  # they end while callers have their answers
         self._stop_api()
+        self._stop_cameras()
         self._inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)
@@ -224,7 +227,7 @@ class LineService:
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
             ending.callback(self._upkeep.stop_images)
-            ending.callback(self._housekeeper.stop)
+            ending.callback(self._stop_housekeepers)
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
             ending.callback(self._stop_readers)
@@ -240,7 +243,7 @@ class LineService:
             "loads": engine.loads,
             "evictions": engine.evictions,
             "bytes_read": engine.bytes_read,
-            "threads_left_behind": self.agent.loop.leaves_threads,
+            "threads_left_behind": self.agent.loop.leaves_threads or self._reloading.locked(),
         }
 
     def _start_edges(self) -> None:
@@ -277,6 +280,9 @@ class LineService:
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def _stop_housekeepers(self) -> None:
+        _stop_all([housekeeper.stop for housekeeper in self._housekeepers], HOUSEKEEPERS_STOP_S)
+
     def _stop_readers(self) -> None:
         _stop_all([folder.reader.stop for folder in self._folders], READER_STOP_S)
 
@@ -305,20 +311,30 @@ class LineService:
         return self._cameras[camera].trigger(board, board_type)
 
     def _reload(self) -> ReloadView:
-        """One at a time. What comes meanwhile is served as before."""
+        """One at a time. What comes meanwhile is served as before, and so is all that comes where it fails."""
         if not self._reloading.acquire(blocking=False):
             raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
         try:
             return self._reloaded(read_line(self._config.document.file))
         except ConfigError as error:
             return ReloadView(False, tuple(str(problem) for problem in error.problems))
+        except OrderRefused:
+            raise
+        except Exception as error:  # the disk that weights are packed to, or whatever it is: the agent outlives it
+            log.exception("reload_failed file=%s", self._config.document.file)
+            reason = f"{type(error).__name__}: {error}"
+            return ReloadView(False, (f"{reason} - the log has more; mend what it says, then reload again",))
         finally:
             self._reloading.release()
 
     def _reloaded(self, read: LineConfig) -> ReloadView:
         for_restart = keys_for_restart(self._started_with, read)
         config = taken_over(self._config, read)
+        for camera in self._cameras.values():
+            camera.check(config)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
+        if not self._inspector.takes:  # it took long, and meanwhile the agent was told to end
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
         if self.api is not None:  # once nothing else can be refused: a reload that is not applied changes nothing
             self.api.reload(config.api)
         self._inspector.change_line(change)
@@ -331,12 +347,13 @@ class LineService:
     def _alarms(self) -> list[str]:
         """What keeps work from going on, in the words of whom it concerns."""
         store = self._store.statistics().alarm
-        failing = self._housekeeper.statistics().failing
+        failing = [told for each in self._housekeepers for told in each.statistics().failing.items()]
         return [
+            *self._device_alarms,
             *([] if store is None else [f"results are not stored: {store}"]),
             *self._upkeep.alarms(),
             *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
-            *(f"{duty}: {reason}" for duty, reason in failing.items()),
+            *(f"{duty}: {reason}" for duty, reason in failing),
         ]
 
     # -- by time: on the housekeeper's thread --
@@ -361,6 +378,15 @@ class LineService:
                 self._config.document.file, self._config.results_file,
                 " --simulate" if self.agent.stored is None else "",
             )  # fmt: skip
+
+
+def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
+    """What is told of a GPU that ought to serve, and does not: a driver that was not there at boot, or is broken."""
+    if config.device != "auto" or agent.box.name != "cpu" or not has_nvidia_gpu():
+        return []
+    alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
+    log.error("gpu_not_used %s", alarm)
+    return [alarm]
 
 
 def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:

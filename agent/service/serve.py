@@ -1,6 +1,8 @@
 """The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes; systemd knows.
 
-Guarantees: a signal ends it whichever thread receives it and whenever it comes; one agent serves a line at a time.
+Guarantees: a signal ends it whichever thread receives it and whenever it comes, also while a reload takes its time,
+which is left behind then; a thread that dies of a fault of the program ends it, as AgentCrashed; one agent serves a
+line at a time.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,8 @@ from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.line_service import LineService
 from agent.service.service_manager import Heartbeat, Notifier
-from experts.errors import OrderRefused
+from experts.daemon_threads import DaemonThreads
+from experts.errors import AgentCrashed, OrderRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -42,11 +46,48 @@ class _End:
         with suppress(OSError):  # it is full of what says the same, or nobody waits any more
             os.write(self.writer, bytes([TOLD]))
 
-    def wait(self, reload: Callable[[], None]) -> None:
-        """Until somebody has told, or an ending signal has come, maybe before; reloads are done meanwhile."""
+    def wait(self, reload: Callable[[], object]) -> None:
+        """Until somebody has told, or an ending signal has come, maybe before; ``reload`` returns at once."""
         while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
             if number == RELOADING_SIGNAL:
                 reload()
+
+
+@dataclass(slots=True)
+class _Crashes:
+    """What ended a thread of ours that should never end so; the first one counts."""
+
+    first: AgentCrashed | None = None
+
+    def raise_first(self) -> None:
+        if self.first is not None:
+            raise self.first
+
+
+@contextmanager
+def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
+    """A thread that dies of a fault of the program leaves its work undone, and nobody would see it: ``tell``.
+
+    Those of ours have a name. What a library does in threads of its own, which have a number, it may do without.
+    """
+    crashes, before = _Crashes(), threading.excepthook
+
+    def died(what: threading.ExceptHookArgs) -> None:
+        name = "" if what.thread is None else what.thread.name
+        if name.startswith("Thread-") or not isinstance(what.exc_value, Exception):
+            before(what)
+            return
+        log.critical("thread_died thread=%s: the agent ends", name, exc_info=what.exc_value)
+        if crashes.first is None:
+            crashes.first = AgentCrashed(what.exc_value)
+            crashes.first.__cause__ = what.exc_value
+        tell()
+
+    threading.excepthook = died
+    try:
+        yield crashes
+    finally:
+        threading.excepthook = before
 
 
 @contextmanager
@@ -82,7 +123,7 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
         notifier.starting(stage, done, total)
         progress(stage, done, total)
 
-    with state_held(config.state), _awaited_end() as end:
+    with state_held(config.state), _awaited_end() as end, _threads_watched(end.tell) as crashes:
         service = LineService(config, told, on_crash=end.tell)
         for number in (*ENDING_SIGNALS, RELOADING_SIGNAL):
             signal.signal(number, lambda *_: None)  # the interpreter writes to the pipe before it comes to this
@@ -90,11 +131,13 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
         heartbeat = Heartbeat(notifier, manager.watchdog_s, service.status_line)
         notifier.ready(service.status_line())
         heartbeat.start()
-        end.wait(lambda: _reload(service, notifier))
+        reloads = DaemonThreads(1, "reload")  # it may wait for a disk, and pack for minutes: nobody else waits for it
+        end.wait(lambda: reloads.submit(_reload, service, notifier))
         log.info("stopping line=%s", config.line)
         notifier.stopping()
         heartbeat.stop()
         closing = service.stop()
+        crashes.raise_first()
         log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
         return closing
 

@@ -43,13 +43,14 @@ class JournalFormatter(logging.Formatter):
 
 
 class Notifier:
-    """Messages to the service manager. For any thread."""
+    """Messages to the service manager. For any thread. Once it ends, nothing is told but that, and why."""
 
     def __init__(self, manager: ServiceManager, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = manager.notify_socket
         self._clock = clock
         self._extended_s = float("-inf")
         self._is_told = False
+        self._is_ending = False
 
     def starting(self, stage: str, done: int, total: int) -> None:
         """One more step of a start that may take long: it is on its way, and has more time."""
@@ -60,24 +61,29 @@ class Notifier:
 
     def ready(self, status: str) -> None:
         """It takes work, for the first time or again after a reload."""
-        self._send(f"READY=1\nSTATUS={status}")
+        self._send_unless_ending(f"READY=1\nSTATUS={_one_line(status)}")
 
     def reloading(self) -> None:
         """It reads its configuration anew: ``ready`` follows."""
         microseconds = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={microseconds}\nSTATUS=reloading")
+        self._send_unless_ending(f"RELOADING=1\nMONOTONIC_USEC={microseconds}\nSTATUS=reloading")
 
     def alive(self, status: str) -> None:
         """It makes progress."""
-        self._send(f"WATCHDOG=1\nSTATUS={status}")
+        self._send_unless_ending(f"WATCHDOG=1\nSTATUS={_one_line(status)}")
 
     def stopping(self) -> None:
         """It ends."""
+        self._is_ending = True
         self._send("STOPPING=1\nSTATUS=stopping: finishing what was taken")
 
     def failed(self, reason: str) -> None:
         """Why it does not start."""
         self._send(f"STATUS={reason.splitlines()[0] if reason else 'failed'}")
+
+    def _send_unless_ending(self, message: str) -> None:
+        if not self._is_ending:
+            self._send(message)
 
     def _send(self, message: str) -> None:
         if self._address is None:
@@ -86,11 +92,16 @@ class Notifier:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
                 channel.setblocking(False)
-                channel.sendto(message.encode(), address)
+                channel.sendto(message.encode(errors="replace"), address)  # file names need not be Unicode
         except OSError as error:
             if not self._is_told:
                 log.warning("service_manager_not_told socket=%s reason=%s", self._address, error.strerror)
             self._is_told = True
+
+
+def _one_line(status: str) -> str:
+    """Each line of a message says something else: one of an alarm's must not."""
+    return " ".join(status.splitlines())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ again and stands among the alarms meanwhile.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from agent.intake.files.filing import SHELF_OF
@@ -53,7 +54,7 @@ class Upkeep:
 
     @property
     def duties(self) -> Mapping[str, Callable[[], None]]:
-        """What is to be done by time, a step each."""
+        """What is to be done by time, a step each; each may wait for a disk of its own, which may be far away."""
         export = {} if self._export is None else {"export": self._export.step}
         return {"retention": self._sweeper.step, **export}
 
@@ -77,5 +78,6 @@ class Upkeep:
     def stop(self) -> None:
         """Export and tell no more; what was not told waits for the next start."""
         if self._export is not None:
-            self._export.stop()
+            with suppress(ValueError):  # a step of it hangs on its disk; the next start removes the draft
+                self._export.stop()
         self.deliveries.stop(DELIVERIES_STOP_S)

@@ -16,6 +16,7 @@ from experts.errors import BackendUnavailable
 
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated")
+NVIDIA, DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and how its class begins
 EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no size is configured
 
 
@@ -35,6 +36,21 @@ def detect(preference: str = "auto") -> Box:
         size = int(host.available_bytes * EMULATED_FRACTION)
         return _box("emulated", _cpu_model(), ("emulated", "cpu"), host, MemorySize(size, size))
     return _box("cpu", _cpu_model(), ("cpu",), host_memory(), None)
+
+
+def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether one is built in, whatever its driver and torch make of it."""
+    return any(
+        _text(device / "vendor") == NVIDIA and _text(device / "class").startswith(DISPLAY)
+        for device in devices.glob("*")
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def host_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> MemorySize:

@@ -18,7 +18,7 @@ from agent.intake.cameras.frames import CameraDoors
 from agent.records.journal import Entry
 from agent.runtime.image_sources import EncodedImage
 from agent.service.judging.recording import entry_result
-from experts.errors import CameraFailed, OrderRefused, Refusing
+from experts.errors import CameraFailed, ConfigError, OrderRefused, Refusing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -92,9 +92,19 @@ class CameraDoor:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
         if board_type is not None and self._section.component is None and board_type not in config.layouts:
             raise OrderRefused(
-                Refusing.INVALID, f"board type {board_type!r} has no layout, by which camera {self.name} would be cut"
+                Refusing.INVALID,
+                f"board type {board_type!r} has no layout to cut frames of camera {self.name} by",
             )
         return KEY_PREFIX + self.camera.trigger(board, board_type)
+
+    def check(self, config: LineConfig) -> None:
+        """Raises ConfigError for a line without the layout that cuts frames of this camera, which runs on meanwhile."""
+        board_type = self._section.board_type or next(iter(self._config.layouts), None)
+        if self._section.component is None and board_type not in config.layouts:
+            raise ConfigError(
+                f"the layout of board type {board_type!r} cuts the frames of camera {self.name}, which runs until the "
+                "next start - keep it until then, or start anew"
+            )
 
     def view(self) -> SourceView:
         """How it is doing."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPLAY_BYTES = 256 * 1024 * 1024  # of images of an earlier run that are read and not judged yet
+REREAD_S = 0.5  # between two tries where the disk refuses
 UNJUDGED = Course()
 
 
@@ -69,6 +70,7 @@ class Sending:
     frame_size: tuple[int, int] | None
     cancel: Callable[[], None] = lambda: None
     is_cancelled: bool = False
+    is_accepted: bool = False  # its sender was told so
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +130,7 @@ class JournalDoor:
         """
         sending = Sending(sender, tuple(entries), image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
-        self._accept(sending)
+        self._accept(sending, sending.entries)
         return sending
 
     def stop(self) -> None:
@@ -139,42 +141,45 @@ class JournalDoor:
         if self._thread is not None:
             self._thread.join(1.0)
 
-    def _accept(self, sending: Sending) -> None:
-        self._store.accept(sending.entries, sending.image.content, lambda answers: self._accepted(sending, answers))
+    def _accept(self, sending: Sending, entries: Sequence[Entry]) -> None:
+        """All that was sent; or again that of it which is not in the journal any more."""
+        self._store.accept(entries, sending.image.content, lambda answers: self._accepted(sending, entries, answers))
 
     # -- accepted: on the store's thread --
 
-    def _accepted(self, sending: Sending, answers: Sequence[Acceptance]) -> None:
+    def _accepted(self, sending: Sending, entries: Sequence[Entry], answers: Sequence[Acceptance]) -> None:
         sources = _sources(sending)
         new, judged = [], []
         with self._lock:
-            for entry, answer in zip(sending.entries, answers, strict=True):
+            waiting = [] if sending.is_cancelled else [sending]
+            for entry, answer in zip(entries, answers, strict=True):
                 if answer is Acceptance.JUDGED:
                     judged.append(entry)
                 elif answer is Acceptance.UNDER_WAY and entry.key in self._open:
-                    self._open[entry.key].waiting.append(sending)
+                    self._open[entry.key].waiting += waiting
                 else:
-                    request = _Open(
-                        entry, sources[entry.key], sending.image.content, waiting=[sending], is_wanted=False
-                    )
+                    source, content = sources[entry.key], sending.image.content
+                    request = _Open(entry, source, content, waiting=list(waiting), is_wanted=False)
                     self._open[entry.key] = request
                     new.append(request)
-        sending.sender.accepted()
+        if not sending.is_accepted:
+            sending.is_accepted = True
+            sending.sender.accepted()
         for request in new:
             self._enter(request)
         for entry in judged:
-            self._tell_known(sending, entry.key)
-        if sending.is_cancelled:
-            self._cancel(sending)
+            self._tell_known(sending, entry)
 
-    def _tell_known(self, sending: Sending, key: str) -> None:
+    def _tell_known(self, sending: Sending, entry: Entry) -> None:
         try:
-            known = self._store.find(key)
+            known = self._store.find(entry.key)
         except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
-            log.warning("results_not_read key=%s reason=%s: tried again", key, error)
-            self._store.write(lambda _: None, lambda _: self._tell_known(sending, key))
+            log.warning("results_not_read key=%s reason=%s: tried again", entry.key, error)
+            self._store.write(lambda _: None, lambda _: self._tell_known(sending, entry))
             return
-        if known is not None:
+        if known is None:  # its row went meanwhile, with the file or by its age
+            self._accept(sending, (entry,))
+        else:
             _tell([sending], StoredVerdict(known.result, known.seq, UNJUDGED))
 
     def _enter(self, request: _Open, attempts: int = 0) -> None:
@@ -199,11 +204,11 @@ class JournalDoor:
             component=entry.component,
             expert=entry.expert,
         )
-        self._inspector.enter(request.task)
         with self._lock:
             is_unwanted = not (request.waiting or request.is_wanted)
-        if is_unwanted:  # whoever sent it has cancelled it before it had a task
+        if is_unwanted:  # whoever sent it has cancelled it before it had a task: it does not come to run
             self._inspector.cancel(request.task)
+        self._inspector.enter(request.task)
 
     # -- not wanted any more: on any thread --
 
@@ -236,7 +241,7 @@ class JournalDoor:
             waiting = list(request.waiting)
         self._inspector.settled(request.entry.key)
         for sending in waiting:
-            self._accept(replace(sending, entries=(request.entry,), sender=_Told(sending.sender)))
+            self._accept(sending, (request.entry,))
 
     def _close(self, request: _Open) -> None:
         """Under the lock. Where a results file was moved away, the same key may have been accepted into the new one."""
@@ -268,7 +273,7 @@ class JournalDoor:
             self._replayed.notify_all()
         if not recorded.is_new:  # judged under this key before: what is stored decides
             for sending in waiting:
-                self._tell_known(sending, key)
+                self._tell_known(sending, request.entry)
             return
         _tell(waiting, StoredVerdict(result, recorded.seq, course))
 
@@ -286,11 +291,7 @@ class JournalDoor:
             self._replay_image(number, requests)
 
     def _replay_image(self, number: int, requests: Sequence[_Open]) -> None:
-        try:
-            content = self._reader.content(number)
-        except Exception:  # the disk, for the moment: the next start tries again
-            log.exception("journal_not_read image=%d requests=%d: they wait for the next start", number, len(requests))
-            return
+        content = self._content(number)
         if content is None:
             return
         first = requests[0].entry
@@ -308,22 +309,22 @@ class JournalDoor:
         cameras = self._inspector.agent.config.intake.cameras
         return next((camera.max_pixels for camera in cameras if camera.name == entry.source), DEFAULT_MAX_PIXELS)
 
+    def _content(self, number: int) -> bytes | None:
+        """Read for as long as it takes; None where the journal has nothing of it any more, or when it is to stop."""
+        is_told = False
+        while not self._stopping.is_set():
+            try:
+                return self._reader.content(number)
+            except (sqlite3.Error, OSError) as error:
+                if not is_told:
+                    log.error("journal_not_read image=%d reason=%s: tried again until it is", number, error)
+                is_told = True
+                self._stopping.wait(REREAD_S)
+        return None
+
     def _frame_size(self, entry: Entry) -> tuple[int, int] | None:
         layout = self._inspector.agent.config.layouts.get(entry.board_type or "")
         return None if layout is None else layout.size
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Told:
-    """A sender that was told already that its requests are accepted."""
-
-    sender: Sender
-
-    def accepted(self) -> None:
-        """It knows."""
-
-    def judged(self, judgement: StoredVerdict) -> None:
-        self.sender.judged(judgement)
 
 
 def _tell(sendings: Sequence[Sending], judgement: StoredVerdict) -> None:

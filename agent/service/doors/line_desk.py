@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import BoardView, Event, Listener, Order, Part, ReloadView, SourceView, Ticket
     from agent.core.engine import EngineStatistics, QueueStatistics
+    from agent.deployment.build import Agent
     from agent.records.boards import BoardVerdict
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from agent.service.judging.inspector import Inspector
     from agent.service.judging.line_boards import LineBoards
     from agent.service.judging.verdicts import Verdicts
+    from experts.catalog import Catalog
 
 EXPERT_PREFIX = "expert:"
 
@@ -74,47 +76,24 @@ class LineDesk:
 
     def models(self) -> Sequence[Model]:
         """See ``agent.api.calls.desk.Desk``."""
-        engine = self._inspector.agent.loop.statistics().engine
-        standing = standing_of(engine)
-        graph, experts = self._inspector.agent.config.catalog.graph, self._inspector.agent.config.catalog.experts
-        routes = {name: tuple(step.expert for step in steps) for name, steps in graph.routes.items()}
-        singles = {f"{EXPERT_PREFIX}{name}": (name,) for name in experts}
-        return [self._model(name, asked, standing) for name, asked in (routes | singles).items()]
-
-    def _model(self, name: str, experts: tuple[str, ...], standing: Mapping[str, str]) -> Model:
-        first = self._inspector.agent.config.catalog.experts[experts[0]]
-        columns = self._inspector.agent.setup.matrix.experts.values()
-        rows = [row for column in columns if (row := column.get(self._inspector.agent.expert(first.id))) is not None]
-        listed = self._inspector.agent.config.catalog.experts
-        labels = dict.fromkeys(label for expert in experts for label in listed[expert].labels)
-        reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
-        return Model(
-            name,
-            experts,
-            tuple(labels),
-            (first.input.height, first.input.width),
-            max((row.performance.max_batch for row in rows), default=1),
-            is_ready=reason is None,
-            reason=reason,
-        )
+        agent = self._inspector.agent
+        standing = standing_of(agent.loop.statistics().engine)
+        catalog = agent.config.catalog
+        routes = {name: tuple(step.expert for step in steps) for name, steps in catalog.graph.routes.items()}
+        singles = {f"{EXPERT_PREFIX}{name}": (name,) for name in catalog.experts}
+        return [_model(name, asked, agent, standing) for name, asked in (routes | singles).items()]
 
     def load(self, model: str) -> None:
         """See ``agent.api.calls.desk.Desk``."""
-        for expert in self._experts_of(model):
-            self._inspector.agent.loop.want(self._inspector.agent.expert(expert))
+        agent = self._inspector.agent
+        for expert in _experts_of(model, agent.config.catalog):
+            agent.loop.want(agent.expert(expert))
 
     def unload(self, model: str) -> None:
         """See ``agent.api.calls.desk.Desk``."""
-        for expert in self._experts_of(model):
-            self._inspector.agent.loop.unwant(self._inspector.agent.expert(expert))
-
-    def _experts_of(self, model: str) -> tuple[str, ...]:
-        catalog = self._inspector.agent.config.catalog
-        if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
-            return (model.removeprefix(EXPERT_PREFIX),)
-        if model not in catalog.graph.routes:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
-        return tuple(step.expert for step in catalog.graph.routes[model])
+        agent = self._inspector.agent
+        for expert in _experts_of(model, agent.config.catalog):
+            agent.loop.unwant(agent.expert(expert))
 
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
         """See ``agent.api.calls.desk.Desk``."""
@@ -152,10 +131,11 @@ class LineDesk:
 
     def status(self) -> StatusView:
         """See ``agent.api.calls.desk.Desk``."""
-        statistics = self._inspector.agent.loop.statistics()
+        agent = self._inspector.agent
+        statistics = agent.loop.statistics()
         engine = statistics.engine
         return StatusView(
-            line=self._inspector.agent.config.line,
+            line=agent.config.line,
             version=version("coserve"),
             uptime_s=time.monotonic() - self._started_s,
             is_draining=engine.is_draining,
@@ -177,8 +157,8 @@ class LineDesk:
 
     def explain(self, subject: str) -> Sequence[str]:
         """See ``agent.api.calls.desk.Desk``."""
-        catalog = self._inspector.agent.config.catalog
         agent = self._inspector.agent
+        catalog = agent.config.catalog
         if subject in catalog.experts:
             return explained_expert(subject, agent, agent.loop.statistics().engine)
         if subject in catalog.graph.routes:
@@ -187,6 +167,32 @@ class LineDesk:
         if row is not None:
             return explained_result(row, catalog.graph)
         raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")
+
+
+def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[str, str]) -> Model:
+    listed = agent.config.catalog.experts
+    first = listed[experts[0]]
+    columns = agent.setup.matrix.experts.values()
+    rows = [row for column in columns if (row := column.get(agent.expert(first.id))) is not None]
+    labels = dict.fromkeys(label for expert in experts for label in listed[expert].labels)
+    reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
+    return Model(
+        name,
+        experts,
+        tuple(labels),
+        (first.input.height, first.input.width),
+        max((row.performance.max_batch for row in rows), default=1),
+        is_ready=reason is None,
+        reason=reason,
+    )
+
+
+def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
+    if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
+        return (model.removeprefix(EXPERT_PREFIX),)
+    if model not in catalog.graph.routes:
+        raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
+    return tuple(step.expert for step in catalog.graph.routes[model])
 
 
 def standing_of(engine: EngineStatistics) -> dict[str, str]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agent.core.request import Outcome
     from agent.line_file.boards import LayoutSections
     from agent.runtime.image_sources import ImageSource
-    from agent.service.doors.admission import Admission, Pass
+    from agent.service.doors.admission import Admission
     from agent.service.doors.journal_door import JournalDoor, Sending, StoredVerdict
     from agent.service.judging.inspector import Course, Inspector
 
@@ -57,7 +57,10 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """An order whose pieces end one by one; told once, when the last one has."""
+    """An order whose pieces end one by one; told once, when the last one has.
+
+    ``leave`` gives back what it was admitted with, for so many pieces; more than there are do nothing.
+    """
 
     listener: Listener
     order: Order
@@ -66,10 +69,16 @@ class _Gathering:
     parts: dict[str, Part] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
+    is_accepted: bool = False
 
     def accepted(self) -> None:
         """As a Sender."""
-        if not self.is_over:
+        with self.lock:
+            self.is_accepted = True
+            was_over = self.is_over
+        if was_over:
+            self.leave(len(self.wanted))
+        else:
             self.listener.accepted()
 
     def judged(self, verdict: StoredVerdict) -> None:
@@ -133,9 +142,13 @@ class OrderTaker:
         entered = self._admission.enter(len(pieces), size_bytes)
         leave = partial(self._admission.leave, entered)
         gathering = _Gathering(listener, order, tuple(piece.key for piece in pieces), leave)
-        if content is not None:
-            return self._send(gathering, pieces, content, size, board_type, entered)
-        return self._ask(gathering, pieces, order, size, entered)
+        try:
+            if content is not None:
+                return self._send(gathering, pieces, content, size, board_type)
+            return self._ask(gathering, pieces, order, size)
+        except BaseException:
+            leave(len(pieces))
+            raise
 
     def _send(
         self,
@@ -144,7 +157,6 @@ class OrderTaker:
         content: bytes,
         size: tuple[int, int] | None,
         board_type: str | None,
-        entered: Pass,
     ) -> Ticket:
         order, now = gathering.order, datetime.now(UTC).astimezone()
         entries = [  # one expert's answer is no verdict that a board could count
@@ -157,11 +169,14 @@ class OrderTaker:
         ]  # fmt: skip
         image = EncodedImage(content, gathering.wanted[0].partition(PART_MARK)[0], DEFAULT_MAX_PIXELS)
         sending = self._journal.send(gathering, entries, image, size)
-        return _Ticket(gathering, partial(self._cancel_sending, sending, entered))
+        return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
 
-    def _cancel_sending(self, sending: Sending, entered: Pass) -> None:
+    def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
+        """One that waits for the disk is held in memory until it has been there, whether anybody waits for it or not:
+        else callers who give up and come again would fill the memory while the disk is full."""
         sending.cancel()
-        self._admission.leave(entered, entered.images)
+        if gathering.is_accepted:
+            gathering.leave(len(gathering.wanted))
 
     def _ask(
         self,
@@ -169,7 +184,6 @@ class OrderTaker:
         pieces: Sequence[_Piece],
         order: Order,
         size: tuple[int, int] | None,
-        entered: Pass,
     ) -> Ticket:
         name = gathering.wanted[0]
         whole: ImageSource = (

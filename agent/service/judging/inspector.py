@@ -200,18 +200,19 @@ class Inspector:
         """Nothing more is counted."""
         self._attempts.close()
 
-    def _let_in(self, task: Task) -> None:
+    def _let_in(self, task: Task) -> bool:
+        """Whether the agent has it now; one that was cancelled meanwhile has ended instead."""
         with self._guard:
             if not self.takes:
-                return  # it came while we ended: the next start offers it again
+                return True  # it came while we ended: the next start offers it again, and nobody comes in any more
             if not task.is_cancelled:
                 task.let_in_s = time.monotonic()
                 expert = None if task.expert is None else self.agent.expert(task.expert)
                 task.number = self.agent.loop.submit(task.image, component=task.component, expert=expert)
                 self._tasks[task.number] = task
-                return
-        self._gate.leave()
+                return True
         task.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
+        return False
 
     # -- on the loop's thread --
 

@@ -48,9 +48,7 @@ class LineBoards:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], datetime] = wall_clock,
     ) -> None:
-        manifests = _manifests(boards)
-        self._types = frozenset(manifests)
-        self._ledger = BoardLedger(manifests)
+        self._ledger = BoardLedger(_manifests(boards))
         self._store = store
         self._clock = clock
         self._wall = wall
@@ -62,7 +60,6 @@ class LineBoards:
         """Other board types from now on; boards that are open are judged by what they began with."""
         manifests = _manifests(boards)
         with self._guard:
-            self._types = frozenset(manifests)
             self._ledger.change(manifests)
 
     def when_stored(self, tell: Callable[[BoardVerdict, Recorded], None]) -> None:
@@ -71,7 +68,7 @@ class LineBoards:
 
     def take_up(self) -> None:
         """Boards that were open when the agent last ended; closed ones stay as they are stored."""
-        if not self._types:
+        if not self._ledger.longest_timeout:
             return
 
         def recorded_since(since: datetime) -> Iterable[BoardVerdict]:
@@ -82,13 +79,15 @@ class LineBoards:
             self._record(self._ledger.replay(newest_first, recorded_since, self._clock(), self._wall()))
 
     def count(self, result: Result) -> None:
-        """A result that was just stored, on its board, if it has one of a type that is configured."""
+        """A result that was just stored, on its board, if it has one that is open or of a type that is configured."""
         inspection = inspection_of(result)
-        if inspection is None or inspection.board_type not in self._types:
+        if inspection is None:
             return
         with self._guard:
-            verdict = self._ledger.add(inspection, self._clock())
-            self._record(() if verdict is None else (verdict,))
+            now_s = self._clock()
+            if self._ledger.counts(inspection, now_s):
+                verdict = self._ledger.add(inspection, now_s)
+                self._record(() if verdict is None else (verdict,))
 
     def expire(self) -> None:
         """Close boards whose time is over."""

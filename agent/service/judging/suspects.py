@@ -18,9 +18,12 @@ Item = TypeVar("Item")
 
 
 class Gate(Generic[Item]):
-    """``let_in`` is called by whoever enters or leaves; it neither blocks nor raises. For any thread."""
+    """For any thread. ``let_in`` is called by whoever enters or leaves; it neither blocks nor raises.
 
-    def __init__(self, let_in: Callable[[Item], None]) -> None:
+    It says whether the item is inside now, and leaves later; one that turned back at the door is done with already.
+    """
+
+    def __init__(self, let_in: Callable[[Item], bool]) -> None:
         self._let_in = let_in
         self._suspects: deque[Item] = deque()
         self._others: deque[Item] = deque()
@@ -41,14 +44,19 @@ class Gate(Generic[Item]):
 
     def leave(self) -> None:
         """One that was let in is done with."""
+        self._left()
+        self._open()
+
+    def _left(self) -> None:
         with self._lock:
             self._inside -= 1
             self._is_alone = False
-        self._open()
 
     def _open(self) -> None:
+        """However many turn back at the door: one after the other, never one within another's turn."""
         while (item := self._next()) is not None:
-            self._let_in(item)
+            if not self._let_in(item):
+                self._left()
 
     def _next(self) -> Item | None:
         with self._lock:

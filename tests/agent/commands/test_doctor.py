@@ -92,6 +92,13 @@ def test_weights_that_are_not_there_are_named(line, tmp_path):
     assert "cls/f0" in found(file)["weights"].found
 
 
+def test_nothing_is_left_in_the_state_folder(line, tmp_path):
+    """Asked by root before the first start, it must not leave a file there that the agent's user may not write."""
+    (tmp_path / "state").mkdir()
+    found(line())
+    assert list((tmp_path / "state").iterdir()) == []
+
+
 def test_a_running_agent_is_not_disturbed(line, tmp_path):
     file = line(
         api={"grpc": "127.0.0.1:1"}, intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}

@@ -16,6 +16,7 @@ from agent.config import read_line
 from agent.records.journal import JournalReader
 from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
+from experts.backends.fake import FakeSkeleton
 
 PATIENCE_S = 60.0
 
@@ -130,3 +131,18 @@ def png():
 @pytest.fixture
 def wait_until_so():
     return until
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """While it is clear, what runs does not end. It is set until the agent has started."""
+    may_end, infer = threading.Event(), FakeSkeleton.infer
+    may_end.set()
+
+    def held(*given):
+        assert may_end.wait(60)
+        return infer(*given)
+
+    monkeypatch.setattr(FakeSkeleton, "infer", held)
+    yield may_end
+    may_end.set()

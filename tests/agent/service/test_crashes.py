@@ -76,6 +76,17 @@ try:
 except AgentCrashed as error:
     sys.exit(str(error))
 """
+DYING = """
+import agent.records.group_commit
+from agent.records.group_commit import GroupCommitter
+
+def die():
+    def settle(*_):
+        raise RuntimeError("a fault of the program")
+    GroupCommitter._settle = settle
+
+once_it_serves(die)
+"""
 SERVING = """
 sys.argv = ["coserve", "serve", {line!r}]
 from coserve import main
@@ -146,6 +157,22 @@ def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(
     assert claimed(line)
     assert not (line.parent / "inbox" / "failed").exists()
     judge_what_waits(line)
+    assert stored(line) == sorted((name, "OK") for name in IMAGES)
+
+
+def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_the_next_one_goes_on(line):
+    """Here the one that commits: what it had committed, and told nobody, is known to the next one."""
+    done = serve_broken(line, DYING)
+    assert done.returncode == 1, done.stderr
+    assert "thread_died thread=results" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("the agent crashed: RuntimeError: a fault of the program")
+    service = LineService(read_line(line, {}), lambda *_: None)
+    service.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while len(stored(line)) < len(IMAGES) or claimed(line):
+        assert time.monotonic() < deadline, (stored(line), claimed(line))
+        time.sleep(0.02)
+    service.stop()
     assert stored(line) == sorted((name, "OK") for name in IMAGES)
 
 

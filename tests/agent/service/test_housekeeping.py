@@ -66,10 +66,10 @@ def test_its_thread_goes_on_after_a_failure_until_it_is_stopped():
     keeper = Housekeeper({"duty": fail})
     keeper.start()
     assert had_turns.wait(PATIENCE_S)
-    keeper.stop()
+    assert keeper.stop(PATIENCE_S)
     assert set(turns) == {"housekeeper"}
     assert keeper.statistics().failures == len(turns)
 
 
 def test_one_that_was_never_started_can_be_stopped():
-    Housekeeper({}).stop()
+    assert Housekeeper({}).stop(0.0)

@@ -857,6 +857,29 @@ def test_a_board_ends_in_time_after_the_store_refused_it_once(line, monkeypatch,
     assert "housekeeping_works_again duty=boards failures=1" in caplog.text
 
 
+def test_a_disk_of_images_that_hangs_keeps_no_board_from_its_end_and_the_agent_from_its_own(line, monkeypatch):
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hang(_):
+        hangs.set()
+        answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr("agent.records.retention.sweeper.Sweeper.step", hang)
+    line.document["boards"]["main"]["takt_s"] = 30
+    running_s = [0.0]
+    try:
+        with line.served(clock=lambda: running_s[0]) as service:
+            assert hangs.wait(PATIENCE_S)
+            line.drop("B1_c0_R1.png")
+            wait_until(lambda: service.judged == 1 and service.statistics().boards.open == 1)
+            running_s[0] = 61.0
+            wait_until(lambda: line.boards() != ())
+        assert not answers.is_set()
+    finally:
+        answers.set()
+    assert [(row.board.serial, row.board.verdict) for row in line.boards()] == [("B1", UNKNOWN)]
+
+
 def test_what_fails_for_good_is_told_and_holds_no_other_duty_up(line, monkeypatch, caplog):
     def fail(ledger, now_s, now):
         raise ValueError("this ledger is broken")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+from contextlib import closing, contextmanager
 
 import pytest
 import yaml
@@ -19,6 +21,15 @@ def asked(service, caller, *orders):
     for order, each in zip(orders, callers, strict=True):
         service.desk.order(order, each)
     return [each.wait() for each in callers]
+
+
+@contextmanager
+def full_disk(line):
+    """Nothing can be committed meanwhile."""
+    with closing(sqlite3.connect(line.folder / "state" / "results.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
 
 
 def rewrite(line):
@@ -74,6 +85,22 @@ def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(desk_l
         with pytest.raises(OrderRefused, match="no route"):
             service.desk.order(Order(png(), component="c1"), caller())
         assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
+
+
+def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_and_says_so(desk_line, caller, png):
+    """It was taken, so it has one end, which is stored: the agent does not take back what it said."""
+    with desk_line.served() as service:
+        late = caller()
+        with full_disk(desk_line):
+            service.desk.order(Order(png(), component="c1", key="late"), late)
+            del desk_line.document["experts"]["cls/f1"], desk_line.document["routes"]["c1"]
+            del desk_line.document["boards"]
+            rewrite(desk_line)
+            assert service.desk.reload().is_applied
+        (part,) = late.wait()
+        assert (part.verdict, part.seq) == (UNKNOWN, 1)
+        assert part.reason == "no route for component 'c1'"
+    assert desk_line.unfinished == []
 
 
 def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(desk_line, caller, png, wait_until_so):
@@ -136,6 +163,25 @@ def test_new_boards_are_judged_by_their_new_components(desk_line, caller, png):
         assert board.verdict is OK
         (board,) = service.desk.boards("B1")
         assert (board.verdict, dict(board.missing)) == (None, {"c1": 1})
+
+
+def test_an_open_board_whose_type_goes_is_judged_by_what_it_began_with(desk_line, caller, png, wait_until_so):
+    desk_line.fake(1, B_s=0.3)
+    with desk_line.served() as service:
+        asked(service, caller, Order(png(), component="c0", board="B1", ref="R1"))
+        last = caller()
+        service.desk.order(Order(png(), component="c1", board="B1", ref="R2"), last)
+        wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
+        boards = desk_line.document.pop("boards")
+        rewrite(desk_line)
+        assert service.desk.reload().is_applied
+        assert [dict(board.missing) for board in service.desk.boards("B1")] == [{"c1": 1}]
+        assert last.wait()[0].verdict is OK
+        wait_until_so(lambda: len(desk_line.results.boards()) == 1)
+        asked(service, caller, Order(png(), component="c0", board="B2", ref="R1"))
+        assert service.desk.boards("B2") == []  # none begins any more
+    desk_line.document["boards"] = boards
+    assert [(row.board.serial, row.board.verdict) for row in desk_line.results.boards()] == [("B1", OK)]
 
 
 def test_an_expert_that_is_broken_after_a_reload_is_unknown_and_the_others_go_on(desk_line, caller, png):

@@ -15,7 +15,8 @@ from agent.api.calls.desk import Order
 from agent.api.client import Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from experts.errors import AddressUnusable
+from agent.service.doors.camera_door import CameraDoor
+from experts.errors import AddressUnusable, AgentUnreachable
 from experts.expert import Verdict
 
 
@@ -129,6 +130,25 @@ def test_a_reload_that_is_not_applied_keeps_the_token_too(desk_line, tmp_path):
         assert service.desk.reload().is_applied
         with AgentClient(service.api.addresses[0], Access(token="new")) as client:
             assert client.status().line == "test"
+
+
+def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(desk_line, address, tmp_path, monkeypatch):
+    """AC19: also beside a camera that hangs, nobody is let in who would have to be sent away."""
+    camera = {"name": "top", "url": f"file:{tmp_path / 'none.avi'}", "component": "c0"}
+    desk_line.document["intake"] = {"cameras": [camera]}
+    stop, answered = CameraDoor.stop, []
+
+    def stopped(door, timeout_s):
+        if timeout_s:
+            with AgentClient(address) as client, pytest.raises(AgentUnreachable):
+                client.status()
+            answered.append(False)
+        return stop(door, timeout_s)
+
+    monkeypatch.setattr(CameraDoor, "stop", stopped)
+    with desk_line.served(), AgentClient(address) as client:
+        assert client.status().sources[0].name == "top"
+    assert answered == [False]
 
 
 def test_a_line_whose_address_is_taken_does_not_start_and_leaves_nothing_behind(desk_line):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from agent.service.service_manager import (
     failures_told,
 )
 from experts.errors import ConfigError
+from experts.packed.weights import SegmentStore
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0
@@ -127,6 +129,21 @@ class TestTheNotifier:
         for _ in range(200):  # more than any socket holds
             notifier.alive(status)
         assert listener.hear()["WATCHDOG"] == "1"
+
+    def test_a_status_is_one_line_whatever_names_stand_in_it(self, notifier, listener):
+        """A file's name may hold a line break, and bytes that are no Unicode."""
+        notifier.alive("1 queued; inbox\nSTOPPING=1\udcff: not claimed")
+        assert listener.hear() == {"WATCHDOG": "1", "STATUS": "1 queued; inbox STOPPING=1?: not claimed"}
+
+    def test_once_it_ends_it_is_not_said_to_work(self, notifier, listener):
+        """A reload, or a look at the agent, may be under way still; why it ended is told after it."""
+        notifier.stopping()
+        notifier.reloading()
+        notifier.ready("reloaded")
+        notifier.alive("still here")
+        notifier.failed("the agent crashed: it had to")
+        assert "STOPPING" in listener.hear()
+        assert listener.hear() == {"STATUS": "the agent crashed: it had to"}
 
     def test_what_keeps_it_from_starting_is_told_in_one_line(self, notifier, listener):
         with pytest.raises(ConfigError), failures_told(notifier):
@@ -262,6 +279,52 @@ class TestTheAgent:
         out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, err
         assert json.loads(out)["requests"] == 0
+
+    def test_a_reload_that_waits_for_the_disk_keeps_no_signal_from_ending_it(self, desk_line, listener, start):
+        """Another process packs at that moment: the reload waits for it, the end does not."""
+        line = desk_line.folder / "line.yaml"
+        line.write_text(yaml.safe_dump(desk_line.document))
+        process = start(line)
+        listener.hear_until("READY")
+        with closing(SegmentStore(desk_line.config.packed_folder)) as segments, segments.locked():
+            process.send_signal(signal.SIGHUP)
+            listener.hear_until("RELOADING")
+            listener.hear_until("WATCHDOG")  # it serves, and is fed
+            process.send_signal(signal.SIGTERM)
+            listener.hear_until("STOPPING")
+            _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, err
+
+    def test_a_reload_that_fails_by_no_mistake_of_the_line_file_s_ends_nothing(self, desk_line, listener, start):
+        line = desk_line.folder / "line.yaml"
+        line.write_text(yaml.safe_dump(desk_line.document))
+        process = start(line)
+        listener.hear_until("READY")
+        (desk_line.config.packed_folder / "staging").write_text("a file where packing wants a folder")
+        process.send_signal(signal.SIGHUP)
+        listener.hear_until("RELOADING")
+        listener.hear_until("READY")
+        listener.hear_until("WATCHDOG")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, err
+        assert "reload_problem FileExistsError" in err
+
+    @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a CUDA device")
+    def test_a_device_that_is_not_there_keeps_it_from_being_ready_and_stands_in_its_status(
+        self, desk_line, listener, start
+    ):
+        """AC34, where a CUDA device is asked for by name."""
+        desk_line.document["device"] = "cuda"
+        line = desk_line.folder / "line.yaml"
+        line.write_text(yaml.safe_dump(desk_line.document))
+        process = start(line)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 78, err
+        said = listener.hear_until("STATUS")
+        while "torch sees no CUDA device" not in said["STATUS"]:
+            said = listener.hear_until("STATUS")
+        assert not any("READY" in message for message in listener.heard)
 
     def test_a_mistake_in_its_line_file_is_78_and_stands_in_its_status(self, listener, start, tmp_path):
         """AC32"""

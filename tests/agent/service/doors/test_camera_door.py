@@ -128,26 +128,24 @@ def test_a_trigger_whose_board_has_no_layout_is_refused(desk_line, clip, wait_un
             service.desk.trigger("top", board="B1", board_type="other")
 
 
-@pytest.mark.parametrize("mode", ["free_run", "triggered"])
-def test_a_camera_whose_layout_went_with_a_reload_says_so_and_loses_no_trigger(desk_line, clip, wait_until_so, mode):
-    path = clip()
-    camera(desk_line, path, mode=mode)
+def test_a_trigger_whose_layout_goes_with_a_reload_meanwhile_is_told_as_lost(desk_line, clip, wait_until_so, batches):
+    """AC14: its frame comes when nobody knows any more how to cut it."""
+    camera(desk_line, clip(), mode="triggered", board_type="main")
+    desk_line.document["boards"]["other"] = desk_line.document["boards"]["main"]
     with desk_line.served() as service:
         wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
-        camera(desk_line, path, mode=mode, component="c0")  # which waits for a restart
-        del desk_line.document["boards"]["main"]["layout"]
+        batches.clear()
+        ahead = [service.desk.trigger("top", board=f"A{number}") for number in range(FRAMES_UNDER_WAY)]
+        wait_until_so(lambda: {key.rpartition("#")[0] for key in desk_line.unfinished} >= set(ahead))
+        key = service.desk.trigger("top", board="B1", board_type="other")
+        del desk_line.document["boards"]["other"]
         (desk_line.folder / "line.yaml").write_text(yaml.safe_dump(desk_line.document))
         assert service.desk.reload().is_applied
-        if mode == "triggered":
-            key = service.desk.trigger("top", board="B1")
-            wait_until_so(lambda: desk_line.results.find(key) is not None)
-        else:
-            wait_until_so(lambda: service.desk.status().sources[0].alarm)
-            assert "no layout of board type 'main' any more" in service.desk.status().sources[0].alarm
-    if mode == "triggered":
-        lost = desk_line.results.find(key).result
-        assert (lost.verdict, lost.board) == (UNKNOWN, "B1")
-        assert "no layout of board type 'main' any more" in lost.reason
+        batches.set()
+        wait_until_so(lambda: desk_line.results.find(key) is not None)
+    lost = desk_line.results.find(key).result
+    assert (lost.verdict, lost.board) == (UNKNOWN, "B1")
+    assert "no layout of board type 'other' any more" in lost.reason
 
 
 def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(desk_line, clip, wait_until_so):
@@ -161,6 +159,27 @@ def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(
         (board,) = service.desk.boards("B1")
         assert dict(board.missing) == {"c1": 1}
     assert [row.result.board_type for row in desk_line.results.query()] == [None, "main"]
+
+
+def test_what_no_layout_cuts_is_refused_and_the_layout_of_a_camera_that_runs_stays(desk_line, clip, wait_until_so):
+    """AC14: no trigger is accepted of which nothing could come."""
+    camera(desk_line, clip(), mode="triggered")
+    desk_line.document["boards"]["other"] = {"components": {"c0": 1}}
+    desk_line.document["intake"]["cameras"][0]["board_type"] = "main"
+    with desk_line.served() as service:
+        wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
+        with pytest.raises(OrderRefused, match="'other' has no layout"):
+            service.desk.trigger("top", board_type="other")
+        del desk_line.document["boards"]["main"]
+        cameras = desk_line.document.pop("intake")
+        assert desk_line.config.boards.keys() == {"other"}
+        done = service.desk.reload()
+        assert not done.is_applied
+        assert "the layout of board type 'main' cuts the frames of camera top" in done.problems[0]
+        service.desk.trigger("top", board="B1")
+        wait_until_so(lambda: service.judged == 2)
+    desk_line.document["intake"] = cameras
+    assert [row.board.verdict for row in desk_line.results.boards()] == [OK]
 
 
 def test_what_is_no_camera_or_board_type_is_refused(desk_line, clip):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from agent.api.calls.desk import BoardView, Order, Part
+from agent.records.journal import JournalReader
 from agent.records.result_writer import ResultStore
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -102,9 +103,12 @@ def test_one_key_is_judged_once_whoever_sends_it_how_often(desk_line, caller, pn
         assert service.judged == 1
 
 
-def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(desk_line, caller, png, wait_until_so):
-    desk_line.fake(0, B_s=0.5)
+def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(
+    desk_line, caller, png, wait_until_so, batches
+):
+    desk_line.document["executors"] = {"cpu": 1}
     with desk_line.served() as service:
+        batches.clear()
         running, queued = caller(), caller()
         service.desk.order(Order(png(), component="c0", key="runs", is_kept=False), running)
         wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
@@ -114,12 +118,27 @@ def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(desk_
             )
             ticket.cancel()
             ticket.cancel()
+        wait_until_so(lambda: not service.statistics().store.pending and not desk_line.unfinished)
+        assert service.desk.status().requests_in_flight == 1
+        batches.set()
         running.wait()
-        wait_until_so(lambda: service.desk.status().requests_in_flight == 0 and not desk_line.unfinished)
         assert queued.answers == 0
         assert service.judged == 0
         (part,) = asked(service, caller, Order(png(), component="c0", key="queued 1", board="B1", ref="R1"))[0]
         assert (part.verdict, part.seq) == (OK, 1)
+
+
+def test_what_is_cancelled_before_it_is_durable_never_runs_though_nothing_else_does(
+    desk_line, caller, png, wait_until_so
+):
+    """AC17."""
+    with desk_line.served() as service:
+        with full_disk(desk_line):
+            for number in range(20):
+                order = Order(png(), component="c0", key=str(number), board="B1", ref="R1")
+                service.desk.order(order, caller()).cancel()
+        wait_until_so(lambda: not service.statistics().store.pending and not desk_line.unfinished)
+        assert service.judged == 0
 
 
 def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(desk_line, caller, png, wait_until_so):
@@ -132,6 +151,33 @@ def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(de
         wait_until_so(lambda: service.judged == 1)
         assert someone.answers == 0
         assert [row.result.verdict for row in desk_line.results.query()] == [OK]
+
+
+def test_who_waits_for_a_key_while_it_is_withdrawn_may_cancel_it_too(desk_line, caller, png, wait_until_so, batches):
+    """The second one is journaled behind the first one's cancelling, and taken up anew under its own name."""
+    desk_line.document["executors"] = {"cpu": 1}
+    order = Order(png(), component="c0", key="shared")
+    with desk_line.served() as service:
+        batches.clear()
+        running, first, second = caller(), caller(), caller()
+        service.desk.order(Order(png(), component="c0", is_kept=False), running)
+        wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
+        ticket = service.desk.order(order, first)
+        wait_until_so(lambda: service.statistics().requests_in_flight == 2)
+        with full_disk(desk_line):
+            before = service.desk.order(Order(png(), component="c0"), caller())  # the others wait behind it
+            other = service.desk.order(order, second)
+            ticket.cancel()
+            wait_until_so(lambda: service.statistics().store.pending == 3)
+        assert second.was_accepted.wait(60)
+        wait_until_so(lambda: service.statistics().requests_in_flight == 3 and not service.statistics().store.pending)
+        other.cancel()
+        before.cancel()
+        wait_until_so(lambda: service.statistics().requests_in_flight == 1)
+        batches.set()
+        running.wait()
+        wait_until_so(lambda: not desk_line.unfinished)
+        assert (first.answers, second.answers, service.judged) == (0, 0, 0)
 
 
 def test_a_key_that_two_wait_for_is_judged_until_both_have_cancelled(desk_line, caller, png, wait_until_so):
@@ -249,6 +295,29 @@ def test_the_excess_is_refused_while_the_engine_and_the_disk_stand_still(desk_li
         assert [someone.wait()[0].verdict for someone in (stuck, *waiting)] == [OK] * 4
 
 
+def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(desk_line, caller, png, wait_until_so):
+    """AC11, AC18: what waits for the disk is in memory, whether anybody waits for it or not."""
+    desk_line.document["api"] = {"limits": {"requests": 5, "memory": "1MiB"}}
+    order = Order(png(), component="c0")
+    with desk_line.served() as service:
+        with full_disk(desk_line):
+            for _ in range(5):
+                service.desk.order(order, caller()).cancel()
+            with pytest.raises(OrderRefused, match="5 images") as refused:
+                service.desk.order(order, caller())
+            assert refused.value.reason is Refusing.QUEUE_FULL
+        wait_until_so(lambda: service.statistics().store.pending == 0 and not desk_line.unfinished)
+        assert asked(service, caller, *[order] * 5)  # everything was given back
+
+
+def test_an_order_that_no_row_can_hold_is_refused_and_gives_back_what_it_was_admitted_with(desk_line, caller, png):
+    desk_line.document["api"] = {"limits": {"requests": 1, "memory": "1MiB"}}
+    with desk_line.served() as service:
+        with pytest.raises(UnicodeEncodeError):
+            service.desk.order(Order(png(), component="c0", board="\udcff", ref="R1"), caller())
+        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+
+
 KILLED = """
 import sys, os, signal, threading
 from pathlib import Path
@@ -298,18 +367,41 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(de
     }
 
 
-def test_who_sends_a_key_that_an_earlier_run_accepted_waits_for_its_verdict(desk_line, caller, png):
-    with desk_line.served() as service:
-        with full_disk(desk_line):
-            pass
-        asked(service, caller, Order(png(), component="c0", key="done"))
-    with closing(sqlite3.connect(desk_line.folder / "state" / "results.db")) as database:
-        database.execute("INSERT INTO accepted_images VALUES (1, ?)", (png(),))
+def leave_unjudged(line, image):
+    """As an earlier run that accepted this one, and was killed."""
+    with closing(sqlite3.connect(line.folder / "state" / "results.db")) as database:
+        database.execute("INSERT INTO accepted_images VALUES (1, ?)", (image,))
         database.execute(
             "INSERT INTO accepted (key, source, component, name, accepted_at, image)"
             " VALUES ('api/left', 'api', 'c1', 'left', '2026-05-01T00:00:00.000000+00:00', 1)"
         )
         database.commit()
+
+
+def test_what_an_earlier_run_accepted_is_judged_though_the_disk_refuses_to_read_it_for_a_while(
+    desk_line, caller, png, monkeypatch
+):
+    with desk_line.served():
+        pass
+    leave_unjudged(desk_line, png())
+    content, failures = JournalReader.content, []
+
+    def fail_twice(reader, image):
+        if len(failures) < 2:
+            failures.append(image)
+            raise sqlite3.OperationalError("disk I/O error")
+        return content(reader, image)
+
+    monkeypatch.setattr(JournalReader, "content", fail_twice)
+    with desk_line.served() as service:
+        ((left,),) = asked(service, caller, Order(png(), component="c1", key="left"))
+        assert (left.verdict, len(failures)) == (OK, 2)
+
+
+def test_who_sends_a_key_that_an_earlier_run_accepted_waits_for_its_verdict(desk_line, caller, png):
+    with desk_line.served() as service:
+        asked(service, caller, Order(png(), component="c0", key="done"))
+    leave_unjudged(desk_line, png())
     with desk_line.served() as service:
         (left,), (done,) = asked(
             service, caller, Order(png(), component="c1", key="left"), Order(png(), component="c0", key="done")
@@ -344,6 +436,19 @@ def test_the_status_says_what_the_agent_does(desk_line, caller, png):
         assert [queue.processor for queue in status.queues] == ["cpu"] * len(status.queues)
         assert status.pools[0].capacity_bytes > status.pools[0].used_bytes > 0
         assert (status.standing, status.alarms) == ({}, ())
+
+
+def test_a_gpu_that_ought_to_serve_and_does_not_is_an_alarm(desk_line, monkeypatch):
+    """AC34, for `device: auto`."""
+    monkeypatch.setattr("agent.service.line_service.has_nvidia_gpu", lambda: True)
+    desk_line.document["device"] = "cpu"
+    with desk_line.served() as service:
+        assert service.desk.status().alarms == ()
+    desk_line.document["device"] = "auto"
+    with desk_line.served() as service:
+        alarms = service.desk.status().alarms
+        assert len(alarms) == (1 if service.agent.box.name == "cpu" else 0)
+        assert all("torch does not see this box's NVIDIA GPU" in alarm for alarm in alarms)
 
 
 def test_an_expert_that_cannot_be_served_makes_its_models_not_ready_and_says_why(desk_line, caller, png):
@@ -419,15 +524,36 @@ def test_a_known_verdict_that_cannot_be_read_for_a_moment_is_told_after_it(desk_
         assert (part.seq, len(failures)) == (1, 2)
 
 
+def move_away(line):
+    """The results file, as somebody does who wants a fresh one."""
+    for suffix in ("", "-wal", "-shm"):
+        file = line.folder / "state" / f"results.db{suffix}"
+        if file.exists():
+            file.rename(file.with_name(f"away.db{suffix}"))
+
+
+def test_a_known_verdict_that_goes_with_its_file_before_it_is_told_is_judged_again(desk_line, caller, png, monkeypatch):
+    find, gone = ResultStore.find, []
+
+    def go_first(store, key):
+        if not gone:
+            gone.append(key)
+            move_away(desk_line)
+        return find(store, key)
+
+    with desk_line.served() as service:
+        asked(service, caller, Order(png(), component="c0", key="known"))
+        monkeypatch.setattr(ResultStore, "find", go_first)
+        assert asked(service, caller, Order(png(), component="c0", key="known"))[0][0].verdict is OK
+    assert [row.result.key for row in desk_line.results.query()] == ["api/known"]
+
+
 def test_a_results_file_that_is_moved_away_loses_nobody_who_waits(desk_line, caller, png):
     desk_line.fake(0, B_s=0.3)
     with desk_line.served() as service:
         first, second = caller(), caller()
         service.desk.order(Order(png(), component="c0", key="twice"), first)
         assert first.was_accepted.wait(60)
-        for suffix in ("", "-wal", "-shm"):
-            file = desk_line.folder / "state" / f"results.db{suffix}"
-            if file.exists():
-                file.rename(file.with_name(f"away.db{suffix}"))
+        move_away(desk_line)
         service.desk.order(Order(png(), component="c0", key="twice"), second)
         assert [each.wait()[0].verdict for each in (first, second)] == [OK, OK]

@@ -16,9 +16,10 @@ class Room:
         self.ever: list[str] = []
         self.gate: Gate[str] = Gate(self._let_in)
 
-    def _let_in(self, item: str) -> None:
+    def _let_in(self, item: str) -> bool:
         self.inside.append(item)
         self.ever.append(item)
+        return True
 
     def enter(self, *items: str) -> None:
         """Suspects are those with a question mark."""
@@ -54,14 +55,32 @@ def test_a_suspect_waits_until_all_have_left_and_is_alone_then() -> None:
 def test_one_that_leaves_while_it_goes_in_lets_the_next_one_in() -> None:
     inside: list[str] = []
 
-    def let_in(item: str) -> None:
+    def let_in(item: str) -> bool:
         inside.append(item)
         gate.leave()
+        return True
 
     gate: Gate[str] = Gate(let_in)
     for item in ("s?", "a", "t?"):
         gate.enter(item, is_suspect=item.endswith("?"))
     assert (inside, gate.waiting) == (["s?", "a", "t?"], 0)
+
+
+def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_in() -> None:
+    """Ten thousand callers whose deadlines passed while the suspect was judged; the last one still waits."""
+    ever: list[str] = []
+
+    def let_in(item: str) -> bool:
+        ever.append(item)
+        return not item.startswith("cancelled")
+
+    gate: Gate[str] = Gate(let_in)
+    cancelled = [f"cancelled {number}" for number in range(10_000)]
+    for item in ("s?", *cancelled, "last"):
+        gate.enter(item, is_suspect=item.endswith("?"))
+    assert ever == ["s?"]
+    gate.leave()
+    assert (ever, gate.waiting) == (["s?", *cancelled, "last"], 0)
 
 
 @given(st.lists(st.sampled_from(["enter", "suspect", "leave"]), max_size=60))
