@@ -208,14 +208,20 @@ class Placement:
         return self._setbacks[pool, copy].retry_s
 
     def is_barred(self, pool: str, copy: str, now: float) -> bool:
-        """Has it failed so often there that it is not to be asked there while it pauses?"""
+        """Has it failed so often, there or on its way there, that it is not to be asked there while it pauses?"""
         if not self._setbacks:
             return False
-        setback = self._setbacks.get((pool, copy))
-        if setback is None:
-            cache = self.pools[pool].spec.cache
-            setback = None if cache is None else self._setbacks.get((cache, copy))
-        return setback is not None and setback.attempts >= self._limits.load_attempts and now < setback.retry_s
+        cache = self.pools[pool].spec.cache
+        is_on_its_way = cache is not None and self.pools[pool].entry(copy) is None
+        places = (pool, cache) if cache is not None and is_on_its_way else (pool,)
+        setbacks = (self._setbacks.get((place, copy)) for place in places)
+        attempts = self._limits.load_attempts
+        return any(each is not None and each.attempts >= attempts and now < each.retry_s for each in setbacks)
+
+    def ran(self, pool: str, copy: str) -> None:
+        """A batch on it went well there: no failure counts any more."""
+        if self._setbacks:
+            self._setbacks.pop((pool, copy), None)
 
     def shrink(self, pool: ModelPool, to_bytes: int, effects: list[Effect]) -> None:
         """Evict what may go, first to go first, until no more than so much lies there or nothing may go any more."""
