@@ -121,7 +121,7 @@ class Engine:
         self._matrix = matrix
         self._policy = policy
         self._limits = limits
-        self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s, self._is_barred)
+        self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s, self._barred)
         self._queues = {queue.spec.id: queue for queue in self._scheduler.queues}
         self._pools = {spec.name: ModelPool(spec) for spec in limits.pools}
         homes = pinned_homes(limits.pinned, [queue.spec for queue in self._scheduler.queues], matrix.experts)
@@ -747,8 +747,8 @@ class Engine:
             self._move(request, expert, reason, effects)
         return True
 
-    def _is_barred(self, spec: ExecutorSpec, profile: ExpertProfile, now: float) -> bool:
-        return self._placement.is_barred(spec.pool, profile.copy, now)
+    def _barred(self, expert: str, now: float) -> frozenset[int]:
+        return self._pressure.barred(expert, now)
 
     def _discard_if_gone(self, expert: str, effects: list[Effect]) -> None:
         """In quarantine, or of an earlier line and not waited for: it leaves memory."""

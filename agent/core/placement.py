@@ -207,10 +207,13 @@ class Placement:
         """When a copy that failed there may be tried there again."""
         return self._setbacks[pool, copy].retry_s
 
+    @property
+    def has_setbacks(self) -> bool:
+        """Has the load of any copy failed, and not gone well since?"""
+        return bool(self._setbacks)
+
     def is_barred(self, pool: str, copy: str, now: float) -> bool:
         """Has it failed so often, there or on its way there, that it is not to be asked there while it pauses?"""
-        if not self._setbacks:
-            return False
         cache = self.pools[pool].spec.cache
         is_on_its_way = cache is not None and self.pools[pool].entry(copy) is None
         places = (pool, cache) if cache is not None and is_on_its_way else (pool,)
@@ -220,8 +223,7 @@ class Placement:
 
     def ran(self, pool: str, copy: str) -> None:
         """A batch on it went well there: no failure counts any more."""
-        if self._setbacks:
-            self._setbacks.pop((pool, copy), None)
+        self._setbacks.pop((pool, copy), None)
 
     def shrink(self, pool: ModelPool, to_bytes: int, effects: list[Effect]) -> None:
         """Evict what may go, first to go first, until no more than so much lies there or nothing may go any more."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from agent.core.queue import ExecutorQueue
 
 NO_SHORTAGE = "it did not run short again"
+NOWHERE: frozenset[int] = frozenset()
 LARGER_EXPERTS = "the line has larger experts now"
 
 
@@ -123,9 +124,16 @@ class MemoryPressure:
             for spec, row in self._able(expert)
         )
 
+    def barred(self, expert: str, now: float) -> frozenset[int]:
+        """The executors that an expert is not to be asked on for now."""
+        if not self._placement.has_setbacks:
+            return NOWHERE
+        able = self._able(expert)
+        return frozenset(spec.id for spec, row in able if self._placement.is_barred(spec.pool, row.copy, now))
+
     def stranded(self, expert: str, now: float) -> list[int]:
         """The requests that wait for an expert where it is not to be asked."""
-        barred = {spec.id for spec, row in self._able(expert) if self._placement.is_barred(spec.pool, row.copy, now)}
+        barred = self.barred(expert, now)
         return [
             request
             for queue in self._queues
