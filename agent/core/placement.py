@@ -347,8 +347,8 @@ class Placement:
             if (
                 (entry.is_evictable or entry.copy in soon_free)
                 and entry.copy not in heads
-                and self._usage.get(entry.expert, 0.0) < usage_below
                 and entry.expert not in spared
+                and self._usage.get(entry.expert, 0.0) < usage_below
             ):
                 next_use_s = self._next_use_s(pool, entry, spared_until_s)
                 if next_use_s is None or next_use_s > spared_until_s:
