@@ -104,6 +104,7 @@ class EngineStatistics:
     on_probation: dict[str, str]
     queues: tuple[QueueStatistics, ...]
     pools: tuple[PoolStatistics, ...]
+    serves_earlier_lines: bool = False  # something was accepted under other routes than those of now, and is not done
 
 
 class Engine:
@@ -196,6 +197,7 @@ class Engine:
             on_probation=self._standings.on_probation,
             queues=tuple(self._queue_statistics(queue) for queue in self._scheduler.queues),
             pools=tuple(pool.statistics() for pool in self._pools.values()),
+            serves_earlier_lines=any(ticket.graph is not self._graph for ticket in self._tickets.values()),
         )
 
     def check_invariants(self) -> None:
@@ -700,6 +702,8 @@ class Engine:
         if self._is_draining:
             return
         for expert, copy in self._standings.due_loads(since_s, self._now):
+            if expert in self._retired:
+                continue  # whoever needs it still asks for it
             if expert in self._homes:
                 self._place_pinned(expert)
             else:

@@ -36,6 +36,7 @@ class Line:
         self.loads: dict[str, int] = {}  # under way, by copy
         self.batches: dict[str, StartBatch] = {}  # under way, by expert
         self.outcomes = {}
+        self.now = 0.0
 
     def setup(self, routes, retired):
         experts = sorted({expert for steps in routes.values() for expert in steps} | set(retired))
@@ -46,7 +47,7 @@ class Line:
         return graph, PerformanceMatrix({"cpu": column}, dict.fromkeys(experts, 0.1))
 
     def handle(self, event):
-        for effect in self.engine.handle(event, 0.0):
+        for effect in self.engine.handle(event, self.now):
             if isinstance(effect, StartLoad):
                 self.loads[effect.copy] = effect.load
             elif isinstance(effect, StartBatch):
@@ -165,3 +166,45 @@ def test_while_it_stops_no_expert_of_another_line_is_brought(line):
     line.handle(events.Drain())
     line.change({"A": ["a"], "B": ["b"]}, pinned=["b"])
     assert not line.loads
+
+
+def test_it_is_told_while_something_is_under_way_that_came_under_earlier_routes(line):
+    line.ask(1, "A")
+    assert not line.engine.statistics().serves_earlier_lines
+    line.change(NEXT, retired=["a"])
+    assert line.engine.statistics().serves_earlier_lines
+    line.load("a")
+    line.run("a")
+    assert not line.engine.statistics().serves_earlier_lines
+
+
+def test_of_a_retired_expert_nothing_has_to_be_known_once_nobody_needs_it(line):
+    """Its loads may still fail, and its pauses end."""
+    line.handle(events.Wanted("a"))
+    graph, matrix = line.setup(NEXT, ["a"])
+    column = {name: row for name, row in matrix.experts["cpu"].items() if name != "a"}
+    line.handle(events.LineChanged(graph, PerformanceMatrix({"cpu": column}), frozenset(), frozenset({"a"})))
+    line.handle(events.LoadFailed(line.loads.pop("a"), "no drive", permanent=False))
+    line.now = line.engine.next_wakeup_s()
+    line.handle(events.Wanted("a"))
+    assert "a" not in line.loads
+    line.ask(1, "A")
+    line.load("a+2")
+    line.run("a+2")
+    assert line.outcomes[1].verdict is Verdict.OK
+
+
+def test_a_retired_expert_on_probation_is_tried_no_more(line):
+    line.ask(1, "A")
+    for _ in range(3):
+        line.handle(events.LoadFailed(line.loads.pop("a"), "no drive", permanent=False))
+        line.now = line.engine.next_wakeup_s()
+        if line.engine.statistics().on_probation:
+            break
+        line.handle(events.Tick())
+    graph, matrix = line.setup(NEXT, ["a"])
+    column = {name: row for name, row in matrix.experts["cpu"].items() if name != "a"}
+    line.handle(events.LineChanged(graph, PerformanceMatrix({"cpu": column}), frozenset(), frozenset({"a"})))
+    line.handle(events.Tick())
+    assert "a" in line.engine.statistics().on_probation
+    assert "a" not in line.loads
