@@ -29,9 +29,9 @@ PASS = Prediction("ok", 1.0)
 class Line:
     """One CPU executor; route X runs on the experts that ``routes`` gives it. Every answer is given by hand."""
 
-    def __init__(self, routes, retired=(), pinned=(), capacity=4):
+    def __init__(self, routes, retired=(), pinned=(), capacity=4, **limits):
         setup = self.setup(routes, retired)
-        limits = Limits((PoolSpec("host", capacity, 8),), pinned=frozenset(pinned))
+        limits = Limits((PoolSpec("host", capacity, 8),), pinned=frozenset(pinned), **limits)
         self.engine = Engine(*setup, [ExecutorSpec(0, "cpu", "host")], PRESETS["paper"], limits)
         self.loads: dict[str, int] = {}  # under way, by copy
         self.batches: dict[str, StartBatch] = {}  # under way, by expert
@@ -208,3 +208,16 @@ def test_a_retired_expert_on_probation_is_tried_no_more(line):
     line.handle(events.Tick())
     assert "a" in line.engine.statistics().on_probation
     assert "a" not in line.loads
+
+
+def test_what_waits_to_be_placed_is_placed_though_the_line_changes_unless_it_has_gone():
+    """A load at a time: of a, b and c the first is on its way when the others wait."""
+    line = Line({"A": ["a"], "B": ["b"], "C": ["c"]}, loads_in_flight=1)
+    line.handle(events.Started())
+    line.change({"A": ["a"], "C": ["c"], "D": ["d"]}, retired=["b"])
+    order = []
+    while line.loads:
+        (expert,) = line.loads
+        order.append(expert)
+        line.load(expert)
+    assert order == ["a", "c", "d"]
