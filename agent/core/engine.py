@@ -132,6 +132,7 @@ class Engine:
         self._splitter = BatchSplitter()
         self._tickets: dict[int, Ticket] = {}
         self._batches: dict[int, Batch] = {}
+        self._profiles: dict[int, ExpertProfile] = {}  # batch -> what it runs by
         self._running: dict[int, int] = {}  # executor -> batch
         self._initial: deque[Wish] = deque()
         self._homes = homes
@@ -303,9 +304,8 @@ class Engine:
         if len(event.results) != len(batch.requests):
             reason = f"{len(event.results)} results for {len(batch.requests)} images"
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
-        self._end_batch(batch)
-        performance = self._matrix.experts[self._queues[batch.executor].spec.processor][batch.expert].performance
-        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), performance.max_batch)
+        profile = self._end_batch(batch)
+        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), profile.performance.max_batch)
         self._placement.ran(self._queues[batch.executor].spec.pool, batch.copy)
         was_asked = any(not isinstance(result, Rejected) for result in event.results)
         if was_asked and self._standings.batch_ran(batch.expert):
@@ -319,12 +319,12 @@ class Engine:
         batch = self._batches.get(event.batch)
         if batch is None:
             return self._unexpected()
-        self._end_batch(batch)
+        profile = self._end_batch(batch)
         if event.out_of_memory:
             self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
         probation = self._probation_for(batch, event)
         retried = [request for request in batch.requests if self._may_retry(request, batch, event, effects)]
-        self._give_back(batch, retried, effects)
+        self._give_back(batch, profile, retried, effects)
         if (
             event.out_of_memory and len(batch.requests) == 1
         ):  # it cannot be made smaller: what lies there has to be less
@@ -527,11 +527,13 @@ class Engine:
         queue.running_until_s = self._now + performance.latency_s(size)
         queue.is_overtaken = not is_head
         self._batches[batch.id] = batch
+        self._profiles[batch.id] = group.profile
         self._running[spec.id] = batch.id
         effects.append(StartBatch(batch))
         self._speculate(queue.spec, batch.expert)
 
-    def _end_batch(self, batch: Batch) -> None:
+    def _end_batch(self, batch: Batch) -> ExpertProfile:
+        """What it ran by: the line may have changed meanwhile."""
         queue = self._queues[batch.executor]
         pool = self._pools[queue.spec.pool]
         pool.end_use(batch.copy)
@@ -539,6 +541,7 @@ class Engine:
         queue.running_until_s = None
         del self._batches[batch.id]
         del self._running[batch.executor]
+        return self._profiles.pop(batch.id)
 
     def _may_retry(self, request: int, batch: Batch, event: events.BatchFailed, effects: list[Effect]) -> bool:
         """Ends a request whose batch failed once too often; True for one that gets another try, alone."""
@@ -553,7 +556,7 @@ class Engine:
             return self._fail(request, f"{batch.expert}: {event.reason}", effects)
         return True
 
-    def _give_back(self, batch: Batch, requests: Sequence[int], effects: list[Effect]) -> None:
+    def _give_back(self, batch: Batch, profile: ExpertProfile, requests: Sequence[int], effects: list[Effect]) -> None:
         """Queue requests of a failed batch again, unless their expert is not asked any more."""
         reason = self._standings.reason(batch.expert)
         if reason is not None:
@@ -564,7 +567,6 @@ class Engine:
         if not requests:
             return
         queue = self._queues[batch.executor]
-        profile = self._matrix.experts[queue.spec.processor][batch.expert]
         queued_s = {request: self._tickets[request].queued_s for request in requests}
         group = queue.give_back(batch.expert, profile, queued_s, self._now)
         for request in queued_s:

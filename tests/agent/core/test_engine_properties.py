@@ -112,13 +112,20 @@ def setups(draw, policies=tuple(PRESETS)):
     )
 
 
-def next_line(setup: Setup, draw, generation: int) -> Setup:
-    """Another line for the same box: experts stay, are replaced by others, or go; their components stay or go."""
+def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
+    """Another line for the same box: experts stay, are replaced by others, or go; their components stay or go.
+
+    ``is_behind``: something still needs experts of an earlier one; if not, nothing is said of those any more.
+    """
     fates = {expert: draw(st.sampled_from(("stays", "stays", "replaced", "goes"))) for expert in setup.served}
     if all(fate == "goes" for fate in fates.values()):
         fates[setup.served[0]] = "replaced"
     names = {e: e if fate == "stays" else f"{e}+{generation}" for e, fate in fates.items() if fate != "goes"}
-    profiles = {processor: dict(column) for processor, column in setup.profile.experts.items()}
+    known = setup.graph.experts if is_behind else set(setup.served)
+    profiles = {
+        processor: {name: row for name, row in column.items() if name in known}
+        for processor, column in setup.profile.experts.items()
+    }
     for old, new in names.items():
         footprint, performance = successor(setup, draw)
         for column in profiles.values():
@@ -314,7 +321,8 @@ class Shell:
 
     def change_line(self) -> None:
         self.generation += 1
-        self.setup = next_line(self.setup, self.draw, self.generation)
+        is_behind = self.engine.statistics().serves_earlier_lines
+        self.setup = next_line(self.setup, self.draw, self.generation, is_behind=is_behind)
         self.before_change = set(self.batches)
         setup = self.setup
         self.handle(events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, setup.retired))

@@ -221,3 +221,20 @@ def test_what_waits_to_be_placed_is_placed_though_the_line_changes_unless_it_has
         order.append(expert)
         line.load(expert)
     assert order == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda batch: events.Finished(batch, (PASS,)), lambda batch: events.BatchFailed(batch, "broke")]
+)
+def test_what_was_asked_of_a_retired_expert_at_the_last_moment_ends_whatever_is_known_of_it(line, answer):
+    graph, matrix = line.setup(NEXT, ["a"])
+    line.change(NEXT, retired=["a"])
+    for number in range(2):
+        line.handle(events.Arrived(number, expert="a"))
+    line.load("a")
+    column = {name: row for name, row in matrix.experts["cpu"].items() if name != "a"}
+    line.handle(events.LineChanged(graph, PerformanceMatrix({"cpu": column}), frozenset(), frozenset({"a"})))
+    while "a" in line.batches:
+        line.handle(answer(line.batches.pop("a").batch.id))
+    assert line.outcomes.keys() == {0, 1}
+    assert line.resident <= {"a+2"}
