@@ -47,6 +47,7 @@ class Box:
         self.engine = Engine(graph, matrix, executors, PRESETS["coserve"], Limits(tuple(pools)))
         self.no_room_for_loads: set[str] = set()  # pools, or copies
         self.no_room_for_batches: set[int] = set()  # executors
+        self.held: list | None = None  # a list: answers are not given, but kept here
         self.load_s = 0.0  # until one that fails has its answer
         self.log = []
         self.outcomes = {}
@@ -62,14 +63,25 @@ class Box:
                 failed = bool({effect.pool, effect.copy} & self.no_room_for_loads)
                 answer = events.LoadFailed(effect.load, "no memory", permanent=False, out_of_memory=True)
                 self.now += self.load_s
-                self.handle(answer if failed else events.Loaded(effect.load))
+                self.answer(answer if failed else events.Loaded(effect.load))
             elif isinstance(effect, StartBatch):
                 batch = effect.batch
                 if batch.executor in self.no_room_for_batches:
-                    self.handle(events.BatchFailed(batch.id, "no memory", out_of_memory=True))
+                    self.answer(events.BatchFailed(batch.id, "no memory", out_of_memory=True))
                 else:
-                    self.handle(events.Finished(batch.id, (PASS,) * len(batch.requests)))
+                    self.answer(events.Finished(batch.id, (PASS,) * len(batch.requests)))
             self.engine.check_invariants()
+
+    def answer(self, event):
+        if self.held is None:
+            self.handle(event)
+        else:
+            self.held.append(event)
+
+    def release(self):
+        held, self.held = self.held, None
+        for event in held:
+            self.handle(event)
 
     def ask(self, component):
         self.count += 1
@@ -303,3 +315,54 @@ def test_a_memory_in_one_piece_keeps_its_budget():
     assert box.of(StartBatch)[-1].batch.executor == 1
     assert box.budget(DEVICE) == 3
     assert not box.of(Evict)
+
+
+def test_who_waits_behind_a_batch_that_fits_nowhere_there_waits_elsewhere():
+    box = Box()
+    box.no_room_for_batches = {0}
+    box.held = []
+    requests = [box.ask("A")]
+    box.release()
+    assert box.outcomes[1].verdict is Verdict.OK
+    box.wait(120.0)
+    box.held = []
+    requests = [box.ask("A") for _ in range(7)]  # four make a batch; the others wait
+    box.release()
+    fell = box.of(FellBack)[-1]
+    assert (fell.expert, fell.copy, fell.pool, fell.reason) == ("a", "a@fp16", DEVICE, "no memory")
+    assert fell.requests > 0
+    assert all(box.outcomes[request].verdict is Verdict.OK for request in requests)
+
+
+def test_a_batch_has_all_its_tries_on_each_executor_and_says_in_the_end_what_it_lacked():
+    box = Box()
+    box.no_room_for_batches = {0, 1}
+    request = box.ask("A")
+    assert [started.batch.executor for started in box.of(StartBatch)] == [0, 0, 0, 1, 1, 1]
+    outcome = box.outcomes[request]
+    assert (outcome.verdict, outcome.reason) == (Verdict.UNKNOWN, "a: no memory")
+
+
+def test_a_request_that_has_been_to_every_executor_says_in_the_end_what_it_lacked():
+    box = Box()
+    box.no_room_for_loads = {DEVICE, HOST}
+    box.load_s = 100.0  # each pause is over when the next load has failed
+    request = box.ask("A")
+    box.wait(3600.0)
+    assert box.outcomes[request].reason == "a: no memory"
+    assert len(box.of(FellBack)) == 2
+
+
+def test_a_budget_says_why_it_changes():
+    box = Box(device_bytes=6, with_cpu=False)
+    box.no_room_for_loads = {DEVICE}
+    box.ask("A")
+    box.no_room_for_loads = set()
+    box.wait(1.0)
+    large = ExpertProfile("e@fp16", Performance(0.001, 0.1, 4, 1), Footprint(2), {SSD: 0.1, HOST: 0.05})
+    graph = ExpertGraph("abcde", {})
+    matrix = PerformanceMatrix({"gpu": {**box.columns["gpu"], "e": large}})
+    box.handle(events.LineChanged(graph, matrix, frozenset(), frozenset()))
+    box.wait(601.0)
+    reasons = [change.reason for change in box.of(BudgetChanged)]
+    assert reasons == ["no memory", "the line has larger experts now", "it did not run short again"]
