@@ -29,10 +29,19 @@ PASS = Prediction("ok", 0.9)
 class Box:
     """A device and a CPU, each with memory of its own; answers are given at once, but for faults by (pool, kind)."""
 
-    def __init__(self, device_bytes=3, with_cpu=True, cache=None, is_one_piece=False, cpu_form="fp32", gpu_k_s=0.001):
+    def __init__(
+        self,
+        device_bytes=3,
+        with_cpu=True,
+        cache=None,
+        is_one_piece=False,
+        cpu_form="fp32",
+        gpu_k_s=0.001,
+        own_bytes=1,
+    ):
         def row(name, form, k_s):
             performance = Performance(k_s, 0.1, 4, 1)
-            return ExpertProfile(f"{name}@{form}", performance, Footprint(1), {SSD: 0.1, HOST: 0.05})
+            return ExpertProfile(f"{name}@{form}", performance, Footprint(own_bytes), {SSD: 0.1, HOST: 0.05})
 
         names = "abcd"
         columns = {"gpu": {name: row(name, "fp16", gpu_k_s) for name in names}}
@@ -366,3 +375,21 @@ def test_a_budget_says_why_it_changes():
     box.wait(601.0)
     reasons = [change.reason for change in box.of(BudgetChanged)]
     assert reasons == ["no memory", "the line has larger experts now", "it did not run short again"]
+
+
+def test_the_last_of_a_budget_that_is_no_more_than_an_expert_comes_back_at_once():
+    box = Box(device_bytes=10, own_bytes=3)
+    box.no_room_for_loads = {DEVICE}
+    box.ask("A")
+    box.no_room_for_loads = set()
+    box.wait(3600.0)
+    assert [change.after_bytes for change in box.of(BudgetChanged)] == [3, 7, 10]
+
+
+def test_what_the_batch_that_ran_short_needs_is_the_last_to_leave():
+    box = Box(device_bytes=2, with_cpu=False)
+    for component in "AB":
+        box.ask(component)
+    box.no_room_for_batches = {0}
+    box.ask("A")
+    assert [gone.expert for gone in box.of(Evict)] == ["b"]
