@@ -35,7 +35,8 @@ class StartBatch:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDecision:
-    """Why something left: for whom, how many bytes short, and whom it was weighed against, first to go first."""
+    """Why something left: for whom (nobody where the memory ran short), how many bytes short, and whom it was weighed
+    against, first to go first."""
 
     for_copy: str
     needed_bytes: int

@@ -392,4 +392,7 @@ def test_what_the_batch_that_ran_short_needs_is_the_last_to_leave():
         box.ask(component)
     box.no_room_for_batches = {0}
     box.ask("A")
-    assert [gone.expert for gone in box.of(Evict)] == ["b"]
+    (gone,) = box.of(Evict)
+    assert (gone.expert, gone.stage, gone.freed_bytes) == ("b", 2, 1)
+    assert (gone.decision.for_copy, gone.decision.needed_bytes) == ("", 1)
+    assert [candidate.expert for candidate in gone.decision.candidates] == ["b", "a"]
