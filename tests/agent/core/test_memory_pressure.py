@@ -183,6 +183,7 @@ def test_a_batch_without_memory_gets_smaller_then_less_lies_there_then_it_runs_e
     request = box.ask("A")
     assert box.outcomes[request].verdict is Verdict.OK
     assert box.of(BudgetChanged)[0].after_bytes < 3
+    assert box.of(BudgetChanged)[0].reason == "no memory"
     assert box.of(StartBatch)[-1].batch.executor == 1
     later = box.ask("A")  # while the device's copy pauses nobody is sent there
     assert box.outcomes[later].verdict is Verdict.OK
