@@ -38,6 +38,7 @@ class Box:
         cpu_form="fp32",
         gpu_k_s=0.001,
         own_bytes=1,
+        pinned=(),
     ):
         def row(name, form, k_s):
             performance = Performance(k_s, 0.1, 4, 1)
@@ -53,7 +54,9 @@ class Box:
         graph = ExpertGraph(names, {name.upper(): (RouteStep(name, frozenset({"ok"})),) for name in names})
         self.columns = columns
         matrix = PerformanceMatrix(columns, dict.fromkeys(names, 0.25))
-        self.engine = Engine(graph, matrix, executors, PRESETS["coserve"], Limits(tuple(pools)))
+        self.engine = Engine(
+            graph, matrix, executors, PRESETS["coserve"], Limits(tuple(pools), pinned=frozenset(pinned))
+        )
         self.no_room_for_loads: set[str] = set()  # pools, or copies
         self.no_room_for_batches: set[int] = set()  # executors
         self.held: list | None = None  # a list: answers are not given, but kept here
@@ -341,6 +344,7 @@ def test_who_waits_behind_a_batch_that_fits_nowhere_there_waits_elsewhere():
     fell = box.of(FellBack)[-1]
     assert (fell.expert, fell.copy, fell.pool, fell.reason) == ("a", "a@fp16", DEVICE, "no memory")
     assert fell.requests > 0
+    assert [each.retry_s for each in box.of(FellBack)] == [0.25, 0.5]
     assert all(box.outcomes[request].verdict is Verdict.OK for request in requests)
 
 
@@ -397,3 +401,14 @@ def test_what_the_batch_that_ran_short_needs_is_the_last_to_leave():
     assert (gone.expert, gone.stage, gone.freed_bytes) == ("b", 2, 1)
     assert (gone.decision.for_copy, gone.decision.needed_bytes) == ("", 1)
     assert [candidate.expert for candidate in gone.decision.candidates] == ["b", "a"]
+
+
+def test_a_pinned_expert_comes_to_its_home_once_there_is_room_again():
+    box = Box(pinned="a")
+    box.no_room_for_loads = {DEVICE}
+    box.handle(events.Started())
+    box.wait(5.0)
+    assert box.of(FellBack)
+    box.no_room_for_loads = set()
+    box.wait(60.0)
+    assert "a@fp16" in box.engine.statistics().pools[0].resident
