@@ -35,7 +35,8 @@ class StartBatch:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDecision:
-    """Why something left: for whom, how many bytes short, and whom it was weighed against, first to go first."""
+    """Why something left: for whom (nobody where the memory ran short), how many bytes short, and whom it was weighed
+    against, first to go first."""
 
     for_copy: str
     needed_bytes: int
@@ -110,8 +111,9 @@ class FellBack:
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetLowered:
-    """The box proved to have less memory than was planned with: what lies in this one keeps to so much from now on."""
+class BudgetChanged:
+    """What lies in a memory keeps to so much from now on: less, as the box proved to have less than was planned with,
+    or some of that again."""
 
     pool: str
     before_bytes: int
@@ -135,4 +137,4 @@ class Fail:
     outcome: Outcome
 
 
-Effect = StartLoad | StartBatch | Evict | Assigned | StandingChanged | FellBack | BudgetLowered | Complete | Fail
+Effect = StartLoad | StartBatch | Evict | Assigned | StandingChanged | FellBack | BudgetChanged | Complete | Fail

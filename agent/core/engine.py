@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core import events
-from agent.core.effects import BudgetLowered, Complete, Fail, FellBack, Standing, StandingChanged, StartBatch
+from agent.core.effects import Complete, Fail, FellBack, Standing, StandingChanged, StartBatch
 from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
-from agent.core.pool import ModelPool, PoolStatistics, least_bytes, misfits
+from agent.core.pool import ModelPool, PoolStatistics, misfits
 from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
+from agent.core.pressure import MemoryPressure
 from agent.core.request import CANCELLED, Batch, Outcome, Rejected, StepResult
 from agent.core.scheduler import Scheduler
 from agent.core.splitter import BatchSplitter
@@ -67,7 +68,8 @@ class Ticket:
     queue: ExecutorQueue | None = None
     group: Group | None = None
     queued_s: float = 0.0
-    attempts: int = 0
+    attempts: int = 0  # of its step, where it stands
+    moves: int = 0  # of its step, to other executors as it could not be run where it stood
     is_cancelled: bool = False
 
 
@@ -102,6 +104,7 @@ class EngineStatistics:
     on_probation: dict[str, str]
     queues: tuple[QueueStatistics, ...]
     pools: tuple[PoolStatistics, ...]
+    serves_earlier_lines: bool = False  # something was accepted under other routes than those of now, and is not done
 
 
 class Engine:
@@ -119,15 +122,17 @@ class Engine:
         self._matrix = matrix
         self._policy = policy
         self._limits = limits
-        self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s, self._is_barred)
+        self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s, self._barred)
         self._queues = {queue.spec.id: queue for queue in self._scheduler.queues}
         self._pools = {spec.name: ModelPool(spec) for spec in limits.pools}
         homes = pinned_homes(limits.pinned, [queue.spec for queue in self._scheduler.queues], matrix.experts)
         self._refuse_misfits(homes)
         self._placement = Placement(self._pools, self._scheduler.queues, graph, matrix, policy, limits, homes)
+        self._pressure = MemoryPressure(self._scheduler.queues, self._placement, limits, matrix, homes)
         self._splitter = BatchSplitter()
         self._tickets: dict[int, Ticket] = {}
         self._batches: dict[int, Batch] = {}
+        self._profiles: dict[int, ExpertProfile] = {}  # batch -> what it runs by
         self._running: dict[int, int] = {}  # executor -> batch
         self._initial: deque[Wish] = deque()
         self._homes = homes
@@ -163,13 +168,16 @@ class Engine:
         if self._placement.is_retry_due(before, self._now):
             self._try_again(before)
             may_move = True
+        if self._pressure.is_lasting and self._pressure.relieve(self._now, effects):
+            may_move = True
         if may_move:
             self._advance(effects)
         return effects
 
     def next_wakeup_s(self) -> float | None:
         """When a Tick is due if nothing else happens before; None when time alone changes nothing."""
-        return self._placement.next_retry_s(self._now)
+        moments = (self._placement.next_retry_s(self._now), self._pressure.next_relief_s())
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def statistics(self) -> EngineStatistics:
         """A frozen snapshot."""
@@ -190,6 +198,7 @@ class Engine:
             on_probation=self._standings.on_probation,
             queues=tuple(self._queue_statistics(queue) for queue in self._scheduler.queues),
             pools=tuple(pool.statistics() for pool in self._pools.values()),
+            serves_earlier_lines=any(ticket.graph is not self._graph for ticket in self._tickets.values()),
         )
 
     def check_invariants(self) -> None:
@@ -274,7 +283,8 @@ class Engine:
             self._put_in_quarantine(load.expert, event.reason, effects)
             return True
         if event.out_of_memory:
-            self._lower_budget(load.pool, self._pools[load.pool].used_bytes, event.reason, effects)
+            pool = self._pools[load.pool]
+            self._pressure.ran_short(pool, pool.used_bytes, event.reason, self._now, effects)
         if self._fall_back(load.expert, load.pool, load.copy, event.reason, effects):
             if load.expert in self._homes:
                 self._place_pinned(load.expert)
@@ -294,9 +304,9 @@ class Engine:
         if len(event.results) != len(batch.requests):
             reason = f"{len(event.results)} results for {len(batch.requests)} images"
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
-        self._end_batch(batch)
-        performance = self._matrix.experts[self._queues[batch.executor].spec.processor][batch.expert].performance
-        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), performance.max_batch)
+        profile = self._end_batch(batch)
+        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), profile.performance.max_batch)
+        self._placement.ran(self._queues[batch.executor].spec.pool, batch.copy)
         was_asked = any(not isinstance(result, Rejected) for result in event.results)
         if was_asked and self._standings.batch_ran(batch.expert):
             self._released(batch.expert, "a batch went well", effects)
@@ -309,16 +319,17 @@ class Engine:
         batch = self._batches.get(event.batch)
         if batch is None:
             return self._unexpected()
-        self._end_batch(batch)
+        profile = self._end_batch(batch)
         if event.out_of_memory:
             self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
-            if len(batch.requests) == 1:  # it cannot be made smaller: what lies there has to be less
-                pool = self._queues[batch.executor].spec.pool
-                wanted = self._pools[pool].used_bytes - batch.workspace_bytes
-                self._lower_budget(pool, wanted, event.reason, effects)
         probation = self._probation_for(batch, event)
         retried = [request for request in batch.requests if self._may_retry(request, batch, event, effects)]
-        self._give_back(batch, retried, effects)
+        self._give_back(batch, profile, retried, effects)
+        if (
+            event.out_of_memory and len(batch.requests) == 1
+        ):  # it cannot be made smaller: what lies there has to be less
+            pool = self._pools[self._queues[batch.executor].spec.pool]
+            self._pressure.ran_short(pool, pool.used_bytes - batch.workspace_bytes, event.reason, self._now, effects)
         if probation is not None:
             self._put_on_probation(batch.expert, probation, effects)
         if self._standings.fails_in_batches(batch.expert):
@@ -341,8 +352,10 @@ class Engine:
         if ticket.group is None:
             ticket.is_cancelled = True  # it runs: its batch's answer ends it
             return False
+        expert = ticket.group.expert
         self._leave_queue(event.request, ticket)
         self._fail(event.request, CANCELLED, effects)
+        self._discard_if_gone(expert, effects)
         return True
 
     def _quarantined(self, event: events.Quarantined, effects: list[Effect]) -> bool:
@@ -368,19 +381,23 @@ class Engine:
         return True
 
     def _line_changed(self, event: events.LineChanged, effects: list[Effect]) -> bool:
-        known = self._graph.experts
+        known, homes_before = self._graph.experts, self._homes
         self._graph, self._matrix, self._retired = event.graph, event.matrix, event.retired
         specs = [queue.spec for queue in self._scheduler.queues]
         self._homes = pinned_homes(event.pinned, specs, event.matrix.experts)
         self._owe_workspaces()
         self._scheduler.matrix = event.matrix
         self._placement.change_line(event.graph, event.matrix, self._homes)
+        self._pressure.change_line(event.matrix, self._homes, effects)
         for waiting in (self._initial, self._speculations):
             staying = [wish for wish in waiting if wish.expert not in event.retired]
             waiting.clear()
             waiting.extend(staying)
         if not self._is_draining:
-            self._initial.extend(wish for wish in self._first_wishes() if wish.expert not in known)
+            at_home = self._homes.keys() - homes_before.keys()
+            self._initial.extend(
+                wish for wish in self._first_wishes() if wish.expert not in known or wish.expert in at_home
+            )
         for expert in event.retired:
             self._discard_if_gone(expert, effects)
         return True
@@ -398,7 +415,7 @@ class Engine:
 
     def _enqueue(self, request: int, ticket: Ticket, expert: str, effects: list[Effect]) -> bool:
         """Queue a request's next step. True if its executor, or a load, may have to start for it."""
-        refusal = self._standings.refusal(expert, self._now)
+        refusal = self._standings.refusal(request, expert, self._now)
         if refusal is not None:
             return self._fail(request, refusal, effects)
         placed = self._scheduler.place(request, expert, self._now)
@@ -433,7 +450,7 @@ class Engine:
             self._fail(request, CANCELLED, effects)
         elif judgement.next_expert is not None:
             ticket.step += 1
-            ticket.attempts = 0
+            ticket.attempts = ticket.moves = 0
             self._enqueue(request, ticket, judgement.next_expert, effects)
         elif judgement.verdict is not None:
             outcome = Outcome(judgement.verdict, judgement.label, judgement.score, tuple(ticket.steps))
@@ -510,11 +527,13 @@ class Engine:
         queue.running_until_s = self._now + performance.latency_s(size)
         queue.is_overtaken = not is_head
         self._batches[batch.id] = batch
+        self._profiles[batch.id] = group.profile
         self._running[spec.id] = batch.id
         effects.append(StartBatch(batch))
         self._speculate(queue.spec, batch.expert)
 
-    def _end_batch(self, batch: Batch) -> None:
+    def _end_batch(self, batch: Batch) -> ExpertProfile:
+        """What it ran by: the line may have changed meanwhile."""
         queue = self._queues[batch.executor]
         pool = self._pools[queue.spec.pool]
         pool.end_use(batch.copy)
@@ -522,6 +541,7 @@ class Engine:
         queue.running_until_s = None
         del self._batches[batch.id]
         del self._running[batch.executor]
+        return self._profiles.pop(batch.id)
 
     def _may_retry(self, request: int, batch: Batch, event: events.BatchFailed, effects: list[Effect]) -> bool:
         """Ends a request whose batch failed once too often; True for one that gets another try, alone."""
@@ -536,7 +556,7 @@ class Engine:
             return self._fail(request, f"{batch.expert}: {event.reason}", effects)
         return True
 
-    def _give_back(self, batch: Batch, requests: Sequence[int], effects: list[Effect]) -> None:
+    def _give_back(self, batch: Batch, profile: ExpertProfile, requests: Sequence[int], effects: list[Effect]) -> None:
         """Queue requests of a failed batch again, unless their expert is not asked any more."""
         reason = self._standings.reason(batch.expert)
         if reason is not None:
@@ -547,7 +567,6 @@ class Engine:
         if not requests:
             return
         queue = self._queues[batch.executor]
-        profile = self._matrix.experts[queue.spec.processor][batch.expert]
         queued_s = {request: self._tickets[request].queued_s for request in requests}
         group = queue.give_back(batch.expert, profile, queued_s, self._now)
         for request in queued_s:
@@ -685,6 +704,8 @@ class Engine:
         if self._is_draining:
             return
         for expert, copy in self._standings.due_loads(since_s, self._now):
+            if expert in self._retired:
+                continue  # whoever needs it still asks for it
             if expert in self._homes:
                 self._place_pinned(expert)
             else:
@@ -701,62 +722,39 @@ class Engine:
     def _moves_elsewhere(self, request: int, batch: Batch, reason: str, effects: list[Effect]) -> bool:
         """A request that this executor's memory has no workspace for, however little lies there: others may have."""
         pool = self._queues[batch.executor].spec.pool
-        if not self._has_alternative(batch.expert, pool, batch.copy):
+        if not self._pressure.has_alternative(batch.expert, pool, batch.copy, self._now):
             return False
         self._placement.set_back(pool, batch.copy, self._limits.load_attempts, self._now)
         self._fall_back(batch.expert, pool, batch.copy, reason, effects)
+        self._move(request, batch.expert, reason, effects)
+        return True
+
+    def _move(self, request: int, expert: str, reason: str, effects: list[Effect]) -> None:
+        """To another executor; one that has been to as many as there are ends, else it might go round for ever."""
         ticket = self._tickets[request]
         ticket.attempts = 0
-        self._enqueue(request, ticket, batch.expert, effects)
-        return True
+        ticket.moves += 1
+        if ticket.moves < len(self._queues):
+            self._enqueue(request, ticket, expert, effects)
+        else:
+            self._fail(request, f"{expert}: {reason}", effects)
 
     def _fall_back(self, expert: str, pool: str, copy: str, reason: str, effects: list[Effect]) -> bool:
         """Where a copy fails too often, who waits for it there waits elsewhere; False where it may go on, or there is
         no other place."""
-        if not self._placement.is_barred(pool, copy, self._now) or not self._has_alternative(expert, pool, copy):
+        now, pressure = self._now, self._pressure
+        if not self._placement.is_barred(pool, copy, now) or not pressure.has_alternative(expert, pool, copy, now):
             return False
-        moving = [
-            request
-            for queue in self._scheduler.queues
-            if (row := self._matrix.experts[queue.spec.processor].get(expert)) is not None
-            and self._is_barred(queue.spec, row, self._now)
-            for group in queue.groups()
-            if group.expert == expert
-            for request in group.requests
-        ]
+        moving = pressure.stranded(expert, now)
         retry_s = self._placement.retry_s(pool, copy) - self._now
         effects.append(FellBack(expert, copy, pool, len(moving), reason, retry_s))
         for request in moving:
-            ticket = self._tickets[request]
-            self._leave_queue(request, ticket)
-            self._enqueue(request, ticket, expert, effects)
+            self._leave_queue(request, self._tickets[request])
+            self._move(request, expert, reason, effects)
         return True
 
-    def _has_alternative(self, expert: str, pool: str, copy: str) -> bool:
-        """Is there an executor that the expert can be had on, but for this copy in this memory?"""
-        for queue in self._scheduler.queues:
-            row = self._matrix.experts[queue.spec.processor].get(expert)
-            if row is None or self._is_barred(queue.spec, row, self._now):
-                continue
-            if row.copy != copy or pool not in (queue.spec.pool, self._pools[queue.spec.pool].spec.cache):
-                return True
-        return False
-
-    def _is_barred(self, spec: ExecutorSpec, profile: ExpertProfile, now: float) -> bool:
-        return self._placement.is_barred(spec.pool, profile.copy, now)
-
-    def _lower_budget(self, name: str, to_bytes: int, reason: str, effects: list[Effect]) -> None:
-        """The box has less memory than was planned with: less is to lie there, but each expert must still fit."""
-        pool = self._pools[name]
-        users = [queue.spec for queue in self._scheduler.queues if queue.spec.pool == name]
-        least = least_bytes(footprints_in(name, users, self._matrix.experts, self._homes))
-        before_bytes, target_bytes = pool.expert_bytes, max(to_bytes, least)
-        if target_bytes >= before_bytes:
-            return
-        self._placement.shrink(pool, target_bytes, effects)
-        pool.lower(target_bytes)
-        if pool.expert_bytes < before_bytes:
-            effects.append(BudgetLowered(name, before_bytes, pool.expert_bytes, reason))
+    def _barred(self, expert: str, now: float) -> frozenset[int]:
+        return self._pressure.barred(expert, now)
 
     def _discard_if_gone(self, expert: str, effects: list[Effect]) -> None:
         """In quarantine, or of an earlier line and not waited for: it leaves memory."""

@@ -96,8 +96,9 @@ class Unwanted:
 class LineChanged:
     """Other experts and routes from now on, on the same executors and memories.
 
-    ``graph`` and ``matrix`` still name the experts that ``retired`` names: what was accepted under an earlier line is
-    finished by them, and then they are not asked any more. Whoever sends this has found that each expert fits.
+    ``graph`` still names the experts that ``retired`` names, and ``matrix`` those of them that something accepted under
+    an earlier line may need: it is finished by them, and then they are not asked any more. Whoever sends this has found
+    that each expert fits.
     """
 
     graph: ExpertGraph

@@ -86,12 +86,14 @@ class PoolSpec:
     """One memory. Weights and the workspace of running batches have their own shares of it.
 
     ``cache`` names the memory in front of it, whose copies are nearer than the SSD's (split memory).
+    ``is_one_piece``: taken from the box as a whole at the start, so that what leaves it makes no room outside of it.
     """
 
     name: str
     expert_bytes: int
     workspace_bytes: int
     cache: str | None = None
+    is_one_piece: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +111,6 @@ class Limits:
     expert_failures: int = 3  # batches of one that fail in a row: probation
     probation_s: float = 1.0  # after failed batches; doubles with each failed trial, up to longest_pause_s
     longest_pause_s: float = 60.0
+    budget_pause_s: float = 600.0  # without shortage, before a lowered budget gets some back; doubles each time
+    longest_budget_pause_s: float = 86_400.0
     pinned: frozenset[str] = frozenset()

@@ -207,15 +207,23 @@ class Placement:
         """When a copy that failed there may be tried there again."""
         return self._setbacks[pool, copy].retry_s
 
+    @property
+    def has_setbacks(self) -> bool:
+        """Has the load of any copy failed, and not gone well since?"""
+        return bool(self._setbacks)
+
     def is_barred(self, pool: str, copy: str, now: float) -> bool:
-        """Has it failed so often there that it is not to be asked there while it pauses?"""
-        if not self._setbacks:
-            return False
-        setback = self._setbacks.get((pool, copy))
-        if setback is None:
-            cache = self.pools[pool].spec.cache
-            setback = None if cache is None else self._setbacks.get((cache, copy))
-        return setback is not None and setback.attempts >= self._limits.load_attempts and now < setback.retry_s
+        """Has it failed so often, there or on its way there, that it is not to be asked there while it pauses?"""
+        cache = self.pools[pool].spec.cache
+        is_on_its_way = cache is not None and self.pools[pool].entry(copy) is None
+        places = (pool, cache) if cache is not None and is_on_its_way else (pool,)
+        setbacks = (self._setbacks.get((place, copy)) for place in places)
+        attempts = self._limits.load_attempts
+        return any(each is not None and each.attempts >= attempts and now < each.retry_s for each in setbacks)
+
+    def ran(self, pool: str, copy: str) -> None:
+        """A batch on it went well there: no failure counts any more."""
+        self._setbacks.pop((pool, copy), None)
 
     def shrink(self, pool: ModelPool, to_bytes: int, effects: list[Effect]) -> None:
         """Evict what may go, first to go first, until no more than so much lies there or nothing may go any more."""
@@ -339,8 +347,8 @@ class Placement:
             if (
                 (entry.is_evictable or entry.copy in soon_free)
                 and entry.copy not in heads
-                and self._usage.get(entry.expert, 0.0) < usage_below
                 and entry.expert not in spared
+                and self._usage.get(entry.expert, 0.0) < usage_below
             ):
                 next_use_s = self._next_use_s(pool, entry, spared_until_s)
                 if next_use_s is None or next_use_s > spared_until_s:

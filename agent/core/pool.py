@@ -82,17 +82,20 @@ class ModelPool:
     _parts: dict[str, Part] = field(default_factory=dict)
     _workspaces: dict[int, int] = field(default_factory=dict)
     _order: int = 0
-    _lowered_bytes: int = 0  # of what the spec says: the box has less
+    missing_bytes: int = 0  # of what the spec says: the box has less
 
     @property
     def expert_bytes(self) -> int:
         """What may lie here: as planned, or less since the box proved to have less."""
-        return self.spec.expert_bytes - self._lowered_bytes
+        return self.spec.expert_bytes - self.missing_bytes
 
-    def lower(self, expert_bytes: int) -> None:
-        """Keep to so much from now on; never more than before, nor less than what lies here."""
-        kept = max(expert_bytes, self.used_bytes)
-        self._lowered_bytes = max(self.spec.expert_bytes - kept, self._lowered_bytes)
+    def set_budget(self, expert_bytes: int) -> None:
+        """Keep to so much from now on. Raises MemoryExceeded for more than was planned, or less than what lies here."""
+        if expert_bytes > self.spec.expert_bytes:
+            raise MemoryExceeded(self.name, expert_bytes, self.spec.expert_bytes)
+        if expert_bytes < self.used_bytes:
+            raise MemoryExceeded(self.name, self.used_bytes, expert_bytes)
+        self.missing_bytes = self.spec.expert_bytes - expert_bytes
 
     @property
     def name(self) -> str:

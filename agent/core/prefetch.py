@@ -43,17 +43,12 @@ def overdue(queues: Sequence[ExecutorQueue], until_s: float) -> list[Wish]:
 
 def upcoming(queues: Sequence[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
     """What is not there yet of the groups behind the heads, ``depth`` of each queue: by place, then by executor."""
-    fronts = [(queue.spec, pools[queue.spec.pool], queue.head.next) for queue in queues if queue.head is not None]
+    fronts = [(queue.spec, pools[queue.spec.pool], queue.head) for queue in queues if queue.head is not None]
     for _ in range(depth):
-        following = []
+        fronts = [(spec, pool, group.next) for spec, pool, group in fronts if group.next is not None]
         for spec, pool, group in fronts:
-            if group is not None:
-                if pool.entry(group.profile.copy) is None:
-                    yield _wish(spec, group)
-                following.append((spec, pool, group.next))
-        if not following:
-            return
-        fronts = following
+            if pool.entry(group.profile.copy) is None:
+                yield _wish(spec, group)
 
 
 def _wish(spec: ExecutorSpec, group: Group) -> Wish:

@@ -14,7 +14,7 @@ from agent.core.policy import Assigning
 from agent.core.queue import ExecutorQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.policy import Policy
@@ -34,7 +34,7 @@ class _Option(NamedTuple):
 class Scheduler:
     """The queues of all executors. ``switch_s(executor, profile)``: seconds until the copy could run there.
 
-    ``is_barred(executor, profile, now)``: whether it cannot be had there for now; others are taken, if there are any.
+    ``barred(expert, now)``: the executors that it cannot be had on for now; others are taken, if there are any.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Scheduler:
         policy: Policy,
         max_overtake_s: float,
         switch_s: Callable[[ExecutorSpec, ExpertProfile], float],
-        is_barred: Callable[[ExecutorSpec, ExpertProfile, float], bool] = lambda *_: False,
+        barred: Callable[[str, float], Collection[int]] = lambda *_: (),
     ) -> None:
         used = executors[:1] if policy.assigning is Assigning.FIRST else executors
         self.queues = tuple(ExecutorQueue(spec) for spec in used)
@@ -52,7 +52,7 @@ class Scheduler:
         self._policy = policy
         self._max_overtake_s = max_overtake_s
         self._switch_s = switch_s
-        self._is_barred = is_barred
+        self._barred = barred
         self._turn = 0
 
     def place(self, request: int, expert: str, now: float) -> tuple[Group, Assigned] | None:
@@ -64,8 +64,9 @@ class Scheduler:
         ]
         if not options:
             return None
-        free = [option for option in options if not self._is_barred(option.queue.spec, option.profile, now)]
-        options = free or options
+        barred = self._barred(expert, now)
+        if barred:
+            options = [option for option in options if option.queue.spec.id not in barred] or options
         candidates = tuple(
             AssignmentCandidate(option.queue.spec.id, option.queue.length_s(now), option.addition_s)
             for option in options

@@ -61,11 +61,12 @@ class Standings:
         probation = self._probations.get(expert)
         return None if probation is None else f"{expert} is on probation: {probation.reason}"
 
-    def refusal(self, expert: str, now: float) -> str | None:
-        """Why a request for this expert cannot be taken now; None when it can, be it as its trial."""
+    def refusal(self, request: int, expert: str, now: float) -> str | None:
+        """Why a request cannot be taken for this expert now; None when it can, be it as its trial, or as that still."""
         probation = self._probations.get(expert)
         may_begin = probation is not None and probation.trial is None and now >= probation.retry_s
-        return None if may_begin else self.reason(expert)
+        goes_on = self._trials.get(request) == expert
+        return None if may_begin or goes_on else self.reason(expert)
 
     def may_load(self, expert: str, now: float) -> bool:
         """Is it worth having in memory before anybody asks for it?"""

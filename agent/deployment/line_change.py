@@ -2,7 +2,8 @@
 
 Guarantees: nothing of the running agent is changed here; what cannot be served as it should is a ConfigError, and the
 agent goes on as it was. An expert that is the same, down to its packed bytes, keeps its place in memory; one that was
-replaced is another one to the Engine, under a name of its own, and the old one finishes what it was asked.
+replaced is another one to the Engine, under a name of its own, and the old one finishes what it was asked. Of one that
+has finished nothing is kept but its name: no packed file, and no room beside the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agent.deployment.packed_copies import copies_of, copy_name
 from agent.deployment.profile_in_use import refuse_mismatches
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.templates import Templates, make_templates
-from experts.errors import ConfigError, MemoryExceeded
+from experts.errors import ConfigError, CoServeError, MemoryExceeded
 from experts.expert import Precision
 from experts.graph import ExpertGraph
 
@@ -78,8 +79,21 @@ def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
 def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
     """Pack and measure what is new of ``config``, and say how the agent changes over to it; takes as long as that does.
 
-    Raises ConfigError for what must not be served, MemoryExceeded included.
+    Raises ConfigError for what must not be served, and for what there is no memory or no room on the drive to prepare
+    beside what runs.
     """
+    try:
+        return _planned(agent, config, progress)
+    except ConfigError:
+        raise
+    except (CoServeError, OSError) as error:
+        raise ConfigError(
+            f"what is new cannot be prepared beside what runs: {with_line_names(str(error))} - mend that and reload, "
+            "or start anew"
+        ) from error
+
+
+def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
     given = Given(executors=agent.setup.executors, pools=agent.setup.pools)
     ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
     report = pack(config, agent.segments, ground.precisions, progress, agent.packed.values())
@@ -95,30 +109,44 @@ def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineCha
     found = measured_setup(ground, new, agent.segments, progress)
     threads = threads_per_executor(agent.box, agent.setup.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
-    renamed = {
-        copy_name(names[copy.expert.id], Precision(copy.packed.precision)): copy
-        for listed in new.values()
-        for copy in listed
-    }
-    fresh = {name: replace(copy, name=name) for name, copy in renamed.items()}
+    setup = _setup_after(agent, config, names, found, ground.usage)
+    unpacked = {name: error.message for name, error in report.failed.items()}
+    broken = dict(templates.failed) | unpacked | dict(found.broken)
+    setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
+    return _change(agent, config, names, setup, _renamed(new, names), templates)
+
+
+def _setup_after(
+    agent: Agent, config: LineConfig, names: Mapping[str, str], found: EngineSetup, usage: Mapping[str, float]
+) -> EngineSetup:
+    """What the Engine decides with from then on. Raises ConfigError for what does not fit."""
     retired = (_served(agent) | agent.retired) - set(names.values())
-    matrix = _matrix(agent, found, names, ground.usage)
     setup = replace(
         agent.setup,
         graph=_graph(config, names, retired),
-        matrix=matrix,
+        matrix=_matrix(agent, found, names, usage),
         limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in _pinned(config))),
-        precisions=ground.precisions,
+        precisions=found.precisions,
     )
     _refuse_misfits(setup)
-    unpacked = {name: error.message for name, error in report.failed.items()}
-    broken = dict(templates.failed) | unpacked | dict(found.broken)
-    by_copy = dict(agent.copies) | fresh
-    rows = (row for column in matrix.experts.values() for row in column.values())
+    return setup
+
+
+def _change(
+    agent: Agent,
+    config: LineConfig,
+    names: Mapping[str, str],
+    setup: EngineSetup,
+    fresh: Mapping[str, ExpertCopy],
+    templates: Templates,
+) -> LineChange:
+    by_copy = dict(agent.copies) | dict(fresh)
+    retired = setup.graph.experts - set(names.values())
+    rows = (row for column in setup.matrix.experts.values() for row in column.values())
     after = replace(
         agent,
         config=config,
-        setup=replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names}),
+        setup=setup,
         packed={row.copy: by_copy[row.copy].packed for row in rows},
         templates=Templates((*agent.templates.held, *templates.held), templates.failed),
         copies=by_copy,
@@ -128,13 +156,29 @@ def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineCha
     before = {line_name(name) for name in _served(agent)}
     return LineChange(
         after,
-        LineChanged(setup.graph, matrix, setup.limits.pinned, retired),
+        LineChanged(setup.graph, setup.matrix, setup.limits.pinned, retired),
         fresh,
-        after.setup.broken,
+        setup.broken,
         added=tuple(sorted(names.keys() - before)),
         replaced=tuple(sorted(name for name in names.keys() & before if names[name] not in _served(agent))),
         removed=tuple(sorted(before - names.keys())),
     )
+
+
+def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) -> dict[str, ExpertCopy]:
+    """The copies by the Engine's names."""
+    renamed = {
+        copy_name(names[copy.expert.id], Precision(copy.packed.precision)): copy
+        for listed in new.values()
+        for copy in listed
+    }
+    return {name: replace(copy, name=name) for name, copy in renamed.items()}
+
+
+def _needed(agent: Agent) -> frozenset[str]:
+    """The Engine's names of the experts that what was accepted may still have to be asked."""
+    is_behind = agent.loop.statistics().engine.serves_earlier_lines
+    return agent.setup.graph.experts if is_behind else _served(agent)
 
 
 def _served(agent: Agent) -> frozenset[str]:
@@ -172,9 +216,11 @@ def _next_name(name: str, agent: Agent) -> str:
 def _matrix(
     agent: Agent, found: EngineSetup, names: Mapping[str, str], usage: Mapping[str, float]
 ) -> PerformanceMatrix:
-    """The old rows, and those of what is new under the Engine's names; what retired is not used any more."""
+    """The old rows as far as they may still be needed, and those of what is new under the Engine's names."""
+    kept = _needed(agent) | set(names.values())
     columns: dict[str, dict[str, ExpertProfile]] = {
-        processor: dict(column) for processor, column in agent.setup.matrix.experts.items()
+        processor: {name: row for name, row in column.items() if name in kept}
+        for processor, column in agent.setup.matrix.experts.items()
     }
     for processor, column in found.matrix.experts.items():
         for name, row in column.items():

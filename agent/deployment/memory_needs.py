@@ -88,7 +88,11 @@ class MemoryNeeds:
     def leaving(self, workspace_bytes: int) -> PoolSpec:
         """So much for workspaces, or as near as may be, and the rest for experts."""
         workspace = max(min(workspace_bytes, self.budget_bytes - self.largest_bytes), self.one_image_bytes)
-        return PoolSpec(self.pool, self.budget_bytes - workspace, workspace, self.cache)
+        return self.spec(self.budget_bytes - workspace, workspace)
+
+    def spec(self, expert_bytes: int, workspace_bytes: int) -> PoolSpec:
+        """This memory, split so. A device's, behind a cache, is an arena that is taken as a whole."""
+        return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, is_one_piece=self.cache is not None)
 
 
 def memory_needs(

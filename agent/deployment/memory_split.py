@@ -61,7 +61,7 @@ def pool_specs(
         if config.memory.workspace is None and pool in searched:
             workspace_bytes = _searched_bytes(searched[pool], needs, workspace_bytes)
         expert_bytes = max(needs.budget_bytes - workspace_bytes, 0)
-        specs.append(PoolSpec(pool, expert_bytes, workspace_bytes, needs.cache))
+        specs.append(needs.spec(expert_bytes, workspace_bytes))
         problems += _misfits(config, needs, expert_bytes)
     if problems:
         raise ConfigError.of(problems)

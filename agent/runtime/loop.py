@@ -193,7 +193,7 @@ class AgentLoop:
             effects.Assigned: lambda _: None,  # tells why, and asks for nothing
             effects.StandingChanged: self._log_standing,
             effects.FellBack: self._log_fall_back,
-            effects.BudgetLowered: self._lower_budget,
+            effects.BudgetChanged: self._change_budget,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
         }
@@ -333,7 +333,7 @@ class AgentLoop:
         while self._thread.is_alive():
             with suppress(TimeoutError):
                 return question.answer.result(ASK_AGAIN_S)
-        return ask()
+        return question.answer.result() if question.answer.done() else ask()
 
     # -- on the loop's thread --
 
@@ -437,13 +437,19 @@ class AgentLoop:
             effect.expert, effect.pool, effect.requests, effect.retry_s, effect.reason,
         )  # fmt: skip
 
-    def _lower_budget(self, effect: effects.BudgetLowered) -> None:
+    def _change_budget(self, effect: effects.BudgetChanged) -> None:
         for store in self._workshop.stores:
             if store.pool == effect.pool:
-                store.lower_budget(effect.after_bytes)
+                store.set_budget(effect.after_bytes)
+        if effect.after_bytes > effect.before_bytes:
+            logger.warning(
+                "memory_budget_raised pool=%s from_bytes=%d to_bytes=%d reason=%s",
+                effect.pool, effect.before_bytes, effect.after_bytes, effect.reason,
+            )  # fmt: skip
+            return
         logger.error(
             "memory_budget_lowered pool=%s from_bytes=%d to_bytes=%d reason=%s: the box has less memory than was "
-            "planned with; end what else takes it, or lower memory.%s, and start again",
+            "planned with, and more is tried later; if it stays so, end what else takes it, or lower memory.%s",
             effect.pool, effect.before_bytes, effect.after_bytes, effect.reason, effect.pool,
         )  # fmt: skip
 

@@ -229,7 +229,7 @@ class SlotStore:
         self._regions_moved = 0
         self._binds = 0
 
-    def lower_budget(self, budget_bytes: int) -> None:
+    def set_budget(self, budget_bytes: int) -> None:
         """Keep to so much from now on: spares go at once, or with the next allocation where one is under way."""
         self._budget_bytes = budget_bytes
         if not self._changing.acquire(blocking=False):

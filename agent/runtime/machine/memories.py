@@ -295,21 +295,24 @@ class CudaMemory(ArenaMemory):
     holds and not only what is in use: at the bound it gives its cached blocks back first, those of one executor for
     another's, and a batch that does not fit even then is out of memory, which makes the next ones smaller. Pools of
     its own (torch.cuda.MemPool) would keep the blocks of each executor apart, but bound nothing. The bound is the
-    process's, one at a time, and ends with ``close``; a CUDA context and the code of kernels are not in it.
+    process's, one at a time, and ends with the ``close`` of the memory that set it, not with that of one for measuring
+    beside it; a CUDA context and the code of kernels are not in it.
     """
 
     def __init__(self, capacity_bytes: int, workspace_bytes: int | None = None) -> None:
         self._stream = torch.cuda.Stream()
+        self._sets_bound = workspace_bytes is not None
         if workspace_bytes is not None:
             total_bytes = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(allocator_fraction(capacity_bytes, workspace_bytes, total_bytes))
         super().__init__(capacity_bytes, "cuda")
 
     def close(self) -> None:
-        """See ArenaMemory; and torch's allocator is free again."""
+        """See ArenaMemory; and torch's allocator is free again, if it was bound for this memory."""
         super().close()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        if self._sets_bound:
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
     def _taken(self, size_bytes: int) -> Tensor:
         try:

@@ -564,9 +564,37 @@ def test_what_is_unwanted_goes_and_what_is_wanted_comes_back():
     assert load.expert == "a"
 
 
+def with_a_in_memory(engine):
+    (load,) = of(StartLoad, engine.handle(events.Wanted("a"), 0.0))
+    engine.handle(events.Loaded(load.load), 0.0)
+    return engine
+
+
 def test_what_somebody_waits_for_stays_though_it_is_unwanted():
-    engine = build()
-    batch = running(engine, "A")
+    engine = with_a_in_memory(build())
+    batch = running(engine, "B")
     engine.handle(events.Arrived(1, "A"), 0.0)
     assert engine.handle(events.Unwanted("a"), 0.0) == []
-    assert of(StartBatch, engine.handle(events.Finished(batch.id, (PASS,)), 0.0))
+    (started,) = of(StartBatch, finish(engine, batch, 0.0))
+    assert started.batch.expert == "a"
+
+
+def test_what_runs_or_is_pinned_stays_though_it_is_unwanted():
+    engine = build(pinned=frozenset("a"))
+    running(engine, "A")
+    assert engine.handle(events.Unwanted("a"), 0.0) == []
+    engine = with_a_in_memory(build(pinned=frozenset("a")))
+    assert engine.handle(events.Unwanted("a"), 0.0) == []
+
+
+def test_what_no_executor_can_run_is_wanted_in_vain():
+    profile = PerformanceMatrix({"cpu": {"a": row("a")}})
+    limits = Limits((PoolSpec("host", 3, 8),))
+    engine = Engine(ExpertGraph("ab", {}), profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits)
+    assert engine.handle(events.Wanted("b"), 0.0) == []
+
+
+def test_while_it_stops_nothing_is_brought_because_it_is_wanted():
+    engine = build()
+    engine.handle(events.Drain(), 0.0)
+    assert engine.handle(events.Wanted("a"), 0.0) == []

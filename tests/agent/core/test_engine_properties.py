@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
@@ -40,6 +40,15 @@ class Setup:
     executors: tuple[ExecutorSpec, ...]
     limits: Limits
     policy: str
+    retired: frozenset[str] = frozenset()
+
+    @property
+    def served(self) -> list[str]:
+        return sorted(self.graph.experts - self.retired)
+
+    @property
+    def asked_executors(self) -> tuple[ExecutorSpec, ...]:
+        return self.executors[:1] if PRESETS[self.policy].assigning is Assigning.FIRST else self.executors
 
     def engine(self) -> Engine:
         return Engine(self.graph, self.profile, self.executors, PRESETS[self.policy], self.limits)
@@ -80,7 +89,7 @@ def setups(draw, policies=tuple(PRESETS)):
         ExecutorSpec(number, processor, processors[processor])
         for number, processor in enumerate(draw(st.lists(st.sampled_from(sorted(processors)), min_size=1, max_size=4)))
     )
-    largest = max(footprint.total_bytes for footprint in footprints.values())
+    largest = 3 + max(footprint.own_bytes for footprint in footprints.values())  # of any line: see successor
     pinned = frozenset(draw(st.lists(st.sampled_from(experts), max_size=1)))
     pools = tuple(
         PoolSpec(
@@ -88,6 +97,7 @@ def setups(draw, policies=tuple(PRESETS)):
             expert_bytes=3 * largest + draw(st.integers(0, 30)),
             workspace_bytes=3 * len(executors) + draw(st.integers(0, 8)),
             cache="host" if name == "device" else None,
+            is_one_piece=name == "device" and draw(st.booleans()),
         )
         for name in dict.fromkeys(processors.values())
     )
@@ -100,6 +110,50 @@ def setups(draw, policies=tuple(PRESETS)):
         limits,
         draw(st.sampled_from(policies)),
     )
+
+
+def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
+    """Another line for the same box: experts stay, are replaced by others, or go; their components stay or go.
+
+    ``is_behind``: something still needs experts of an earlier one; if not, nothing is said of those any more.
+    """
+    fates = {expert: draw(st.sampled_from(("stays", "stays", "replaced", "goes"))) for expert in setup.served}
+    if all(fate == "goes" for fate in fates.values()):
+        fates[setup.served[0]] = "replaced"
+    names = {e: e if fate == "stays" else f"{e}+{generation}" for e, fate in fates.items() if fate != "goes"}
+    known = setup.graph.experts if is_behind else set(setup.served)
+    profiles = {
+        processor: {name: row for name, row in column.items() if name in known}
+        for processor, column in setup.profile.experts.items()
+    }
+    for old, new in names.items():
+        footprint, performance = successor(setup, draw)
+        for column in profiles.values():
+            if new != old and old in column:
+                copy = f"{new}@{column[old].copy.rpartition('@')[2]}"
+                column[new] = replace(column[old], copy=copy, footprint=footprint, performance=performance)
+    routes = {
+        component: tuple(replace(step, expert=names[step.expert]) for step in steps)
+        for component, steps in setup.graph.routes.items()
+        if all(step.expert in names for step in steps)
+    } or {"c0": (RouteStep(min(names.values()), OK, 0.5),)}
+    pinned = frozenset(draw(st.lists(st.sampled_from(sorted(names.values())), max_size=1)))
+    retired = (setup.graph.experts | setup.retired) - set(names.values())
+    return replace(
+        setup,
+        graph=ExpertGraph([*names.values(), *retired], routes),
+        profile=PerformanceMatrix(profiles, {name: draw(st.floats(0, 1)) for name in names.values()}),
+        limits=replace(setup.limits, pinned=pinned),
+        retired=retired,
+    )
+
+
+def successor(setup: Setup, draw) -> tuple[Footprint, Performance]:
+    """What one that replaces another costs: no more than the largest expert ever."""
+    rows = [row for column in setup.profile.experts.values() for row in column.values()]
+    own_bytes = draw(st.integers(1, max(row.footprint.own_bytes for row in rows)))
+    shared = draw(st.sampled_from(rows)).footprint.shared
+    return Footprint(own_bytes, shared), Performance(0.01, 0.02, draw(st.integers(1, 4)), draw(st.integers(0, 2)), 1)
 
 
 @st.composite
@@ -125,6 +179,9 @@ class Shell:
     queued: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # request -> executor, expert, since
     taken: dict[int, dict[int, tuple[int, str, float]]] = field(default_factory=dict)  # batch -> what was queued
     standings: dict[str, tuple[Standing, float]] = field(default_factory=dict)  # of experts, and until when they pause
+    short: set[str] = field(default_factory=set)  # memories of which the box has less than was planned with
+    generation: int = 1
+    before_change: set[int] = field(default_factory=set)  # batches that were started under an earlier line
     log: list = field(default_factory=list)
 
     def pool_of(self, executor: int) -> str:
@@ -199,9 +256,9 @@ class Shell:
         standing, _ = self.standings.get(effect.expert, (Standing.SERVING, 0.0))
         if effect.expert not in self.setup.limits.pinned or standing is not Standing.SERVING:
             return
-        first_only = PRESETS[self.setup.policy].assigning is Assigning.FIRST
-        executors = self.setup.executors[:1] if first_only else self.setup.executors
-        able = [each for each in executors if effect.expert in self.setup.profile.experts[each.processor]]
+        able = [
+            each for each in self.setup.asked_executors if effect.expert in self.setup.profile.experts[each.processor]
+        ]
         at_home = [each.processor for each in able if each.pool == able[0].pool]
         copies = {self.setup.profile.experts[processor][effect.expert].copy for processor in at_home}
         assert effect.pool != able[0].pool or effect.copy not in copies  # others are cached there for another memory
@@ -230,13 +287,15 @@ class Shell:
         for pool in self.engine.statistics().pools:
             assert set(pool.resident) == self.resident.get(pool.name, set())
             assert pool.used_bytes <= pool.expert_bytes
+            self.check_budget(pool)
             assert pool.workspace_used_bytes <= pool.workspace_bytes
 
     def check_nobody_idles(self) -> None:
         busy = {started.batch.executor for started in self.batches.values()}
         for executor, expert, _ in self.queued.values():
             idles = executor not in busy and self.is_resident(executor, expert)
-            assert not idles or self.is_room_awaited(self.pool_of(executor))
+            pool = self.pool_of(executor)
+            assert not idles or self.is_room_awaited(pool) or self.is_workspace_awaited(pool)
 
     def is_room_awaited(self, pool: str) -> bool:
         """Has anybody waited longer than the bound for an expert that is not in this memory?"""
@@ -247,11 +306,40 @@ class Shell:
             for executor, expert, since in self.queued.values()
         )
 
+    def is_workspace_awaited(self, pool: str) -> bool:
+        """Does a batch run there that took more than what the experts of a later line leave it?"""
+        return any(self.pool_of(self.batches[batch].batch.executor) == pool for batch in self.before_change)
+
+    def check_budget(self, pool) -> None:
+        """Whatever ran short, each expert that has to run there fits."""
+        processors = {spec.processor for spec in self.setup.asked_executors if spec.pool == pool.name}
+        rows = [row for processor in processors for row in self.setup.profile.experts[processor].values()]
+        planned = next(spec for spec in self.setup.limits.pools if spec.name == pool.name)
+        largest = max((row.footprint.total_bytes for row in rows), default=0)
+        assert largest <= pool.expert_bytes <= planned.expert_bytes
+        assert pool.expert_bytes == planned.expert_bytes or not planned.is_one_piece
+
+    def change_line(self) -> None:
+        self.generation += 1
+        is_behind = self.engine.statistics().serves_earlier_lines
+        self.setup = next_line(self.setup, self.draw, self.generation, is_behind=is_behind)
+        self.before_change = set(self.batches)
+        setup = self.setup
+        self.handle(events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, setup.retired))
+
+    def check_retired_are_gone(self) -> None:
+        """Nothing of an earlier line lies in memory once nobody waits for it."""
+        while self.loads or self.batches:
+            self.answer_something()
+        for pool in self.engine.statistics().pools:
+            assert not self.setup.retired & {copy.rpartition("@")[0] for copy in pool.resident}
+
     def answer_something(self) -> None:
         options = [("load", key) for key in self.loads] + [("batch", key) for key in self.batches]
         if not options:
             wakeup = self.engine.next_wakeup_s()
             assert wakeup is not None, "requests are open, nothing is under way, and nothing is due"
+            assert wakeup <= self.now + self.setup.limits.longest_pause_s, "only a budget that comes back may help"
             self.now = max(self.now, wakeup)
             self.handle(events.Tick())
             return
@@ -263,16 +351,17 @@ class Shell:
 
     def answer_load(self, key: int) -> None:
         load = self.loads.pop(key)
-        fate = self.draw(st.integers(0, 19)) if self.may_fail else 19
-        if fate <= 2:
-            self.handle(events.LoadFailed(key, "it did not come", permanent=fate == 0, out_of_memory=fate == 1))
+        fate = self.fate(load.pool)
+        if fate in (0, 1, 2):
+            self.handle(events.LoadFailed(key, "it did not come", permanent=fate == 1, out_of_memory=fate == 0))
             return
         self.resident.setdefault(load.pool, set()).add(load.copy)
         self.handle(events.Loaded(key))
 
     def answer_batch(self, key: int) -> None:
         batch = self.batches.pop(key).batch
-        fate = self.draw(st.integers(0, 19)) if self.may_fail else 19
+        self.before_change.discard(key)
+        fate = self.fate(self.pool_of(batch.executor))
         taken = self.taken.pop(key)
         if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
             self.queued.update(taken)
@@ -281,6 +370,14 @@ class Shell:
             return
         results = tuple(self.result(fate) for _ in batch.requests)
         self.handle(events.Finished(key, results[:-1] if fate == 3 else results))
+
+    def fate(self, pool: str) -> int:
+        """What becomes of a load or a batch there: 0 is out of memory, and most others go well."""
+        if not self.may_fail:
+            return 19
+        if pool in self.short and self.draw(st.integers(0, 3)):
+            return 0
+        return self.draw(st.integers(0, 19))
 
     def result(self, fate: int):
         if fate == 4:
@@ -295,28 +392,45 @@ class Shell:
 def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
     shell = Shell(setup, setup.engine(), draw, may_fail)
     shell.handle(events.Started())
-    components = [*sorted(setup.graph.routes), *(["no-such-component"] if may_fail else [])]
     count = draw(st.integers(1, requests))
     for number in range(count):
+        components = [*sorted(shell.setup.graph.routes), *(["no-such-component"] if may_fail else [])]
         shell.arrive(number, draw(st.sampled_from(components)))
         shell.now += draw(st.sampled_from([0.0, 0.004, 0.3]))
         for _ in range(draw(st.integers(0, 2))):
             if shell.loads or shell.batches:
                 shell.answer_something()
-        if may_fail and draw(st.integers(0, 9)) == 0:
-            shell.handle(events.Cancelled(draw(st.integers(0, number))))
-        if may_fail and draw(st.integers(0, 9)) == 0:
-            shell.handle(draw(st.sampled_from(odd_events(setup, shell, number))))
-    for _ in range(ANSWERS_PER_REQUEST * count):
+        interfere(shell, number)
+    shell.short.clear()
+    for turn in range(ANSWERS_PER_REQUEST * count):
         if len(shell.ended) == count:
             return shell
         shell.now += 0.01
         shell.answer_something()
+        if turn < count:
+            interfere(shell, count - 1)
     raise AssertionError(f"only {len(shell.ended)} of {count} requests have ended: the others wait for ever")
 
 
-def odd_events(setup: Setup, shell: Shell, number: int) -> list:
+def interfere(shell: Shell, number: int) -> None:
+    """What people, the line and the box do meanwhile. ``number``: the latest request."""
+    draw = shell.draw
+    if draw(st.integers(0, 9)) == 0:
+        shell.handle(events.Cancelled(draw(st.integers(0, number))))
+    if draw(st.integers(0, 9)) == 0:
+        expert = draw(st.sampled_from(shell.setup.served))
+        shell.handle(draw(st.sampled_from([events.Wanted(expert), events.Unwanted(expert)])))
+    if draw(st.integers(0, 14)) == 0:
+        shell.change_line()
+    if shell.may_fail and draw(st.integers(0, 9)) == 0:
+        shell.handle(draw(st.sampled_from(odd_events(shell, number))))
+    if shell.may_fail and draw(st.integers(0, 9)) == 0:
+        shell.short ^= {draw(st.sampled_from([pool.name for pool in shell.setup.limits.pools]))}
+
+
+def odd_events(shell: Shell, number: int) -> list:
     """What a confused, or a stopping, shell may say at any time."""
+    setup = shell.setup
     twice = [] if number in shell.ended else [events.Arrived(number, "c0")]
     return [
         *twice,
@@ -326,16 +440,9 @@ def odd_events(setup: Setup, shell: Shell, number: int) -> list:
         events.BatchFailed(10**6, "no such batch"),
         events.Quarantined(min(setup.graph.experts), "somebody said so"),
         events.Quarantined("no/such-expert", "somebody said so"),
-        events.Wanted(max(setup.graph.experts)),
-        events.Unwanted(max(setup.graph.experts)),
+        events.Wanted("no/such-expert"),
         events.Unwanted("no/such-expert"),
-        events.LineChanged(
-            setup.graph,
-            setup.profile,
-            setup.limits.pinned,
-            frozenset({max(setup.graph.experts)}) - setup.limits.pinned,
-        ),
-        events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, frozenset()),
+        events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, setup.retired),
         events.Drain(),
         events.Tick(),
     ]
@@ -374,6 +481,7 @@ def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup
     statistics = shell.engine.statistics()
     assert shell.ended.keys() == shell.arrived
     assert statistics.in_flight == 0
+    shell.check_retired_are_gone()
     assert statistics.completed + statistics.failed == statistics.arrived == len(shell.arrived)
 
 
@@ -385,9 +493,9 @@ def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(s
     shell.may_fail = False
     if shell.engine.statistics().is_draining:
         return
+    setup = shell.setup
     shell.now += setup.limits.longest_pause_s
-    executors = setup.executors[:1] if PRESETS[setup.policy].assigning is Assigning.FIRST else setup.executors
-    able = set().union(*(setup.profile.experts[each.processor] for each in executors))
+    able = set().union(*(setup.profile.experts[each.processor] for each in setup.asked_executors))
     for number, component in enumerate(2 * sorted(setup.graph.routes), start=1000):
         shell.arrive(number, component)
         while number not in shell.ended:

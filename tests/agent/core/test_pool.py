@@ -265,3 +265,18 @@ def test_an_expert_needs_its_own_bytes_and_shared_parts_beside_everything_pinned
 @pytest.mark.parametrize("sizes", [(9, 4), (4, 9)])
 def test_an_expert_that_is_there_in_several_forms_needs_its_largest(sizes):
     assert misfits([("two forms", Footprint(size), False) for size in sizes], -1) == {"two forms": 9}
+
+
+def test_a_budget_is_lowered_to_what_lies_there_and_raised_to_what_was_planned_at_most():
+    pool = ModelPool(PoolSpec("host", 10, 0))
+    pool.start_load("a", "a", Footprint(4), pinned=False)
+    pool.set_budget(4)
+    assert (pool.expert_bytes, pool.free_bytes, pool.missing_bytes) == (4, 0, 6)
+    with pytest.raises(MemoryExceeded) as refused:
+        pool.set_budget(3)
+    assert (refused.value.pool, refused.value.wanted_bytes, refused.value.free_bytes) == ("host", 4, 3)
+    pool.set_budget(10)
+    assert pool.missing_bytes == 0
+    with pytest.raises(MemoryExceeded) as refused:
+        pool.set_budget(11)
+    assert (refused.value.pool, refused.value.wanted_bytes, refused.value.free_bytes) == ("host", 11, 10)

@@ -164,7 +164,7 @@ def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_pro
         assert [spec.processor for spec in agent.setup.executors] == ["emulated", "emulated", "cpu"]
         assert agent.setup.pools == (
             PoolSpec("host", 29 * MIB, 1 * MIB),
-            PoolSpec("device", 15 * MIB, 5 * MIB, cache="host"),
+            PoolSpec("device", 15 * MIB, 5 * MIB, cache="host", is_one_piece=True),
         )
         assert {processor: set(column.values()) for processor, column in agent.setup.precisions.items()} == {
             processor: {form} for processor, form in FORMS.items()

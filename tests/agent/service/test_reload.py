@@ -221,3 +221,37 @@ def test_after_a_restart_the_new_line_is_served(desk_line, caller, png):
         service.desk.reload()
     with desk_line.served() as service:
         assert asked(service, caller, Order(png(), component="c0"))[0][0].label == "bad"
+
+
+def test_what_has_left_the_line_takes_no_room_and_no_file_any_more(desk_line, caller, png):
+    """Of what memory holds, 10 MiB are for experts: one of 8 MB would not fit beside a pinned one of 4 MB."""
+    desk_line.fake(0, weight_bytes=8_000_000)
+    with desk_line.served() as service:
+        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        desk_line.fake(0, weight_bytes=1_000_000)
+        assert service.desk.reload().replaced == ("cls/f0",)
+        desk_line.fake(1, weight_bytes=4_000_000)
+        desk_line.document["experts"]["cls/f1"]["pin"] = True
+        rewrite(desk_line)
+        done = service.desk.reload()
+        assert (done.is_applied, done.problems) == (True, ())
+        assert asked(service, caller, Order(png(), component="c1"))[0][0].verdict is OK
+        assert service.desk.reload().is_applied
+        packed_bytes = [file.stat().st_size for file in desk_line.config.packed_folder.rglob("*") if file.is_file()]
+        assert max(packed_bytes) < 8_000_000
+
+
+def test_a_drive_that_takes_nothing_refuses_the_new_line_and_ends_nothing(desk_line, caller, png):
+    with desk_line.served() as service:
+        add_expert(desk_line, 2)
+        rewrite(desk_line)
+        manifests = desk_line.config.packed_folder / "manifests"
+        manifests.rename(manifests.with_name("elsewhere"))
+        manifests.write_text("not a folder")
+        done = service.desk.reload()
+        assert not done.is_applied
+        assert "cannot be prepared" in done.problems[0]
+        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        manifests.unlink()
+        manifests.with_name("elsewhere").rename(manifests)
+        assert service.desk.reload().added == ("cls/f2",)

@@ -106,6 +106,18 @@ def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
     assert allocator_fraction(7 * gib, 1 * gib, 8 * gib) == 1.0
 
 
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_a_memory_for_measuring_leaves_the_bound_of_the_one_it_is_beside():
+    """As at a reload, when new experts are measured beside those that run."""
+    serving = CudaMemory(8 * MIB, 64 * MIB)
+    bound = torch.cuda.get_per_process_memory_fraction()
+    CudaMemory(8 * MIB).close()
+    assert torch.cuda.get_per_process_memory_fraction() == bound < 1.0
+    serving.close()
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
 def test_a_cpu_box_is_unified():
     box = detect("cpu")
     assert (box.processors, box.pools, box.is_split) == (("cpu",), ("host",), False)
