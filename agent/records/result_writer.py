@@ -157,7 +157,12 @@ class ResultStore(ResultReader):
         commits = self._committer.statistics()
         with self._lock:
             return StoreStatistics(
-                commits.pending, self._counts[True], self._counts[False], commits.failed_commits, commits.alarm
+                commits.pending,
+                self._counts[True],
+                self._counts[False],
+                commits.failed_commits,
+                commits.alarm,
+                commits.log_alarm,
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:

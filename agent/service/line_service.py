@@ -309,10 +309,11 @@ class LineService:
 
     def _alarms(self) -> list[str]:
         """What keeps work from going on, in the words of whom it concerns."""
-        store = self._store.statistics().alarm
+        store = self._store.statistics()
         failing = self._housekeeper.statistics().failing
         return [
-            *([] if store is None else [f"results are not stored: {store}"]),
+            *([] if store.alarm is None else [f"results are not stored: {store.alarm}"]),
+            *([] if store.log_alarm is None else [f"results: {store.log_alarm}"]),
             *self._upkeep.alarms(),
             *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
             *(f"{duty}: {reason}" for duty, reason in failing.items()),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -93,3 +94,20 @@ def test_who_cannot_be_told_is_an_alarm_and_delays_nothing(desk_line, caller, pn
         service.desk.order(Order(png(), component="c0"), someone)
         assert someone.wait()[0].verdict is Verdict.NG
         wait_until_so(lambda: any("webhook is not told" in alarm for alarm in service.desk.status().alarms))
+
+
+def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_on(
+    desk_line, caller, png, wait_until_so, monkeypatch
+):
+    """AC23: somebody is told, wherever alarms are shown."""
+    monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", 0)
+    monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.02)
+    with desk_line.served() as service:
+        with closing(sqlite3.connect(desk_line.folder / "state" / "results.db")) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM results").fetchall()
+            someone = caller()
+            service.desk.order(Order(png(), component="c0"), someone)
+            assert someone.wait()[0].verdict is Verdict.OK
+            wait_until_so(lambda: any("keeps reading" in alarm for alarm in service.desk.status().alarms))
+        wait_until_so(lambda: service.desk.status().alarms == ())
