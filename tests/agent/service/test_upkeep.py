@@ -50,6 +50,10 @@ class Hook:
             thread.join()
 
 
+def weights_sha256(desk_line, number):
+    return hashlib.sha256((desk_line.folder / f"f{number}.yaml").read_bytes()).hexdigest()
+
+
 def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, png, wait_until_so):
     desk_line.fake(1, label="bad")
     hook = Hook()
@@ -69,6 +73,9 @@ def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, p
     assert rows["api/R1"].kept_as is None
     assert (desk_line.folder / "state" / "images" / rows["api/R2"].kept_as).is_file()
     assert {message["verdict"] for message in hook.told} == {"NG"}
+    told = {message["event"]: message["models"] for message in hook.told}
+    used = [{"expert": f"cls/f{number}", "sha256": weights_sha256(desk_line, number)} for number in (0, 1)]
+    assert told == {"ng": used[1:], "board": used}, "an MES learns which weights judged"
 
 
 def test_a_result_names_the_weights_that_judged_it(desk_line, caller, png):
@@ -77,7 +84,7 @@ def test_a_result_names_the_weights_that_judged_it(desk_line, caller, png):
         service.desk.order(Order(png(), component="c0", key="k"), someone)
         someone.wait()
     (step,) = next(desk_line.results.query()).result.detail["steps"]
-    assert step["model_sha256"] == hashlib.sha256((desk_line.folder / "f0.yaml").read_bytes()).hexdigest()
+    assert step["model_sha256"] == weights_sha256(desk_line, 0)
 
 
 def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(desk_line):
