@@ -175,9 +175,12 @@ def _write(target: Path, content: bytes) -> None:
     if not target.parent.is_dir():
         make_folder(target.parent)
     draft = draft_of(target)
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(target)
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)  # what is there of it would take room on a disk that has none
     sync_folder(target.parent)

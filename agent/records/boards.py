@@ -223,11 +223,16 @@ class BoardLedger:
         """Boards that open from now on are of these types; those that are open keep what they began with."""
         self._manifests = dict(manifests)
 
+    def takes(self, inspection: Inspection, now_s: float) -> bool:
+        """Whether it has a board, or may open one: also of a type that is gone, where its board is known."""
+        board = self._boards.get((inspection.serial, inspection.board_type))
+        return inspection.board_type in self._manifests or (board is not None and now_s < board.forgotten_s)
+
     def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
         """Count one outcome. The board's verdict, if this closes it or makes a closed one worse.
 
         A result past the deadline of a board that nobody expired yet counts as late: the board closes as timed out.
-        Raises KeyError for a board type without manifest.
+        Raises KeyError for a board that is not known, of a type without manifest.
         """
         board = self._board_of(inspection, now_s)
         if board.closed is None and now_s > board.deadline_s:
@@ -249,11 +254,10 @@ class BoardLedger:
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
         """The boards of this serial, one of each type at most."""
-        boards = (self._boards.get((serial, board_type)) for board_type in self._manifests)
         return tuple(
             BoardRun(board.serial, board.board_type, board.opened_at, board.missing, board.counts, board.closed)
-            for board in boards
-            if board is not None
+            for board in self._boards.values()
+            if board.serial == serial
         )
 
     def statistics(self) -> LedgerStatistics:
@@ -310,10 +314,10 @@ class BoardLedger:
 
     def _board_of(self, inspection: Inspection, now_s: float) -> _Board:
         """The run that an image belongs to: the one that is known, or a new one."""
-        manifest = self._manifests[inspection.board_type]
         key = (inspection.serial, inspection.board_type)
         board = self._boards.get(key)
         if board is None or now_s >= board.forgotten_s:
+            manifest = self._manifests[inspection.board_type]
             board = self._boards[key] = _Board(*key, manifest, inspection.at, now_s)
         return board
 

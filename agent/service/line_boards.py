@@ -49,7 +49,6 @@ class LineBoards:
         wall: Callable[[], datetime] = wall_clock,
     ) -> None:
         manifests = _manifests(boards)
-        self._types = frozenset(manifests)
         self._ledger = BoardLedger(manifests)
         self._store = store
         self._clock = clock
@@ -62,7 +61,6 @@ class LineBoards:
         """Other board types from now on; boards that are open are judged by what they began with."""
         manifests = _manifests(boards)
         with self._guard:
-            self._types = frozenset(manifests)
             self._ledger.change(manifests)
 
     def when_stored(self, tell: Callable[[BoardVerdict, Recorded], None]) -> None:
@@ -71,7 +69,7 @@ class LineBoards:
 
     def take_up(self) -> None:
         """Boards that were open when the agent last ended; closed ones stay as they are stored."""
-        if not self._types:
+        if not self._ledger.longest_timeout:  # no board types
             return
 
         def recorded_since(since: datetime) -> Iterable[BoardVerdict]:
@@ -82,12 +80,13 @@ class LineBoards:
             self._record(self._ledger.replay(newest_first, recorded_since, self._clock(), self._wall()))
 
     def count(self, result: Result) -> None:
-        """A result that was just stored, on its board, if it has one of a type that is configured."""
+        """A result that was just stored, on its board, if it has one that is open or of a type that is configured."""
         inspection = inspection_of(result)
-        if inspection is None or inspection.board_type not in self._types:
+        if inspection is None:
             return
         with self._guard:
-            verdict = self._ledger.add(inspection, self._clock())
+            now_s = self._clock()
+            verdict = self._ledger.add(inspection, now_s) if self._ledger.takes(inspection, now_s) else None
             self._record(() if verdict is None else (verdict,))
 
     def expire(self) -> None:
