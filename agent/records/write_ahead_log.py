@@ -99,4 +99,4 @@ def fold_in(connection: sqlite3.Connection) -> int | None:
     if not is_busy:
         return None
     is_told = pages >= 0  # another program may be folding it in, and then nothing is told
-    return (pages - folded_in if is_told else 1) * page_bytes
+    return int(page_bytes * (pages - folded_in if is_told else 1))
