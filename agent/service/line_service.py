@@ -122,7 +122,6 @@ class LineService:
                 "boards": self._boards.expire,
                 "drift": self._warn_of_drift,
                 "readers": self._tell_stuck_readers,
-                **self._upkeep.duties,
             }
         )
 

@@ -857,6 +857,32 @@ def test_a_board_ends_in_time_after_the_store_refused_it_once(line, monkeypatch,
     assert "housekeeping_works_again duty=boards failures=1" in caplog.text
 
 
+def test_an_export_that_hangs_delays_no_board_and_no_end(line, monkeypatch):
+    """Its folder may be a share of another computer; a board that lacks images is UNKNOWN in time all the same."""
+    hangs, answers = threading.Event(), threading.Event()
+
+    def step(_):
+        hangs.set()
+        answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr("agent.records.export.DailyExport.step", step)
+    monkeypatch.setattr("agent.service.upkeep.HANGS_S", 0.0)
+    line.document["boards"]["main"]["takt_s"] = 30
+    line.document["records"] = {"export": {"folder": "export"}}
+    running_s = [0.0]
+    with line.served(clock=lambda: running_s[0]) as service:
+        assert hangs.wait(PATIENCE_S)
+        wait_until(lambda: any("export has been waiting" in each for each in service.desk.status().alarms))
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.statistics().boards.open == 1)
+        running_s[0] = 61.0
+        wait_until(lambda: line.boards() != ())
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < PATIENCE_S / 2, "the end does not wait for it"
+    answers.set()
+    assert [(row.board.serial, row.board.verdict) for row in line.boards()] == [("B1", UNKNOWN)]
+
+
 def test_what_fails_for_good_is_told_and_holds_no_other_duty_up(line, monkeypatch, caplog):
     def fail(ledger, now_s, now):
         raise ValueError("this ledger is broken")
