@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from agent.api.messages import board_of, part_of, reload_of, status_of
+from agent.api.calls.messages import board_of, part_of, reload_of, status_of
+from agent.api.calls.refusals import PUSHBACK_MS, REASON
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from agent.api.refusals import PUSHBACK_MS, REASON
 from agent.line_file.api import UNIX
 from experts.errors import AgentUnreachable, OrderRefused, Refusing
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
-    from agent.api.desk import BoardView, Event, Part, ReloadView, StatusView
+    from agent.api.calls.desk import BoardView, Event, Part, ReloadView, StatusView
 
 MESSAGE_BYTES = 64 * 2**20
 AT_ONCE = 16  # images that are sent before the first one is answered

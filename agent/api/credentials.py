@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from agent.api.refusals import refuse
+from agent.api.calls.refusals import refuse
 from agent.config import read_secret
 from experts.errors import ConfigError, OrderRefused, Refusing
 

@@ -20,17 +20,17 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from agent.api import health, inference, inspection
+from agent.api.calls.door import RECEIVED_AT_MOST, Door
+from agent.api.calls.orders import Orders
 from agent.api.credentials import Certificates, TokenGuard
-from agent.api.door import RECEIVED_AT_MOST, Door
-from agent.api.orders import Orders
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
+from agent.api.services import health, inference, inspection
 from agent.api.unix_sockets import UnixSocket
 from agent.line_file.api import UNIX, is_loopback
 from experts.errors import AddressUnusable
 
 if TYPE_CHECKING:
-    from agent.api.desk import Desk
+    from agent.api.calls.desk import Desk
     from agent.line_file.api import ApiSection
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.desk import Part, StatusView
+    from agent.api.calls.desk import Part, StatusView
     from agent.config import LineConfig
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from agent.api.desk import StatusView
+    from agent.api.calls.desk import StatusView
 
 EXPERTS_SHOWN = 8  # of a memory, on a line for people
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from datetime import datetime
     from pathlib import Path
 
-    from agent.intake.naming import ImageName
-    from agent.intake.readiness import Sighting
+    from agent.intake.files.naming import ImageName
+    from agent.intake.files.readiness import Sighting
     from experts.expert import Verdict
 
 

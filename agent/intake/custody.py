@@ -11,13 +11,13 @@ import queue
 from typing import TYPE_CHECKING
 
 from agent.intake.arrivals import Settlement
-from agent.intake.filing import Filing, Shelves, printable
+from agent.intake.files.filing import Filing, Shelves, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
-    from agent.intake.inbox import Claimed, Inbox
+    from agent.intake.files.inbox import Claimed, Inbox
     from agent.line_file.intake import FolderSection
     from experts.expert import Verdict
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from agent.intake.arrivals import IntakeStatistics
 from agent.intake.custody import Custody
-from agent.intake.filing import printable
-from agent.intake.inbox import MARKER, Inbox
-from agent.intake.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
-from agent.intake.sidecar import SUFFIX
+from agent.intake.files.filing import printable
+from agent.intake.files.inbox import MARKER, Inbox
+from agent.intake.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
+from agent.intake.files.sidecar import SUFFIX
 from agent.intake.taking import Callers, Taker
 from agent.intake.waiting import Waiting
 from agent.intake.watch import FolderWatch
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.intake.arrivals import Arrival, Refusal
-    from agent.intake.hints import Hint
-    from agent.intake.naming import Naming
+    from agent.intake.files.hints import Hint
+    from agent.intake.files.naming import Naming
     from agent.line_file.intake import FolderSection
     from experts.expert import Verdict
 

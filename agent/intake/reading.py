@@ -25,8 +25,8 @@ from queue import SimpleQueue
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from agent.intake.filing import printable
-from agent.intake.readiness import Sighting
+from agent.intake.files.filing import printable
+from agent.intake.files.readiness import Sighting
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import largest_file_bytes
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.intake.arrivals import Arrival, Refusal
-from agent.intake.filing import printable
-from agent.intake.readiness import Lease
-from agent.intake.sidecar import sidecar_of
+from agent.intake.files.filing import printable
+from agent.intake.files.readiness import Lease
+from agent.intake.files.sidecar import sidecar_of
 from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.intake.custody import Custody
-    from agent.intake.inbox import Claimed, Inbox
-    from agent.intake.naming import ImageName, Naming
-    from agent.intake.readiness import Candidate, Rule, Sighting
+    from agent.intake.files.inbox import Claimed, Inbox
+    from agent.intake.files.naming import ImageName, Naming
+    from agent.intake.files.readiness import Candidate, Rule, Sighting
     from agent.intake.waiting import Waiting
     from agent.line_file.intake import FolderSection
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.5  # between two looks into a file that has settled but is not complete
+EMPTY = "the file is empty"
+TRUNCATED = "truncated: the end of the image is missing"
 LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us claim
 
 
@@ -175,9 +177,9 @@ class Taker:
         elif self._rule.is_ready(candidate, now, probe.lease, probe.completeness):
             self._take(candidate, now)
         elif found.sighting.size_bytes == 0 and self._rule.is_abandoned(candidate, now):
-            self._refuse_unclaimed(candidate, "the file is empty")
+            self._refuse_unclaimed(candidate, EMPTY)
         elif self._rule.is_truncated(candidate, now, probe.lease, probe.completeness):
-            self._refuse_unclaimed(candidate, "truncated: the end of the image is missing")
+            self._refuse_unclaimed(candidate, TRUNCATED if found.sighting.size_bytes else EMPTY)
         else:
             self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
 

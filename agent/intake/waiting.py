@@ -8,14 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from agent.intake.ranking import Ranking
-from agent.intake.readiness import Candidate, Evidence, Rule, Sighting
-from agent.intake.sidecar import sidecar_of
+from agent.intake.files.ranking import Ranking
+from agent.intake.files.readiness import Candidate, Evidence, Rule, Sighting
+from agent.intake.files.sidecar import sidecar_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from agent.intake.inbox import Found
+    from agent.intake.files.inbox import Found
 
 
 ROOTS_KEPT = 4  # an empty mount point, the share, and who replaces a folder now and then

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from agent.intake.arrivals import SourceState
-from agent.intake.hints import Hint, Hints
+from agent.intake.files.hints import Hint, Hints
 from experts.filesystem import filesystem_type, tells_changes
 
 if TYPE_CHECKING:

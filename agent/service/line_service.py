@@ -14,29 +14,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.api.desk import ReloadView
+from agent.api.calls.desk import ReloadView
 from agent.config import read_line
 from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
 from agent.intake.room import has_room
-from agent.service.admission import Admission
-from agent.service.camera_door import CameraDoor
-from agent.service.drift import DriftAlarm
-from agent.service.folder_door import FolderDoor
+from agent.service.doors.admission import Admission
+from agent.service.doors.camera_door import CameraDoor
+from agent.service.doors.folder_door import FolderDoor
+from agent.service.doors.journal_door import JournalDoor
+from agent.service.doors.line_desk import Controls, LineDesk
+from agent.service.doors.order_taker import OrderTaker
 from agent.service.housekeeping import Housekeeper
-from agent.service.inspector import Inspector
-from agent.service.journal_door import JournalDoor
-from agent.service.line_boards import LineBoards, wall_clock
-from agent.service.line_desk import Controls, LineDesk
-from agent.service.order_taker import OrderTaker
+from agent.service.judging.drift import DriftAlarm
+from agent.service.judging.inspector import Inspector
+from agent.service.judging.line_boards import LineBoards, wall_clock
+from agent.service.judging.verdicts import Verdicts
 from agent.service.upkeep import Upkeep
-from agent.service.verdicts import Verdicts
 from experts.errors import AddressUnusable, ConfigError, OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import datetime
 
-    from agent.api.desk import SourceView
+    from agent.api.calls.desk import SourceView
     from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from agent.intake.reading import ReadingStatistics
     from agent.records.boards import LedgerStatistics
     from agent.records.results import StoreStatistics
-    from agent.service.drift import DriftStatistics
     from agent.service.housekeeping import HousekeepingStatistics
+    from agent.service.judging.drift import DriftStatistics
     from experts.errors import AgentCrashed
 
 log = logging.getLogger(__name__)

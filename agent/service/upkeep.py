@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from agent.intake.filing import SHELF_OF
-from agent.records.archive import ImageArchive, ImageKeeper
+from agent.intake.files.filing import SHELF_OF
 from agent.records.delivery.deliveries import Deliveries, line_outbox, line_receivers
 from agent.records.export import DailyExport
-from agent.records.kept_images import Shelf
 from agent.records.result_writer import ResultStore
-from agent.records.retention import Limits
-from agent.records.sweeper import Sweeper
+from agent.records.retention.archive import ImageArchive, ImageKeeper
+from agent.records.retention.kept_images import Shelf
+from agent.records.retention.rules import Limits
+from agent.records.retention.sweeper import Sweeper
 from agent.service.housekeeping import Housekeeper
 from experts.expert import Verdict
 

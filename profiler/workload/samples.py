@@ -24,9 +24,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.intake.inbox import DONE, FAILED, NG, UNFINISHED
-from agent.intake.naming import naming_of
-from agent.intake.sidecar import SUFFIX, sidecar_of
+from agent.intake.files.inbox import DONE, FAILED, NG, UNFINISHED
+from agent.intake.files.naming import naming_of
+from agent.intake.files.sidecar import SUFFIX, sidecar_of
 from experts.errors import ConfigError, ImageError, SidecarUnfinished
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.intake.naming import ImageName, Naming
+    from agent.intake.files.naming import ImageName, Naming
 
 MOST_PER_EXPERT = 24
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search

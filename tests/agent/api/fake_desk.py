@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from threading import Condition, RLock
 
-from agent.api.desk import (
+from agent.api.calls.desk import (
     BoardView,
     Listener,
     Model,

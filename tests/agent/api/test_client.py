@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from agent.api.calls.desk import BoardView, Part
 from agent.api.client import Access, AgentClient
-from agent.api.desk import BoardView, Part
 from experts.errors import AgentUnreachable, OrderRefused, Refusing
 from experts.expert import Verdict
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from agent.api.refusals import STATUS
+from agent.api.calls.refusals import STATUS
 from tests.agent.api.test_credentials import Authority
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.api.desk import Order
+from agent.api.calls.desk import Order
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
@@ -297,7 +297,7 @@ def test_callers_that_never_send_keep_nobody_else_s_questions_waiting(agent, cha
 
 
 def test_a_caller_that_never_sends_is_given_up(agent, channel, server, monkeypatch):
-    monkeypatch.setattr("agent.api.door.RECEIVE_S", 0.01)
+    monkeypatch.setattr("agent.api.calls.door.RECEIVE_S", 0.01)
     end = threading.Event()
     error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), silent(end), timeout=DEADLINE_S)
     assert (error.code(), metadata(error)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "INVALID"})

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from agent.intake.files.naming import Naming
 from agent.intake.folder import FolderIntake
-from agent.intake.naming import Naming
 from agent.line_file.intake import FolderSection
 from experts.expert import Verdict
 

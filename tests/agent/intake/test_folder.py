@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent.intake.arrivals import SourceState
-from agent.intake.filing import Filing, Shelves
+from agent.intake.files.filing import Filing, Shelves
+from agent.intake.files.hints import Hint, Hints
+from agent.intake.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
+from agent.intake.files.naming import ImageName, Naming
+from agent.intake.files.ranking import Ranking
+from agent.intake.files.readiness import Candidate, Evidence, Lease, Rule, Sighting
 from agent.intake.folder import FolderIntake
-from agent.intake.hints import Hint, Hints
-from agent.intake.inbox import Claimed, Found, Inbox, is_ignored, lease_of
-from agent.intake.naming import ImageName, Naming
-from agent.intake.ranking import Ranking
-from agent.intake.readiness import Candidate, Evidence, Lease, Rule, Sighting
 from agent.intake.waiting import Waiting
 from experts.expert import Verdict
 from experts.images import Completeness
@@ -245,6 +245,13 @@ def test_a_truncated_file_that_its_writer_called_done_is_refused_at_once(tmp_pat
     line.run(3)
     (refusal,) = line.refusals
     assert "truncated" in refusal.reason
+
+
+def test_an_empty_file_that_its_writer_called_done_is_refused_at_once_as_empty(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="rename")
+    (line.root / "b1_r_R7.png").touch()
+    line.run(3)
+    assert line.refused == {"b1_r_R7.png": "the file is empty"}
 
 
 @pytest.mark.parametrize("suffix", IMAGES)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from agent.intake.arrivals import Arrival
-from agent.intake.readiness import Sighting
+from agent.intake.files.readiness import Sighting
 from agent.intake.reading import LONGEST_PAUSE_S, PATIENCE_S, STUCK_S, Answers, ArrivalReader, read_as_seen
 from experts.errors import FileChanged, ImageTooLarge
 

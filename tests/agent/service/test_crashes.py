@@ -25,7 +25,7 @@ PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 PREAMBLE = """
 import sys, threading
 sys.path.insert(0, {root!r})
-import agent.service.inspector
+import agent.service.judging.inspector
 from agent.service.line_service import LineService
 from experts.backends.fake import FakeSkeleton
 
@@ -58,7 +58,7 @@ def hang(*_):
 
 ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
 options = AgentOptions(loop=LoopOptions(ages=ages))
-agent.service.inspector.build_agent = partial(agent.service.inspector.build_agent, options=options)
+agent.service.judging.inspector.build_agent = partial(agent.service.judging.inspector.build_agent, options=options)
 agent.runtime.loop.STOP_S = experts.packed.direct_reads.CLOSE_S = 0.5
 """
 HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"

@@ -21,8 +21,8 @@ import pytest
 import yaml
 from PIL import Image
 
-import agent.service.folder_door
-import agent.service.inspector
+import agent.service.doors.folder_door
+import agent.service.judging.inspector
 import agent.service.serve
 from agent.config import read_line
 from agent.deployment.build import AgentOptions, build_agent, detect_box
@@ -251,7 +251,7 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
 
 def reading(monkeypatch, read_file):
     """Arrivals are read so from now on."""
-    monkeypatch.setattr(agent.service.folder_door, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
+    monkeypatch.setattr(agent.service.doors.folder_door, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
 
 
 def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
@@ -603,7 +603,7 @@ def test_a_signal_that_another_thread_receives_ends_the_wait(line, monkeypatch):
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
     slow = partial(build_agent, options=AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1.0)))
-    monkeypatch.setattr(agent.service.inspector, "build_agent", slow)
+    monkeypatch.setattr(agent.service.judging.inspector, "build_agent", slow)
     with line.served() as service:
         wait_until(lambda: any(pool.loading for pool in service.agent.loop.statistics().engine.pools))
     assert "not_drained" not in caplog.text
@@ -785,7 +785,7 @@ def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line
     line.document["device"] = "cpu"
     if is_profiled:
         line.profile()
-    monkeypatch.setattr("agent.service.drift.LEAST_STEPS", 20)
+    monkeypatch.setattr("agent.service.judging.drift.LEAST_STEPS", 20)
     now = [0.0]
     with line.served(clock=lambda: now[0]) as service:
         for number in range(19):
@@ -821,7 +821,7 @@ def test_images_are_judged_while_drift_is_computed(line, monkeypatch):
             may_end.wait(PATIENCE_S)
         return 0.0
 
-    monkeypatch.setattr("agent.service.drift.chance_distance", compute_for_long)
+    monkeypatch.setattr("agent.service.judging.drift.chance_distance", compute_for_long)
     with line.served() as service:
         assert is_computing.wait(PATIENCE_S)
         try:
@@ -888,7 +888,7 @@ def test_what_fails_for_good_is_told_and_holds_no_other_duty_up(line, monkeypatc
         raise ValueError("this ledger is broken")
 
     monkeypatch.setattr("agent.records.boards.BoardLedger.expire", fail)
-    monkeypatch.setattr("agent.service.drift.LEAST_STEPS", 20)
+    monkeypatch.setattr("agent.service.judging.drift.LEAST_STEPS", 20)
     with line.served() as service:
         wait_for_housekeeping(service)
         for number in range(20):

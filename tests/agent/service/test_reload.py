@@ -7,7 +7,7 @@ import threading
 import pytest
 import yaml
 
-from agent.api.desk import Order
+from agent.api.calls.desk import Order
 from experts.errors import OrderRefused
 from experts.expert import Verdict
 

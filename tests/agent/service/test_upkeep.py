@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from agent.api.desk import Order
+from agent.api.calls.desk import Order
 from experts.errors import ConfigError
 from experts.expert import Verdict
 

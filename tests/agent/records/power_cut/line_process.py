@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from agent.records import group_commit
-from agent.records.archive import ImageArchive
 from agent.records.journal import Entry
 from agent.records.outbox import Outbox
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
+from agent.records.retention.archive import ImageArchive
 from experts.expert import Verdict
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)

@@ -1,0 +1,268 @@
+"""The desk's nouns as messages of coserve.v1, and back.
+
+Guarantees: what a message is made of comes out of it again; text that is no Unicode, as of a file's name in another
+encoding, is told with its odd bytes escaped instead of stopping the message.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agent.api.calls.desk import BoardView, Order, Part, PoolView, QueueView, ReloadView, SourceView, StatusView
+from agent.api.proto import inspection_pb2 as pb
+from experts.errors import OrderRefused, Refusing
+from experts.expert import BoundingBox, Verdict
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from google.protobuf.timestamp_pb2 import Timestamp
+    from numpy.typing import NDArray
+
+VERDICTS = {
+    Verdict.UNKNOWN: pb.VERDICT_UNKNOWN,
+    Verdict.OK: pb.VERDICT_OK,
+    Verdict.NG: pb.VERDICT_NG,
+}
+VERDICT_OF = {number: verdict for verdict, number in VERDICTS.items()}
+
+
+def text(words: str) -> str:
+    """As UTF-8 can have it."""
+    return words.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def order_of(request: pb.InspectRequest) -> Order:
+    """What is asked for. Raises OrderRefused where it contradicts itself."""
+    if request.component and request.expert:
+        raise OrderRefused(Refusing.INVALID, "component and expert are both set - name what judges the image once")
+    return Order(
+        image=_image_of(request),
+        component=request.component or None,
+        expert=request.expert or None,
+        board=request.board or None,
+        board_type=request.board_type or None,
+        ref=request.ref or None,
+        key=request.key or None,
+        is_kept=not request.is_question,
+    )
+
+
+def _image_of(request: pb.InspectRequest) -> bytes | NDArray[np.uint8]:
+    kind = request.WhichOneof("image")
+    if kind == "pixels":
+        return pixels(request.pixels.height, request.pixels.width, request.pixels.rgb)
+    if kind == "file" and request.file:
+        return request.file
+    raise OrderRefused(Refusing.INVALID, "no image - set file (an encoded image file) or pixels")
+
+
+def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
+    """An image by its bytes. Raises OrderRefused where their number is another one."""
+    if height < 1 or width < 1 or height * width * 3 != len(rgb):
+        raise OrderRefused(
+            Refusing.INVALID, f"an image of {height} x {width} pixels has 3 bytes each, and here are {len(rgb)}"
+        )
+    return np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
+
+
+def part_message(part: Part) -> pb.Part:
+    """One part of an answer."""
+    message = pb.Part(
+        key=text(part.key),
+        component=text(part.component),
+        verdict=VERDICTS[part.verdict],
+        seq=part.seq,
+        score=part.score,
+        experts=[text(each) for each in part.experts],
+        boxes=[_box_message(box) for box in part.boxes],
+        seconds=part.seconds,
+        queue_s=part.queue_s,
+        compute_s=part.compute_s,
+    )
+    for name in ("expert", "board", "board_type", "ref", "label", "reason"):
+        if (words := getattr(part, name)) is not None:
+            setattr(message, name, text(words))
+    _set_time(message.arrived_at, part.arrived_at)
+    _set_time(message.finished_at, part.finished_at)
+    return message
+
+
+def part_of(message: pb.Part) -> Part:
+    """The same at the caller's."""
+    return Part(
+        key=message.key,
+        component=message.component,
+        verdict=VERDICT_OF.get(message.verdict, Verdict.UNKNOWN),
+        seq=message.seq if message.HasField("seq") else None,
+        expert=message.expert if message.HasField("expert") else None,
+        board=message.board if message.HasField("board") else None,
+        board_type=message.board_type if message.HasField("board_type") else None,
+        ref=message.ref if message.HasField("ref") else None,
+        label=message.label if message.HasField("label") else None,
+        score=message.score if message.HasField("score") else None,
+        reason=message.reason if message.HasField("reason") else None,
+        experts=tuple(message.experts),
+        boxes=tuple(_box_of(box) for box in message.boxes),
+        arrived_at=_time(message.arrived_at) if message.HasField("arrived_at") else None,
+        finished_at=_time(message.finished_at) if message.HasField("finished_at") else None,
+        seconds=message.seconds,
+        queue_s=message.queue_s,
+        compute_s=message.compute_s,
+    )
+
+
+def _box_message(box: BoundingBox) -> pb.BoundingBox:
+    return pb.BoundingBox(
+        label=text(box.label), score=box.score, left=box.left, top=box.top, right=box.right, bottom=box.bottom
+    )
+
+
+def _box_of(message: pb.BoundingBox) -> BoundingBox:
+    return BoundingBox(message.label, message.score, message.left, message.top, message.right, message.bottom)
+
+
+def board_message(board: BoardView) -> pb.Board:
+    """One board as it is."""
+    message = pb.Board(
+        serial=text(board.serial),
+        board_type=text(board.board_type),
+        is_open=board.verdict is None,
+        verdict=VERDICTS[board.verdict or Verdict.UNKNOWN],
+        missing={text(component): images for component, images in board.missing.items()},
+        ok=board.counts.get(Verdict.OK, 0),
+        ng=board.counts.get(Verdict.NG, 0),
+        unknown=board.counts.get(Verdict.UNKNOWN, 0),
+        parts=[part_message(part) for part in board.parts],
+        is_revision=board.is_revision,
+    )
+    _set_time(message.opened_at, board.opened_at)
+    _set_time(message.closed_at, board.closed_at)
+    return message
+
+
+def board_of(message: pb.Board) -> BoardView:
+    """The same at the caller's."""
+    return BoardView(
+        serial=message.serial,
+        board_type=message.board_type,
+        verdict=None if message.is_open else VERDICT_OF.get(message.verdict, Verdict.UNKNOWN),
+        opened_at=_time(message.opened_at),
+        closed_at=_time(message.closed_at) if message.HasField("closed_at") else None,
+        missing=dict(message.missing),
+        counts={Verdict.OK: message.ok, Verdict.NG: message.ng, Verdict.UNKNOWN: message.unknown},
+        parts=tuple(part_of(part) for part in message.parts),
+        is_revision=message.is_revision,
+    )
+
+
+def status_message(status: StatusView) -> pb.StatusReply:
+    """How the agent is."""
+    return pb.StatusReply(
+        line=status.line,
+        version=status.version,
+        uptime_s=status.uptime_s,
+        is_draining=status.is_draining,
+        requests_in_flight=status.requests_in_flight,
+        ok=status.verdicts.get(Verdict.OK, 0),
+        ng=status.verdicts.get(Verdict.NG, 0),
+        unknown=status.verdicts.get(Verdict.UNKNOWN, 0),
+        boards_open=status.boards_open,
+        switches=status.switches,
+        loads=status.loads,
+        evictions=status.evictions,
+        bytes_read=status.bytes_read,
+        queues=[pb.Queue(**_fields(queue)) for queue in status.queues],
+        pools=[pb.Pool(**_fields(pool)) for pool in status.pools],
+        sources=[pb.Source(**_fields(source)) for source in status.sources],
+        standing={text(expert): text(why) for expert, why in status.standing.items()},
+        alarms=[text(alarm) for alarm in status.alarms],
+    )
+
+
+def status_of(message: pb.StatusReply) -> StatusView:
+    """The same at the caller's."""
+    return StatusView(
+        line=message.line,
+        version=message.version,
+        uptime_s=message.uptime_s,
+        is_draining=message.is_draining,
+        requests_in_flight=message.requests_in_flight,
+        verdicts={Verdict.OK: message.ok, Verdict.NG: message.ng, Verdict.UNKNOWN: message.unknown},
+        boards_open=message.boards_open,
+        switches=message.switches,
+        loads=message.loads,
+        evictions=message.evictions,
+        bytes_read=message.bytes_read,
+        queues=tuple(_queue_of(queue) for queue in message.queues),
+        pools=tuple(
+            PoolView(each.name, each.used_bytes, each.capacity_bytes, tuple(each.experts)) for each in message.pools
+        ),
+        sources=tuple(_source_of(source) for source in message.sources),
+        standing=dict(message.standing),
+        alarms=tuple(message.alarms),
+    )
+
+
+def _fields(view: QueueView | PoolView | SourceView) -> dict[str, Any]:
+    values = {name: getattr(view, name) for name in view.__slots__}
+    return {name: _plain(value) for name, value in values.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  # a field of any of them
+    if isinstance(value, tuple):
+        return [text(str(each)) for each in value]
+    return text(value) if isinstance(value, str) else value
+
+
+def _queue_of(message: pb.Queue) -> QueueView:
+    running = message.running if message.HasField("running") else None
+    return QueueView(message.executor, message.processor, message.requests, running)
+
+
+def _source_of(message: pb.Source) -> SourceView:
+    return SourceView(
+        message.name,
+        message.kind,
+        message.state,
+        message.received,
+        message.waiting,
+        message.dropped,
+        message.alarm if message.HasField("alarm") else None,
+    )
+
+
+def reload_message(reload: ReloadView) -> pb.ReloadReply:
+    """What a reload did."""
+    return pb.ReloadReply(
+        is_applied=reload.is_applied,
+        problems=[text(each) for each in reload.problems],
+        added=[text(each) for each in reload.added],
+        replaced=[text(each) for each in reload.replaced],
+        removed=[text(each) for each in reload.removed],
+        needs_restart=[text(each) for each in reload.needs_restart],
+    )
+
+
+def reload_of(message: pb.ReloadReply) -> ReloadView:
+    """The same at the caller's."""
+    return ReloadView(
+        message.is_applied,
+        tuple(message.problems),
+        tuple(message.added),
+        tuple(message.replaced),
+        tuple(message.removed),
+        tuple(message.needs_restart),
+    )
+
+
+def _set_time(field: Timestamp, time: datetime | None) -> None:
+    if time is not None:
+        field.FromDatetime(time)
+
+
+def _time(message: Timestamp) -> datetime:
+    return message.ToDatetime(tzinfo=UTC)

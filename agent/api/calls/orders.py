@@ -1,0 +1,147 @@
+"""Orders between the loop of the API's and the desk: what is awaited here is told there, on the desk's threads.
+
+Guarantees: whoever stops waiting withdraws the order; the loop is never kept waiting by the desk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from experts.daemon_threads import DaemonThreads
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from concurrent.futures import Future
+
+    from agent.api.calls.desk import Desk, Order, Part, Ticket
+
+NAME_CHARACTERS = 512  # of a serial, a reference, a key: what is longer is none
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class Orders:
+    """The desk, as the loop of the API's stands before it."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.under_way = 0
+        self._ordering = DaemonThreads(2, "api_order")
+        self._asking = DaemonThreads(4, "api_ask")
+
+    async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+        """What a call of the desk's returns or raises, without keeping the loop waiting."""
+        return await asyncio.wrap_future(self._asking.submit(call, *given, **named))
+
+    async def judged(
+        self,
+        order: Order,
+        *,
+        tell_taken: Callable[[], None] = lambda: None,
+        tell_accepted: Callable[[], None] | None = None,
+    ) -> Sequence[Part]:
+        """What became of an order. Raises OrderRefused; whoever is cancelled here withdraws it.
+
+        ``tell_taken``: the desk counts it. ``tell_accepted``: it is durable; whoever is told so has it judged anyway.
+        Both are called on the loop.
+        """
+        _check_names(order)
+        return await _Placed(self, order, tell_accepted).awaited(tell_taken)
+
+    def submit(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
+        """Have the desk called, in the order of submission as far as two threads keep it."""
+        return self._ordering.submit(call, *given, **named)
+
+    def stop(self) -> None:
+        """No more calls; what hangs ends with the process."""
+        self._ordering.stop(timeout_s=1.0)
+        self._asking.stop(timeout_s=1.0)
+
+
+class _Placed:
+    """An order on its way to the desk, or under way there; the desk's listener."""
+
+    def __init__(self, orders: Orders, order: Order, tell_accepted: Callable[[], None] | None) -> None:
+        self._orders = orders
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[Sequence[Part]] = self._loop.create_future()
+        self._tell_accepted = tell_accepted
+        self._is_kept_anyway = False  # its caller was told that it is accepted
+        self._ticket = orders.submit(_ordered, orders.desk, order, self)
+
+    async def awaited(self, tell_taken: Callable[[], None]) -> Sequence[Part]:
+        """Its end. Raises OrderRefused; whoever is cancelled here withdraws it."""
+        self._orders.under_way += 1
+        try:
+            taken = await asyncio.wrap_future(self._ticket)
+            if isinstance(taken, OrderRefused):
+                raise OrderRefused(taken.reason, str(taken), taken.retry_s)
+            tell_taken()
+            return await self._end
+        finally:
+            self._orders.under_way -= 1
+            self._leave()
+
+    def accepted(self) -> None:
+        """On a thread of the desk's."""
+        if self._tell_accepted is not None:
+            self._call(self._accept)
+
+    def judged(self, parts: Sequence[Part]) -> None:
+        """On a thread of the desk's."""
+        self._call(lambda: None if self._end.done() else self._end.set_result(parts))
+
+    def _accept(self) -> None:
+        if self._tell_accepted is not None and not self._end.done():
+            self._is_kept_anyway = True
+            self._tell_accepted()
+
+    def _call(self, tell: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(tell)
+
+    def _leave(self) -> None:
+        if not self._end.done() or self._end.cancelled():
+            self._end.cancel()
+            if not self._is_kept_anyway:
+                self._ticket.add_done_callback(_withdraw)
+        del self._ticket  # it may hold its listener, which holds it: let the image go now
+
+
+def _ordered(desk: Desk, order: Order, listener: _Placed) -> Ticket | OrderRefused:
+    """The refusal as a value. As the exception of a future it would hold the image, in its traceback's frames, which
+    hold the future: a circle that is found by the garbage collector alone, long after memory has run out."""
+    try:
+        return desk.order(order, listener)
+    except OrderRefused as refused:
+        return refused.with_traceback(None)
+
+
+def _withdraw(ticket: Future[Ticket | OrderRefused]) -> None:
+    """Of an order that was taken, now or when it is."""
+    if ticket.cancelled() or ticket.exception() is not None:
+        return
+    taken = ticket.result()
+    if not isinstance(taken, OrderRefused):
+        taken.cancel()
+
+
+def _check_names(order: Order) -> None:
+    for what in ("component", "expert", "board", "board_type", "ref", "key"):
+        name = getattr(order, what)
+        if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
+            raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
+
+
+async def first_of(*awaited: Awaitable[object]) -> None:
+    """Until one of these is done; the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in awaited]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

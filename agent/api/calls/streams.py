@@ -1,0 +1,161 @@
+"""Many orders over one stream: each is carried out by itself and answered when it ends, and none ends the stream.
+
+Guarantees: a caller that does not read its answers is not read from, so that they do not pile up, nor is one whose last
+order the desk has not counted yet; when the agent stops, what is under way is answered before the stream ends; when the
+caller goes away, what is under way is withdrawn, except what it was told to be accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+from agent.api.calls.messages import order_of, part_message, text
+from agent.api.calls.orders import first_of
+from agent.api.calls.refusals import INTERNAL, MISTAKE, retry_ms
+from agent.api.proto import inference_pb2 as oip
+from agent.api.proto import inspection_pb2 as pb
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+    from agent.api.calls.door import Door
+    from agent.api.calls.orders import Orders
+
+log = logging.getLogger(__name__)
+
+WINDOW = 1000  # orders of a stream that are under way, or answered and not read yet
+FINAL_WANTED = "triton_enable_empty_final_response"
+FINAL = "triton_final_response"
+
+Infer: TypeAlias = "Callable[[oip.ModelInferRequest, Callable[[], None]], Awaitable[oip.ModelInferResponse]]"
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+class Conversation(ABC, Generic[Request, Answer]):
+    """One stream."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._told: asyncio.Queue[tuple[Answer, bool] | None] = asyncio.Queue()
+        self._window = asyncio.Semaphore(WINDOW)
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def carry_out(self, request: Request, tell_taken: Callable[[], None]) -> Answer:
+        """One order to its end; its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused."""
+
+    @abstractmethod
+    def failed(self, request: Request, reason: str, message: str, again_ms: int | None) -> Answer:
+        """The answer to one that came to no end."""
+
+    def tell(self, answer: Answer, *, is_last: bool = False) -> None:
+        """Have the caller told."""
+        self._told.put_nowait((answer, is_last))
+
+    async def answers(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Answer, None]:
+        """Until the caller has ended its side and all is answered. Raises OrderRefused when the agent stops."""
+        reader = asyncio.create_task(self._read(requests))
+        reader.add_done_callback(lambda _: self._told.put_nowait(None))
+        try:
+            while (told := await self._told.get()) is not None:
+                answer, is_last = told
+                yield answer
+                if is_last:
+                    self._window.release()
+            await reader
+        finally:
+            tasks = (reader, *self._under_way)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[Request]) -> None:
+        """Take orders until the caller has no more, or the agent stops; then wait for what is under way."""
+        taking = asyncio.create_task(self._take(requests))
+        await first_of(taking, self._door.stopping.wait())
+        await asyncio.gather(taking, return_exceptions=True)
+        await asyncio.gather(*self._under_way)
+        if self._door.stopping.is_set():
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - order again once it has been started anew")
+        taking.result()
+
+    async def _take(self, requests: AsyncIterator[Request]) -> None:
+        async for request in requests:
+            await self._window.acquire()
+            is_taken = asyncio.Event()
+            task = asyncio.create_task(self._answer(request, is_taken.set))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+            await is_taken.wait()
+
+    async def _answer(self, request: Request, tell_taken: Callable[[], None]) -> None:
+        try:
+            answer = await self.carry_out(request, tell_taken)
+        except OrderRefused as refused:
+            answer = self.failed(request, str(refused.reason), text(str(refused)), retry_ms(refused))
+        except Exception:
+            log.exception("api_failed in a stream")
+            answer = self.failed(request, INTERNAL, MISTAKE, None)
+        finally:
+            tell_taken()
+        self.tell(answer, is_last=True)
+
+
+class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
+    """Of coserve.v1: each order is told to be accepted, and then judged."""
+
+    def __init__(self, orders: Orders, door: Door) -> None:
+        super().__init__(door)
+        self._orders = orders
+        self._ids: set[str] = set()
+
+    async def carry_out(self, request: pb.StreamOrder, tell_taken: Callable[[], None]) -> pb.StreamAnswer:
+        """Raises OrderRefused."""
+        if not request.id or request.id in self._ids:
+            raise OrderRefused(Refusing.INVALID, "an order needs an id that none of this stream's under way has")
+        self._door.check_size(request.ByteSize())
+        accepted = pb.StreamAnswer(id=request.id, accepted=pb.Accepted())
+        self._ids.add(request.id)
+        try:
+            parts = await self._orders.judged(
+                order_of(request.order), tell_taken=tell_taken, tell_accepted=lambda: self.tell(accepted)
+            )
+        finally:
+            self._ids.discard(request.id)
+        judged = pb.InspectReply(parts=[part_message(part) for part in parts])
+        return pb.StreamAnswer(id=request.id, judged=judged)
+
+    def failed(self, request: pb.StreamOrder, reason: str, message: str, again_ms: int | None) -> pb.StreamAnswer:
+        """By its id."""
+        refused = pb.Refused(reason=reason, message=message, retry_ms=again_ms)
+        return pb.StreamAnswer(id=request.id, refused=refused)
+
+
+class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferResponse]):
+    """Of the Open Inference Protocol."""
+
+    def __init__(self, infer: Infer, door: Door) -> None:
+        super().__init__(door)
+        self._infer = infer
+
+    async def carry_out(
+        self, request: oip.ModelInferRequest, tell_taken: Callable[[], None]
+    ) -> oip.ModelStreamInferResponse:
+        """Raises OrderRefused."""
+        self._door.check_size(request.ByteSize())
+        response = await self._infer(request, tell_taken)
+        if FINAL_WANTED in request.parameters and request.parameters[FINAL_WANTED].bool_param:
+            response.parameters[FINAL].bool_param = True
+        return oip.ModelStreamInferResponse(infer_response=response)
+
+    def failed(
+        self, request: oip.ModelInferRequest, reason: str, message: str, again_ms: int | None
+    ) -> oip.ModelStreamInferResponse:
+        """With the call's id, as its client looks for it there."""
+        response = oip.ModelInferResponse(id=request.id, model_name=request.model_name)
+        return oip.ModelStreamInferResponse(error_message=f"{reason}: {message}", infer_response=response)

@@ -1,0 +1,250 @@
+"""inference.GRPCInferenceService: the Open Inference Protocol, with Triton's extensions that its clients count on.
+
+A model is a component's route, or one expert as `expert:ID`; each has one version. A call that names a board is an
+inspection, which is stored; one that does not is a question, of which nothing remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import Order
+from agent.api.calls.messages import text
+from agent.api.calls.streams import InferStream
+from agent.api.proto import inference_pb2 as pb
+from agent.api.services import tensors
+from agent.api.services.statistics import ModelCounts
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from agent.api.calls.desk import Model, Part
+    from agent.api.calls.door import Door, Room
+    from agent.api.calls.orders import Orders
+    from agent.api.services.tensors import Asked
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVER = "coserve"
+PLATFORM = "coserve"
+VERSION = "1"  # of every model: its weights change in place
+EXPERT = "expert:"
+EXTENSIONS = ("model_configuration", "model_repository", "statistics")
+DATA_TYPES = {tensors.BYTES: pb.TYPE_STRING, tensors.FP32: pb.TYPE_FP32}
+INPUTS = (tensors.IMAGE, tensors.BOARD, tensors.REF)
+MODELS_COUNTED = 10_000  # names that calls have made up among them
+MAX_MESSAGE = "max_message_bytes"
+
+
+class InferenceService:
+    """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
+
+    def __init__(self, orders: Orders, door: Door, message_bytes: int) -> None:
+        self._orders = orders
+        self._desk = orders.desk
+        self._door = door
+        self._message_bytes = message_bytes
+        self._counts: dict[str, ModelCounts] = {}
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, room: Room) -> pb.ServerLiveResponse:
+        """It answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, room: Room) -> pb.ServerReadyResponse:
+        """Orders are taken: while the agent stops nothing gets here."""
+        return pb.ServerReadyResponse(ready=not (await self._orders.ask(self._desk.status)).is_draining)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, room: Room) -> pb.ServerMetadataResponse:
+        """Who this is, and the largest message that is read."""
+        extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._message_bytes}"]
+        return pb.ServerMetadataResponse(name=SERVER, version=_version(), extensions=extensions)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, room: Room) -> pb.ModelReadyResponse:
+        """Whether it can be asked now. NOT_FOUND where there is none."""
+        return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, room: Room) -> pb.ModelMetadataResponse:
+        """The same tensors for every model; -1: as many as images are sent at once."""
+        model = await self._model(request.name, request.version)
+        response = pb.ModelMetadataResponse(name=text(model.name), versions=[VERSION], platform=PLATFORM)
+        for name in INPUTS:
+            response.inputs.add(name=name, datatype=tensors.BYTES, shape=[-1])
+        for name, datatype in tensors.OUTPUTS.items():
+            response.outputs.add(name=name, datatype=datatype, shape=[-1])
+        return response
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, room: Room) -> pb.ModelConfigResponse:
+        """The same in Triton's words, with what is behind the model as parameters."""
+        model = await self._model(request.name, request.version)
+        config = pb.ModelConfig(name=text(model.name), platform=PLATFORM, backend=SERVER, max_batch_size=0)
+        for name in INPUTS:
+            config.input.add(name=name, data_type=pb.TYPE_STRING, dims=[-1], optional=name != tensors.IMAGE)
+        for name, datatype in tensors.OUTPUTS.items():
+            config.output.add(name=name, data_type=DATA_TYPES[datatype], dims=[-1])
+        for key, value in _facts(model).items():
+            config.parameters[key].string_value = text(value)
+        return pb.ModelConfigResponse(config=config)
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, room: Room) -> pb.ModelStatisticsResponse:
+        """One model's, or all models' that there are."""
+        if request.name:
+            names = [(await self._model(request.name, request.version)).name]
+        else:
+            names = [model.name for model in await self._models()]
+        counts = [(name, self._counts.get(name, ModelCounts())) for name in names]
+        return pb.ModelStatisticsResponse(model_stats=[each.message(text(name), VERSION) for name, each in counts])
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, room: Room) -> pb.RepositoryIndexResponse:
+        """All models, or those that are ready."""
+        response = pb.RepositoryIndexResponse()
+        for model in await self._models():
+            if model.is_ready or not request.ready:
+                state = "READY" if model.is_ready else "UNAVAILABLE"
+                response.models.add(
+                    name=text(model.name), version=VERSION, state=state, reason=text(model.reason or "")
+                )
+        return response
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest, room: Room
+    ) -> pb.RepositoryModelLoadResponse:
+        """Bring it into memory, if there is room that nobody needs sooner."""
+        if request.parameters:
+            raise OrderRefused(
+                Refusing.INVALID, "models come from the line file, not from a call - change it there, and reload"
+            )
+        await self._orders.ask(self._desk.load, request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest, room: Room
+    ) -> pb.RepositoryModelUnloadResponse:
+        """Let it go from memory, unless it is in use."""
+        await self._orders.ask(self._desk.unload, request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> pb.ModelInferResponse:
+        """One image, or several; withdrawn if its caller gives up."""
+        return await self.infer(request, room.leave)
+
+    async def ModelStreamInfer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
+    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
+        """The same over one stream, answered as they end; what is refused ends no stream."""
+        async with aclosing(InferStream(self.infer, self._door).answers(requests)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def infer(self, request: pb.ModelInferRequest, tell_taken: Callable[[], None]) -> pb.ModelInferResponse:
+        """Raises OrderRefused."""
+        _check_version(request.model_version)
+        with self._timed(request.model_name) as parts:
+            asked = tensors.asked(request)
+            parts += await self._judged(request, asked, tell_taken)
+        response = tensors.answer(parts, asked.outputs, is_raw=asked.is_raw)
+        response.model_name = request.model_name
+        response.model_version = VERSION
+        response.id = request.id
+        return response
+
+    async def _judged(self, request: pb.ModelInferRequest, asked: Asked, tell_taken: Callable[[], None]) -> list[Part]:
+        """Of each image; all are withdrawn where one is refused."""
+        board_type = tensors.parameter(request.parameters, "board_type")
+        images = zip(asked.images, asked.boards, asked.refs, strict=True)
+        component, expert = _component_or_expert(request.model_name)
+        orders = [
+            Order(
+                image=image,
+                component=component,
+                expert=expert,
+                board=board,
+                board_type=board_type,
+                ref=ref,
+                key=_key(request.id, number, len(asked.images)),
+                is_kept=board is not None,
+            )
+            for number, (image, board, ref) in enumerate(images)
+        ]
+        return [parts[0] for parts in await _all(self._orders, orders, tell_taken)]
+
+    @contextmanager
+    def _timed(self, model: str) -> Iterator[list[Part]]:
+        """Count a call by how it ends."""
+        began_s = time.perf_counter()
+        parts: list[Part] = []
+        try:
+            yield parts
+        except (OrderRefused, asyncio.CancelledError):
+            if model in self._counts or len(self._counts) < MODELS_COUNTED:
+                self._counts.setdefault(model, ModelCounts()).fail.add(time.perf_counter() - began_s)
+            raise
+        self._counts.setdefault(model, ModelCounts()).judged(parts, time.perf_counter() - began_s)
+
+    async def _models(self) -> Sequence[Model]:
+        return await self._orders.ask(self._desk.models)
+
+    async def _model(self, name: str, version: str) -> Model:
+        _check_version(version)
+        models = {model.name: model for model in await self._models()}
+        if name not in models:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {name[:200]!r} - RepositoryIndex lists them")
+        return models[name]
+
+
+async def _all(orders: Orders, several: Sequence[Order], tell_taken: Callable[[], None]) -> Sequence[Sequence[Part]]:
+    """What became of each; where one is refused, the others are withdrawn."""
+    *first, last = several
+    if not first:
+        return [await orders.judged(last, tell_taken=tell_taken)]
+    tasks = [asyncio.create_task(orders.judged(order)) for order in first]
+    tasks.append(asyncio.create_task(orders.judged(last, tell_taken=tell_taken)))
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in ended:
+        error = task.exception()
+        if isinstance(error, OrderRefused):
+            raise OrderRefused(error.reason, str(error), error.retry_s)  # not itself: it would hold the images
+        if error is not None:
+            raise error
+    return [task.result() for task in tasks]
+
+
+def _component_or_expert(model: str) -> tuple[str | None, str | None]:
+    """Raises OrderRefused for a model without a name."""
+    expert = model.removeprefix(EXPERT)
+    if not expert:
+        raise OrderRefused(Refusing.NOT_FOUND, "no model is named - RepositoryIndex lists them")
+    return (model, None) if expert == model else (None, expert)
+
+
+def _key(id_: str, number: int, count: int) -> str | None:
+    if not id_:
+        return None
+    return id_ if count == 1 else f"{id_}/{number}"
+
+
+def _check_version(version: str) -> None:
+    if version not in ("", VERSION):
+        raise OrderRefused(Refusing.NOT_FOUND, f"no version {version[:20]!r} - every model has version {VERSION} alone")
+
+
+def _facts(model: Model) -> dict[str, str]:
+    facts = {"experts": ", ".join(model.experts), "labels": ", ".join(model.labels), "max_batch": str(model.max_batch)}
+    if model.input_px is not None:
+        facts["input_px"] = "{} x {}".format(*model.input_px)
+    return facts
+
+
+def _version() -> str:
+    try:
+        return version("coserve")
+    except PackageNotFoundError:  # run from its sources
+        return "0"

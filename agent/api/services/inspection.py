@@ -1,0 +1,87 @@
+"""coserve.v1.Inspection: the desk's own protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import BoardView
+from agent.api.calls.messages import board_message, order_of, part_message, reload_message, status_message, text
+from agent.api.calls.streams import OrderStream
+from agent.api.calls.watching import Watch
+from agent.api.proto import inspection_pb2 as pb
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from agent.api.calls.desk import Event
+    from agent.api.calls.door import Door, Room
+    from agent.api.calls.orders import Orders
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inspection"].full_name
+
+
+class InspectionService:
+    """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
+
+    def __init__(self, orders: Orders, door: Door) -> None:
+        self._orders = orders
+        self._desk = orders.desk
+        self._door = door
+        self._reloading = asyncio.Lock()
+
+    async def Inspect(self, request: pb.InspectRequest, room: Room) -> pb.InspectReply:
+        """One image; withdrawn if its caller gives up."""
+        parts = await self._orders.judged(order_of(request), tell_taken=room.leave)
+        return pb.InspectReply(parts=[part_message(part) for part in parts])
+
+    async def InspectStream(
+        self, requests: AsyncIterator[pb.StreamOrder], room: Room
+    ) -> AsyncIterator[pb.StreamAnswer]:
+        """Many images."""
+        async with aclosing(OrderStream(self._orders, self._door).answers(requests)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def GetBoard(self, request: pb.GetBoardRequest, room: Room) -> pb.GetBoardReply:
+        """The latest run of the boards with a serial."""
+        boards = await self._orders.ask(self._desk.boards, request.serial, request.board_type or None)
+        if not boards:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board {request.serial!r} is known")
+        return pb.GetBoardReply(boards=[board_message(board) for board in boards])
+
+    async def WatchResults(self, request: pb.WatchResultsRequest, room: Room) -> AsyncIterator[pb.WatchEvent]:
+        """Stored results, and those to come."""
+        after_seq = request.after_seq if request.HasField("after_seq") else None
+        async with aclosing(Watch(self._orders, after_seq).events(self._door.stopping)) as events:
+            async for event in events:
+                yield _event_message(event)
+
+    async def Trigger(self, request: pb.TriggerRequest, room: Room) -> pb.TriggerReply:
+        """A frame of a camera."""
+        key = await self._orders.ask(
+            self._desk.trigger, request.camera, request.board or None, request.board_type or None
+        )
+        return pb.TriggerReply(key=text(key))
+
+    async def Status(self, request: pb.StatusRequest, room: Room) -> pb.StatusReply:
+        """A snapshot."""
+        return status_message(await self._orders.ask(self._desk.status))
+
+    async def Explain(self, request: pb.ExplainRequest, room: Room) -> pb.ExplainReply:
+        """Why something is as it is."""
+        sentences = await self._orders.ask(self._desk.explain, request.subject)
+        return pb.ExplainReply(sentences=[text(each) for each in sentences])
+
+    async def Reload(self, request: pb.ReloadRequest, room: Room) -> pb.ReloadReply:
+        """One at a time."""
+        async with self._reloading:
+            return reload_message(await self._orders.ask(self._desk.reload))
+
+
+def _event_message(event: Event) -> pb.WatchEvent:
+    if isinstance(event, BoardView):
+        return pb.WatchEvent(board=board_message(event))
+    return pb.WatchEvent(result=part_message(event))

@@ -1,0 +1,71 @@
+"""How often each model was asked over the Open Inference Protocol, and how long that took: counts that only grow."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agent.api.proto import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.api.calls.desk import Part
+
+
+@dataclass(slots=True)
+class Duration:
+    """How often something took how long."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Once more."""
+        self.count += 1
+        self.seconds += seconds
+
+    def message(self) -> pb.StatisticDuration:
+        """In nanoseconds, as the protocol has it."""
+        return pb.StatisticDuration(count=self.count, ns=round(self.seconds * 1e9))
+
+
+@dataclass(slots=True)
+class ModelCounts:
+    """One model's. ``success`` and ``fail`` are of calls, the others of images."""
+
+    images: int = 0
+    last_at_s: float = 0.0  # Unix time
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    compute: Duration = field(default_factory=Duration)
+
+    def judged(self, parts: Sequence[Part], seconds: float) -> None:
+        """A call that was answered."""
+        self.success.add(seconds)
+        self.images += len(parts)
+        self.last_at_s = time.time()
+        for part in parts:
+            self.queue.add(part.queue_s)
+            self.compute.add(part.compute_s)
+
+    def message(self, name: str, version: str) -> pb.ModelStatistics:
+        """As the protocol has it."""
+        nothing = Duration(self.images).message()
+        return pb.ModelStatistics(
+            name=name,
+            version=version,
+            last_inference=round(self.last_at_s * 1000),
+            inference_count=self.images,
+            execution_count=self.images,
+            inference_stats=pb.InferStatistics(
+                success=self.success.message(),
+                fail=self.fail.message(),
+                queue=self.queue.message(),
+                compute_input=nothing,
+                compute_infer=self.compute.message(),
+                compute_output=nothing,
+            ),
+        )

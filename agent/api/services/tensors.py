@@ -1,0 +1,210 @@
+"""What the tensors of the Open Inference Protocol say: images and whose they are, in; verdicts, out.
+
+Guarantees: a tensor whose name, type, shape or bytes contradict one another is refused in words, before anything is
+made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.api.calls.messages import pixels, text
+from agent.api.proto import inference_pb2 as pb
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from agent.api.calls.desk import Part
+
+    Image = bytes | NDArray[np.uint8]
+
+IMAGE, BOARD, REF = "IMAGE", "BOARD", "REF"
+BYTES, UINT8, FP32 = "BYTES", "UINT8", "FP32"
+OUTPUTS = {"VERDICT": BYTES, "LABEL": BYTES, "SCORE": FP32, "DETAIL": BYTES}
+# Where a caller says in a parameter what could stand in a tensor.
+PARAMETERS = {BOARD: ("board", "board_serial"), REF: ("ref",)}
+SHARED_MEMORY = "shared_memory_region"
+
+Tensor = pb.ModelInferRequest.InferInputTensor
+
+
+def _invalid(message: str) -> OrderRefused:
+    return OrderRefused(Refusing.INVALID, message)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """One call's images, each with its board and reference, where they are told."""
+
+    images: tuple[Image, ...]
+    boards: tuple[str | None, ...]
+    refs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
+    is_raw: bool  # tensors came as bytes, and go so
+
+
+def asked(request: pb.ModelInferRequest) -> Asked:
+    """What a call asks for. Raises OrderRefused."""
+    tensors = dict(_tensors(request))
+    if IMAGE not in tensors:
+        raise _invalid(f"no tensor {IMAGE} - send an encoded image file as BYTES [1], or pixels as UINT8 [H, W, 3]")
+    images = _images(*tensors[IMAGE])
+    return Asked(
+        images=images,
+        boards=_names(BOARD, tensors, request.parameters, len(images)),
+        refs=_names(REF, tensors, request.parameters, len(images)),
+        outputs=_outputs(request),
+        is_raw=bool(request.raw_input_contents),
+    )
+
+
+def parameter(parameters: Mapping[str, pb.InferParameter], *names: str) -> str | None:
+    """The first of these that is there, a text; None without. Raises OrderRefused for one that is no text."""
+    for name in names:
+        if name in parameters:
+            if parameters[name].WhichOneof("parameter_choice") != "string_param":
+                raise _invalid(f"parameter {name} is no text")
+            return parameters[name].string_param or None
+    return None
+
+
+def _tensors(request: pb.ModelInferRequest) -> Iterator[tuple[str, tuple[Tensor, bytes | None]]]:
+    """By name: the tensor, and its bytes; None if its contents stand in it."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise _invalid(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs - send one each, or none")
+    seen = set()
+    for number, tensor in enumerate(request.inputs):
+        if tensor.name not in (IMAGE, BOARD, REF):
+            raise _invalid(f"no input is called {tensor.name[:100]!r} - they are {IMAGE}, {BOARD} and {REF}")
+        if tensor.name in seen:
+            raise _invalid(f"input {tensor.name} is there twice")
+        if SHARED_MEMORY in tensor.parameters:
+            raise _invalid("shared memory is not served - send the tensor in the message")
+        if raw and tensor.HasField("contents"):
+            raise _invalid(f"input {tensor.name} has contents, and raw_input_contents besides - send it once")
+        seen.add(tensor.name)
+        yield tensor.name, (tensor, raw[number] if raw else None)
+
+
+def _images(tensor: Tensor, raw: bytes | None) -> tuple[Image, ...]:
+    if tensor.datatype == BYTES:
+        images = _texts(tensor, raw)
+        if not all(images):
+            raise _invalid(f"{IMAGE} holds an empty image")
+        return images
+    if tensor.datatype != UINT8 or len(tensor.shape) != 3 or tensor.shape[2] != 3:
+        shape = list(tensor.shape)[:8]
+        raise _invalid(f"{IMAGE} is {tensor.datatype[:20]} {shape}, where BYTES [n] and UINT8 [H, W, 3] are read")
+    return (pixels(tensor.shape[0], tensor.shape[1], _uint8(tensor) if raw is None else raw),)
+
+
+def _uint8(tensor: Tensor) -> bytes:
+    try:
+        return bytes(tensor.contents.uint_contents)
+    except ValueError:
+        raise _invalid(f"{tensor.name} is {UINT8}, and holds numbers above 255") from None
+
+
+def _texts(tensor: Tensor, raw: bytes | None) -> tuple[bytes, ...]:
+    """The elements of a tensor of bytes of one dimension."""
+    if tensor.datatype != BYTES or len(tensor.shape) != 1 or tensor.shape[0] < 1:
+        shape = list(tensor.shape)[:8]
+        raise _invalid(f"{tensor.name} is {tensor.datatype[:20]} {shape}, where BYTES [n] is read")
+    elements = tuple(tensor.contents.bytes_contents) if raw is None else tuple(_elements(tensor.name, raw))
+    if len(elements) != tensor.shape[0]:
+        raise _invalid(f"{tensor.name} has the shape [{tensor.shape[0]}], and holds {len(elements)}")
+    return elements
+
+
+def _elements(name: str, raw: bytes) -> Iterator[bytes]:
+    """Each is preceded by its length in four bytes, the lowest first."""
+    at = 0
+    while at < len(raw):
+        size = int.from_bytes(raw[at : at + 4], "little")
+        if at + 4 + size > len(raw):
+            raise _invalid(f"{name} ends within an element - each begins with its length in four bytes")
+        yield raw[at + 4 : at + 4 + size]
+        at += 4 + size
+
+
+def _names(
+    name: str,
+    tensors: Mapping[str, tuple[Tensor, bytes | None]],
+    parameters: Mapping[str, pb.InferParameter],
+    count: int,
+) -> tuple[str | None, ...]:
+    """One for each image, from its tensor or else from its parameter, which is every image's."""
+    if name not in tensors:
+        return (parameter(parameters, *PARAMETERS[name]),) * count
+    elements = _texts(*tensors[name])
+    if len(elements) not in (1, count):
+        raise _invalid(f"{name} holds {len(elements)} for {count} images - send one for all, or one each")
+    try:
+        names = tuple(element.decode("utf-8") or None for element in elements)
+    except UnicodeDecodeError:
+        raise _invalid(f"{name} is not text in UTF-8") from None
+    return names if len(names) == count else names * count
+
+
+def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
+    for output in request.outputs:
+        if output.name not in OUTPUTS:
+            raise _invalid(f"no output is called {output.name[:100]!r} - they are {', '.join(OUTPUTS)}")
+        if SHARED_MEMORY in output.parameters:
+            raise _invalid("shared memory is not served - the outputs come in the message")
+        if "classification" in output.parameters:
+            raise _invalid("outputs are not classified once more - LABEL says what was found")
+    return tuple(dict.fromkeys(output.name for output in request.outputs)) or tuple(OUTPUTS)
+
+
+def answer(parts: Sequence[Part], outputs: Sequence[str], *, is_raw: bool) -> pb.ModelInferResponse:
+    """Verdicts as tensors, one element for each image."""
+    response = pb.ModelInferResponse()
+    for name in outputs:
+        tensor = response.outputs.add(name=name, datatype=OUTPUTS[name], shape=[len(parts)])
+        if name == "SCORE":
+            scores = [math.nan if part.score is None else part.score for part in parts]
+            if is_raw:
+                response.raw_output_contents.append(struct.pack(f"<{len(scores)}f", *scores))
+            else:
+                tensor.contents.fp32_contents.extend(scores)
+            continue
+        words = [_words(name, part).encode() for part in parts]
+        if is_raw:
+            response.raw_output_contents.append(b"".join(struct.pack("<I", len(each)) + each for each in words))
+        else:
+            tensor.contents.bytes_contents.extend(words)
+    return response
+
+
+def _words(name: str, part: Part) -> str:
+    if name == "VERDICT":
+        return str(part.verdict)
+    return text(part.label or "") if name == "LABEL" else json.dumps(detail(part))
+
+
+def detail(part: Part) -> dict[str, object]:
+    """All there is to say of one image, as JSON has it."""
+    return {
+        "key": part.key,
+        "component": part.component,
+        "seq": part.seq,
+        "board": part.board,
+        "ref": part.ref,
+        "experts": list(part.experts),
+        "scores": {} if part.score is None or not part.experts else {part.experts[-1]: part.score},
+        "boxes": [box.as_json() for box in part.boxes],
+        "reason": part.reason,
+        "seconds": round(part.seconds, 6),
+        "queue_s": round(part.queue_s, 6),
+        "compute_s": round(part.compute_s, 6),
+    }

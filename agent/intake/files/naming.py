@@ -1,0 +1,91 @@
+"""Whose image a file is: board, component, ref, by its name or its sidecar. What does not tell it is refused, never
+guessed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.intake.files.sidecar import read_sidecar
+from agent.line_file.intake import NAME_GROUPS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.line_file.intake import FolderSection
+
+
+@dataclass(frozen=True, slots=True)
+class ImageName:
+    """Whose image it is. ``board`` is the serial; ``board_type`` is None on a line without boards."""
+
+    board: str
+    component: str
+    ref: str
+    board_type: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How one folder tells whose its files are: by a pattern of their names, or where that is None by sidecars.
+
+    ``components`` are those with a route; ``component`` is a folder's constant.
+    """
+
+    pattern: re.Pattern[str] | None
+    components: frozenset[str]
+    board_types: tuple[str, ...] = ()
+    component: str | None = None
+
+    @property
+    def has_sidecars(self) -> bool:
+        """Whether a file beside each image tells whose it is."""
+        return self.pattern is None
+
+    def read(self, relpath: str) -> ImageName:
+        """The name's meaning. A pattern without `/` is of the last part. Raises ValueError with the reason."""
+        if self.pattern is None:
+            raise ValueError("the name tells nothing here: a sidecar does")
+        text = relpath if "/" in self.pattern.pattern else relpath.rpartition("/")[2]
+        found = self.pattern.fullmatch(text)
+        if not found:
+            raise ValueError(f"the name does not match the pattern {self.pattern.pattern}")
+        return self._meaning({key: value for key, value in found.groupdict().items() if value is not None}, "the name")
+
+    def read_beside(self, sidecar: Path, name: str) -> ImageName:
+        """The sidecar's meaning; ``name`` is what errors call it. Raises what ``read_sidecar`` does."""
+        return self._meaning(read_sidecar(sidecar, name), name)
+
+    def _meaning(self, said: Mapping[str, str], source: str) -> ImageName:
+        whole = said if self.component is None else {"component": self.component, **said}
+        for key in NAME_GROUPS:
+            if not whole.get(key):
+                raise ValueError(f"{source} gives no {key}")
+        component = whole["component"]
+        if self.component not in {None, component}:
+            raise ValueError(f"{source} says component {component!r}, but all images here are {self.component!r}")
+        if component not in self.components:
+            raise ValueError(f"no route for the component {component!r}")
+        return ImageName(whole["board"], component, whole["ref"], self._board_type(said.get("type"), source))
+
+    def _board_type(self, named: str | None, source: str) -> str | None:
+        if not self.board_types:
+            return None
+        if named is not None and named not in self.board_types:
+            raise ValueError(f"no board type {named!r}")
+        if named is None and len(self.board_types) > 1:
+            raise ValueError(f"{source} gives no board type")
+        return named or self.board_types[0]
+
+
+def naming_of(folder: FolderSection, config: LineConfig) -> Naming:
+    """The naming of one configured folder of a line."""
+    return Naming(
+        pattern=None if folder.pattern is None else re.compile(folder.pattern),
+        components=frozenset(config.catalog.graph.routes),
+        board_types=tuple(config.boards),
+        component=folder.component,
+    )

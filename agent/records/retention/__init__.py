@@ -1,0 +1,1 @@
+"""Images that are kept and how long: archived, ranked, swept away."""

@@ -1,0 +1,139 @@
+"""Where a line's images lie: in its archive, and on the shelves of its watched folders. Finds them, and removes one.
+
+Guarantees: only what has the agent's own layout is ever seen, regular files alone, and no link is followed:
+    ARCHIVE/YYYY-MM-DD/NAME~DIGEST.SUFFIX
+    SHELF/YYYY-MM-DD/...                    of judged files
+    SHELF/... beside NAME.error.json        of files that could not be judged; the explanation goes with its file
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from pathlib import Path
+from stat import S_ISREG
+from typing import TYPE_CHECKING
+
+from agent.records.retention.archive import DAY, KEPT
+from agent.records.retention.rules import KeptImage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from experts.expert import Verdict
+
+EXPLANATION = ".error.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A folder that judged files are put away in. ``is_dated``: below folders of days; else beside explanations."""
+
+    folder: Path
+    verdict: Verdict
+    is_dated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FileSeen:
+    """A regular file as it lies there."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    device: int
+
+    @property
+    def changed_s(self) -> float:
+        """When it was last written or moved."""
+        return max(self.mtime_ns, self.ctime_ns) / 1e9
+
+
+def archived(folder: Path) -> Iterator[FileSeen]:
+    """The images of the archive."""
+    for day in _days(folder):
+        for entry in _entries(day):
+            if KEPT.fullmatch(entry.name) and (seen := _seen(entry.path)):
+                yield seen
+
+
+def shelved(shelf: Shelf) -> Iterator[KeptImage]:
+    """The images on a shelf."""
+    if not shelf.is_dated:
+        for seen in _explained(shelf.folder):
+            yield _image(seen, shelf.verdict, seen.changed_s)
+        return
+    for day in _days(shelf.folder):
+        begin = datetime.combine(date.fromisoformat(Path(day).name), time()).astimezone()
+        end = begin + timedelta(days=1)
+        for path in _below(day):
+            if found := _seen(path):
+                at_s = min(max(found.mtime_ns / 1e9, begin.timestamp()), end.timestamp())
+                yield _image(found, shelf.verdict, at_s)
+
+
+def remove(path: Path, changed_ns: int, shelf: Path) -> bool:
+    """Remove a shelf's file, if it is still the same, with its explanation and the folders that become empty."""
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        if not S_ISREG(status.st_mode) or status.st_mtime_ns != changed_ns:
+            return False
+        path.unlink()
+    with suppress(OSError):  # without one, or a name so long that it has another one
+        path.with_name(path.name + EXPLANATION).unlink()
+    tidy(path.parent, shelf)
+    return True
+
+
+def tidy(folder: Path, shelf: Path) -> None:
+    """Remove a folder that has become empty, and those above it, but not the shelf itself."""
+    with suppress(OSError):  # not empty, or not ours to remove
+        while shelf in folder.parents:
+            folder.rmdir()
+            folder = folder.parent
+
+
+def _image(seen: FileSeen, verdict: Verdict, at_s: float) -> KeptImage:
+    return KeptImage(seen.path, verdict, at_s, seen.changed_s, seen.size_bytes, seen.mtime_ns, seen.device)
+
+
+def _days(folder: Path) -> Iterator[str]:
+    for entry in _entries(str(folder)):
+        if DAY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            with suppress(ValueError):  # 2026-99-99
+                date.fromisoformat(entry.name)
+                yield entry.path
+
+
+def _explained(folder: Path) -> Iterator[FileSeen]:
+    """Files beside their explanation."""
+    paths = set(_below(str(folder)))
+    for path in sorted(paths):
+        if f"{path}{EXPLANATION}" in paths and (seen := _seen(path)):
+            yield seen
+
+
+def _below(folder: str) -> Iterator[str]:
+    for parent, _, names in os.walk(folder):  # links to folders are not followed
+        yield from (f"{parent}/{name}" for name in names)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _seen(path: str) -> FileSeen | None:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not S_ISREG(status.st_mode):
+        return None
+    return FileSeen(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev)

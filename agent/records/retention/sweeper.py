@@ -1,0 +1,422 @@
+"""Removes what a line need not keep any more: images and rows, a little with each step.
+
+Guarantees: an image is marked, in the database, before it is removed, and with its mark every result forgets its file:
+whenever the process ends, no result names a file that is gone, and the next run removes what is marked. A row goes
+after its image, and not while its file still lies in a watched folder, where it would be judged again. Age counts only
+after the clock has run evenly for an hour: one that was set to a wrong year takes nothing with it. A file that cannot
+be removed is told, tried again with each round, and keeps no other from going.
+
+A round looks at all images, decides, and removes; then rows; then the file of results gives up the room. It is spread
+over as many steps as that takes, none of which is long, so that whoever else works on the caller's thread has his turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from heapq import nsmallest
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent.records.database import open_for_reading, utc_text
+from agent.records.export import last_exported
+from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
+from agent.records.retention.rules import KeptImage, Limits, Reason, Situation, going_order, may_go, what_goes
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from sqlite_utils import Database
+
+    from agent.records.export import Exported
+    from agent.records.result_writer import ResultStore
+    from agent.records.retention.archive import ImageArchive
+    from agent.records.retention.kept_images import Shelf
+    from agent.records.retention.rules import Going
+
+log = logging.getLogger(__name__)
+
+ROUND_S = 300.0  # from the end of a round to the next one
+STEP_FILES = 2000  # looked at in one step: some ten milliseconds
+STEP_REMOVALS = 200
+STEP_ROWS = 500
+STEP_PAGES = 500  # of 4 KiB, given back to the filesystem in one step
+CANDIDATES = 20_000  # images that a round removes at most; the next one follows at once where that was not enough
+STEADY_S = 3600.0
+STEADY_WITHIN_S = 60.0  # what clocks differ by when one of them is corrected little by little
+ORPHAN_S = 86_400.0  # an image of which no result knows counts as exported after a day
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """How many images went for one reason, since the start."""
+
+    images: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweeperStatistics:
+    """A snapshot. ``kept_bytes`` and ``kept_images``: as the last round found them; None before the first one."""
+
+    kept_images: int | None
+    kept_bytes: int | None
+    removed: Mapping[str, Removed]
+    removed_rows: int
+    alarm: str | None
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a round has seen so far, and those of it that go first."""
+
+    images: int = 0
+    size_bytes: int = 0
+    candidates: list[KeptImage] = field(default_factory=list)
+    has_more: bool = False
+
+
+@dataclass(slots=True)
+class _Steadiness:
+    """Since when the wall clock has run as the monotonic one does."""
+
+    offset_s: float
+    since_s: float
+
+    def look(self, wall_s: float, now_s: float) -> bool:
+        if abs(wall_s - now_s - self.offset_s) > STEADY_WITHIN_S:
+            self.offset_s, self.since_s = wall_s - now_s, now_s
+        return now_s - self.since_s >= STEADY_S
+
+
+class Sweeper:
+    """See the module. ``step`` it from one thread at a time.
+
+    ``is_needed`` says of a result's key that its file still lies in a watched folder. ``clock``: monotonic seconds;
+    ``wall``: the time by which age is told; ``free_bytes``: of the disk of a folder.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        archive: ImageArchive,
+        shelves: Sequence[Shelf],
+        store: ResultStore,
+        *,
+        is_needed: Callable[[str], bool] = lambda _: False,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
+        free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+    ) -> None:
+        self._limits = limits
+        self._archive = archive
+        self._shelves = tuple(shelves)
+        self._store = store
+        self._is_needed = is_needed
+        self._clock = clock
+        self._wall = wall
+        self._free_bytes = free_bytes
+        self._steadiness = _Steadiness(wall().timestamp() - clock(), clock())
+        self._round: Iterator[None] | None = None
+        self._next_round_s = clock()
+        self._written = 0  # jobs of ours that are committed, of those that we wait for
+        self._kept: tuple[int, int] | None = None
+        self._removed: Counter[str] = Counter()
+        self._removed_bytes: Counter[str] = Counter()
+        self._removed_rows = 0
+        self._stuck: dict[str, str] = {}  # files that this round could not remove, and why
+        self._alarm: str | None = None
+
+    def step(self) -> None:
+        """A part of a round, if one is due. Raises OSError for what a disk refuses; the next step begins anew."""
+        self._is_steady()
+        if self._round is None:
+            if self._clock() < self._next_round_s:
+                return
+            self._round = self._steps()
+        try:
+            next(self._round)
+        except StopIteration:
+            self._round = None
+        except BaseException:
+            self._round = None
+            self._next_round_s = self._clock()
+            raise
+
+    def statistics(self) -> SweeperStatistics:
+        """A snapshot."""
+        images, size_bytes = self._kept or (None, None)
+        removed = {str(reason): Removed(self._removed[reason], self._removed_bytes[reason]) for reason in Reason}
+        return SweeperStatistics(images, size_bytes, removed, self._removed_rows, self._alarm)
+
+    # -- a round, piece by piece --
+
+    def _steps(self) -> Iterator[None]:
+        self._stuck = {}
+        yield from self._finish_removals()
+        if not self._limits.is_any:
+            self._next_round_s = math.inf
+            return
+        limits = self._limits if self._is_steady() else replace(self._limits, days=None)
+        exported = last_exported(self._store.path) if limits.export_required else None
+        found = _Found()
+        yield from self._look(limits, exported, found)
+        self._kept = found.images, found.size_bytes
+        free_bytes = self._free()
+        now_s = self._wall().timestamp()
+        going = list(what_goes(found.candidates, limits, Situation(now_s, found.size_bytes, free_bytes)))
+        for start in range(0, len(going), STEP_REMOVALS):
+            yield from self._remove(going[start : start + STEP_REMOVALS])
+        if limits.days is not None:
+            yield from self._remove_rows(limits, exported, timedelta(days=limits.days))
+        is_done = bool(self._stuck) or not found.has_more or len(going) < len(found.candidates)
+        self._judge(limits, found, free_bytes, going, is_done=is_done)
+        self._next_round_s = self._clock() + (ROUND_S if is_done else 0.0)
+
+    def _look(self, limits: Limits, exported: Exported | None, found: _Found) -> Iterator[None]:
+        now_s = self._wall().timestamp()
+        for image in self._all_images(exported):
+            if image is None:
+                yield
+                continue
+            found.images += 1
+            found.size_bytes += image.size_bytes
+            if may_go(image, limits, now_s) and image.path not in self._stuck:
+                found.candidates.append(image)
+            if len(found.candidates) >= 2 * CANDIDATES:
+                _keep_the_first(found, limits, now_s)
+        if found.has_more:  # others were left out that would go before some of these
+            _keep_the_first(found, limits, now_s)
+
+    def _all_images(self, exported: Exported | None) -> Iterator[KeptImage | None]:
+        """All images; None where it is time for others."""
+        files = archived(self._archive.folder)
+        while chunk := list(islice(files, STEP_FILES)):
+            yield from self._of_archive(chunk, exported)
+            yield None
+        for shelf in self._shelves:
+            for number, image in enumerate(shelved(shelf), start=1):
+                is_exported = exported is not None and image.changed_s < exported.until.timestamp()
+                yield replace(image, is_exported=is_exported) if self._limits.export_required else image
+                if number % STEP_FILES == 0:
+                    yield None
+
+    def _of_archive(self, files: Sequence[FileSeen], exported: Exported | None) -> Iterator[KeptImage]:
+        """With the worst verdict that any result gives them; UNKNOWN where none knows of them."""
+        by_path = {os.path.relpath(seen.path, self._archive.folder): seen for seen in files}
+        verdicts: dict[str, set[Verdict]] = {}
+        unexported: set[str] = set()
+        for kept_as, verdict, seq, finished_at in self._results_of(tuple(by_path)):
+            verdicts.setdefault(kept_as, set()).add(Verdict(verdict))
+            if exported is None or seq > exported.last_seq or finished_at >= utc_text(exported.until):
+                unexported.add(kept_as)
+        for kept_as, seen in by_path.items():
+            given = verdicts.get(kept_as, set())
+            worst = Verdict.NG if Verdict.NG in given else Verdict.OK if given == {Verdict.OK} else Verdict.UNKNOWN
+            is_exported = kept_as not in unexported
+            if not given:
+                is_exported = exported is not None and seen.changed_s + ORPHAN_S < exported.until.timestamp()
+            yield KeptImage(
+                seen.path, worst, seen.mtime_ns / 1e9, seen.mtime_ns / 1e9, seen.size_bytes, seen.mtime_ns, seen.device,
+                is_exported or not self._limits.export_required,
+            )  # fmt: skip
+
+    def _results_of(self, kept_as: Sequence[str]) -> list[tuple[str, str, int, str]]:
+        marks = ", ".join("?" * len(kept_as))
+        sql = f"SELECT kept_as, verdict, seq, finished_at FROM results WHERE kept_as IN ({marks})"
+        with closing(open_for_reading(self._store.path)) as connection:
+            return [tuple(row) for row in connection.execute(sql, kept_as).fetchall()]
+
+    # -- images: marked, removed, forgotten --
+
+    def _remove(self, going: Sequence[Going]) -> Iterator[None]:
+        marks = [self._mark(one) for one in going]
+
+        def mark(database: Database) -> None:
+            for path, mtime_ns, reason, kept_as in marks:
+                database.execute("INSERT OR REPLACE INTO leaving VALUES (?, ?, ?)", (path, mtime_ns, reason))
+                if kept_as is not None:
+                    database.execute("UPDATE results SET kept_as = NULL WHERE kept_as = ?", (kept_as,))
+
+        yield from self._write(mark)
+        gone = Counter(dict.fromkeys(Reason, 0))
+        for one in going:
+            if self._try_to_remove(one.image.path, one.image.mtime_ns):
+                gone[one.reason] += 1
+                self._removed[one.reason] += 1
+                self._removed_bytes[one.reason] += one.image.size_bytes
+        yield from self._forget([path for path, *_ in marks])
+        counts = " ".join(f"{reason}={count}" for reason, count in gone.items() if count)
+        log.info("images_removed %s last=%s", counts or "none", going[-1].image.path)
+
+    def _mark(self, going: Going) -> tuple[bytes, int, str, str | None]:
+        path = Path(going.image.path)
+        is_archived = self._archive.folder in path.parents
+        kept_as = str(path.relative_to(self._archive.folder)) if is_archived else None
+        return os.fsencode(path), going.image.mtime_ns, str(going.reason), kept_as
+
+    def _try_to_remove(self, path: str, mtime_ns: int) -> bool:
+        """Whether it is gone. One that cannot be removed stays marked: the next round tries again."""
+        try:
+            return self._remove_file(Path(path), mtime_ns)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if reason not in self._stuck.values():  # of a whole disk that refuses one is told
+                log.error("image_not_removed file=%s reason=%s: others go instead of it", path, reason)
+            self._stuck[path] = reason
+            return False
+
+    def _remove_file(self, path: Path, mtime_ns: int) -> bool:
+        """Whether it is gone; one that changed since it was looked at stays, and so does what is not ours."""
+        if self._archive.folder in path.parents:
+            return self._archive.discard(str(path.relative_to(self._archive.folder)), mtime_ns)
+        for shelf in self._shelves:
+            if shelf.folder in path.parents:
+                return remove(path, mtime_ns, shelf.folder)
+        return False
+
+    def _finish_removals(self) -> Iterator[None]:
+        """What was marked when the process last ended."""
+        with closing(open_for_reading(self._store.path)) as connection:
+            rows = connection.execute("SELECT path, mtime_ns FROM leaving").fetchall()
+        for start in range(0, len(rows), STEP_REMOVALS):
+            some = rows[start : start + STEP_REMOVALS]
+            for path, mtime_ns in some:
+                self._try_to_remove(os.fsdecode(path), mtime_ns)
+            yield from self._forget([path for path, _ in some])
+
+    def _forget(self, paths: Sequence[bytes]) -> Iterator[None]:
+        settled = [path for path in paths if os.fsdecode(path) not in self._stuck]
+
+        def forget(database: Database) -> None:
+            for path in settled:
+                database.execute("DELETE FROM leaving WHERE path = ?", (path,))
+
+        yield from self._write(forget)
+
+    # -- rows --
+
+    def _remove_rows(self, limits: Limits, exported: Exported | None, age: timedelta) -> Iterator[None]:
+        before = self._wall() - age
+        last_seq = None
+        if limits.export_required:
+            if exported is None:
+                return
+            before, last_seq = min(before, exported.until), exported.last_seq
+        yield from self._remove_results(utc_text(before), last_seq)
+        yield from self._remove_boards(utc_text(before))
+        yield from self._give_back()
+
+    def _remove_results(self, before: str, last_seq: int | None) -> Iterator[None]:
+        at: tuple[str, int] = ("", 0)
+        sql = (
+            "SELECT finished_at, seq, key, kept_as FROM results INDEXED BY results_finished_at"
+            " WHERE finished_at < ? AND (finished_at, seq) > (?, ?) ORDER BY finished_at, seq LIMIT ?"
+        )
+        while True:
+            with closing(open_for_reading(self._store.path)) as connection:
+                rows = connection.execute(sql, (before, *at, STEP_ROWS)).fetchall()
+            if not rows:
+                return
+            at = rows[-1]["finished_at"], rows[-1]["seq"]
+            going = [row["seq"] for row in rows if self._row_may_go(row, last_seq)]
+            yield from self._write(partial(_delete, "results", going))
+            self._removed_rows += len(going)
+
+    def _row_may_go(self, row: sqlite3.Row, last_seq: int | None) -> bool:
+        if last_seq is not None and row["seq"] > last_seq:
+            return False
+        has_image = row["kept_as"] is not None and (self._archive.folder / row["kept_as"]).exists()
+        return not has_image and not self._is_needed(row["key"])
+
+    def _remove_boards(self, before: str) -> Iterator[None]:
+        sql = "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?"
+        while True:
+            with closing(open_for_reading(self._store.path)) as connection:
+                going = [seq for (seq,) in connection.execute(sql, (before, STEP_ROWS)).fetchall()]
+            if not going:
+                return
+            yield from self._write(partial(_delete, "boards", going))
+            self._removed_rows += len(going)
+
+    def _give_back(self) -> Iterator[None]:
+        """The room of deleted rows, to the filesystem; of a file that was made without that it is used again."""
+        before = math.inf
+        while 0 < (free := self._free_pages()) < before:
+            before = free
+            yield from self._write(_vacuum)
+
+    def _free_pages(self) -> int:
+        with closing(open_for_reading(self._store.path)) as connection:
+            return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+
+    # -- what all of it stands on --
+
+    def _write(self, write: Callable[[Database], None]) -> Iterator[None]:
+        """Have it written, and wait, a step at a time, until it is on the disk."""
+        before = self._written
+
+        def written(_: None) -> None:
+            self._written += 1
+
+        self._store.write(write, written)
+        while self._written == before:
+            yield
+
+    def _free(self) -> dict[int, int]:
+        folders = (self._archive.folder, *(shelf.folder for shelf in self._shelves))
+        return {folder.stat().st_dev: self._free_bytes(folder) for folder in folders if folder.is_dir()}
+
+    def _is_steady(self) -> bool:
+        return self._steadiness.look(self._wall().timestamp(), self._clock())
+
+    def _judge(
+        self, limits: Limits, found: _Found, free_bytes: Mapping[int, int], going: Sequence[Going], *, is_done: bool
+    ) -> None:
+        """Say, once, that a limit cannot hold, because nothing more may go."""
+        going = [one for one in going if one.image.path not in self._stuck]
+        freed = sum(one.image.size_bytes for one in going)
+        reason = None
+        if is_done and limits.size_bytes is not None and found.size_bytes - freed > limits.size_bytes:
+            reason = f"images take {found.size_bytes - freed} bytes, {limits.size_bytes} are wanted"
+        elif is_done and limits.free_bytes is not None:
+            least = min((free + _freed(going, device) for device, free in free_bytes.items()), default=None)
+            if least is not None and least < limits.free_bytes:
+                reason = f"{least} bytes are free, {limits.free_bytes} are wanted"
+        if reason is not None and self._alarm is None:
+            why = f"{len(self._stuck)} files cannot be removed" if self._stuck else "too young, or not exported yet"
+            log.error("retention_short reason=%s: nothing more may go (%s)", reason, why)
+        elif reason is None and self._alarm is not None:
+            log.warning("retention_holds")
+        self._alarm = reason
+
+
+def _keep_the_first(found: _Found, limits: Limits, now_s: float) -> None:
+    found.has_more = True
+    found.candidates = nsmallest(CANDIDATES, found.candidates, key=lambda each: going_order(each, limits, now_s))
+
+
+def _freed(going: Sequence[Going], device: int) -> int:
+    return sum(one.image.size_bytes for one in going if one.image.device == device)
+
+
+def _delete(table: str, seqs: Sequence[int], database: Database) -> None:
+    for seq in seqs:
+        database.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
+
+
+def _vacuum(database: Database) -> None:
+    free = database.execute("PRAGMA freelist_count").fetchall()[0][0]
+    for _ in range(min(free, STEP_PAGES)):
+        database.execute("PRAGMA incremental_vacuum(1)")  # one page, whatever its number says: sqlite3 steps it once

@@ -1,0 +1,152 @@
+"""A camera's frames on their way: cut by its board's layout where it has one, journaled, judged.
+
+Guarantees: a frame is taken once all its requests are durable; a trigger that got no frame is stored as UNKNOWN, with
+the reason, for each part that its frame would have shown. A frame of another size than its layout's is UNKNOWN, part
+by part: it shows something, and nobody knows what.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import SourceView
+from agent.config import read_secret
+from agent.core.request import Outcome
+from agent.intake.cameras.camera import Camera
+from agent.intake.cameras.frames import CameraDoors
+from agent.records.journal import Entry
+from agent.runtime.image_sources import EncodedImage
+from agent.service.judging.recording import entry_result
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from agent.config import LineConfig
+    from agent.intake.cameras.frames import Frame, Trigger
+    from agent.line_file.intake import CameraSection
+    from agent.service.doors.journal_door import JournalDoor, StoredVerdict
+    from agent.service.judging.inspector import Inspector
+    from agent.service.judging.verdicts import Verdicts
+
+KEY_PREFIX = "camera/"
+FRAMES_UNDER_WAY = 2  # of one that runs freely: one is judged while the next is fetched
+LOOK_S = 0.2  # how often a door that waits for the disk looks whether the agent stops
+
+
+class _Taking:
+    """One frame's requests: durable, then judged one by one."""
+
+    def __init__(self, door: CameraDoor, requests: int) -> None:
+        self._door = door
+        self._left = requests
+        self.is_accepted = threading.Event()
+
+    def accepted(self) -> None:
+        """As a Sender."""
+        self.is_accepted.set()
+
+    def judged(self, verdict: StoredVerdict) -> None:
+        """As a Sender."""
+        self._left -= 1
+        if not self._left:
+            self._door.frame_judged()
+
+
+class CameraDoor:
+    """One camera. Raises SecretMissing where its password is not to be had."""
+
+    def __init__(self, section: CameraSection, inspector: Inspector, journal: JournalDoor, verdicts: Verdicts) -> None:
+        self._section = section
+        self._inspector = inspector
+        self._journal = journal
+        self._verdicts = verdicts
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._stopping = threading.Event()
+        password = None if section.password is None else read_secret(section.password)
+        self.camera = Camera(section, password, CameraDoors(self._take, self._has_room, self._lost))
+
+    @property
+    def name(self) -> str:
+        """As the line file calls it."""
+        return self._section.name
+
+    def start(self) -> None:
+        """Connect."""
+        self.camera.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End; False if that took longer."""
+        self._stopping.set()
+        return self.camera.stop(timeout_s)
+
+    def trigger(self, board: str | None, board_type: str | None) -> str:
+        """Have it take one frame; the key that its results begin with. Raises OrderRefused."""
+        if board_type is not None and board_type not in self._config.boards:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
+        return KEY_PREFIX + self.camera.trigger(board, board_type)
+
+    def view(self) -> SourceView:
+        """How it is doing."""
+        statistics = self.camera.statistics()
+        return SourceView(
+            self.name,
+            "camera",
+            str(statistics.state),
+            received=statistics.received,
+            waiting=statistics.waiting,
+            dropped=statistics.dropped,
+            alarm=statistics.alarm,
+        )
+
+    def frame_judged(self) -> None:
+        """All requests of one frame have their verdict."""
+        with self._lock:
+            self._under_way -= 1
+
+    @property
+    def _config(self) -> LineConfig:
+        return self._inspector.agent.config
+
+    def _has_room(self) -> bool:
+        return self._inspector.takes and self._under_way < FRAMES_UNDER_WAY
+
+    def _take(self, frame: Frame) -> None:
+        entries = self._entries(frame.key, frame.board, frame.board_type, frame.at)
+        taking = _Taking(self, len(entries))
+        layout = self._config.layouts.get(entries[0].board_type or "")
+        size = None if entries[0].box is None or layout is None else layout.size
+        image = EncodedImage(frame.content, frame.key, self._section.max_pixels)
+        with self._lock:
+            self._under_way += 1
+        self._journal.send(taking, entries, image, size)
+        while not taking.is_accepted.wait(LOOK_S) and not self._stopping.is_set():
+            continue
+
+    def _lost(self, trigger: Trigger, reason: str) -> None:
+        entries = self._entries(trigger.key, trigger.board, trigger.board_type, trigger.at)
+        outcome = Outcome(Verdict.UNKNOWN, None, None, (), f"camera {self.name}: {reason}")
+        left = threading.Semaphore(0)
+        for entry in entries:
+            self._verdicts.record(entry_result(self._config, entry, outcome), lambda _: left.release())
+        for _ in entries:
+            while not left.acquire(timeout=LOOK_S) and not self._stopping.is_set():
+                continue
+
+    def _entries(self, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
+        """What is asked about a frame: of its one component, or of each part that its board's layout shows."""
+        key = KEY_PREFIX + key
+        board_type = board_type or self._section.board_type
+        component = self._section.component
+        if component is not None:  # a part of a board only where somebody says of which type
+            return [Entry(key, self.name, key, at, component, None, board, board_type, self.name)]
+        layouts = self._config.layouts
+        board_type = board_type or next(iter(layouts))
+        parts = layouts[board_type].parts.items()
+        return [
+            Entry(f"{key}#{ref}", self.name, f"{key}#{ref}", at, part.component, None, board, board_type, ref, part.box)
+            for ref, part in parts
+        ]

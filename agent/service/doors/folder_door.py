@@ -1,0 +1,171 @@
+"""A watched folder's files on their way: claimed, read, judged, stored, put away.
+
+Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
+verdict was committed before a crash is moved, not judged again. A file's bytes are read before it goes to the agent,
+so that nothing but its own folder waits for its disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import SourceView
+from agent.core.request import Outcome
+from agent.intake.files.filing import printable
+from agent.intake.files.naming import naming_of
+from agent.intake.folder import FolderIntake
+from agent.intake.reading import Answers, ArrivalReader
+from agent.runtime.image_sources import EncodedImage
+from agent.service.doors.duplicates import Duplicates, content_of
+from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Task
+from agent.service.judging.recording import arrival_result, duplicate_result, refused_result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.config import LineConfig
+    from agent.intake.arrivals import Arrival, Refusal
+    from agent.line_file.intake import FolderSection
+    from agent.records.result_reader import ResultReader
+    from agent.records.results import Content, Recorded, Result
+    from agent.service.judging.inspector import Course, Inspector
+    from agent.service.judging.verdicts import Verdicts
+
+log = logging.getLogger(__name__)
+
+
+class FolderDoor:
+    """One folder. ``budget_bytes``: of its images read and not judged yet; ``has_room``: whether it may claim more."""
+
+    def __init__(
+        self,
+        config: LineConfig,
+        folder: FolderSection,
+        inspector: Inspector,
+        verdicts: Verdicts,
+        reader: ResultReader,
+        *,
+        budget_bytes: int,
+        has_room: Callable[[FolderDoor], bool],
+    ) -> None:
+        self._folder = folder
+        self._inspector = inspector
+        self._verdicts = verdicts
+        self._results = reader
+        self._duplicates = Duplicates(reader) if folder.duplicate == "skip" else None
+        self.intake = FolderIntake(
+            folder,
+            naming_of(folder, config),
+            self._arrived,
+            self._refused,
+            owner=config.line,
+            has_room=lambda: has_room(self),
+        )
+        self.reader = ArrivalReader(
+            folder.path.name,
+            Answers(read=self._read, changed=self.intake.withdraw, unreadable=self._end_unjudged),
+            self.intake.is_sound,
+            budget_bytes=budget_bytes,
+            during_large=lambda arrival: inspector.counted(arrival.key),
+        )
+
+    def start(self) -> None:
+        """Watch."""
+        self.reader.start()
+        self.intake.start()
+
+    def change(self, config: LineConfig) -> None:
+        """Other components and boards from now on."""
+        self.intake.name_by(naming_of(self._folder, config))
+
+    def view(self) -> SourceView:
+        """How the folder is doing."""
+        intake, reading = self.intake.statistics(), self.reader.statistics()
+        return SourceView(
+            str(self._folder.path),
+            "folder",
+            str(intake.state),
+            received=intake.offered + intake.refused,
+            waiting=intake.waiting + reading.waiting,
+            alarm=intake.alarm or reading.alarm,
+        )
+
+    def _arrived(self, arrival: Arrival) -> None:
+        if self._is_known(arrival):
+            self._inspector.settled(arrival.key)
+            return
+        attempts = self._inspector.attempts(arrival.key)
+        if attempts >= ATTEMPTS_MAXIMUM:
+            reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
+            self._end_unjudged(arrival, f"{printable(arrival.relpath)}: {reason}")
+        else:
+            self.reader.take(arrival)
+
+    def _read(self, arrival: Arrival, image: bytes) -> None:
+        if self._duplicates is None:
+            self._judge(arrival, image, None)
+            return
+        content = content_of(arrival, image, self._inspector.agent.config.catalog.sha256)
+        if not self._duplicates.begin(arrival, content):
+            self.reader.release(len(image))
+        elif (first := self._duplicates.first_of(content)) is None:
+            self._judge(arrival, image, content)
+        else:
+            self.reader.release(len(image))
+            name = printable(arrival.relpath)
+            log.info("image_duplicate file=%s verdict=%s of=%s: not judged again", name, first.verdict, first.key)
+            self._record(duplicate_result(self._inspector.agent.config, arrival, first), arrival)
+
+    def _judge(self, arrival: Arrival, image: bytes, content: Content | None) -> None:
+        name = printable(arrival.relpath)
+
+        def ended(outcome: Outcome, course: Course) -> None:
+            self.reader.release(len(image))
+            config = self._inspector.agent.config
+            self._record(arrival_result(config, arrival, outcome, course.models, content), arrival)
+
+        source = EncodedImage(image, name, arrival.max_pixels)
+        self._inspector.enter(Task(arrival.key, name, source, ended, component=arrival.component))
+
+    def _end_unjudged(self, arrival: Arrival, reason: str) -> None:
+        outcome = Outcome(Verdict.UNKNOWN, None, None, (), reason)
+        self._record(arrival_result(self._inspector.agent.config, arrival, outcome), arrival)
+
+    def _refused(self, refusal: Refusal) -> None:
+        """A file that no request can be made of: UNKNOWN, with the reason in its row."""
+        if not self._is_known(refusal):
+            self._record(refused_result(self._inspector.agent.config, refusal), refusal)
+
+    def _is_known(self, judged: Arrival | Refusal) -> bool:
+        """Whether its verdict was stored before a restart; then its file goes where that says."""
+        try:
+            known = self._results.find(judged.key)
+        except sqlite3.Error as error:  # then it is judged again, and the row that is there stays
+            log.warning("results_not_read key=%s reason=%s", judged.key, error)
+            return False
+        except OSError as error:  # the file was moved or deleted meanwhile: the same, and the store begins a new one
+            log.error("results_not_read key=%s reason=%s: judged again", judged.key, error)
+            return False
+        if known is None:
+            return False
+        if known.result.verdict is Verdict.UNKNOWN:
+            log.info(
+                "image_known file=%s: this very file was UNKNOWN before; a copy of it, or a touch, has it judged again",
+                judged.relpath,
+            )
+        self.intake.settle(judged, known.result.verdict, known.result.reason)
+        return True
+
+    def _record(self, result: Result, judged: Arrival | Refusal) -> None:
+        self._verdicts.record(result, lambda recorded: self._stored(result, judged, recorded))
+
+    def _stored(self, result: Result, judged: Arrival | Refusal, recorded: Recorded) -> None:
+        self._inspector.settled(judged.key)
+        for arrival in () if self._duplicates is None else self._duplicates.end(judged.key):
+            self.reader.take(arrival)
+        if not recorded.is_new and self._is_known(judged):
+            return  # a row that was not read when its file came: it decides
+        self.intake.settle(judged, result.verdict, result.reason)

@@ -1,0 +1,337 @@
+"""Images that come by wire, from cameras and callers: journaled, judged, stored, answered.
+
+Guarantees: a request is accepted once it is on the disk, and not before; from then on it ends in exactly one stored
+verdict, whatever ends the process, unless everybody who waits for it has cancelled it before it ran: then nothing of it
+remains. Whoever sends a key again that is under way waits for the same verdict; one that was judged is told that one.
+Structure: all that is known of a key changes on the store's thread, in the order of commits; others only ask for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from agent.core.request import CANCELLED, Outcome
+from agent.records.journal import Acceptance, JournalReader
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Course, Task
+from agent.service.judging.recording import entry_result
+from experts.expert import Verdict
+from experts.images import DEFAULT_MAX_PIXELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.records.journal import Entry, Unfinished
+    from agent.records.result_writer import ResultStore
+    from agent.records.results import Recorded, Result
+    from agent.records.retention.archive import ImageKeeper
+    from agent.runtime.image_sources import ImageSource
+    from agent.service.judging.inspector import Inspector
+    from agent.service.judging.verdicts import Verdicts
+
+log = logging.getLogger(__name__)
+
+REPLAY_BYTES = 256 * 1024 * 1024  # of images of an earlier run that are read and not judged yet
+UNJUDGED = Course()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVerdict:
+    """A stored verdict, and where its request's time went; zeros for one of an earlier run."""
+
+    result: Result
+    seq: int
+    course: Course
+
+
+class Sender(Protocol):
+    """Who sent an image; told on the store's thread, and returns at once."""
+
+    def accepted(self) -> None:
+        """Its requests are durable. Called once."""
+
+    def judged(self, judgement: StoredVerdict) -> None:
+        """One of its requests has its verdict. Called once for each."""
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """One image that somebody sent, with the requests that are made of it. ``cancel`` it at any time."""
+
+    sender: Sender
+    entries: tuple[Entry, ...]
+    image: EncodedImage
+    frame_size: tuple[int, int] | None
+    cancel: Callable[[], None] = lambda: None
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """One request without a verdict. ``image``: its source; None until it is read back from the journal."""
+
+    entry: Entry
+    image: ImageSource | None
+    content: bytes | None = None
+    size_bytes: int = 0
+    waiting: list[Sending] = field(default_factory=list)
+    is_wanted: bool = True  # by the journal, even if nobody waits: it is of an earlier run
+    task: Task | None = None
+
+
+class JournalDoor:
+    """See the module. ``take_up`` first; then for any thread."""
+
+    def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore, images: ImageKeeper) -> None:
+        self._inspector = inspector
+        self._verdicts = verdicts
+        self._store = store
+        self._images = images
+        self._reader = JournalReader(store.path)
+        self._open: dict[str, _Open] = {}
+        self._lock = threading.Lock()  # over _open and what is in it
+        self._replayed = threading.Condition(self._lock)
+        self._replayed_bytes = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that were accepted and have no verdict yet."""
+        return len(self._open)
+
+    def take_up(self) -> None:
+        """What an earlier run accepted and did not finish; it is judged behind everything's back, oldest first."""
+        unfinished = self._reader.unfinished()
+        for each in unfinished:
+            self._open[each.entry.key] = _Open(each.entry, None)
+        if unfinished:
+            log.warning("journal_taken_up requests=%d: accepted by an earlier run, and not judged", len(unfinished))
+            self._thread = threading.Thread(target=self._replay, args=(unfinished,), name="journal", daemon=True)
+            self._thread.start()
+
+    def send(
+        self,
+        sender: Sender,
+        entries: Sequence[Entry],
+        image: EncodedImage,
+        frame_size: tuple[int, int] | None = None,
+    ) -> Sending:
+        """Have these requests of one image accepted and judged; returns at once.
+
+        ``frame_size``: (height, width) that it must have where the requests are about parts of it.
+        """
+        sending = Sending(sender, tuple(entries), image, frame_size)
+        sending.cancel = lambda: self._cancel(sending)
+        self._accept(sending)
+        return sending
+
+    def stop(self) -> None:
+        """Read nothing back any more."""
+        self._stopping.set()
+        with self._replayed:
+            self._replayed.notify_all()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _accept(self, sending: Sending) -> None:
+        self._store.accept(sending.entries, sending.image.content, lambda answers: self._accepted(sending, answers))
+
+    # -- accepted: on the store's thread --
+
+    def _accepted(self, sending: Sending, answers: Sequence[Acceptance]) -> None:
+        sources = _sources(sending)
+        new, judged = [], []
+        with self._lock:
+            for entry, answer in zip(sending.entries, answers, strict=True):
+                if answer is Acceptance.JUDGED:
+                    judged.append(entry)
+                elif answer is Acceptance.UNDER_WAY and entry.key in self._open:
+                    self._open[entry.key].waiting.append(sending)
+                else:
+                    request = _Open(
+                        entry, sources[entry.key], sending.image.content, waiting=[sending], is_wanted=False
+                    )
+                    self._open[entry.key] = request
+                    new.append(request)
+        sending.sender.accepted()
+        for request in new:
+            self._enter(request)
+        for entry in judged:
+            self._tell_known(sending, entry.key)
+        if sending.is_cancelled:
+            self._cancel(sending)
+
+    def _tell_known(self, sending: Sending, key: str) -> None:
+        try:
+            known = self._store.find(key)
+        except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
+            log.warning("results_not_read key=%s reason=%s: tried again", key, error)
+            self._store.write(lambda _: None, lambda _: self._tell_known(sending, key))
+            return
+        if known is not None:
+            _tell([sending], StoredVerdict(known.result, known.seq, UNJUDGED))
+
+    def _enter(self, request: _Open) -> None:
+        """To the agent; an image that has ended it before too often is UNKNOWN instead."""
+        entry = request.entry
+        attempts = self._inspector.attempts(entry.key)
+        if attempts >= ATTEMPTS_MAXIMUM:
+            reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
+            self._record(request, Outcome(Verdict.UNKNOWN, None, None, (), f"{entry.name}: {reason}"), UNJUDGED)
+            return
+        assert request.image is not None
+        request.task = Task(
+            entry.key,
+            entry.name,
+            request.image,
+            lambda outcome, course: self._ended(request, outcome, course),
+            component=entry.component,
+            expert=entry.expert,
+        )
+        self._inspector.enter(request.task)
+        with self._lock:
+            is_unwanted = not (request.waiting or request.is_wanted)
+        if is_unwanted:  # whoever sent it has cancelled it before it had a task
+            self._inspector.cancel(request.task)
+
+    # -- not wanted any more: on any thread --
+
+    def _cancel(self, sending: Sending) -> None:
+        with self._lock:
+            sending.is_cancelled = True
+            mine = [self._open[entry.key] for entry in sending.entries if entry.key in self._open]
+            unwanted = []
+            for request in mine:
+                if sending in request.waiting:
+                    request.waiting.remove(sending)
+                    if not (request.waiting or request.is_wanted):
+                        unwanted.append(request)
+        for request in unwanted:
+            if request.task is not None:
+                self._inspector.cancel(request.task)
+
+    # -- judged: on the agent's thread, then on the store's --
+
+    def _ended(self, request: _Open, outcome: Outcome, course: Course) -> None:
+        if outcome.reason == CANCELLED:
+            self._store.withdraw([request.entry.key], lambda _: self._withdrawn(request))
+        else:
+            self._record(request, outcome, course)
+
+    def _withdrawn(self, request: _Open) -> None:
+        """Nothing of it remains; for whoever sent the same meanwhile it is sent again."""
+        with self._lock:
+            self._close(request)
+            waiting = list(request.waiting)
+        self._inspector.settled(request.entry.key)
+        for sending in waiting:
+            self._accept(replace(sending, entries=(request.entry,), sender=_Told(sending.sender)))
+
+    def _close(self, request: _Open) -> None:
+        """Under the lock. Where a results file was moved away, the same key may have been accepted into the new one."""
+        if self._open.get(request.entry.key) is request:
+            del self._open[request.entry.key]
+
+    def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
+        """Store the verdict; before it the image, where such images are kept."""
+        entry = request.entry
+        result = entry_result(self._inspector.agent.config, entry, outcome, course.models)
+        if request.content is not None and self._images.archive.wants(result.verdict):
+            then = partial(self._record_with_image, request, result, course)
+            self._images.keep(request.content, entry.name, entry.accepted_at, then)
+        else:
+            self._record_with_image(request, result, course, None)
+
+    def _record_with_image(self, request: _Open, result: Result, course: Course, kept_as: str | None) -> None:
+        result = replace(result, kept_as=kept_as)
+        stored = partial(self._stored, request, result, course)
+        self._verdicts.record(result, stored, is_urgent=bool(request.waiting))
+
+    def _stored(self, request: _Open, result: Result, course: Course, recorded: Recorded) -> None:
+        key = request.entry.key
+        self._inspector.settled(key)
+        with self._replayed:
+            self._close(request)
+            waiting = list(request.waiting)
+            self._replayed_bytes -= request.size_bytes
+            self._replayed.notify_all()
+        if not recorded.is_new:  # judged under this key before: what is stored decides
+            for sending in waiting:
+                self._tell_known(sending, key)
+            return
+        _tell(waiting, StoredVerdict(result, recorded.seq, course))
+
+    # -- of an earlier run: on a thread of its own --
+
+    def _replay(self, unfinished: Sequence[Unfinished]) -> None:
+        by_image: dict[int, list[_Open]] = {}
+        for each in unfinished:
+            by_image.setdefault(each.image, []).append(self._open[each.entry.key])
+        for number, requests in by_image.items():
+            with self._replayed:
+                self._replayed.wait_for(lambda: self._replayed_bytes < REPLAY_BYTES or self._stopping.is_set())
+            if self._stopping.is_set():
+                return
+            self._replay_image(number, requests)
+
+    def _replay_image(self, number: int, requests: Sequence[_Open]) -> None:
+        try:
+            content = self._reader.content(number)
+        except Exception:  # the disk, for the moment: the next start tries again
+            log.exception("journal_not_read image=%d requests=%d: they wait for the next start", number, len(requests))
+            return
+        if content is None:
+            return
+        first = requests[0].entry
+        image = EncodedImage(content, first.name, DEFAULT_MAX_PIXELS)
+        frame = Frame(image, self._frame_size(first)) if first.box is not None else None
+        with self._lock:
+            requests[0].size_bytes = len(content)
+            self._replayed_bytes += len(content)
+        for request in requests:
+            request.image, request.content = _source(request.entry, image, frame), content
+            self._enter(request)
+
+    def _frame_size(self, entry: Entry) -> tuple[int, int] | None:
+        layout = self._inspector.agent.config.layouts.get(entry.board_type or "")
+        return None if layout is None else layout.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Told:
+    """A sender that was told already that its requests are accepted."""
+
+    sender: Sender
+
+    def accepted(self) -> None:
+        """It knows."""
+
+    def judged(self, judgement: StoredVerdict) -> None:
+        self.sender.judged(judgement)
+
+
+def _tell(sendings: Sequence[Sending], judgement: StoredVerdict) -> None:
+    for sending in sendings:
+        try:
+            sending.sender.judged(judgement)
+        except Exception:  # one sender's mistake is not the others'
+            log.exception("sender_failed key=%s", judgement.result.key)
+
+
+def _sources(sending: Sending) -> dict[str, ImageSource]:
+    """Where the pixels of each request come from, by its key."""
+    is_cut = any(entry.box is not None for entry in sending.entries)
+    frame = Frame(sending.image, sending.frame_size) if is_cut else None
+    return {entry.key: _source(entry, sending.image, frame) for entry in sending.entries}
+
+
+def _source(entry: Entry, image: EncodedImage, frame: Frame | None) -> ImageSource:
+    if entry.box is None or frame is None:
+        return image
+    return FramePart(frame, entry.box, entry.name)

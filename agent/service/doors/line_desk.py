@@ -1,0 +1,196 @@
+"""The desk of a line: orders, and every question that can be asked while it runs.
+
+Guarantees: see ``agent.api.calls.desk``. What is told of the agent is one snapshot of it; what is told of results is
+stored.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import Model, PoolView, QueueView, StatusView
+from agent.deployment.line_change import line_name, with_line_names
+from agent.records.results import Result
+from agent.service.doors.explaining import explained_component, explained_expert, explained_result
+from agent.service.doors.views import KEY_PREFIX, part_of, run_view, verdict_view
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.api.calls.desk import BoardView, Event, Listener, Order, Part, ReloadView, SourceView, Ticket
+    from agent.core.engine import EngineStatistics, QueueStatistics
+    from agent.records.boards import BoardVerdict
+    from agent.records.result_writer import ResultStore
+    from agent.records.results import Recorded
+    from agent.service.doors.order_taker import OrderTaker
+    from agent.service.judging.inspector import Inspector
+    from agent.service.judging.line_boards import LineBoards
+    from agent.service.judging.verdicts import Verdicts
+
+EXPERT_PREFIX = "expert:"
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What else of the line the desk can reach."""
+
+    sources: Callable[[], Sequence[SourceView]]
+    trigger: Callable[[str, str | None, str | None], str]
+    reload: Callable[[], ReloadView]
+    alarms: Callable[[], Sequence[str]]
+
+
+class LineDesk:
+    """Keeps ``agent.api.calls.desk.Desk``. For any thread."""
+
+    def __init__(
+        self,
+        inspector: Inspector,
+        orders: OrderTaker,
+        verdicts: Verdicts,
+        boards: LineBoards,
+        store: ResultStore,
+        controls: Controls,
+    ) -> None:
+        self._inspector = inspector
+        self._orders = orders
+        self._verdicts = verdicts
+        self._boards = boards
+        self._results = store
+        self._controls = controls
+        self._started_s = time.monotonic()
+
+    def order(self, order: Order, listener: Listener) -> Ticket:
+        """See ``agent.api.calls.desk.Desk``."""
+        return self._orders.order(order, listener)
+
+    def models(self) -> Sequence[Model]:
+        """See ``agent.api.calls.desk.Desk``."""
+        engine = self._inspector.agent.loop.statistics().engine
+        standing = standing_of(engine)
+        graph, experts = self._inspector.agent.config.catalog.graph, self._inspector.agent.config.catalog.experts
+        routes = {name: tuple(step.expert for step in steps) for name, steps in graph.routes.items()}
+        singles = {f"{EXPERT_PREFIX}{name}": (name,) for name in experts}
+        return [self._model(name, asked, standing) for name, asked in (routes | singles).items()]
+
+    def _model(self, name: str, experts: tuple[str, ...], standing: Mapping[str, str]) -> Model:
+        first = self._inspector.agent.config.catalog.experts[experts[0]]
+        columns = self._inspector.agent.setup.matrix.experts.values()
+        rows = [row for column in columns if (row := column.get(self._inspector.agent.expert(first.id))) is not None]
+        listed = self._inspector.agent.config.catalog.experts
+        labels = dict.fromkeys(label for expert in experts for label in listed[expert].labels)
+        reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
+        return Model(
+            name,
+            experts,
+            tuple(labels),
+            (first.input.height, first.input.width),
+            max((row.performance.max_batch for row in rows), default=1),
+            is_ready=reason is None,
+            reason=reason,
+        )
+
+    def load(self, model: str) -> None:
+        """See ``agent.api.calls.desk.Desk``."""
+        for expert in self._experts_of(model):
+            self._inspector.agent.loop.want(self._inspector.agent.expert(expert))
+
+    def unload(self, model: str) -> None:
+        """See ``agent.api.calls.desk.Desk``."""
+        for expert in self._experts_of(model):
+            self._inspector.agent.loop.unwant(self._inspector.agent.expert(expert))
+
+    def _experts_of(self, model: str) -> tuple[str, ...]:
+        catalog = self._inspector.agent.config.catalog
+        if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
+            return (model.removeprefix(EXPERT_PREFIX),)
+        if model not in catalog.graph.routes:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
+        return tuple(step.expert for step in catalog.graph.routes[model])
+
+    def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
+        """See ``agent.api.calls.desk.Desk``."""
+        runs = [run for run in self._boards.runs(serial) if board_type in (None, run.board_type)]
+        views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
+        for row in self._results.boards_of(serial):
+            if row.board.board_type not in views and board_type in (None, row.board.board_type):
+                views[row.board.board_type] = self._with_parts(verdict_view(row.board))
+        return list(views.values())
+
+    def _with_parts(self, view: BoardView) -> BoardView:
+        rows = self._results.of_board(view.serial, view.board_type, view.opened_at)
+        parts = tuple(part_of(row.result, row.seq) for row in rows)
+        return replace(view, parts=parts)
+
+    def results_after(self, seq: int, limit: int) -> Sequence[Part]:
+        """See ``agent.api.calls.desk.Desk``."""
+        return [part_of(row.result, row.seq) for row in self._results.after(seq, limit)]
+
+    def subscribe(self, tell: Callable[[Event], None]) -> Callable[[], None]:
+        """See ``agent.api.calls.desk.Desk``."""
+
+        def told(stored: Result | BoardVerdict, recorded: Recorded) -> None:
+            tell(part_of(stored, recorded.seq) if isinstance(stored, Result) else verdict_view(stored))
+
+        return self._verdicts.subscribe(told)
+
+    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
+        """See ``agent.api.calls.desk.Desk``."""
+        return self._controls.trigger(camera, board, board_type)
+
+    def reload(self) -> ReloadView:
+        """See ``agent.api.calls.desk.Desk``."""
+        return self._controls.reload()
+
+    def status(self) -> StatusView:
+        """See ``agent.api.calls.desk.Desk``."""
+        statistics = self._inspector.agent.loop.statistics()
+        engine = statistics.engine
+        return StatusView(
+            line=self._inspector.agent.config.line,
+            version=version("coserve"),
+            uptime_s=time.monotonic() - self._started_s,
+            is_draining=engine.is_draining,
+            requests_in_flight=statistics.requests_in_flight,
+            verdicts=self._verdicts.counts,
+            boards_open=self._boards.statistics().open,
+            switches=engine.switches,
+            loads=sum(engine.loads.values()),
+            evictions=engine.evictions,
+            bytes_read=engine.bytes_read,
+            queues=tuple(_queue_view(queue) for queue in engine.queues),
+            pools=tuple(
+                PoolView(pool.name, pool.used_bytes, pool.expert_bytes, pool.resident) for pool in engine.pools
+            ),
+            sources=tuple(self._controls.sources()),
+            standing=standing_of(engine),
+            alarms=tuple(self._controls.alarms()),
+        )
+
+    def explain(self, subject: str) -> Sequence[str]:
+        """See ``agent.api.calls.desk.Desk``."""
+        catalog = self._inspector.agent.config.catalog
+        agent = self._inspector.agent
+        if subject in catalog.experts:
+            return explained_expert(subject, agent, agent.loop.statistics().engine)
+        if subject in catalog.graph.routes:
+            return explained_component(subject, catalog, agent, agent.loop.statistics().engine)
+        row = self._results.find(KEY_PREFIX + subject) or self._results.find(subject)
+        if row is not None:
+            return explained_result(row, catalog.graph)
+        raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")
+
+
+def standing_of(engine: EngineStatistics) -> dict[str, str]:
+    """Experts that are not asked at the moment, as the line calls them, and why."""
+    reasons = engine.on_probation | engine.quarantined
+    return {line_name(expert): with_line_names(reason) for expert, reason in reasons.items()}
+
+
+def _queue_view(queue: QueueStatistics) -> QueueView:
+    running = None if queue.expert is None else line_name(queue.expert)
+    return QueueView(queue.executor, queue.processor, queue.requests, running)

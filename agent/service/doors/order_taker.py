@@ -1,0 +1,304 @@
+"""Orders of the APIs' callers: admitted, journaled where they are kept, judged, answered.
+
+Guarantees: see ``agent.api.calls.desk``. An order that is kept goes through the journal; one that is not is answered
+from memory, and nothing of it remains. Whatever becomes of an order, what it was admitted with is given back.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+from PIL import Image, UnidentifiedImageError
+
+from agent.api.calls.desk import Part
+from agent.core.request import CANCELLED
+from agent.records.journal import Entry
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.service.doors.views import KEY_PREFIX, part_of
+from agent.service.judging.inspector import Task
+from experts.errors import OrderRefused, Refusing
+from experts.images import DEFAULT_MAX_PIXELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+
+    from agent.api.calls.desk import Listener, Order, Ticket
+    from agent.core.request import Outcome
+    from agent.line_file.boards import LayoutSections
+    from agent.runtime.image_sources import ImageSource
+    from agent.service.doors.admission import Admission, Pass
+    from agent.service.doors.journal_door import JournalDoor, Sending, StoredVerdict
+    from agent.service.judging.inspector import Course, Inspector
+
+SOURCE = "api"
+PART_MARK = "#"  # between a frame's key and the ref of each of its parts
+LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One request that is made of an order's image. ``box``: the part that it is about; None for all of it."""
+
+    key: str
+    component: str | None
+    expert: str | None
+    ref: str | None
+    box: tuple[int, int, int, int] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Gathering:
+    """An order whose pieces end one by one; told once, when the last one has."""
+
+    listener: Listener
+    order: Order
+    wanted: tuple[str, ...]
+    leave: Callable[[int], None]
+    parts: dict[str, Part] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+
+    def accepted(self) -> None:
+        """As a Sender."""
+        if not self.is_over:
+            self.listener.accepted()
+
+    def judged(self, verdict: StoredVerdict) -> None:
+        """As a Sender."""
+        course = verdict.course
+        part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s)
+        self.add(verdict.result.key, part)
+
+    def add(self, key: str, part: Part) -> None:
+        """One more piece has ended."""
+        with self.lock:
+            self.parts[key] = part
+            is_last = len(self.parts) == len(self.wanted) and not self.is_over
+            self.is_over = self.is_over or is_last
+        self.leave(1)
+        if is_last:
+            self.listener.judged([self.parts[key] for key in self.wanted])
+
+    def end(self) -> None:
+        """Nobody listens any more."""
+        with self.lock:
+            self.is_over = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ticket:
+    gathering: _Gathering
+    withdraw: Callable[[], None]
+
+    def cancel(self) -> None:
+        """See ``agent.api.calls.desk.Ticket``."""
+        self.gathering.end()
+        self.withdraw()
+
+
+class OrderTaker:
+    """See the module. For any thread."""
+
+    def __init__(
+        self,
+        inspector: Inspector,
+        journal: JournalDoor,
+        admission: Admission,
+    ) -> None:
+        self._inspector = inspector
+        self._journal = journal
+        self._admission = admission
+
+    def order(self, order: Order, listener: Listener) -> Ticket:
+        """See ``agent.api.calls.desk.Desk``."""
+        if not self._inspector.takes:
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
+        board_type = self._board_type(order)
+        key = KEY_PREFIX + (_short(order.key, "key") or uuid.uuid4().hex)
+        pieces, layout = self._pieces(order, key, board_type)
+        size = None if layout is None else layout.size
+        content = _encoded(order.image) if order.is_kept else None
+        size_bytes = len(content) if content is not None else _size_bytes(order.image)
+        if size is not None:
+            size_bytes += size[0] * size[1] * 3  # a frame is held decoded until its last part is judged
+        entered = self._admission.enter(len(pieces), size_bytes)
+        leave = partial(self._admission.leave, entered)
+        gathering = _Gathering(listener, order, tuple(piece.key for piece in pieces), leave)
+        if content is not None:
+            return self._send(gathering, pieces, content, size, board_type, entered)
+        return self._ask(gathering, pieces, order, size, entered)
+
+    def _send(
+        self,
+        gathering: _Gathering,
+        pieces: Sequence[_Piece],
+        content: bytes,
+        size: tuple[int, int] | None,
+        board_type: str | None,
+        entered: Pass,
+    ) -> Ticket:
+        order, now = gathering.order, datetime.now(UTC).astimezone()
+        entries = [  # one expert's answer is no verdict that a board could count
+            Entry(
+                piece.key, SOURCE, piece.key, now, piece.component, piece.expert, order.board,
+                board_type if piece.expert is None else None, piece.ref,
+                piece.box,
+            )
+            for piece in pieces
+        ]  # fmt: skip
+        image = EncodedImage(content, gathering.wanted[0].partition(PART_MARK)[0], DEFAULT_MAX_PIXELS)
+        sending = self._journal.send(gathering, entries, image, size)
+        return _Ticket(gathering, partial(self._cancel_sending, sending, entered))
+
+    def _cancel_sending(self, sending: Sending, entered: Pass) -> None:
+        sending.cancel()
+        self._admission.leave(entered, entered.images)
+
+    def _ask(
+        self,
+        gathering: _Gathering,
+        pieces: Sequence[_Piece],
+        order: Order,
+        size: tuple[int, int] | None,
+        entered: Pass,
+    ) -> Ticket:
+        name = gathering.wanted[0]
+        whole: ImageSource = (
+            EncodedImage(order.image, name, DEFAULT_MAX_PIXELS) if isinstance(order.image, bytes) else order.image
+        )
+        if size is not None:
+            frame = Frame(EncodedImage(_encoded(order.image), name, DEFAULT_MAX_PIXELS), size)
+        tasks = []
+        for piece in pieces:
+            source = whole if piece.box is None else FramePart(frame, piece.box, piece.key)
+            ended = partial(self._answered, gathering, piece, datetime.now(UTC).astimezone(), time.monotonic())
+            tasks.append(Task(piece.key, piece.key, source, ended, piece.component, piece.expert))
+        for task in tasks:
+            self._inspector.enter(task)
+        return _Ticket(gathering, partial(self._cancel_tasks, tasks))
+
+    def _cancel_tasks(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            self._inspector.cancel(task)
+
+    def _answered(
+        self,
+        gathering: _Gathering,
+        piece: _Piece,
+        arrived_at: datetime,
+        since_s: float,
+        outcome: Outcome,
+        course: Course,
+    ) -> None:
+        self._inspector.settled(piece.key)
+        if outcome.reason == CANCELLED:
+            gathering.leave(1)
+            return
+        part = Part(
+            key=piece.key.removeprefix(KEY_PREFIX),
+            component=piece.component or "",
+            verdict=outcome.verdict,
+            expert=piece.expert,
+            ref=piece.ref,
+            label=outcome.label,
+            score=outcome.score,
+            reason=outcome.reason,
+            experts=tuple(step.expert for step in outcome.steps),
+            boxes=tuple(box for step in outcome.steps for box in step.prediction.boxes),
+            arrived_at=arrived_at,
+            finished_at=datetime.now(UTC).astimezone(),
+            seconds=time.monotonic() - since_s,
+            queue_s=course.queue_s,
+            compute_s=course.compute_s,
+        )
+        gathering.add(piece.key, part)
+
+    def _pieces(
+        self, order: Order, key: str, board_type: str | None
+    ) -> tuple[tuple[_Piece, ...], LayoutSections | None]:
+        """What is asked about the image, and the layout that says so, if it is a whole board's."""
+        ref = _short(order.ref, "ref")
+        catalog = self._inspector.agent.config.catalog
+        if order.component is not None and order.expert is not None:
+            raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
+        if order.component is not None:
+            if order.component not in catalog.graph.routes:
+                raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {order.component!r}")
+            if board_type is not None and not ref:
+                raise OrderRefused(Refusing.INVALID, "an image of a board says which part it shows - give its ref")
+            return (_Piece(key, order.component, None, ref),), None
+        if order.expert is not None:
+            if order.expert not in catalog.experts:
+                raise OrderRefused(Refusing.NOT_FOUND, f"no expert {order.expert!r}")
+            return (_Piece(key, None, order.expert, ref),), None
+        layout = self._inspector.agent.config.layouts.get(board_type or "")
+        if layout is None:
+            raise OrderRefused(
+                Refusing.INVALID,
+                "what does the image show? - name a component or an expert, or a board of a type with a layout",
+            )
+        _check_size(order.image, layout)
+        return tuple(
+            _Piece(f"{key}{PART_MARK}{name}", part.component, None, name, part.box)
+            for name, part in layout.parts.items()
+        ), layout
+
+    def _board_type(self, order: Order) -> str | None:
+        """The type of an order's board; None where the line has no boards, or the image belongs to none."""
+        _short(order.board, "board")
+        types = self._inspector.agent.config.boards
+        if order.board_type is not None and order.board_type not in types:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
+        if order.board is None and (order.component is not None or order.expert is not None):
+            return None
+        if order.board_type is None and len(types) > 1:
+            raise OrderRefused(Refusing.INVALID, f"which of {', '.join(types)} is the board? - give its type")
+        return order.board_type or next(iter(types), None)
+
+
+def _encoded(image: bytes | np.ndarray) -> bytes:
+    """The image as a file's bytes: pixels as a BMP, which costs nothing to write."""
+    if isinstance(image, bytes):
+        return image
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "BMP")
+    return file.getvalue()
+
+
+def _size_bytes(image: bytes | np.ndarray) -> int:
+    return len(image) if isinstance(image, bytes) else image.nbytes
+
+
+def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
+    """Raises OrderRefused for a frame that the layout is not for. What is no image at all is found out later."""
+    if isinstance(image, bytes):
+        try:
+            with Image.open(io.BytesIO(image)) as opened:
+                size = (opened.height, opened.width)
+        except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return
+    else:
+        size = (image.shape[0], image.shape[1])
+    if size != layout.size:
+        raise OrderRefused(
+            Refusing.INVALID,
+            f"the frame is {size[1]} x {size[0]} pixels, and its board's layout is for "
+            f"{layout.size[1]} x {layout.size[0]}",
+        )
+
+
+def _short(name: str | None, what: str) -> str | None:
+    if name is not None and len(name) > LONGEST_NAME:
+        raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
+    if what == "key" and name and PART_MARK in name:
+        raise OrderRefused(Refusing.INVALID, f"a key with {PART_MARK} - it stands before a frame's parts: leave it out")
+    return name

@@ -1,0 +1,61 @@
+"""What is stored, as callers of the APIs see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import BoardView, Part
+from experts.expert import BoundingBox
+
+if TYPE_CHECKING:
+    from agent.records.boards import BoardRun, BoardVerdict
+    from agent.records.results import Result
+
+KEY_PREFIX = "api/"  # of callers' own keys, so that they meet no file's
+
+
+def part_of(result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s: float = 0.0) -> Part:
+    """A stored result, as callers see it."""
+    steps = result.detail.get("steps", ())
+    return Part(
+        key=result.key.removeprefix(KEY_PREFIX),
+        component=result.component,
+        verdict=result.verdict,
+        seq=seq,
+        board=result.board,
+        board_type=result.board_type,
+        ref=result.ref,
+        label=result.label,
+        score=result.score,
+        reason=result.reason,
+        experts=result.experts,
+        boxes=tuple(BoundingBox(**box) for step in steps for box in step["boxes"]),
+        arrived_at=result.arrived_at,
+        finished_at=result.finished_at,
+        seconds=result.seconds,
+        queue_s=queue_s,
+        compute_s=compute_s,
+    )
+
+
+def verdict_view(board: BoardVerdict) -> BoardView:
+    """A stored board verdict, as callers see it."""
+    return BoardView(
+        board.serial, board.board_type, board.verdict, board.opened_at, board.closed_at, board.missing, board.counts,
+        is_revision=board.is_revision,
+    )  # fmt: skip
+
+
+def run_view(run: BoardRun) -> BoardView:
+    """A board as its ledger has it."""
+    closed = run.closed
+    return BoardView(
+        run.serial,
+        run.board_type,
+        None if closed is None else closed.verdict,
+        run.opened_at,
+        None if closed is None else closed.closed_at,
+        run.missing if closed is None else closed.missing,
+        run.counts,
+        is_revision=closed is not None and closed.is_revision,
+    )

@@ -1,0 +1,270 @@
+"""The agent as its doors see it: an image goes in under a key, and its outcome comes out, once.
+
+Guarantees: an image that was being judged when the agent was ended is judged alone at the next start, and at the second
+time it ends no agent any more (``attempts`` says so, and who brings it refuses it); one that is cancelled before it was
+let in never reaches the agent. After a crash nothing is taken, and what was taken has no outcome: the next start
+offers it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.core.request import CANCELLED, Outcome
+from agent.deployment.build import Agent, build_agent
+from agent.deployment.line_change import line_name, with_line_names
+from agent.records.attempts import AttemptLog
+from agent.runtime.loop import BatchWatch
+from agent.service.judging.drift import UsageDrift
+from agent.service.judging.suspects import Gate
+from experts.errors import DeviceLost, WorkOverdue
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from agent.config import LineConfig
+    from agent.deployment.line_change import LineChange
+    from agent.runtime.image_sources import ImageSource
+    from agent.service.judging.drift import DriftStatistics
+    from experts.errors import AgentCrashed
+
+    Progress: TypeAlias = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How an image was judged. ``queue_s``: before its first batch; ``compute_s``: in batches.
+
+    ``models``: the sha256 of the weights file behind each step of its outcome.
+    """
+
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    models: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One image to be judged, by a component's route or by one expert. ``ended`` runs on the agent's thread, once.
+
+    ``key`` identifies it across restarts; ``name`` is what the log calls its image.
+    """
+
+    key: str
+    name: str
+    image: ImageSource
+    ended: Callable[[Outcome, Course], None]
+    component: str | None = None
+    expert: str | None = None
+    number: int | None = None  # the agent's; None until it was let in
+    is_cancelled: bool = False
+    let_in_s: float = 0.0
+    batch_since_s: float | None = None
+    queue_s: float | None = None
+    compute_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Recent:
+    """How many requests ended of late, for a guess of when there is room again."""
+
+    since_s: float = field(default_factory=time.monotonic)
+    count: int = 0
+    per_s: float = 0.0
+
+
+class Inspector:
+    """The agent of a line with all that stands before it. ``start`` and ``stop`` it once; the rest is for any thread.
+
+    ``on_crash`` is called, from any thread, when the agent has crashed.
+    """
+
+    def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
+        self._tasks: dict[int, Task] = {}
+        self._guard = threading.Lock()  # over _tasks: a request may end before its number is known here
+        self._stopping = threading.Event()
+        self.agent: Agent = build_agent(config, self._judged, progress)
+        self._models = models_of(self.agent)  # of experts of earlier lines, too: they may be asked still
+        self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
+        self._drift = UsageDrift(self.agent.setup.matrix.usage)
+        self._attempts = AttemptLog(config.state / "attempts.log")
+        self._gate: Gate[Task] = Gate(self._let_in)
+        self._recent = _Recent()
+        self.agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
+        self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
+
+    def start(self) -> None:
+        """Place experts, take images."""
+        self.agent.start()
+
+    @property
+    def crash(self) -> AgentCrashed | None:
+        """What ended the agent, if anything did."""
+        return self.agent.loop.crash
+
+    @property
+    def takes(self) -> bool:
+        """Whether images are taken: not while it stops, nor after a crash."""
+        return not self._stopping.is_set() and self.crash is None
+
+    @property
+    def in_flight(self) -> int:
+        """Images that the agent has taken, and not judged yet."""
+        return len(self._tasks)
+
+    @property
+    def ended_per_s(self) -> float:
+        """How many images were judged a second of late; 0 before the first second is over."""
+        return self._recent.per_s
+
+    def attempts(self, key: str) -> int:
+        """How often the agent was ended while this image was being judged."""
+        return self._attempts.attempts(key)
+
+    def settled(self, key: str) -> None:
+        """This image has its verdict: how often it was tried is forgotten."""
+        self._attempts.settled(key)
+
+    def enter(self, task: Task) -> None:
+        """Have it judged, now or once its turn has come."""
+        is_suspect = self._attempts.attempts(task.key) > 0
+        if is_suspect:
+            log.warning("image_judged_alone file=%s: the agent was ended while it judged it", task.name)
+        self._gate.enter(task, is_suspect=is_suspect)
+
+    def cancel(self, task: Task) -> None:
+        """Nobody wants it any more: it ends CANCELLED, unless it ran its last step already, or does so now."""
+        with self._guard:
+            task.is_cancelled = True
+            number = task.number
+        if number is not None:
+            self.agent.loop.cancel(number)
+
+    @contextmanager
+    def counted(self, key: str) -> Iterator[None]:
+        """What is done under it may end the agent, and speaks against this key then."""
+        self._attempts.begun([key])
+        try:
+            yield
+        finally:
+            self._attempts.ended([key])
+
+    def change_line(self, change: LineChange) -> None:
+        """Serve another line from now on; what was taken is finished as the earlier one says."""
+        self.agent.loop.change_line(change.event, change.copies)
+        for expert, reason in change.quarantined.items():
+            self.agent.loop.quarantine(expert, reason)
+        usage = {line_name(expert): share for expert, share in change.agent.setup.matrix.usage.items()}
+        self._models = self._models | models_of(change.agent)
+        with self._guard:
+            self.agent = change.agent
+        with self._drift_guard:
+            self._drift = UsageDrift(usage)
+
+    def drift(self) -> DriftStatistics:
+        """How far what is asked has moved from what was expected."""
+        with self._drift_guard:
+            sample = self._drift.sample()
+        return sample.statistics()
+
+    def take_no_more(self) -> None:
+        """From here on nothing is let in: what is on its way to the agent waits for the next start."""
+        with self._guard:
+            self._stopping.set()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Finish what was taken; False if that took longer."""
+        self.agent.loop.drain()
+        return self.agent.loop.wait_until_drained(timeout_s)
+
+    def stop(self) -> None:
+        """End. Raises AgentCrashed if it had crashed, after everything has ended."""
+        self.agent.stop()
+
+    def forgive(self) -> None:
+        """What was still being judged has not ended the agent, where the agent was told to end."""
+        if self.crash is None:
+            self._attempts.forgive()
+
+    def close(self) -> None:
+        """Nothing more is counted."""
+        self._attempts.close()
+
+    def _let_in(self, task: Task) -> None:
+        with self._guard:
+            if not self.takes:
+                return  # it came while we ended: the next start offers it again
+            if not task.is_cancelled:
+                task.let_in_s = time.monotonic()
+                expert = None if task.expert is None else self.agent.expert(task.expert)
+                task.number = self.agent.loop.submit(task.image, component=task.component, expert=expert)
+                self._tasks[task.number] = task
+                return
+        self._gate.leave()
+        task.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
+
+    # -- on the loop's thread --
+
+    def _judged(self, number: int, outcome: Outcome) -> None:
+        models = tuple(self._models.get(step.expert, "") for step in outcome.steps)
+        outcome = _in_line_names(outcome)
+        with self._drift_guard:
+            self._drift.count(step.expert for step in outcome.steps)
+        with self._guard:
+            task = self._tasks.pop(number)
+        self._gate.leave()
+        self._count_ended()
+        queue_s = time.monotonic() - task.let_in_s if task.queue_s is None else task.queue_s
+        task.ended(outcome, Course(queue_s, task.compute_s, models))
+
+    def _count_ended(self) -> None:
+        recent, now_s = self._recent, time.monotonic()
+        recent.count += 1
+        if now_s - recent.since_s >= 1.0:
+            recent.per_s = recent.count / (now_s - recent.since_s)
+            recent.since_s, recent.count = now_s, 0
+
+    def _batch_begun(self, requests: Sequence[int]) -> None:
+        tasks, now_s = self._tasks_of(requests), time.monotonic()
+        self._attempts.begun([task.key for task in tasks])
+        for task in tasks:
+            task.batch_since_s = now_s
+            if task.queue_s is None:
+                task.queue_s = now_s - task.let_in_s
+
+    def _batch_ended(self, requests: Sequence[int]) -> None:
+        tasks, now_s = self._tasks_of(requests), time.monotonic()
+        self._attempts.ended([task.key for task in tasks])
+        for task in tasks:
+            if task.batch_since_s is not None:
+                task.compute_s += now_s - task.batch_since_s
+
+    def _tasks_of(self, requests: Sequence[int]) -> list[Task]:
+        with self._guard:
+            return [self._tasks[number] for number in requests]
+
+    def _crashed(self, crash: AgentCrashed, tell: Callable[[], None]) -> None:
+        if isinstance(crash.error, DeviceLost) or (isinstance(crash.error, WorkOverdue) and not crash.error.is_batch):
+            self._attempts.forgive()
+        tell()
+
+
+def models_of(agent: Agent) -> dict[str, str]:
+    """The sha256 of each expert's weights file, by what the Engine calls the expert."""
+    return {copy.rpartition("@")[0]: packed.source_sha256 for copy, packed in agent.packed.items()}
+
+
+def _in_line_names(outcome: Outcome) -> Outcome:
+    """The same, with experts called as the line file calls them."""
+    steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
+    return replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))

@@ -1,0 +1,113 @@
+"""What is told over the wire is what the desk said."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.api.calls.desk import BoardView, Part, PoolView, QueueView, ReloadView, SourceView, StatusView
+from agent.api.calls.messages import (
+    board_message,
+    board_of,
+    order_of,
+    part_message,
+    part_of,
+    reload_message,
+    reload_of,
+    status_message,
+    status_of,
+)
+from agent.api.proto import inspection_pb2 as pb
+from experts.errors import OrderRefused, Refusing
+from experts.expert import BoundingBox, Verdict
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+maybe = st.none() | texts
+counts = st.integers(0, 2**40)
+numbers = st.floats(allow_nan=False)
+times = st.datetimes(datetime(1970, 1, 2), datetime(2200, 1, 1), timezones=st.just(UTC))
+names = st.lists(texts, max_size=3).map(tuple)
+boxes = st.lists(st.builds(BoundingBox, texts, numbers, numbers, numbers, numbers, numbers), max_size=2).map(tuple)
+parts = st.builds(
+    Part, key=texts, component=texts, verdict=st.sampled_from(Verdict), seq=st.none() | counts, expert=maybe,
+    board=maybe, board_type=maybe, ref=maybe, label=maybe, score=st.none() | numbers, reason=maybe, experts=names,
+    boxes=boxes, arrived_at=st.none() | times, finished_at=st.none() | times, seconds=numbers, queue_s=numbers,
+    compute_s=numbers,
+)  # fmt: skip
+verdict_counts = st.fixed_dictionaries(dict.fromkeys(Verdict, counts))
+boards = st.builds(
+    BoardView, serial=texts, board_type=texts, verdict=st.none() | st.sampled_from(Verdict), opened_at=times,
+    closed_at=st.none() | times, missing=st.dictionaries(texts, counts, max_size=2), counts=verdict_counts,
+    parts=st.lists(parts, max_size=2).map(tuple), is_revision=st.booleans(),
+)  # fmt: skip
+statuses = st.builds(
+    StatusView, line=texts, version=texts, uptime_s=numbers, is_draining=st.booleans(), requests_in_flight=counts,
+    verdicts=verdict_counts, boards_open=counts, switches=counts, loads=counts, evictions=counts, bytes_read=counts,
+    queues=st.lists(st.builds(QueueView, st.integers(0, 64), texts, counts, maybe), max_size=2).map(tuple),
+    pools=st.lists(st.builds(PoolView, texts, counts, counts, names), max_size=2).map(tuple),
+    sources=st.lists(
+        st.builds(SourceView, texts, texts, texts, counts, counts, counts, maybe), max_size=2
+    ).map(tuple),
+    standing=st.dictionaries(texts, texts, max_size=2), alarms=names,
+)  # fmt: skip
+
+
+@settings(max_examples=50, deadline=None)
+@given(parts)
+def test_a_part_comes_out_as_it_went_in(part):
+    assert part_of(pb.Part.FromString(part_message(part).SerializeToString())) == part
+
+
+@settings(max_examples=30, deadline=None)
+@given(boards)
+def test_a_board_comes_out_as_it_went_in(board):
+    assert board_of(pb.Board.FromString(board_message(board).SerializeToString())) == board
+
+
+@settings(max_examples=30, deadline=None)
+@given(statuses)
+def test_a_status_comes_out_as_it_went_in(status):
+    assert status_of(pb.StatusReply.FromString(status_message(status).SerializeToString())) == status
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.builds(ReloadView, st.booleans(), names, names, names, names, names))
+def test_a_reload_comes_out_as_it_went_in(reload):
+    assert reload_of(reload_message(reload)) == reload
+
+
+def test_the_name_of_a_file_that_is_no_unicode_is_told_with_its_bytes_escaped():
+    part = Part("B\udcff1.png", "c", Verdict.NG, ref="\udc80", experts=("\udc81",))
+    message = part_message(part)
+    assert (message.key, message.ref, message.experts) == ("B\\udcff1.png", "\\udc80", ["\\udc81"])
+
+
+def test_a_verdict_of_a_newer_agent_that_is_not_known_here_is_unknown():
+    assert part_of(pb.Part(verdict=7)).verdict is Verdict.UNKNOWN
+
+
+def test_pixels_are_rows_of_rgb():
+    order = order_of(pb.InspectRequest(pixels=pb.Pixels(height=1, width=2, rgb=bytes(range(6)))))
+    assert isinstance(order.image, np.ndarray)
+    assert order.image.tolist() == [[[0, 1, 2], [3, 4, 5]]]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.InspectRequest(),
+        pb.InspectRequest(file=b""),
+        pb.InspectRequest(file=b"x", component="c", expert="e"),
+        pb.InspectRequest(pixels=pb.Pixels(height=2, width=2, rgb=bytes(11))),
+        pb.InspectRequest(pixels=pb.Pixels(height=0, width=0)),
+        pb.InspectRequest(pixels=pb.Pixels(height=-1, width=-1, rgb=bytes(3))),
+    ],
+)
+def test_an_order_that_contradicts_itself_is_refused(request_):
+    with pytest.raises(OrderRefused) as refused:
+        order_of(request_)
+    assert refused.value.reason is Refusing.INVALID

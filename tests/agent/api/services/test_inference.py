@@ -1,0 +1,345 @@
+"""AC15: the Open Inference Protocol to an unmodified tritonclient, over TCP and over a unix socket."""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+from contextlib import suppress
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient import grpc as triton
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+from agent.api.proto import inference_pb2 as oip
+from agent.api.proto import inference_pb2_grpc
+from agent.api.services import tensors
+from agent.api.services.tensors import asked
+from experts.errors import OrderRefused, Refusing
+
+DEADLINE_S = 30.0
+
+
+def url(address):
+    return address.replace("unix:/", "unix:///")
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def client(server, request):
+    address = next(each for each in server.addresses if each.startswith("unix:") == (request.param == "unix"))
+    with triton.InferenceServerClient(url(address)) as client:
+        yield client
+
+
+@pytest.fixture
+def local(server):
+    with triton.InferenceServerClient(url(server.addresses[0])) as client:
+        yield client
+
+
+def texts(name, *values):
+    tensor = triton.InferInput(name, [len(values)], "BYTES")
+    tensor.set_data_from_numpy(np.array(values, dtype=object))
+    return tensor
+
+
+def refusal(error):
+    return error.value.status(), error.value.message()
+
+
+def test_alive_ready_metadata_and_an_image_judged(client, desk):
+    """AC15."""
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("resistor")
+    assert not client.is_model_ready("expert:det/alignment")
+    server = client.get_server_metadata()
+    assert server.name == "coserve"
+    assert {"model_configuration", "model_repository", "statistics"} <= set(server.extensions)
+    assert f"max_message_bytes:{64 * 2**20}" in server.extensions
+    metadata = client.get_model_metadata("resistor", as_json=True)
+    assert [tensor["name"] for tensor in metadata["inputs"]] == ["IMAGE", "BOARD", "REF"]
+    assert {tensor["name"]: tensor["datatype"] for tensor in metadata["outputs"]} == {
+        "VERDICT": "BYTES", "LABEL": "BYTES", "SCORE": "FP32", "DETAIL": "BYTES",
+    }  # fmt: skip
+    result = client.infer("resistor", [texts("IMAGE", b"an NG one")], request_id="q1", client_timeout=DEADLINE_S)
+    assert result.get_response().id == "q1"
+    assert [result.as_numpy(name).tolist() for name in ("VERDICT", "LABEL", "SCORE")] == [[b"NG"], [b"bad"], [0.75]]
+    detail = json.loads(result.as_numpy("DETAIL")[0])
+    assert (detail["experts"], detail["seconds"]) == (["cls/resistor", "det/alignment"], 0.5)
+    assert detail["boxes"][0]["label"] == "good"
+    assert desk.results == []  # a question: nothing remains of it
+
+
+def test_with_a_board_it_is_an_inspection_whose_id_is_its_key(client, desk):
+    for _ in range(2):
+        client.infer("resistor", [texts("IMAGE", b"x"), texts("BOARD", b"B1"), texts("REF", b"R1")], request_id="k1")
+    (part,) = desk.results
+    assert (part.key, part.board, part.ref) == ("k1", "B1", "R1")
+
+
+def test_board_and_reference_may_be_parameters(local, desk):
+    parameters = {"board_serial": "B1", "ref": "R2", "board_type": "main"}
+    local.infer("resistor", [texts("IMAGE", b"x")], parameters=parameters)
+    (order,) = desk.orders
+    assert (order.board, order.ref, order.board_type, order.is_kept) == ("B1", "R2", "main", True)
+
+
+def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(local, desk):
+    image = triton.InferInput("IMAGE", [2, 3, 3], "UINT8")
+    image.set_data_from_numpy(np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
+    outputs = [triton.InferRequestedOutput("SCORE"), triton.InferRequestedOutput("VERDICT")]
+    result = local.infer("expert:cls/capacitor", [image], outputs=outputs)
+    assert [output.name for output in result.get_response().outputs] == ["SCORE", "VERDICT"]
+    assert desk.orders[0].expert == "cls/capacitor"
+    assert desk.orders[0].image.ravel().tolist() == list(range(18))
+
+
+def test_several_images_are_several_orders(local, desk):
+    images, boards = texts("IMAGE", b"x", b"NG", b"UNKNOWN"), texts("BOARD", b"B1", b"", b"B2")
+    result = local.infer("resistor", [images, boards], request_id="k")
+    assert result.as_numpy("VERDICT").tolist() == [b"OK", b"NG", b"UNKNOWN"]
+    assert math.isnan(result.as_numpy("SCORE")[2])
+    assert json.loads(result.as_numpy("DETAIL")[2])["reason"] == "not an image"
+    assert [(order.key, order.board) for order in sorted(desk.orders, key=lambda order: order.key)] == [
+        ("k/0", "B1"), ("k/1", None), ("k/2", "B2"),
+    ]  # fmt: skip
+
+
+def test_where_one_of_several_is_refused_all_are(local, desk):
+    desk.most, desk.holds = 2, True
+    with pytest.raises(InferenceServerException) as error:
+        local.infer("resistor", [texts("IMAGE", b"1", b"2", b"3")])
+    assert refusal(error)[0] == "StatusCode.RESOURCE_EXHAUSTED"
+    desk.wait_for(lambda desk: not desk.under_way and len(desk.withdrawn) == 2)
+
+
+def test_typed_contents_are_answered_in_kind(server, desk):
+    request = oip.ModelInferRequest(model_name="resistor")
+    tensor = request.inputs.add(name="IMAGE", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(b"NG")
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        response = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+    values = {output.name: output.contents for output in response.outputs}
+    assert not response.raw_output_contents
+    assert (list(values["VERDICT"].bytes_contents), list(values["SCORE"].fp32_contents)) == ([b"NG"], [0.75])
+    pixels = oip.ModelInferRequest(model_name="resistor")
+    tensor = pixels.inputs.add(name="IMAGE", datatype="UINT8", shape=[1, 1, 3])
+    tensor.contents.uint_contents.extend([1, 2, 255])
+    assert asked(pixels).images[0].tolist() == [[[1, 2, 255]]]
+
+
+def test_statistics_grow_with_what_is_asked(local, desk):
+    local.infer("resistor", [texts("IMAGE", b"1", b"2")])
+    desk.most = 0
+    with pytest.raises(InferenceServerException):
+        local.infer("resistor", [texts("IMAGE", b"1")])
+    (model,) = local.get_inference_statistics("resistor").model_stats
+    assert (model.inference_count, model.execution_count) == (2, 2)
+    stats = model.inference_stats
+    assert (stats.success.count, stats.fail.count) == (1, 1)
+    assert (stats.queue.count, stats.queue.ns) == (2, 250_000_000)
+    assert (stats.compute_infer.count, stats.compute_infer.ns) == (2, 500_000_000)
+    everything = local.get_inference_statistics().model_stats
+    assert {each.name: each.inference_count for each in everything}["capacitor"] == 0
+    assert len(everything) == 5
+
+
+def test_the_configuration_is_what_a_measuring_client_asks_for(local):
+    config = local.get_model_config("resistor").config
+    assert (config.name, config.max_batch_size, config.input[0].name) == ("resistor", 0, "IMAGE")
+    assert [tensor.optional for tensor in config.input] == [False, True, True]
+    assert config.input[0].data_type == 13  # TYPE_STRING
+    assert config.parameters["experts"].string_value == "cls/resistor, det/alignment"
+    assert config.parameters["input_px"].string_value == "8 x 8"
+
+
+def test_the_repository_is_listed_loaded_and_unloaded(local, desk):
+    models = {model.name: (model.state, model.reason) for model in local.get_model_repository_index().models}
+    assert models["resistor"] == ("READY", "")
+    assert models["expert:det/alignment"] == ("UNAVAILABLE", "quarantined")
+    ready = local.get_model_repository_index  # the client asks for all
+    assert len(ready().models) == 5
+    local.load_model("resistor")
+    local.unload_model("expert:cls/capacitor")
+    assert (desk.loaded, desk.unloaded) == (["resistor"], ["expert:cls/capacitor"])
+    with pytest.raises(InferenceServerException) as error:
+        local.load_model("resistor", config="{}")
+    assert refusal(error)[0] == "StatusCode.INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("version", ["2", "latest"])
+def test_there_is_one_version(local, version):
+    with pytest.raises(InferenceServerException) as error:
+        local.infer("resistor", [texts("IMAGE", b"x")], model_version=version)
+    assert refusal(error)[0] == "StatusCode.NOT_FOUND"
+    local.infer("resistor", [texts("IMAGE", b"x")], model_version="1")
+
+
+@pytest.mark.parametrize("name", ["", "nobody", "expert:", "expert:nobody"])
+def test_a_model_that_is_none_is_not_found(local, name):
+    def infer(name):
+        local.infer(name, [texts("IMAGE", b"x")])
+
+    for ask in (local.get_model_metadata, local.get_model_config, infer):
+        with pytest.raises(InferenceServerException) as error:
+            ask(name)
+        assert refusal(error)[0] == "StatusCode.NOT_FOUND"
+
+
+def test_what_is_not_served_says_so(local):
+    for ask in (local.get_system_shared_memory_status, local.get_cuda_shared_memory_status, local.get_log_settings,
+                local.get_trace_settings):  # fmt: skip
+        with pytest.raises(InferenceServerException) as error:
+            ask()
+        assert refusal(error)[0] == "StatusCode.UNIMPLEMENTED"
+
+
+def test_a_deadline_withdraws_what_waits(local, desk, server):
+    """AC17, as tritonclient has it."""
+    desk.holds = True
+    while not desk.orders:
+        with pytest.raises(InferenceServerException):
+            local.infer("resistor", [texts("IMAGE", b"x")], client_timeout=0.05)
+    desk.wait_for(lambda desk: not desk.under_way)
+    assert len(desk.withdrawn) == len(desk.orders)
+
+
+def test_a_stream_answers_each_call_and_a_refusal_does_not_end_it(local, desk):
+    heard = queue.SimpleQueue()
+    local.start_stream(lambda result, error: heard.put((result, error)))
+    local.async_stream_infer("nobody", [texts("IMAGE", b"x")], request_id="1")
+    error = heard.get(timeout=DEADLINE_S)[1]
+    assert "NOT_FOUND" in error.message()
+    local.async_stream_infer("resistor", [texts("IMAGE", b"NG")], request_id="2", enable_empty_final_response=True)
+    result, error = heard.get(timeout=DEADLINE_S)
+    assert error is None
+    response = result.get_response()
+    assert (response.id, result.as_numpy("VERDICT").tolist()) == ("2", [b"NG"])
+    assert response.parameters["triton_final_response"].bool_param
+    local.stop_stream()
+
+
+def image(datatype="BYTES", shape=(1,), raw=b"\x01\0\0\0x", **keys):
+    request = oip.ModelInferRequest(model_name="resistor", **keys)
+    request.inputs.add(name="IMAGE", datatype=datatype, shape=shape)
+    if raw is not None:
+        request.raw_input_contents.append(raw)
+    return request
+
+
+def with_contents():
+    request = image()
+    request.inputs[0].contents.bytes_contents.append(b"x")
+    return request
+
+
+def with_parameter(name, target="inputs"):
+    request = image()
+    if target == "outputs":
+        request.outputs.add(name="VERDICT")
+    getattr(request, target)[0].parameters[name].string_param = "x"
+    return request
+
+
+def with_input(**keys):
+    request = image()
+    request.inputs.add(**keys)
+    request.raw_input_contents.append(b"\x02\0\0\0\xff\xff")
+    return request
+
+
+def with_a_large_number():
+    request = image("UINT8", (1, 1, 3), None)
+    request.inputs[0].contents.uint_contents.extend([1, 2, 256])
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (oip.ModelInferRequest(model_name="resistor"), "no tensor IMAGE"),
+        (image("FP32", (1, 1, 3)), "IMAGE is FP32 [1, 1, 3]"),
+        (image("UINT8", (3, 1, 1)), "UINT8 [3, 1, 1]"),
+        (image("UINT8", (2, 2, 3)), "2 x 2 pixels"),
+        (image("UINT8", (-1, -5, 3), bytes(15)), "-1 x -5 pixels"),
+        (image("UINT8", (2**40, 2**40, 3)), "pixels"),
+        (image(shape=(2,)), "holds 1"),
+        (image(shape=(1, 1)), "BYTES [1, 1]"),
+        (image(shape=(0,), raw=b""), "BYTES [0]"),
+        (image(shape=()), "BYTES []"),
+        (image(raw=b"\xff\xff\xff\xffx"), "ends within"),
+        (image(raw=b"\x01\0"), "ends within"),
+        (image(raw=b"\0\0\0\0"), "empty image"),
+        (image(raw=None), "holds 0"),
+        (image(raw_input_contents=[b""]), "2 raw_input_contents for 1"),
+        (with_contents(), "send it once"),
+        (with_parameter("shared_memory_region"), "shared memory"),
+        (with_parameter("shared_memory_region", "outputs"), "shared memory"),
+        (with_parameter("classification", "outputs"), "LABEL"),
+        (image(outputs=[{"name": "MASK"}]), "no output"),
+        (image(parameters={"board": {"int64_param": 3}}), "no text"),
+        (with_input(name="IMAGE", datatype="BYTES", shape=[1]), "twice"),
+        (with_input(name="MASK", datatype="BYTES", shape=[1]), "no input"),
+        (with_input(name="BOARD", datatype="BYTES", shape=[1]), "UTF-8"),
+        (with_input(name="BOARD", datatype="INT64", shape=[1]), "BOARD is INT64"),
+        (with_a_large_number(), "above 255"),
+    ],
+)
+def test_tensors_that_contradict_themselves_are_refused_in_words(request_, says):
+    with pytest.raises(OrderRefused) as refused:
+        asked(request_)
+    assert refused.value.reason is Refusing.INVALID
+    assert says in str(refused.value)
+
+
+def test_one_board_is_all_images_and_two_for_three_are_none():
+    request = image(shape=(3,), raw=b"\x01\0\0\0x" * 3)
+    request.inputs.add(name="BOARD", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(b"\x02\0\0\0B1")
+    assert asked(request).boards == ("B1", "B1", "B1")
+    request.inputs[1].shape[:] = [2]
+    request.raw_input_contents[1] = b"\x02\0\0\0B1" * 2
+    with pytest.raises(OrderRefused):
+        asked(request)
+
+
+tensor = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["IMAGE", "BOARD", "REF", "", "X"]),
+        "datatype": st.sampled_from(["BYTES", "UINT8", "FP32", ""]),
+        "shape": st.lists(st.sampled_from([-1, 0, 1, 2, 3, 2**62]), max_size=4),
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(tensor, max_size=3),
+    st.lists(st.binary(max_size=12) | st.just(b"\x01\0\0\0x"), max_size=3),
+    st.lists(st.sampled_from(["VERDICT", "SCORE", "X"]), max_size=2),
+)
+def test_whatever_the_tensors_are_they_are_read_or_refused(inputs, raw, outputs):
+    request = oip.ModelInferRequest(inputs=inputs, raw_input_contents=raw, outputs=[{"name": name} for name in outputs])
+    with suppress(OrderRefused):
+        found = asked(request)
+        assert len(found.images) == len(found.boards) == len(found.refs) >= 1
+
+
+def test_an_answer_is_read_by_the_public_client_s_messages(desk):
+    parts = [desk._part(order, "resistor") for order in desk_orders()]
+    response = tensors.answer(parts, list(tensors.OUTPUTS), is_raw=True)
+    result = triton.InferResult(service_pb2.ModelInferResponse.FromString(response.SerializeToString()))
+    assert result.as_numpy("VERDICT").tolist() == [b"OK", b"NG"]
+    assert result.as_numpy("SCORE").dtype == np.float32
+
+
+def desk_orders():
+    from agent.api.calls.desk import Order
+
+    return [Order(b"x"), Order(b"NG")]

@@ -1,0 +1,308 @@
+"""coserve.v1 over real sockets, with plain stubs as an integrator has them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import grpc
+import pytest
+
+from agent.api.calls.desk import ReloadView
+from agent.api.proto import inspection_pb2 as pb
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Verdict
+
+DEADLINE_S = 30.0
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def metadata(error):
+    return dict(error.value.trailing_metadata())
+
+
+def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
+    request = pb.InspectRequest(file=b"an NG one", component="resistor", board="B1", ref="R1", key="k1")
+    (part,) = agent.Inspect(request, timeout=DEADLINE_S).parts
+    assert (part.verdict, part.seq, part.board, part.ref, part.key) == (pb.VERDICT_NG, 1, "B1", "R1", "k1")
+    assert list(part.experts) == ["cls/resistor", "det/alignment"]
+    (again,) = agent.Inspect(request, timeout=DEADLINE_S).parts
+    assert again == part
+    assert len(desk.results) == 1
+
+
+def test_a_question_is_answered_and_forgotten(agent, desk):
+    (part,) = agent.Inspect(pb.InspectRequest(file=b"x", expert="cls/capacitor", is_question=True)).parts
+    assert (part.verdict, part.HasField("seq"), desk.results) == (pb.VERDICT_OK, False, [])
+
+
+def test_a_frame_is_judged_part_by_part(agent, desk):
+    parts = agent.Inspect(pb.InspectRequest(pixels=pb.Pixels(height=1, width=1, rgb=b"abc"), board="B1")).parts
+    assert [part.component for part in parts] == ["resistor", "capacitor"]
+    assert desk.orders[0].image.shape == (1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (Refusing.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Refusing.TOO_LARGE, grpc.StatusCode.INVALID_ARGUMENT),
+        (Refusing.NOT_FOUND, grpc.StatusCode.NOT_FOUND),
+        (Refusing.INVALID, grpc.StatusCode.INVALID_ARGUMENT),
+        (Refusing.NOT_NOW, grpc.StatusCode.FAILED_PRECONDITION),
+        (Refusing.STOPPING, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+def test_each_refusal_has_its_status_and_its_reason(agent, desk, reason, status):
+    def refuse(order, listener):
+        raise OrderRefused(reason, "as it is", 0.25)
+
+    desk.order = refuse
+    with pytest.raises(grpc.RpcError) as error:
+        agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"))
+    assert (error.value.code(), error.value.details()) == (status, "as it is")
+    assert metadata(error) == {"coserve-reason": str(reason), "grpc-retry-pushback-ms": "250"}
+
+
+def test_a_mistake_of_the_program_is_told_in_words_of_ours(agent, desk, caplog):
+    def fail(order, listener):
+        raise KeyError("secret")
+
+    desk.order = fail
+    with pytest.raises(grpc.RpcError) as error:
+        agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"))
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in error.value.details()
+    assert metadata(error) == {"coserve-reason": "INTERNAL"}
+    assert "api_failed method=/coserve.v1.Inspection/Inspect" in caplog.text
+
+
+def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, server):
+    """AC17."""
+    desk.holds = True
+    while not desk.orders:  # a slow box may let the deadline pass before the call comes through
+        with pytest.raises(grpc.RpcError) as error:
+            agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board="B1"), timeout=0.05)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    desk.wait_for(lambda desk: not desk.under_way)
+    desk.release()
+    agent.Inspect(pb.InspectRequest(file=b"after", component="resistor", key="after"), timeout=DEADLINE_S)
+    assert [part.key for part in desk.results] == ["after"]
+    assert len(desk.withdrawn) == len(desk.orders) - 1
+    wait_until(lambda: server.orders_under_way == server.calls == 0)
+
+
+def test_a_caller_that_goes_away_withdraws_what_waits(agent, channel, desk, server):
+    """AC17: no deadline, only a connection that closes."""
+    desk.holds = True
+    call = agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor"))
+    desk.wait_for(lambda desk: desk.under_way)
+    channel.close()
+    desk.wait_for(lambda desk: desk.withdrawn)
+    assert desk.under_way == []
+    desk.release()
+    assert desk.results == []
+    assert call.code() is grpc.StatusCode.CANCELLED
+
+
+class Orders:
+    """The requests of a stream, sent one by one."""
+
+    def __init__(self):
+        self._queue = queue.SimpleQueue()
+
+    def send(self, id_, **order):
+        self._queue.put(pb.StreamOrder(id=id_, order=pb.InspectRequest(**{"file": b"x"} | order)))
+
+    def end(self):
+        self._queue.put(None)
+
+    def __iter__(self):
+        return iter(self._queue.get, None)
+
+
+def kinds(answers):
+    return [(answer.id, answer.WhichOneof("answer")) for answer in answers]
+
+
+def test_a_stream_tells_of_each_order_by_its_id_and_no_refusal_ends_it(agent, desk):
+    orders = Orders()
+    orders.send("a", component="resistor")
+    orders.send("b", component="nobody's")
+    orders.send("", component="resistor")
+    orders.send("c", component="resistor", file=b"NG", is_question=True)
+    orders.end()
+    answers = list(agent.InspectStream(iter(orders), timeout=DEADLINE_S))
+    assert sorted(kinds(answers)) == [
+        ("", "refused"), ("a", "accepted"), ("a", "judged"), ("b", "refused"), ("c", "judged"),
+    ]  # fmt: skip
+    by_id = {answer.id: answer for answer in answers}
+    assert by_id["b"].refused.reason == "NOT_FOUND"
+    assert by_id[""].refused.reason == "INVALID"
+    assert by_id["c"].judged.parts[0].verdict == pb.VERDICT_NG
+
+
+def test_an_order_of_a_stream_is_accepted_before_it_is_judged_and_the_others_go_on(agent, desk):
+    desk.holds = True
+    orders = Orders()
+    answers = agent.InspectStream(iter(orders), timeout=DEADLINE_S)
+    orders.send("a", component="resistor")
+    assert kinds([next(answers)]) == [("a", "accepted")]
+    orders.send("a", component="resistor")
+    refused = next(answers)
+    assert (refused.id, refused.refused.reason) == ("a", "INVALID")
+    orders.send("b", component="capacitor")
+    assert kinds([next(answers)]) == [("b", "accepted")]
+    desk.release()
+    assert kinds([next(answers), next(answers)]) == [("a", "judged"), ("b", "judged")]
+    orders.send("a", component="resistor")
+    assert kinds([next(answers), next(answers)]) == [("a", "accepted"), ("a", "judged")]
+    orders.end()
+    assert list(answers) == []
+
+
+def test_no_room_ends_no_stream_and_says_when_to_try_again(agent, desk):
+    desk.holds, desk.most = True, 1
+    orders = Orders()
+    answers = agent.InspectStream(iter(orders), timeout=DEADLINE_S)
+    orders.send("a", component="resistor")
+    next(answers)
+    orders.send("b", component="resistor")
+    refused = next(answers).refused
+    assert (refused.reason, refused.retry_ms) == ("QUEUE_FULL", 250)
+    desk.release()
+    assert kinds([next(answers)]) == [("a", "judged")]
+    orders.end()
+
+
+def test_a_broken_stream_withdraws_questions_and_keeps_what_it_said_is_accepted(agent, desk, server):
+    desk.holds = True
+    orders = Orders()
+    answers = agent.InspectStream(iter(orders), timeout=DEADLINE_S)
+    orders.send("kept", component="resistor", board="B1")
+    assert kinds([next(answers)]) == [("kept", "accepted")]
+    orders.send("asked", component="resistor", is_question=True)
+    desk.wait_for(lambda desk: len(desk.under_way) == 2)
+    answers.cancel()
+    desk.wait_for(lambda desk: desk.withdrawn)
+    assert [order.is_kept for order in desk.withdrawn] == [False]
+    desk.release()
+    desk.wait_for(lambda desk: desk.results)
+    orders.end()
+
+
+def test_boards_are_told_with_what_is_missing(agent):
+    agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board="B1"))
+    (board,) = agent.GetBoard(pb.GetBoardRequest(serial="B1")).boards
+    assert (board.is_open, dict(board.missing), board.ok, len(board.parts)) == (True, {"capacitor": 1}, 1, 1)
+    agent.Inspect(pb.InspectRequest(file=b"NG", component="capacitor", board="B1"))
+    (board,) = agent.GetBoard(pb.GetBoardRequest(serial="B1", board_type="main")).boards
+    assert (board.is_open, board.verdict, board.ng) == (False, pb.VERDICT_NG, 1)
+    with pytest.raises(grpc.RpcError) as error:
+        agent.GetBoard(pb.GetBoardRequest(serial="B2"))
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_the_rest_is_what_the_desk_says(agent, desk):
+    assert agent.Trigger(pb.TriggerRequest(camera="top", board="B1")).key == "top/B1"
+    with pytest.raises(grpc.RpcError) as error:
+        agent.Trigger(pb.TriggerRequest(camera="top"))
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    status = agent.Status(pb.StatusRequest())
+    assert (status.line, status.switches, status.pools[0].name) == ("test", 7, "host")
+    assert list(agent.Explain(pb.ExplainRequest(subject="cls/resistor")).sentences) == [
+        "cls/resistor is in memory.", "It is asked often.",
+    ]  # fmt: skip
+    assert list(agent.Reload(pb.ReloadRequest()).added) == ["cls/new"]
+    desk.reload_view = ReloadView(is_applied=False, problems=("line.yaml:3:1: no",))
+    assert list(agent.Reload(pb.ReloadRequest()).problems) == ["line.yaml:3:1: no"]
+
+
+def test_what_takes_long_keeps_nobody_waiting(agent, desk):
+    is_asked, may_end = threading.Event(), threading.Event()
+
+    def reload():
+        is_asked.set()
+        assert may_end.wait(DEADLINE_S)
+        return ReloadView(is_applied=True)
+
+    desk.reload = reload
+    reloading = agent.Reload.future(pb.ReloadRequest())
+    assert is_asked.wait(DEADLINE_S)
+    assert agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S).parts
+    assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+    may_end.set()
+    assert reloading.result(DEADLINE_S).is_applied
+
+
+def test_a_name_that_is_none_is_refused(agent, desk):
+    for name in ("x" * 513, "a\0b"):
+        with pytest.raises(grpc.RpcError) as error:
+            agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board=name))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert desk.orders == []
+
+
+class TestWatching:
+    def part(self, number):
+        return pb.InspectRequest(file=b"x", component="resistor", board=f"B{number}")
+
+    def test_stored_results_come_first_then_live_ones_then_a_board_behind_its_results(self, agent, desk):
+        for number in range(3):
+            agent.Inspect(self.part(number))
+        events = agent.WatchResults(pb.WatchResultsRequest(after_seq=1), timeout=DEADLINE_S)
+        assert [next(events).result.seq for _ in range(2)] == [2, 3]
+        agent.Inspect(pb.InspectRequest(file=b"NG", component="capacitor", board="B0"))
+        assert next(events).result.seq == 4
+        board = next(events).board
+        assert (board.serial, board.verdict, len(board.parts)) == ("B0", pb.VERDICT_NG, 2)
+        events.cancel()
+        desk.wait_for(lambda desk: not desk.watchers)
+
+    def test_without_a_number_only_those_to_come(self, agent, desk):
+        agent.Inspect(self.part(0))
+        events = agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S)
+        desk.wait_for(lambda desk: desk.watchers)
+        agent.Inspect(self.part(1))
+        assert next(events).result.seq == 2
+        events.cancel()
+
+    def test_no_gap_while_results_are_committed(self, agent, desk):
+        """Thousands of results, more than one page, committed by two threads before and while they are watched."""
+        proto = desk._part(desk_order(), "resistor")
+        wanted = 4000
+
+        def commit():
+            for _ in range(wanted // 4):
+                desk.commit(proto)
+
+        for _ in range(2):
+            commit()
+        writers = [threading.Thread(target=commit) for _ in range(2)]
+        events = agent.WatchResults(pb.WatchResultsRequest(after_seq=0), timeout=DEADLINE_S)
+        for writer in writers:
+            writer.start()
+        assert [next(events).result.seq for _ in range(wanted)] == list(range(1, wanted + 1))
+        for writer in writers:
+            writer.join()
+        events.cancel()
+
+
+def desk_order():
+    from agent.api.calls.desk import Order
+
+    return Order(b"x", component="resistor")
+
+
+def test_verdicts_have_the_numbers_that_others_count_on():
+    """IPC-Hermes: 0 unknown, 1 good, 2 failed."""
+    assert {verdict.name: pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in Verdict} == {
+        "UNKNOWN": 0, "OK": 1, "NG": 2,
+    }  # fmt: skip

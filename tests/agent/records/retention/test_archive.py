@@ -1,0 +1,166 @@
+"""Kept images: whole or not there, once for one image, never in the place of another."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.records.retention.archive import DAY, KEPT, ImageArchive, ImageKeeper, KeeperStatistics, file_name
+from experts.expert import Verdict
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
+
+
+@pytest.mark.parametrize(("keeps", "wanted"), [("none", ""), ("ng", "NG UNKNOWN"), ("all", "OK NG UNKNOWN")])
+def test_what_is_kept_is_what_the_line_file_says(tmp_path, keeps, wanted):
+    archive = ImageArchive(tmp_path, keeps)
+    assert {verdict for verdict in Verdict if archive.wants(verdict)} == {Verdict(each) for each in wanted.split()}
+
+
+def test_an_image_is_a_file_of_its_day_that_says_what_it_is(tmp_path):
+    archive = ImageArchive(tmp_path / "images", "all")
+    relpath = archive.keep(PNG, "cam 1/board B1#R7", NOON)
+    day, name = relpath.split("/")
+    assert day == f"{NOON.astimezone():%Y-%m-%d}"
+    assert name.startswith("board_B1~")
+    assert name.endswith(".png")
+    assert (tmp_path / "images" / relpath).read_bytes() == PNG
+    assert [path.name for path in (tmp_path / "images" / day).iterdir()] == [name], "no draft is left"
+
+
+def test_parts_of_one_image_share_its_file_and_others_do_not(tmp_path):
+    archive = ImageArchive(tmp_path, "all")
+    parts = {archive.keep(PNG, f"frame-1#R{number}", NOON) for number in range(5)}
+    assert len(parts) == 1
+    others = {archive.keep(PNG + b"2", "frame-1", NOON), archive.keep(PNG, "frame-2", NOON)}
+    others.add(archive.keep(PNG, "frame-1", NOON + timedelta(days=1)))
+    assert len(others | parts) == 4
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "suffix"),
+    [(PNG, ".png"), (b"\xff\xd8\xff", ".jpg"), (b"BM....", ".bmp"), (b"II*\0", ".tif"), (b"MM\0*", ".tif"),
+     (b"RIFF....WEBP", ".webp"), (b"RIFF....WAVE", ".img"), (b"", ".img")],
+)  # fmt: skip
+def test_its_bytes_say_what_format_it_is(content, suffix):
+    assert Path(file_name(content, "x.anything")).suffix == suffix
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.text(st.characters(exclude_categories=["Cs"])))
+def test_every_name_makes_a_file_name_that_is_found_again(name):
+    made = file_name(b"x", name)
+    assert "/" not in made
+    assert "\x00" not in made
+    assert len(made.encode()) < 255 - len("..tmp")
+    assert KEPT.fullmatch(made)
+    assert DAY.fullmatch("2026-05-01")
+
+
+def test_only_what_nobody_asked_for_again_is_discarded(tmp_path):
+    archive = ImageArchive(tmp_path, "all")
+    relpath = archive.keep(PNG, "a", NOON)
+    os.utime(tmp_path / relpath, ns=(1, 1))
+    archive.keep(PNG, "a#part", NOON)
+    assert not archive.discard(relpath, 1)
+    assert (tmp_path / relpath).exists()
+    assert archive.discard(relpath, (tmp_path / relpath).stat().st_mtime_ns)
+    assert not (tmp_path / relpath).exists()
+    assert archive.discard(relpath, 1), "gone is gone"
+
+
+KEEPS_ALL = """
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from agent.records.retention.archive import ImageArchive
+
+archive = ImageArchive(Path(sys.argv[1]), "all")
+number = 0
+while True:
+    archive.keep(bytes([number % 256]) * 300_000, f"image-{number}", datetime(2026, 5, 1, tzinfo=UTC))
+    number += 1
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kept", [1, 7, 20])
+def test_a_killed_process_leaves_no_half_image_under_its_name(tmp_path, kept):
+    process = subprocess.Popen([sys.executable, "-c", KEEPS_ALL, tmp_path], stdout=subprocess.PIPE, text=True)
+    for _ in range(kept):
+        assert process.stdout.readline()
+    process.kill()
+    process.communicate()
+    found = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    assert all(KEPT.fullmatch(path.name) for path in tmp_path.rglob("*") if path.is_file()), "a draft can go one day"
+    assert len(found) >= kept
+    assert {path.stat().st_size for path in found} == {300_000}
+
+
+def kept_by(keeper, content, name="a"):
+    told = queue.Queue()
+    keeper.keep(content, name, NOON, told.put)
+    return told.get(timeout=60)
+
+
+def test_the_keeper_tells_where_an_image_is(tmp_path):
+    keeper = ImageKeeper(ImageArchive(tmp_path, "all"))
+    relpath = kept_by(keeper, PNG)
+    assert (tmp_path / relpath).read_bytes() == PNG
+    assert keeper.stop(60.0)
+    assert keeper.statistics() == KeeperStatistics(kept=1, not_kept=0, waiting_bytes=0, alarm=None)
+
+
+def test_what_the_disk_refuses_is_told_once_and_keeps_no_verdict_waiting(tmp_path, caplog):
+    (tmp_path / "images").write_text("in the way")
+    keeper = ImageKeeper(ImageArchive(tmp_path / "images", "all"))
+    assert [kept_by(keeper, PNG), kept_by(keeper, PNG)] == [None, None]
+    assert keeper.statistics().not_kept == 2
+    assert keeper.statistics().alarm is not None
+    (tmp_path / "images").unlink()
+    assert kept_by(keeper, PNG) is not None
+    assert keeper.stop(60.0)
+    assert keeper.statistics().alarm is None
+    told = [record.getMessage().split(" ")[0] for record in caplog.records]
+    assert told == ["image_not_kept", "images_kept_again"]
+
+
+def test_what_did_not_fit_on_a_full_disk_leaves_nothing_there(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        ImageArchive(tmp_path, "all").keep(PNG, "a", NOON)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_images_wait_for_a_slow_disk_up_to_a_limit(tmp_path, monkeypatch):
+    archive = ImageArchive(tmp_path, "all")
+    keeper, told, hangs = ImageKeeper(archive, limit_bytes=250), queue.Queue(), threading.Event()
+    monkeypatch.setattr(archive, "keep", lambda content, name, at: hangs.wait(60) and name)
+    for name in ("a", "b", "c"):
+        keeper.keep(bytes(100), name, NOON, told.put)
+    assert told.get(timeout=60) is None, "the third one is told at once"
+    hangs.set()
+    assert [told.get(timeout=60), told.get(timeout=60)] == ["a", "b"]
+    assert keeper.stop(60.0)
+    assert keeper.statistics().waiting_bytes == 0
+
+
+def test_an_image_that_is_larger_than_the_limit_is_kept_when_it_is_alone(tmp_path):
+    keeper = ImageKeeper(ImageArchive(tmp_path, "all"), limit_bytes=10)
+    assert kept_by(keeper, PNG) is not None
+    assert keeper.stop(60.0)

@@ -1,0 +1,560 @@
+"""What goes, as a decision; and the sweeper that carries it out on real files and a real database."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.intake.files.filing import SHELF_OF
+from agent.line_file.records import ExportSection, KeepSection
+from agent.records.boards import BoardVerdict
+from agent.records.export import DailyExport
+from agent.records.result_reader import ResultReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from agent.records.retention import kept_images, sweeper
+from agent.records.retention.archive import ImageArchive
+from agent.records.retention.kept_images import Shelf, shelved
+from agent.records.retention.rules import (
+    DAY_S,
+    LAST_TO_GO,
+    YOUNG_S,
+    KeptImage,
+    Limits,
+    Reason,
+    Situation,
+    may_go,
+    what_goes,
+)
+from agent.records.retention.sweeper import Removed, Sweeper
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NOW_S = 1_800_000_000.0
+MIB = 1024 * 1024
+
+
+def kept(number: int, verdict: Verdict = Verdict.OK, age_s: float = DAY_S, **changes) -> KeptImage:
+    made = KeptImage(f"{number:03}", verdict, NOW_S - age_s, NOW_S - age_s, 10, 0, 1)
+    return replace(made, **changes)
+
+
+def gone(images, limits, free_bytes=None) -> list[tuple[str, str]]:
+    total = sum(image.size_bytes for image in images)
+    return [
+        (one.image.path, str(one.reason))
+        for one in what_goes(images, limits, Situation(NOW_S, total, free_bytes or {1: 1000}))
+    ]
+
+
+def test_without_a_limit_nothing_goes():
+    assert gone([kept(1, age_s=100 * DAY_S)], Limits()) == []
+    assert not Limits().is_any
+    assert Limits.of(KeepSection(days=3, size="1KiB", export_required=True)) == Limits(3, 1024, None, True)
+
+
+def test_what_is_too_old_goes_whatever_its_verdict():
+    images = [kept(1, Verdict.NG, 3.1 * DAY_S), kept(2, Verdict.OK, 2.9 * DAY_S), kept(3, Verdict.UNKNOWN, 9 * DAY_S)]
+    assert gone(images, Limits(days=3)) == [("003", "age"), ("001", "age")]
+
+
+def test_ok_goes_before_unknown_before_ng_the_oldest_first():
+    """AC25: NG stays longer than OK."""
+    images = [
+        kept(1, Verdict.NG, 9 * DAY_S), kept(2, Verdict.OK, 1 * DAY_S), kept(3, Verdict.UNKNOWN, 5 * DAY_S),
+        kept(4, Verdict.OK, 2 * DAY_S), kept(5, Verdict.NG, 8 * DAY_S),
+    ]  # fmt: skip
+    order = ["004", "002", "003", "001", "005"]
+    for left in range(6):
+        assert gone(images, Limits(size_bytes=10 * left)) == [(path, "size") for path in order[: 5 - left]]
+
+
+def test_what_is_free_is_told_by_disk():
+    images = [kept(1, Verdict.OK), kept(2, Verdict.NG, device=2), kept(3, Verdict.OK, device=2), kept(4, device=3)]
+    assert gone(images, Limits(free_bytes=100), {1: 100, 2: 85, 3: 99}) == [
+        ("003", "free"),
+        ("004", "free"),
+        ("002", "free"),
+    ]
+    assert gone(images, Limits(free_bytes=100), {1: 0}) == [("001", "free")], "of a disk that is not known, nothing"
+
+
+def test_what_is_young_or_not_exported_stays():
+    images = [
+        kept(1, changed_s=NOW_S - YOUNG_S + 1), kept(2, is_exported=False), kept(3, changed_s=NOW_S - YOUNG_S),
+    ]  # fmt: skip
+    assert gone(images, Limits(size_bytes=1)) == [("002", "size"), ("003", "size")]
+    assert gone(images, Limits(size_bytes=1, export_required=True)) == [("003", "size")]
+    assert gone(images, Limits(days=2, export_required=True), None) == []
+
+
+SOME_IMAGES = st.lists(
+    st.builds(
+        kept,
+        st.integers(0, 999),
+        st.sampled_from(list(Verdict)),
+        st.floats(0, 10 * DAY_S),
+        size_bytes=st.integers(0, 50),
+        device=st.integers(1, 2),
+        is_exported=st.booleans(),
+    ),
+    max_size=20,
+    unique_by=lambda image: image.path,
+)
+SOME_LIMITS = st.builds(
+    Limits,
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 500),
+    st.none() | st.integers(1, 500),
+    st.booleans(),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(images=SOME_IMAGES, limits=SOME_LIMITS, free=st.integers(0, 600))
+def test_whatever_is_asked_for(images, limits, free):
+    """AC25: no NG goes for its room while an OK is left on its disk that may go; nothing unexported goes."""
+    total = sum(image.size_bytes for image in images)
+    going = list(what_goes(images, limits, Situation(NOW_S, total, {1: free, 2: 1000})))
+    gone_paths = {one.image.path for one in going}
+    assert len(gone_paths) == len(going)
+    assert all(may_go(one.image, limits, NOW_S) for one in going)
+    left = [image for image in images if image.path not in gone_paths and may_go(image, limits, NOW_S)]
+    for one in going:
+        if one.reason is Reason.AGE:
+            continue
+        for other in left:
+            same_disk = one.reason is Reason.SIZE or other.device == one.image.device
+            assert not (same_disk and LAST_TO_GO[other.verdict] < LAST_TO_GO[one.image.verdict]), (one, other)
+            if same_disk and other.verdict is one.image.verdict:
+                assert other.at_s >= one.image.at_s
+    for other in left:
+        assert limits.days is None or other.at_s >= NOW_S - limits.days * DAY_S
+    if left and limits.size_bytes is not None:
+        assert total - sum(one.image.size_bytes for one in going) <= limits.size_bytes
+    needed = [one for one in going if one.reason is Reason.SIZE]
+    if needed:  # and no more than it takes
+        size = total - sum(one.image.size_bytes for one in going[: going.index(needed[-1])])
+        assert limits.size_bytes is not None
+        assert size > limits.size_bytes
+
+
+class Line:
+    """A store, an archive, the shelves of one folder, and a sweeper under clocks that are set."""
+
+    def __init__(self, folder: Path, limits: Limits, **settings) -> None:
+        self.folder = folder
+        self.store = ResultStore(folder / "r.db")
+        self.archive = ImageArchive(folder / "images", "all")
+        self.shelves = [
+            Shelf(folder / "inbox" / name, verdict, is_dated=verdict is not Verdict.UNKNOWN)
+            for verdict, name in SHELF_OF.items()
+        ]
+        self.monotonic_s = 0.0
+        self.began = datetime.now(UTC)
+        self.ahead_s = 2 * YOUNG_S
+        self.free_bytes = 10**12
+        self.sweeper = self.new_sweeper(limits, **settings)
+
+    def new_sweeper(self, limits: Limits, **settings) -> Sweeper:
+        return Sweeper(
+            limits, self.archive, self.shelves, self.store, clock=lambda: self.monotonic_s, wall=self.now,
+            free_bytes=lambda _: self.free_bytes + self.removed_bytes(), **settings,
+        )  # fmt: skip
+
+    def removed_bytes(self) -> int:
+        return sum(each.size_bytes for each in self.sweeper.statistics().removed.values())
+
+    def now(self) -> datetime:
+        return self.began + timedelta(seconds=self.ahead_s + self.monotonic_s)
+
+    def sweep(self, after_s: float = sweeper.STEADY_S) -> None:
+        """A whole round, after so much time."""
+        self.sweeper.step()
+        for _ in range(2):
+            self.monotonic_s += max(after_s / 2, sweeper.ROUND_S)
+            for _ in range(60):
+                self.sweeper.step()
+                self.settle()
+
+    def settle(self) -> None:
+        while self.store.statistics().pending:
+            time.sleep(0.001)
+
+    def result(self, key: str, verdict: Verdict, age_days: float = 0.0, **changes) -> Result:
+        at = self.began - timedelta(days=age_days)
+        made = Result(key, "demo", "r", f"{key}.png", verdict, at, at, 0.1, "ab")
+        return replace(made, **changes)
+
+    def archived(self, key: str, verdict: Verdict, size_bytes: int = 1000, age_days: float = 0.5) -> Path:
+        """An image in the archive, with its result."""
+        relpath = self.archive.keep(key.encode().ljust(size_bytes, b"."), key, self.began - timedelta(days=age_days))
+        self.aged(self.archive.folder / relpath, age_days)
+        self.store.record(self.result(key, verdict, age_days, kept_as=relpath))
+        self.settle()
+        return self.archive.folder / relpath
+
+    def shelved(self, name: str, verdict: Verdict, size_bytes: int = 1000, age_days: float = 0.5) -> Path:
+        """A file that the folder has put away."""
+        at = self.began.astimezone() - timedelta(days=age_days)
+        day = "" if verdict is Verdict.UNKNOWN else f"{at:%Y-%m-%d}"
+        path = self.folder / "inbox" / SHELF_OF[verdict] / day / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size_bytes))
+        if verdict is Verdict.UNKNOWN:
+            path.with_name(f"{path.name}.error.json").write_text("{}")
+        self.aged(path, age_days)
+        return path
+
+    def aged(self, path: Path, age_days: float) -> None:
+        at_s = self.began.timestamp() - age_days * DAY_S
+        os.utime(path, (at_s, at_s))
+
+    def kept_as(self) -> dict[str, str | None]:
+        return {row.result.key: row.result.kept_as for row in self.store.query()}
+
+
+@pytest.fixture
+def line(tmp_path):
+    made = []
+
+    def make(limits: Limits, **settings) -> Line:
+        made.append(Line(tmp_path, limits, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.store.close()
+
+
+def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
+    """AC25: retention by size keeps NG longer than OK."""
+    one = line(Limits(size_bytes=3500))
+    ng = [one.archived("ng", Verdict.NG, age_days=9.0), one.shelved("ng.png", Verdict.NG, age_days=8.0)]
+    unknown = [one.archived("u", Verdict.UNKNOWN), one.shelved("u.png", Verdict.UNKNOWN)]
+    ok = [one.archived("ok", Verdict.OK), one.shelved("sub/ok.png", Verdict.OK)]
+    one.sweep()
+    assert [path.exists() for path in ok] == [False, False]
+    assert [path.exists() for path in ng] == [True, True]
+    assert sorted(path.exists() for path in unknown) == [False, True]
+    statistics = one.sweeper.statistics()
+    assert statistics.removed["size"] == Removed(3, 3000)
+    assert statistics.alarm is None
+    one.sweep(0.0)
+    assert (one.sweeper.statistics().kept_images, one.sweeper.statistics().kept_bytes) == (3, 3000)
+
+
+def test_a_result_forgets_an_image_that_is_gone_and_keeps_one_that_is_there(line):
+    one = line(Limits(size_bytes=1500))
+    one.archived("ok", Verdict.OK)
+    ng = one.archived("ng", Verdict.NG)
+    one.sweep()
+    assert one.kept_as() == {"ok": None, "ng": str(ng.relative_to(one.archive.folder))}
+    assert not [path for path in one.archive.folder.rglob("*") if path.is_dir() and not any(path.iterdir())]
+
+
+def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
+    one = line(Limits(size_bytes=1000))
+    shared = one.archived("a", Verdict.OK, age_days=5.0)
+    relpath = str(shared.relative_to(one.archive.folder))
+    one.store.record(one.result("b", Verdict.NG, kept_as=relpath))
+    other = one.archived("c", Verdict.OK, age_days=1.0)
+    one.sweep()
+    assert (shared.exists(), other.exists()) == (True, False)
+
+
+def test_what_is_not_the_agents_own_is_never_touched(line):
+    one = line(Limits(size_bytes=1, days=1))
+    inbox = one.folder / "inbox"
+    ours = one.shelved("a.png", Verdict.OK, age_days=5.0)
+    names = [
+        "new.png",
+        "done/loose.png",
+        "done/notes/a.png",
+        "done/2026-99-99/a.png",
+        "failed/unexplained.png",
+        "ng/x.txt",
+    ]
+    others = [inbox / name for name in names] + [
+        one.archive.folder / "readme.txt",
+        one.archive.folder / "2026-01-01" / "my own.png",
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine")
+        one.aged(path, 9.0)
+    outside = one.folder / "outside"
+    outside.mkdir()
+    (outside / "a.png").write_bytes(b"mine")
+    one.aged(outside / "a.png", 9.0)
+    (inbox / "done" / "2026-01-02").symlink_to(outside)
+    (ours.parent / "link.png").symlink_to(outside / "a.png")
+    one.sweep()
+    assert not ours.exists()
+    assert all(path.exists() for path in others)
+    assert (outside / "a.png").exists()
+    assert (ours.parent / "link.png").is_symlink()
+
+
+def test_an_explanation_goes_with_its_file_and_empty_folders_of_days_go_too(line):
+    one = line(Limits(size_bytes=1))
+    failed, ok = one.shelved("sub/u.png", Verdict.UNKNOWN), one.shelved("sub/deep/ok.png", Verdict.OK)
+    one.sweep()
+    assert not failed.exists()
+    assert not ok.exists()
+    assert sorted(path.name for path in (one.folder / "inbox").rglob("*")) == ["done", "failed"]
+
+
+def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
+    one = line(Limits(size_bytes=1))
+    path = one.shelved("a.png", Verdict.OK)
+    (seen,) = shelved(one.shelves[0])
+    path.write_bytes(b"another one")
+    assert not one.sweeper._remove_file(path, seen.mtime_ns)
+    assert path.exists()
+
+
+def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
+    one = line(Limits(days=30))
+    old, young = one.archived("old", Verdict.NG, age_days=31.0), one.archived("young", Verdict.OK, age_days=29.0)
+    one.store.record(one.result("bare", Verdict.NG, 40.0))
+    for serial, age_days in (("B1", 31.0), ("B2", 29.0)):
+        at = one.began - timedelta(days=age_days)
+        one.store.record_board(BoardVerdict(serial, "main", Verdict.OK, at, at, {}, {}))
+    one.settle()
+    one.sweep()
+    one.sweep(0.0)
+    assert (old.exists(), young.exists()) == (False, True)
+    assert list(one.kept_as()) == ["young"]
+    assert [row.board.serial for row in one.store.boards()] == ["B2"]
+    assert one.sweeper.statistics().removed_rows == 3
+    assert one.sweeper.statistics().removed["age"].images == 1
+
+
+def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
+    """Where judged files are kept in place, their row is all that says that they were judged."""
+    one = line(Limits(days=30), is_needed=lambda key: key == "kept")
+    for key in ("kept", "gone"):
+        one.store.record(one.result(key, Verdict.OK, 40.0))
+    one.settle()
+    one.sweep()
+    assert list(one.kept_as()) == ["kept"]
+
+
+def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
+    one = line(Limits(days=30))
+    for number in range(2000):
+        one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
+    one.settle()
+    before = _pages(one)
+    one.sweep()
+    one.store.record(one.result("new", Verdict.OK))
+    one.settle()
+    assert [row.seq for row in one.store.query()] == [2001]
+    assert _pages(one) < before / 4
+
+
+def test_a_file_that_cannot_give_up_its_room_keeps_no_round_from_ending(line):
+    """One that was copied by a tool that did not copy its setting: what is deleted there is used again."""
+    one = line(Limits(days=30))
+    one.store.close()
+    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
+        for change in ("journal_mode = DELETE", "auto_vacuum = NONE"):
+            connection.execute(f"PRAGMA {change}")
+        connection.execute("VACUUM")
+    one = line(Limits(days=30))
+    for number in range(100):
+        one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
+    one.settle()
+    one.sweep()
+    one.archived("a", Verdict.OK, age_days=40.0)
+    one.sweep()
+    assert one.sweeper.statistics().removed["age"].images == 1, "the round after that has had its turn"
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):
+    """As in a folder that somebody else copied back: each round tries it again, and others go in its place."""
+    one = line(Limits(size_bytes=1500))
+    stuck, other, young = (one.shelved(f"{day}.png", Verdict.OK, age_days=day) for day in (3.0, 2.0, 1.0))
+    refused = {stuck}
+
+    def refusing(path, mtime_ns, shelf):
+        if path in refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return kept_images.remove(path, mtime_ns, shelf)
+
+    monkeypatch.setattr(sweeper, "remove", refusing)
+    one.sweep()
+    one.sweep()
+    assert [path.exists() for path in (stuck, other, young)] == [True, False, False]
+    told = {record.getMessage() for record in caplog.records}
+    assert f"image_not_removed file={stuck} reason=Permission denied: others go instead of it" in told
+    refused.clear()
+    one.sweep()
+    assert not stuck.exists(), "it was marked, and goes as soon as it can"
+    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM leaving").fetchone()[0] == 0
+
+
+def _pages(line: Line) -> int:
+    with closing(sqlite3.connect(line.folder / "r.db")) as connection:
+        return int(connection.execute("PRAGMA page_count").fetchone()[0])
+
+
+def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
+    """A clock that is set to a wrong year for a while takes nothing with it."""
+    one = line(Limits(days=30))
+    path = one.archived("a", Verdict.OK, age_days=1.0)
+    one.sweep(sweeper.STEADY_S / 4)
+    one.ahead_s += 10 * 365 * DAY_S
+    one.sweep(sweeper.STEADY_S / 2)
+    one.ahead_s -= 10 * 365 * DAY_S
+    one.sweep(sweeper.STEADY_S * 2)
+    assert path.exists()
+    assert list(one.kept_as()) == ["a"]
+    one.ahead_s += 30 * DAY_S
+    one.sweep(sweeper.STEADY_S / 2)
+    assert path.exists()
+    one.sweep(sweeper.STEADY_S)
+    one.sweep(sweeper.STEADY_S)
+    assert not path.exists()
+
+
+def exported(one: Line, days_ago: float) -> None:
+    """The export as it was so many days ago."""
+    section = ExportSection.model_construct(folder=one.folder / "out", format="csv")
+    export = DailyExport(section, "demo", one.store, lambda: one.began - timedelta(days=days_ago))
+    for _ in range(200):
+        export.step()
+    one.settle()
+
+
+def test_what_is_not_exported_stays_where_that_is_required(line):
+    """AC25: never deletes unexported rows, nor their images."""
+    one = line(Limits(days=5, size_bytes=1, export_required=True))
+    old = one.archived("old", Verdict.OK, age_days=20.0)
+    new = one.archived("new", Verdict.OK, age_days=10.0)
+    put_away = one.shelved("a.png", Verdict.OK, age_days=20.0)
+    one.sweep()
+    one.sweep(0.0)
+    assert (old.exists(), new.exists(), put_away.exists()) == (True, True, True)
+    assert list(one.kept_as()) == ["old", "new"]
+    assert "images take 3000 bytes, 1 are wanted" in str(one.sweeper.statistics().alarm)
+    exported(one, 15.0)
+    one.sweep()
+    one.sweep(0.0)
+    assert (old.exists(), new.exists(), put_away.exists()) == (False, True, True), "it was put away after that export"
+    assert list(one.kept_as()) == ["new"]
+    exported(one, -2.0)
+    one.sweep()
+    one.sweep(0.0)
+    assert (new.exists(), put_away.exists()) == (False, False)
+    assert list(one.kept_as()) == []
+
+
+def test_what_is_free_decides_too_and_what_cannot_be_kept_is_told_once(line, caplog):
+    one = line(Limits(free_bytes=5000))
+    ok, ng = one.archived("ok", Verdict.OK), one.archived("ng", Verdict.NG)
+    one.free_bytes = 4500
+    one.sweep()
+    assert (ok.exists(), ng.exists()) == (False, True)
+    one.free_bytes = 10
+    one.sweep(0.0)
+    one.sweep(0.0)
+    assert not ng.exists()
+    assert "bytes are free, 5000 are wanted" in str(one.sweeper.statistics().alarm)
+    one.free_bytes = 10**6
+    one.sweep(0.0)
+    assert one.sweeper.statistics().alarm is None
+    told = [record.getMessage().split(" ")[0] for record in caplog.records if record.levelname != "INFO"]
+    assert told == ["retention_short", "retention_holds"]
+
+
+def test_more_images_than_one_round_decides_about_go_in_the_next_at_once(line, monkeypatch):
+    monkeypatch.setattr(sweeper, "CANDIDATES", 5)
+    monkeypatch.setattr(sweeper, "STEP_FILES", 3)
+    monkeypatch.setattr(sweeper, "STEP_REMOVALS", 2)
+    one = line(Limits(size_bytes=1500))
+    paths = [one.archived(f"k{number:02}", Verdict.OK, age_days=1.0 - number / 100) for number in range(30)]
+    ng = one.archived("ng", Verdict.NG, age_days=3.0)
+    for _ in range(1000):
+        one.sweeper.step()
+        one.settle()
+    assert [path.exists() for path in paths] == [False] * 30
+    assert ng.exists()
+
+
+KILLED = """
+import os, signal, sys, time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from agent.records.retention.archive import ImageArchive
+from agent.records.retention.kept_images import Shelf
+from agent.records.result_writer import ResultStore
+from agent.records.retention.rules import Limits
+from agent.records.retention.sweeper import Sweeper
+from experts.expert import Verdict
+
+folder, steps, removals = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+store = ResultStore(folder / "r.db")
+archive = ImageArchive(folder / "images", "all")
+shelf = Shelf(folder / "inbox" / "done", Verdict.OK)
+later = datetime.now(UTC) + timedelta(hours=2)
+sweeper = Sweeper(Limits() if sys.argv[4:] else Limits(size_bytes=1), archive, [shelf], store, wall=lambda: later)
+remove = sweeper._remove_file
+def counted(path, mtime_ns):
+    global removals
+    removals -= 1
+    if removals == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return remove(path, mtime_ns)
+sweeper._remove_file = counted
+for _ in range(steps):
+    sweeper.step()
+    while store.statistics().pending:
+        time.sleep(0.001)
+store.close()
+"""
+
+
+@pytest.mark.parametrize(("removals", "without_limits"), [(1, False), (2, False), (4, False), (1, True)])
+def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(line, removals, without_limits):
+    one = line(Limits())
+    for number in range(3):
+        one.archived(f"k{number}", Verdict.OK)
+    one.shelved("a.png", Verdict.OK)
+    one.store.close()
+
+    def run(steps: int, removals: int, *mode: str) -> int:
+        command = [sys.executable, "-c", KILLED, one.folder, str(steps), str(removals), *mode]
+        return subprocess.run(command, timeout=120, check=False).returncode
+
+    def images() -> set[str]:
+        return {path.name for path in one.folder.rglob("*") if path.is_file() and path.parent.name[:2] == "20"}
+
+    assert run(60, removals) < 0
+    if without_limits:
+        assert run(60, 1000, "no limits") == 0
+        assert len(images()) == 0, "what was marked goes, whatever the line file says by now"
+        return
+    assert len(images()) == 4 - (removals - 1)
+    named = {row.result.kept_as for row in ResultReader(one.folder / "r.db").query()} - {None}
+    assert all((one.folder / "images" / str(each)).exists() for each in named)
+    assert run(60, 1000) == 0
+    assert images() == set()
+    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM leaving").fetchone()[0] == 0
