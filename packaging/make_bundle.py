@@ -32,7 +32,8 @@ CPU_INDEX = (
 )
 CUDA_WHEELS = re.compile(r"(nvidia|cuda|triton)[_-]")
 OWN = {"coserve", "opencv-python"}  # built from this checkout
-IMPORTS = ("torch", "torchvision", "cv2", "onnxruntime", "grpc", "agent.service.serve")  # what install.sh tries
+# What install.sh tries.
+IMPORTS = ("torch", "torchvision", "cv2", "onnxruntime", "grpc", "agent.web.server", "agent.service.serve")
 LEGACY_MANYLINUX = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
 MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)")
 BYTECODE = 1.15  # an installation in relation to the files of its wheels

@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
+    "agent.unix_sockets": ("agent.line_file",),
     "agent.core": (),
     "agent.runtime.machine": ("agent.core",),
     "agent.runtime": ("agent.core", "agent.runtime.machine"),
@@ -55,12 +56,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.intake.files": ("agent.config", "agent.line_file"),
     "agent.intake": ("agent.config", "agent.line_file", "agent.intake.files"),
     "agent.records": ("agent.config", "agent.line_file"),
+    "agent.web": ("agent.line_file", "agent.unix_sockets"),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
     "agent.api.proto": (),
     "agent.api.calls": ("agent.line_file", "agent.api.proto"),
     "agent.api.services": ("agent.api.proto", "agent.api.calls"),
-    "agent.api": ("agent.config", "agent.line_file", "agent.api.proto", "agent.api.calls", "agent.api.services"),
+    "agent.api": (
+        "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.proto", "agent.api.calls",
+        "agent.api.services",
+    ),
     "agent.intake.cameras": ("agent.line_file",),
     "agent.intake.cameras.sources": (),
     "agent.service.judging": (
@@ -69,11 +74,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.service.doors": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.intake", "agent.records", "agent.api.calls", "agent.service.judging",
+        "agent.intake", "agent.records", "agent.api.calls", "agent.web.readings",
+        "agent.service.judging",
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.intake", "agent.records", "agent.api",
+        "agent.intake", "agent.records", "agent.api", "agent.web",
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",

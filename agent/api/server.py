@@ -25,8 +25,8 @@ from agent.api.calls.orders import Orders
 from agent.api.credentials import Certificates, TokenGuard
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
 from agent.api.services import health, inference, inspection
-from agent.api.unix_sockets import UnixSocket
 from agent.line_file.api import UNIX, is_loopback
+from agent.unix_sockets import UnixSocket
 from experts.errors import AddressUnusable
 
 if TYPE_CHECKING:

@@ -245,7 +245,7 @@ def _all_secrets(config: LineConfig) -> Iterator[tuple[str, SecretSection]]:
 
 
 def _addresses(config: LineConfig, is_running: bool) -> Iterator[Check]:
-    for address in config.api.grpc:
+    for address in (*config.api.grpc, *config.api.http):
         if is_running:
             yield Check(f"address {address}", "the running agent's: not tried")
         elif address.startswith(UNIX):

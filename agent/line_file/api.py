@@ -101,4 +101,7 @@ class ApiSection(Section):
         far = next((each for each in self.http if not is_loopback(each)), None)
         if far is not None:
             raise ValueError(f"{far} can be reached from other machines - http is served at 127.0.0.1 and [::1] only")
+        both = next((each for each in self.http if each in self.grpc and not each.endswith(":0")), None)
+        if both is not None:
+            raise ValueError(f"{both} is given to grpc and to http - each has an address of its own")
         return self

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from agent.records.database import open_for_reading, utc_text
@@ -21,7 +22,6 @@ from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import datetime
     from pathlib import Path
 
     from sqlite_utils import Database
@@ -137,6 +137,11 @@ class OutboxReader:
         sql = "SELECT id, event, board, payload FROM outbox WHERE receiver = ? ORDER BY number LIMIT ?"
         with closing(open_for_reading(self.path)) as connection:
             return [Message(*row) for row in connection.execute(sql, (receiver, limit)).fetchall()]
+
+    def oldest(self, receiver: str) -> datetime | None:
+        """When what has waited longest for one receiver was judged; None where nothing waits."""
+        first = [json.loads(message.payload) for message in self.waiting(receiver, 1)]
+        return datetime.fromisoformat(first[0].get("finished_at") or first[0]["closed_at"]) if first else None
 
     def standing(self, receiver: str) -> Standing:
         """The counts of one receiver."""

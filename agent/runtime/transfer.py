@@ -48,9 +48,12 @@ STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """A frozen snapshot. ``loads`` and ``seconds`` by path, such as "ssd_host"; counters run since the start."""
+    """A frozen snapshot. ``loads`` and ``seconds`` by path, such as "ssd_host"; ``of_experts``: loads by expert, and
+    the memory that they went to. Counters run since the start.
+    """
 
     loads: Mapping[str, int]
+    of_experts: Mapping[tuple[str, str], int]
     seconds: Mapping[str, float]
     bytes_read: int
     bytes_copied: int
@@ -114,6 +117,7 @@ class Transfers:
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
+        self._of_experts: Counter[tuple[str, str]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def know(self, copies: Mapping[str, ExpertCopy]) -> None:
@@ -146,6 +150,7 @@ class Transfers:
         with self._lock:
             return TransferStatistics(
                 loads=dict(self._loads),
+                of_experts=dict(self._of_experts),
                 seconds=dict(self._seconds),
                 bytes_read=self._counts["bytes_read"],
                 bytes_copied=self._counts["bytes_copied"],
@@ -270,6 +275,7 @@ class Transfers:
         path = f"{effect.source}_{effect.pool}"
         with self._lock:
             self._loads[path] += 1
+            self._of_experts[effect.expert, effect.pool] += 1
             self._seconds[path] += seconds
 
     def _count(self, name: str, by: int) -> None:

@@ -24,11 +24,13 @@ from agent.service.doors.folder_door import FolderDoor
 from agent.service.doors.journal_door import JournalDoor
 from agent.service.doors.line_desk import Controls, LineDesk
 from agent.service.doors.order_taker import OrderTaker
+from agent.service.doors.tally import Tally
 from agent.service.housekeeping import Housekeeper
 from agent.service.judging.drift import DriftAlarm
 from agent.service.judging.inspector import Inspector
 from agent.service.judging.line_boards import LineBoards, wall_clock
 from agent.service.judging.verdicts import Verdicts
+from agent.service.line_metrics import Instruments, LineMetrics
 from agent.service.upkeep import Upkeep
 from experts.errors import AddressUnusable, ConfigError, OrderRefused, Refusing
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from agent.records.results import StoreStatistics
     from agent.service.housekeeping import HousekeepingStatistics
     from agent.service.judging.drift import DriftStatistics
+    from agent.web.server import WebServer
     from experts.errors import AgentCrashed
 
 log = logging.getLogger(__name__)
@@ -103,12 +106,15 @@ class LineService:
         self._verdicts = Verdicts(self._store, self._boards)
         self._journal = JournalDoor(self._inspector, self._verdicts, self._store, self._upkeep.images)
         admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
+        tally = Tally()
+        self._verdicts.subscribe(tally.stored)
         self.desk = LineDesk(
             self._inspector,
             OrderTaker(self._inspector, self._journal, admission),
             self._verdicts,
             self._boards,
             self._store,
+            tally,
             Controls(self._sources, self._trigger, self._reload, self._alarms),
         )
         self._cameras = {
@@ -116,6 +122,12 @@ class LineService:
             for camera in config.intake.cameras
         }
         self.api = _api_of(config, self.desk)
+        self._phase: str | None = "it starts"
+        instruments = Instruments(
+            self._inspector, admission, self._journal, self._verdicts, self._boards, self._upkeep, tally, self._cameras,
+            folders=lambda: self._folders, alarms=self._alarms, phase=lambda: self._phase,
+        )  # fmt: skip
+        self.web = _web_of(config, LineMetrics(instruments))
         self._reloading = threading.Lock()
         self._housekeeper = Housekeeper(
             {
@@ -167,13 +179,13 @@ class LineService:
     def start(self) -> None:
         """Take up boards that were open, start the agent, then open the doors.
 
-        Raises AddressUnusable where somebody else answers at an address of the APIs; then nothing is left running.
+        Raises AddressUnusable where somebody else answers at an address of the line's; then nothing is left running.
         """
         self._boards.take_up()
         self._inspector.start()
         self._upkeep.start()
         self._journal.take_up()
-        self._start_api()
+        self._start_edges()
         self._folders = [
             FolderDoor(
                 self._config,
@@ -191,6 +203,7 @@ class LineService:
         for camera in self._cameras.values():
             camera.start()
         self._housekeeper.start()
+        self._phase = None
         watched = ", ".join(view.name for view in self._sources())
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
@@ -199,6 +212,7 @@ class LineService:
 
         Raises AgentCrashed if it had crashed, after everything has ended.
         """
+        self._phase = "it stops: the next one will take work"
         self._stop_cameras()
         self._stop_api()
         self._inspector.take_no_more()
@@ -214,6 +228,7 @@ class LineService:
             ending.callback(self._inspector.stop)
             ending.callback(self._stop_readers)
             ending.callback(self._journal.stop)
+            ending.callback(self._stop_web)
             self._drain()
             engine = self.agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._verdicts.counts.items()}
@@ -227,11 +242,12 @@ class LineService:
             "threads_left_behind": self.agent.loop.leaves_threads,
         }
 
-    def _start_api(self) -> None:
-        if self.api is None:
-            return
+    def _start_edges(self) -> None:
         try:
-            self.api.start()
+            if self.web is not None:
+                self.web.start()
+            if self.api is not None:
+                self.api.start()
         except AddressUnusable:
             self.api = None
             self.stop()
@@ -245,6 +261,11 @@ class LineService:
         """Callers are told not to come any more; whoever waits has its answer while there is time."""
         if self.api is not None and not self.api.stop(API_STOP_S):
             log.warning("api_not_drained orders=%d they are judged all the same", self.api.orders_under_way)
+
+    def _stop_web(self) -> None:
+        """After all that is worth watching: it says so long that nothing is taken any more."""
+        if self.web is not None:
+            self.web.stop()
 
     def _drain(self) -> None:
         if not self._inspector.drain(DRAIN_S):
@@ -349,6 +370,14 @@ def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:
     from agent.api.server import ApiServer
 
     return ApiServer(config.api, desk)
+
+
+def _web_of(config: LineConfig, line: LineMetrics) -> WebServer | None:
+    if not config.api.http:
+        return None
+    from agent.web.server import WebServer
+
+    return WebServer(config.api.http, line)
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:

@@ -45,7 +45,7 @@ class Upkeep:
         self.store = ResultStore(config.results_file, followers=[outbox])
         archive = ImageArchive(config.state / "images", config.records.images)
         self.images = ImageKeeper(archive)
-        self._deliveries = Deliveries(receivers, outbox, self.store, config.outbox.per_s)
+        self.deliveries = Deliveries(receivers, outbox, self.store, config.outbox.per_s)
         shelves = [
             Shelf(folder.path / name, verdict, is_dated=verdict is not Verdict.UNKNOWN)
             for folder in config.intake.folders
@@ -61,7 +61,7 @@ class Upkeep:
 
     def start(self) -> None:
         """Tell receivers what waits for them, and what comes; export and remove what is due."""
-        self._deliveries.start()
+        self.deliveries.start()
         for keeper in self._keepers.values():
             keeper.start()
 
@@ -71,7 +71,7 @@ class Upkeep:
             ("images are not kept", self.images.statistics().alarm),
             ("images are not removed", self._sweeper.statistics().alarm),
         ]
-        told = [(f"{each.receiver} is not told", each.alarm) for each in self._deliveries.statistics()]
+        told = [(f"{each.receiver} is not told", each.alarm) for each in self.deliveries.statistics()]
         alarms = [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]
         return alarms + [alarm for duty, keeper in self._keepers.items() for alarm in _troubles(duty, keeper)]
 
@@ -85,7 +85,7 @@ class Upkeep:
         ended = {duty: keeper.stop(max(deadline_s - time.monotonic(), 0.0)) for duty, keeper in self._keepers.items()}
         if self._export is not None and ended["export"]:
             self._export.stop()
-        self._deliveries.stop(DELIVERIES_STOP_S)
+        self.deliveries.stop(DELIVERIES_STOP_S)
 
 
 def _troubles(duty: str, keeper: Housekeeper) -> list[str]:

@@ -236,6 +236,7 @@ def test_a_layout_fits_its_board_part_by_part(tmp_path: Path) -> None:
         ),
         ("{grpc: [':8461']}", "api: :8461 can be reached from other machines"),
         ("{http: '192.0.2.1:80', insecure_ok: true}", "api: 192.0.2.1:80 can be reached from other machines - http"),
+        ("{http: 'unix:s.sock', grpc: 'unix:./s.sock'}", "s.sock is given to grpc and to http - each has an address"),
         ("{limits: {message: many}}", "api.limits.message: 'many' is not a size"),
     ],
 )

@@ -24,6 +24,7 @@ from experts.daemon_threads import DaemonThreads
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
+    from datetime import datetime
 
     from sqlite_utils import Database
 
@@ -99,6 +100,14 @@ class Deliveries:
     def statistics(self) -> tuple[DeliveryStatistics, ...]:
         """A snapshot of each receiver; from any thread."""
         return tuple(self._statistics(name, thread.pump) for name, thread in self._threads.items())
+
+    def oldest(self) -> dict[str, datetime | None]:
+        """When what has waited longest for each receiver was judged; without those of which that cannot be read."""
+        found = {}
+        for name in self._threads:
+            with suppress(OSError, sqlite3.Error):
+                found[name] = self._reader.oldest(name)
+        return found
 
     def _statistics(self, name: str, pump: Pump) -> DeliveryStatistics:
         standing, told = Standing(0, 0), pump.statistics()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded
     from agent.service.doors.order_taker import OrderTaker
+    from agent.service.doors.tally import Tally
     from agent.service.judging.inspector import Inspector
     from agent.service.judging.line_boards import LineBoards
     from agent.service.judging.verdicts import Verdicts
@@ -54,6 +55,7 @@ class LineDesk:
         verdicts: Verdicts,
         boards: LineBoards,
         store: ResultStore,
+        tally: Tally,
         controls: Controls,
     ) -> None:
         self._inspector = inspector
@@ -61,12 +63,14 @@ class LineDesk:
         self._verdicts = verdicts
         self._boards = boards
         self._results = store
+        self._tally = tally
         self._controls = controls
         self._started_s = time.monotonic()
 
     def order(self, order: Order, listener: Listener) -> Ticket:
         """See ``agent.api.calls.desk.Desk``."""
-        return self._orders.order(order, listener)
+        with self._tally.ordering():
+            return self._orders.order(order, listener)
 
     def models(self) -> Sequence[Model]:
         """See ``agent.api.calls.desk.Desk``."""

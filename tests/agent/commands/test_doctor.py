@@ -58,7 +58,11 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
         nobody = free.getsockname()[1]
         checks = found(
             line(
-                api={"grpc": [f"127.0.0.1:{taken.getsockname()[1]}"], "token": {"file": "token"}},
+                api={
+                    "grpc": [f"127.0.0.1:{taken.getsockname()[1]}"],
+                    "token": {"file": "token"},
+                    "http": "127.0.0.1:0",
+                },
                 intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]},
                 outbox={"mqtt": {"url": f"mqtt://127.0.0.1:{nobody}"}},
                 memory={"host": "900TiB"},
@@ -70,6 +74,14 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
     assert "records.keep" in checks["free space"].fix
     assert "LoadCredential" in checks["secret api.token"].fix
     assert "messages wait in the outbox" in checks["outbox.mqtt"].fix
+    grpc, http = (check for name, check in checks.items() if name.startswith("address"))
+    assert "take another port" in grpc.fix
+    assert (http.name, http.found, http.fix) == ("address 127.0.0.1:0", "free", None)
+
+
+def test_an_address_of_http_that_is_taken_has_its_remedy(line):
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        checks = found(line(api={"http": f"127.0.0.1:{taken.getsockname()[1]}"}))
     (address,) = (check for name, check in checks.items() if name.startswith("address"))
     assert "take another port" in address.fix
 

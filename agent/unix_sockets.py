@@ -1,7 +1,8 @@
 """The file of a unix socket: whose it is, and who may connect.
 
 Guarantees: while one process serves at a path no other takes it away, and what a dead one has left is replaced; it
-appears with its permissions. gRPC by itself unlinks whatever lies at the path, so two agents would rob one another.
+appears with its permissions. gRPC by itself unlinks whatever lies at the path, so two agents would rob one another; a
+server of Python's refuses to bind where anything lies.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class UnixSocket:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             self._check_place()
+            self._hidden.unlink(missing_ok=True)  # of one that died before it was shown
         except OSError as error:
             raise AddressUnusable(address, error.strerror or str(error)) from error
 

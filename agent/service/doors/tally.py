@@ -1,0 +1,100 @@
+"""What is counted of a line for its metrics alone, since the start: boards, orders, how long verdicts took.
+
+Guarantees: what is counted of verdicts is on the disk. Times are from a request's arrival, as its row has it, until
+its verdict was stored, by the wall clock: what an earlier run accepted counts from then, and where the clock was set
+back meanwhile, no time has passed.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_left
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from agent.records.results import Result
+from agent.service.doors.camera_door import KEY_PREFIX as CAMERA_PREFIX
+from agent.service.doors.views import KEY_PREFIX as API_PREFIX
+from agent.service.judging.line_boards import wall_clock
+from agent.web.readings import Distribution
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from datetime import datetime
+
+    from agent.records.boards import BoardVerdict
+    from agent.records.results import Recorded
+
+BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, math.inf)
+FOLDER = "folder"
+SOURCES = {CAMERA_PREFIX: "camera", API_PREFIX: "api"}  # by how keys begin; a folder's begin otherwise
+ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused there, before they are orders
+
+
+@dataclass(frozen=True, slots=True)
+class TallyStatistics:
+    """A snapshot. ``boards``: verdicts of boards, one that was revised again; ``seconds``: from arrival to stored
+    verdict, by kind of source; ``accepted`` and ``refused``: orders of callers.
+    """
+
+    boards: Mapping[Verdict, int]
+    seconds: Mapping[str, Distribution]
+    accepted: int
+    refused: Mapping[Refusing, int]
+
+
+class Tally:
+    """For any thread. ``wall``: what results are dated by."""
+
+    def __init__(self, wall: Callable[[], datetime] = wall_clock) -> None:
+        self._wall = wall
+        self._lock = threading.Lock()  # over all below
+        self._boards: Counter[Verdict] = Counter()
+        self._orders: Counter[Refusing | None] = Counter()  # None: accepted
+        self._counts = {source: [0] * len(BOUNDS_S) for source in (FOLDER, *SOURCES.values())}
+        self._seconds = dict.fromkeys(self._counts, 0.0)
+
+    def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
+        """Something is on the disk."""
+        if isinstance(stored, Result):
+            self._time(stored)
+        else:
+            with self._lock:
+                self._boards[stored.verdict] += 1
+
+    @contextmanager
+    def ordering(self) -> Iterator[None]:
+        """An order is given under it."""
+        try:
+            yield
+        except OrderRefused as refused:
+            self._ordered(refused.reason)
+            raise
+        self._ordered(None)
+
+    def statistics(self) -> TallyStatistics:
+        """A frozen snapshot."""
+        with self._lock:
+            seconds = {
+                source: Distribution(dict(zip(BOUNDS_S, accumulate(counts), strict=True)), self._seconds[source])
+                for source, counts in self._counts.items()
+            }
+            refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}
+            return TallyStatistics({each: self._boards[each] for each in Verdict}, seconds, self._orders[None], refused)
+
+    def _ordered(self, refused: Refusing | None) -> None:
+        with self._lock:
+            self._orders[refused] += 1
+
+    def _time(self, result: Result) -> None:
+        seconds = max((self._wall() - result.arrived_at).total_seconds(), 0.0)
+        source = next((name for start, name in SOURCES.items() if result.key.startswith(start)), FOLDER)
+        with self._lock:
+            self._counts[source][bisect_left(BOUNDS_S, seconds)] += 1
+            self._seconds[source] += seconds

@@ -1,0 +1,265 @@
+"""A line as its metrics tell of it, and whether it is well: what ``agent.web`` asks.
+
+Guarantees: see ``agent.web.readings``; nothing is counted here that is counted elsewhere. A folder's name is its path,
+so folders go by their number in the line file, from 1; cameras, experts and receivers go by their names.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from agent.deployment.line_change import line_name
+from agent.intake.cameras.supervision import CameraState
+from agent.web.readings import Condition, Histogram, Kind, Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from agent.core.engine import EngineStatistics, QueueStatistics
+    from agent.core.pool import PoolStatistics
+    from agent.intake.cameras.frames import CameraStatistics
+    from agent.records.delivery.deliveries import DeliveryStatistics
+    from agent.records.results import StoreStatistics
+    from agent.records.retention.archive import KeeperStatistics
+    from agent.runtime.executor import ExecutorStatistics
+    from agent.runtime.loop import LoopStatistics
+    from agent.runtime.transfer import TransferStatistics
+    from agent.service.doors.admission import Admission
+    from agent.service.doors.camera_door import CameraDoor
+    from agent.service.doors.folder_door import FolderDoor
+    from agent.service.doors.journal_door import JournalDoor
+    from agent.service.doors.tally import Tally
+    from agent.service.judging.inspector import Inspector
+    from agent.service.judging.line_boards import LineBoards
+    from agent.service.judging.verdicts import Verdicts
+    from agent.service.upkeep import Upkeep
+    from agent.web.readings import Labels
+
+Name = TypeVar("Name", bound=str)
+Known = TypeVar("Known")
+Table: TypeAlias = tuple[tuple[Kind, str, str, Callable[[Known], float]], ...]  # kind, name, help, where it is known
+
+COUNTER, GAUGE = Kind.COUNTER, Kind.GAUGE
+ENGINE: Table[EngineStatistics] = (
+    (COUNTER, "requests", "Requests that the agent has taken.", lambda one: one.arrived),
+    (GAUGE, "requests_in_flight", "Requests that have no outcome yet.", lambda one: one.in_flight),
+    (COUNTER, "switches", "Loads that a request had to wait for.", lambda one: one.switches),
+    (COUNTER, "evictions", "Experts that left a memory for another one.", lambda one: one.evictions),
+    (GAUGE, "experts_on_probation", "Experts that fail, and are tried again.", lambda one: len(one.on_probation)),
+    (GAUGE, "experts_quarantined", "Experts that cannot be served.", lambda one: len(one.quarantined)),
+)
+TRANSFERS: Table[TransferStatistics] = (
+    (COUNTER, "load_failures", "Loads that failed.", lambda one: one.failed),
+    (GAUGE, "loads_in_flight", "Loads under way.", lambda one: one.in_flight),
+    (COUNTER, "load_read_bytes", "Bytes of weights read from the SSD.", lambda one: one.bytes_read),
+    (COUNTER, "load_copied_bytes", "Bytes of weights copied between memories.", lambda one: one.bytes_copied),
+)
+QUEUE: Table[QueueStatistics] = (
+    (GAUGE, "queue_requests", "Requests in an executor's queue.", lambda one: one.requests),
+    (GAUGE, "queue_seconds", "How long an executor's queue takes, as predicted.", lambda one: one.length_s),
+    (GAUGE, "batch_requests", "Requests in the batch that an executor runs.", lambda one: one.running),
+)
+EXECUTOR: Table[ExecutorStatistics] = (
+    (COUNTER, "executor_batches", "Batches that an executor has run.", lambda one: one.batches),
+    (COUNTER, "executor_failed_batches", "Batches that failed.", lambda one: one.failed),
+    (COUNTER, "executor_images", "Images that an executor has run.", lambda one: one.images),
+    (COUNTER, "executor_busy_seconds", "How long an executor was at work.", lambda one: one.busy_s),
+)
+POOL: Table[PoolStatistics] = (
+    (GAUGE, "memory_used_bytes", "Weights in a memory.", lambda one: one.used_bytes),
+    (GAUGE, "memory_budget_bytes", "What weights may take of a memory.", lambda one: one.expert_bytes),
+    (GAUGE, "memory_peak_bytes", "The most that weights took since the start.", lambda one: one.peak_used_bytes),
+    (GAUGE, "workspace_used_bytes", "What running batches take of a memory.", lambda one: one.workspace_used_bytes),
+    (GAUGE, "workspace_budget_bytes", "What batches may take of a memory.", lambda one: one.workspace_bytes),
+    (GAUGE, "experts_resident", "Experts in a memory.", lambda one: len(one.resident)),
+)
+FOLDER: Table[FolderDoor] = (
+    (GAUGE, "folder_up", "1 while files are taken and put away.", lambda one: one.view().alarm is None),
+    (COUNTER, "folder_files", "Files taken, refused ones included.", lambda one: one.view().received),
+    (GAUGE, "folder_waiting_files", "Files not complete, or not read yet.", lambda one: one.view().waiting),
+    (GAUGE, "folder_held_bytes", "Images read and not judged yet.", lambda one: one.reader.statistics().held_bytes),
+)
+CAMERA: Table[CameraStatistics] = (
+    (COUNTER, "camera_frames", "Frames taken.", lambda one: one.received),
+    (COUNTER, "camera_broken_frames", "What came and could not be read.", lambda one: one.broken),
+    (COUNTER, "camera_lost_triggers", "Triggers that got no frame.", lambda one: one.lost),
+    (COUNTER, "camera_reconnects", "Connections begun after the first.", lambda one: one.reconnects),
+    (GAUGE, "camera_waiting", "Triggers and frames not taken yet.", lambda one: one.waiting),
+)
+RECEIVER: Table[DeliveryStatistics] = (
+    (GAUGE, "outbox_messages", "Messages that wait.", lambda one: one.waiting),
+    (COUNTER, "outbox_delivered", "Messages told.", lambda one: one.delivered),
+    (COUNTER, "outbox_refused", "Messages refused for good.", lambda one: one.refused),
+    (COUNTER, "outbox_given_way", "Messages that gave way, since the results were begun.", lambda one: one.given_way),
+)
+STORE: Table[StoreStatistics] = (
+    (GAUGE, "store_pending", "Rows and other writes that are not on the disk yet.", lambda one: one.pending),
+    (COUNTER, "store_failed_commits", "Commits that failed, and were tried again.", lambda one: one.failed_commits),
+)
+IMAGES: Table[KeeperStatistics] = (
+    (COUNTER, "images_kept", "Images of cameras and callers that were kept.", lambda one: one.kept),
+    (COUNTER, "images_not_kept", "Images that should have been kept, and could not.", lambda one: one.not_kept),
+)
+ADMISSION: Table[Admission] = (
+    (GAUGE, "admitted_images", "Callers' images under way.", lambda one: one.images),
+    (GAUGE, "admitted_bytes", "Bytes of callers' images under way.", lambda one: one.size_bytes),
+)
+RESULTS: Table[Path] = (
+    (GAUGE, "results_bytes", "Size of the results file.", lambda file: _size_bytes(file)),
+    (GAUGE, "results_wal_bytes", "Size of its log.", lambda file: _size_bytes(file.with_name(f"{file.name}-wal"))),
+    (GAUGE, "state_free_bytes", "Free on the disk of the state.", lambda file: _free_bytes(file.parent)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """The parts of a line that know its numbers. ``phase``: why it takes no work by intention; None while it serves."""
+
+    inspector: Inspector
+    admission: Admission
+    journal: JournalDoor
+    verdicts: Verdicts
+    boards: LineBoards
+    upkeep: Upkeep
+    tally: Tally
+    cameras: Mapping[str, CameraDoor]
+    folders: Callable[[], Sequence[FolderDoor]]
+    alarms: Callable[[], Sequence[str]]
+    phase: Callable[[], str | None]
+
+
+class LineMetrics:
+    """Keeps ``agent.web.readings.Line``."""
+
+    def __init__(self, instruments: Instruments) -> None:
+        self._line = instruments
+        self._dropped: Counter[str] = Counter()  # frames by camera: the most that were seen
+
+    def condition(self) -> Condition:
+        """See ``agent.web.readings.Line``."""
+        line = self._line
+        line.inspector.agent.loop.statistics()
+        crash, alarm = line.inspector.crash, line.upkeep.store.statistics().alarm
+        unstored = None if alarm is None else f"results are not stored: {alarm}"
+        return Condition(None if crash is None else str(crash), line.phase() or unstored)
+
+    def metrics(self) -> Sequence[Metric | Histogram]:
+        """See ``agent.web.readings.Line``."""
+        line, loop = self._line, self._line.inspector.agent.loop.statistics()
+        folders = {str(number): folder for number, folder in enumerate(line.folders(), start=1)}
+        places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
+        receivers = {one.receiver: one for one in line.upkeep.deliveries.statistics()}
+        ages = {receiver: _age_s(since) for receiver, since in line.upkeep.deliveries.oldest().items()}
+        return [
+            *self._identity(),
+            *self._counts(),
+            *_told(ENGINE, loop.engine),
+            *_told(TRANSFERS, loop.transfers),
+            *_loads(loop),
+            Metric(GAUGE, "executor_info", "Where an executor runs.", places, ("executor", "processor")),
+            *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
+            *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
+            *_each(POOL, "pool", {pool.name: pool for pool in loop.engine.pools}),
+            *_told(ADMISSION, line.admission),
+            *_each(FOLDER, "folder", folders),
+            *self._cameras(),
+            *_each(RECEIVER, "receiver", receivers),
+            Metric(GAUGE, "outbox_oldest_age_seconds", "Since the first was judged.", _by_name(ages), ("receiver",)),
+            *_told(STORE, line.upkeep.store.statistics()),
+            *_told(IMAGES, line.upkeep.images.statistics()),
+            *_told(RESULTS, line.inspector.agent.config.results_file),
+        ]
+
+    def _identity(self) -> Iterator[Metric]:
+        agent = self._line.inspector.agent
+        about = {"version": version("coserve"), "python": platform.python_version()}
+        about |= {"line": agent.config.line, "device": agent.box.name}
+        yield Metric(GAUGE, "build_info", "What runs here.", {tuple(about.values()): 1.0}, tuple(about))
+        yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
+        yield Metric(
+            GAUGE, "alarms", "What keeps work from going on: see coserve status.", {(): len(self._line.alarms())}
+        )
+
+    def _counts(self) -> Iterator[Metric | Histogram]:
+        line, tally = self._line, self._line.tally.statistics()
+        boards = line.boards.statistics().open
+        yield Metric(COUNTER, "verdicts", "Results stored.", _by_name(line.verdicts.counts), ("verdict",))
+        yield Histogram("verdict_seconds", "From arrival to stored verdict.", _by_name(tally.seconds), ("source",))
+        yield Metric(COUNTER, "board_verdicts", "Board verdicts stored.", _by_name(tally.boards), ("verdict",))
+        yield Metric(GAUGE, "boards_open", "Boards that wait for images.", {(): boards})
+        yield Metric(GAUGE, "journal_requests", "Accepted, and not judged yet.", {(): line.journal.unfinished})
+        yield Metric(COUNTER, "orders_accepted", "Callers' orders taken.", {(): tally.accepted})
+        yield Metric(COUNTER, "orders_refused", "Callers' orders refused.", _by_name(tally.refused), ("reason",))
+
+    def _cameras(self) -> Iterator[Metric]:
+        seen = {name: door.camera.statistics() for name, door in self._line.cameras.items()}
+        yield from _each(CAMERA, "camera", seen)
+        for name, one in seen.items():  # one on its way counts as dropped, for a moment: a counter must not go back
+            self._dropped[name] = max(self._dropped[name], one.dropped)
+        yield Metric(COUNTER, "camera_dropped_frames", "Gave way to later ones.", _by_name(self._dropped), ("camera",))
+        states: dict[Labels, float] = {
+            (name, str(state)): one.state is state for name, one in seen.items() for state in CameraState
+        }
+        yield Metric(GAUGE, "camera_state", "1 for the state that a camera is in.", states, ("camera", "state"))
+        ages = {name: one.frame_age_s for name, one in seen.items() if one.frame_age_s is not None}
+        yield Metric(GAUGE, "camera_frame_age_seconds", "Since a frame came from it.", _by_name(ages), ("camera",))
+
+
+def _told(table: Table[Known], one: Known) -> list[Metric]:
+    """What is known of a thing that there is one of."""
+    return [Metric(kind, name, words, {(): value(one)}) for kind, name, words, value in table]
+
+
+def _each(table: Table[Known], label: str, found: Mapping[str, Known]) -> list[Metric]:
+    """What is known of each of several things, by their names."""
+    return [
+        Metric(kind, name, words, {(one,): value(known) for one, known in found.items()}, (label,))
+        for kind, name, words, value in table
+    ]
+
+
+def _by_name(found: Mapping[Name, Known]) -> dict[Labels, Known]:
+    return {(str(name),): known for name, known in found.items()}
+
+
+def _loads(loop: LoopStatistics) -> Iterator[Metric]:
+    """An expert that a reload replaced is another one to the Engine, and the same to whoever reads its name."""
+    loads: Counter[Labels] = Counter()
+    for (expert, pool), count in loop.transfers.of_experts.items():
+        loads[line_name(expert), pool] += count
+    yield Metric(COUNTER, "expert_loads", "Loads of an expert into a memory.", loads, ("expert", "tier"))
+    for name, words, found in (
+        ("loads", "Loads, by where from and where to.", loop.transfers.loads),
+        ("load_seconds", "How long these took.", loop.transfers.seconds),
+    ):
+        by_way: dict[Labels, float] = {tuple(way.split("_", 1)): value for way, value in found.items()}
+        yield Metric(COUNTER, name, words, by_way, ("source", "tier"))
+
+
+def _age_s(since: datetime | None) -> float:
+    return 0.0 if since is None else max((datetime.now(UTC) - since).total_seconds(), 0.0)
+
+
+def _size_bytes(file: Path) -> float:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return math.nan
+
+
+def _free_bytes(folder: Path) -> float:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:  # whoever writes there raises the alarm
+        return math.nan

@@ -1,0 +1,309 @@
+"""The pages over real sockets: what they say, and that no caller, however slow or rude, holds up anybody."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent.web.readings import Condition, Distribution, Histogram, Kind, Metric
+from agent.web.server import CONNECTIONS, WebServer
+from experts.errors import AddressUnusable
+
+PATIENCE_S = 60.0
+TCP = "127.0.0.1:0"
+
+
+class FakeLine:
+    """A line that is as it is told to be. ``goes_on`` is cleared: no question of it comes back."""
+
+    def __init__(self):
+        self.now = Condition()
+        self.told = [Metric(Kind.COUNTER, "verdicts", "Results stored.", {("OK",): 3, ("NG",): 1}, ("verdict",))]
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.asked = 0
+        self.scraped = 0
+
+    def condition(self):
+        self.asked += 1
+        assert self.goes_on.wait(PATIENCE_S)
+        return self.now
+
+    def metrics(self):
+        self.scraped += 1
+        assert self.goes_on.wait(PATIENCE_S)
+        return self.told
+
+
+@pytest.fixture
+def line():
+    made = FakeLine()
+    yield made
+    made.goes_on.set()
+
+
+@contextmanager
+def served(line, *addresses, **options):
+    server = WebServer(addresses or (TCP,), line, **options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def connected(address):
+    if address.startswith("unix:"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(PATIENCE_S)
+        connection.connect(address.removeprefix("unix:"))
+        return connection
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S)
+
+
+def asked(address, path, method="GET"):
+    """The status, the headers and the text of one page."""
+    with closing(http.client.HTTPConnection("localhost", timeout=PATIENCE_S)) as caller:
+        caller.sock = connected(address)
+        caller.request(method, path)
+        answer = caller.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
+
+
+def hears_nothing_more(connection):
+    """Whether the other side has ended it, sooner or later, in whatever way."""
+    try:
+        while connection.recv(65536):
+            continue
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def until(holds):
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def threads():
+    """Those that the test has brought, by now."""
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before
+
+
+class TestThePages:
+    def test_metrics_are_told_as_prometheus_reads_them(self, line):
+        buckets = Distribution({0.5: 2, float("inf"): 3}, 7.5)
+        line.told.append(Histogram("verdict_seconds", "How long.", {("api",): buckets}, ("source",)))
+        line.told.append(Metric(Kind.GAUGE, "queue_requests", "Requests.", {("0",): 4}, ("executor",)))
+        with served(line) as server:
+            status, headers, text = asked(server.addresses[0], "/metrics")
+        assert (status, headers.get_content_type()) == (200, "text/plain")
+        found = {family.name: family for family in text_string_to_metric_families(text)}
+        assert {sample.labels["verdict"]: sample.value for sample in found["coserve_verdicts"].samples} == {
+            "OK": 3,
+            "NG": 1,
+        }
+        assert found["coserve_queue_requests"].type == "gauge"
+        histogram = {
+            sample.name + sample.labels.get("le", ""): sample.value
+            for sample in found["coserve_verdict_seconds"].samples
+        }
+        assert histogram["coserve_verdict_seconds_bucket0.5"] == 2
+        assert histogram["coserve_verdict_seconds_bucket+Inf"] == histogram["coserve_verdict_seconds_count"] == 3
+        assert histogram["coserve_verdict_seconds_sum"] == 7.5
+        assert found["coserve_process_resident_memory_bytes"].samples[0].value > 0
+
+    def test_health_is_told_with_its_reason_in_one_line(self, line):
+        with served(line) as server:
+            (address,) = server.addresses
+            assert asked(address, "/health/live")[::2] == (200, "alive\n")
+            assert asked(address, "/health/ready?verbose=1")[::2] == (200, "ready\n")
+            line.now = Condition(unready="results are not stored:\ndisk full \udcff")
+            assert asked(address, "/health/live")[0] == 200
+            assert asked(address, "/health/ready")[::2] == (503, "results are not stored: disk full \\udcff\n")
+            line.now = Condition(dead="the agent crashed")
+            for page in ("live", "ready"):
+                assert asked(address, f"/health/{page}")[::2] == (503, "the agent crashed\n")
+
+    def test_nothing_else_is_served(self, line):
+        with served(line) as server:
+            (address,) = server.addresses
+            for path in ("/", "/metrics/", "/favicon.ico", "/health", "/../etc/passwd"):
+                status, _, text = asked(address, path)
+                assert status == 404
+                assert "/metrics, /health/live, /health/ready" in text
+            for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "BREW"):
+                status, headers, _ = asked(address, "/metrics", method)
+                assert (status, headers["Allow"]) == (405, "GET")
+
+    def test_a_mistake_is_told_in_the_log_and_costs_no_other_page(self, line, caplog):
+        line.told = [None]
+        with served(line) as server:
+            assert asked(server.addresses[0], "/metrics")[0] == 500
+            assert asked(server.addresses[0], "/health/live")[0] == 200
+        assert [record.message for record in caplog.records if record.levelno > logging.INFO] == [
+            "page_failed path=/metrics"
+        ]
+
+    def test_while_the_line_hangs_that_is_said_and_no_threads_pile_up(self, line, threads):
+        with served(line, patience_s=0.05) as server:
+            (address,) = server.addresses
+            line.goes_on.clear()
+            for _ in range(8):
+                for page in ("/metrics", "/health/live", "/health/ready"):
+                    status, _, text = asked(address, page)
+                    assert (status, text) == (503, "no answer from the line within 0.05 s: it hangs\n")
+            until(lambda: len(threads()) <= 3)  # the server's, and one for each kind of question
+            assert line.asked == 1
+            line.goes_on.set()
+            until(lambda: asked(address, "/health/live")[0] == 200)
+
+
+class TestRudeCallers:
+    @pytest.mark.parametrize("address", [TCP, "unix"])
+    @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: a\r\n"])
+    def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, address, sent):
+        if address == "unix":
+            address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
+        with served(line, address, connection_s=0.2) as server, closing(connected(server.addresses[0])) as slow:
+            slow.sendall(sent)
+            assert asked(server.addresses[0], "/health/live")[0] == 200
+            assert hears_nothing_more(slow)
+
+    def test_who_sends_byte_by_byte_is_cut_off(self, line):
+        with served(line, connection_s=0.3) as server, closing(connected(server.addresses[0])) as slow:
+
+            def is_cut_off():
+                try:
+                    slow.sendall(b"x")
+                except ConnectionError:
+                    return True
+                return False
+
+            until(is_cut_off)
+
+    def test_who_does_not_read_is_cut_off(self, line, threads):
+        many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
+        line.told = [Metric(Kind.GAUGE, "many", "Many.", many, ("one",))]
+        with served(line, connection_s=0.5) as server:
+            with closing(connected(server.addresses[0])) as slow:
+                slow.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+                until(lambda: line.scraped and len(threads()) == 2)  # the server's, and that of the question
+                received = sum(map(len, iter(lambda: slow.recv(65536), b"")))
+                assert received < 60_000 * 100
+            assert asked(server.addresses[0], "/health/live")[0] == 200
+
+    def test_more_than_there_is_room_for_are_closed_at_once_and_room_comes_back(self, line):
+        with served(line, connection_s=10 * PATIENCE_S) as server:
+            (address,) = server.addresses
+            held = [connected(address) for _ in range(CONNECTIONS)]
+            with closing(connected(address)) as one_too_many:
+                assert hears_nothing_more(one_too_many)
+            for each in held:
+                each.close()
+
+            def has_room():
+                try:
+                    return asked(address, "/health/live")[0] == 200
+                except (http.client.HTTPException, ConnectionError):
+                    return False
+
+            until(has_room)
+
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET " + b"a" * 100_000,
+            b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+            b"GET / HTTP/1.1\r\n\xff\xfe: \x00\r\n\r\n",
+            b"POST /metrics HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\nabc",
+        ],
+        ids=["TLS", "version", "long line", "many headers", "bytes", "huge body"],
+    )
+    def test_garbage_is_refused_and_no_news(self, line, caplog, capfd, sent):
+        with served(line, connection_s=2.0) as server:
+            with closing(connected(server.addresses[0])) as rude:
+                with suppress(OSError):  # it may have heard enough before the end
+                    rude.sendall(sent)
+                    rude.shutdown(socket.SHUT_WR)
+                assert hears_nothing_more(rude)
+            assert asked(server.addresses[0], "/health/live")[0] == 200
+        assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+        assert capfd.readouterr().err == ""
+
+
+class TestTheAddresses:
+    @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
+    def test_each_loopback_address_is_served(self, line, address):
+        if "::1" in address and not os.path.exists("/proc/net/if_inet6"):
+            pytest.skip("this box has no IPv6")
+        with served(line, address) as server:
+            assert asked(server.addresses[0], "/health/ready")[0] == 200
+
+    def test_a_unix_socket_is_its_owners_and_its_groups_and_goes_with_the_server(self, line, tmp_path):
+        path = tmp_path / "w.sock"
+        with served(line, f"unix:{path}", TCP) as server:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660
+            assert [asked(each, "/health/live")[0] for each in server.addresses] == [200, 200]
+            with pytest.raises(AddressUnusable, match="another agent"), served(line, f"unix:{path}"):
+                pass
+            assert asked(server.addresses[0], "/health/live")[0] == 200
+        assert not path.exists()
+
+    def test_what_a_killed_agent_left_is_replaced(self, line, tmp_path):
+        for name in ("w.sock", "w.sock~"):
+            with closing(socket.socket(socket.AF_UNIX)) as left:
+                left.bind(str(tmp_path / name))
+        with served(line, f"unix:{tmp_path}/w.sock") as server:
+            assert asked(server.addresses[0], "/health/live")[0] == 200
+
+    @pytest.mark.parametrize("taken", ["port", "no socket", "no folder", "not this machine's"])
+    def test_an_address_that_cannot_be_had_is_named_and_nothing_is_served(self, line, tmp_path, threads, taken):
+        (tmp_path / "file").write_text("somebody's")
+        with closing(socket.create_server(("127.0.0.1", 0))) as other:
+            address = {
+                "port": f"127.0.0.1:{other.getsockname()[1]}",
+                "no socket": f"unix:{tmp_path}/file",
+                "no folder": f"unix:{tmp_path}/file/w.sock",
+                "not this machine's": "192.0.2.1:1",
+            }[taken]
+            first = f"unix:{tmp_path}/w.sock"
+            with pytest.raises(AddressUnusable, match="line file") as refused, served(line, first, address):
+                pass
+        assert refused.value.address == address
+        assert not (tmp_path / "w.sock").exists()
+        assert threads() == set()
+        assert (tmp_path / "file").read_text() == "somebody's"
+
+    def test_a_stop_leaves_no_thread_and_no_connection(self, line, threads):
+        with served(line, connection_s=10 * PATIENCE_S) as server:
+            (address,) = server.addresses
+            idle = connected(address)
+            until(lambda: len(threads()) == 2)  # the server's, and the caller's
+            assert asked(address, "/health/live")[0] == 200
+        with closing(idle):
+            assert hears_nothing_more(idle)
+        until(lambda: threads() == set())
+        with pytest.raises(ConnectionRefusedError):
+            connected(address)
+
+    def test_what_was_never_started_can_be_stopped(self, line):
+        WebServer([TCP], line).stop()
