@@ -175,6 +175,7 @@ def test_a_board_is_judged_and_its_files_are_moved(line):
 
 def test_a_refused_file_is_moved_after_its_row_is_stored_and_not_before(line):
     with line.served() as service:
+        wait_until(lambda: service.statistics().store.pending == 0)
         with line.full_disk():
             line.drop("misnamed.png")
             wait_until(lambda: service.statistics().store.pending == 1)
