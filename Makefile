@@ -11,8 +11,8 @@ WORKERS := logical
 MINUTES := 45
 ONLY :=
 
-# What tests talk to beside Python, as command:package, and where it lies if not on the PATH.
-TOOLS := mosquitto:mosquitto openssl:openssl promtool:prometheus
+# What tests need beside Python, as command:package, and where it lies if not on the PATH.
+TOOLS := mosquitto:mosquitto openssl:openssl promtool:prometheus gcc:gcc
 SBIN := /usr/sbin:/usr/local/sbin
 
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
@@ -28,18 +28,20 @@ venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject
 demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
 	$(VENV)/bin/coserve demo
 
-# Without them the tests that need them are skipped, and say so. Tests start a broker of their own; where systemd runs,
-# Debian also starts the services mosquitto and prometheus once they are installed: nothing here needs these.
-tools:  ## what tests talk to: mosquitto, openssl and promtool, installed where apt-get is there and may
+# Without them the tests that need them are skipped, or fail, and say so. Tests start a broker of their own; where
+# systemd runs, Debian also starts the services mosquitto and prometheus once they are installed: nothing here needs
+# these. A compiler without the headers of the C library, which apt-get only recommends, is of no use.
+tools:  ## what tests need: mosquitto, openssl, promtool and gcc, installed where apt-get is there and may
 	@for tool in $(TOOLS); do \
 	  PATH="$$PATH:$(SBIN)" command -v $${tool%%:*} >/dev/null || { missing="$$missing $${tool%%:*}"; wanted="$$wanted $${tool##*:}"; }; \
 	done; \
 	[ -z "$$missing" ] && exit 0; \
+	case "$$wanted" in *gcc*) wanted="$$wanted libc6-dev";; esac; \
 	install="env DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends$$wanted"; \
 	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null 2>&1 && exit 0; \
 	fi; \
-	echo "not installed, so that tests that need it are skipped:$$missing (as root: apt-get install$$wanted)" >&2
+	echo "not installed, so tests that need it are skipped or fail:$$missing (as root: apt-get install$$wanted)" >&2
 
 # Several processes share the cores: threads of one that waited by spinning would take them from the others.
 test: $(INSTALLED) tools  ## all tests, WORKERS=logical at once: one for each core, up to eight

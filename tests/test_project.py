@@ -315,13 +315,17 @@ class TestTheTools:
         return (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
 
     def test_what_is_there_is_not_asked_for(self, tmp_path):
-        done = self.make(tmp_path, there="mosquitto openssl promtool")
+        done = self.make(tmp_path, there="mosquitto openssl promtool gcc")
         assert (done.returncode, done.stdout, done.stderr, self.asked(tmp_path)) == (0, "", "", [])
 
     def test_what_is_missing_is_installed_quietly(self, tmp_path):
-        done = self.make(tmp_path, there="openssl")
+        done = self.make(tmp_path, there="openssl gcc")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert self.asked(tmp_path) == ["install -qq --yes --no-install-recommends mosquitto prometheus"]
+
+    def test_a_compiler_comes_with_the_headers_that_it_needs(self, tmp_path):
+        assert self.make(tmp_path, there="openssl mosquitto promtool").returncode == 0
+        assert self.asked(tmp_path) == ["install -qq --yes --no-install-recommends gcc libc6-dev"]
 
     def test_lists_of_packages_that_are_too_old_are_renewed(self, tmp_path):
         done = self.make(tmp_path, offline=1)
@@ -330,10 +334,10 @@ class TestTheTools:
 
     @pytest.mark.parametrize("settings", [{"user": 1000}, {"offline": 9}], ids=["not root", "offline"])
     def test_where_it_cannot_be_installed_that_is_said_and_is_no_failure(self, tmp_path, settings):
-        done = self.make(tmp_path, there="openssl mosquitto", **settings)
+        done = self.make(tmp_path, there="openssl mosquitto gcc", **settings)
         assert done.returncode == 0
         assert done.stderr.splitlines() == [
-            "not installed, so that tests that need it are skipped: promtool (as root: apt-get install prometheus)"
+            "not installed, so tests that need it are skipped or fail: promtool (as root: apt-get install prometheus)"
         ]
 
 

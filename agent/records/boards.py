@@ -253,13 +253,10 @@ class BoardLedger:
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
         """The boards of this serial, one of each type at most."""
-        left = (board_type for known, board_type in self._boards if known == serial)
-        types = dict.fromkeys((*self._manifests, *left))
-        boards = (self._boards.get((serial, board_type)) for board_type in types)
         return tuple(
             BoardRun(board.serial, board.board_type, board.opened_at, board.missing, board.counts, board.closed)
-            for board in boards
-            if board is not None
+            for board in self._boards.values()
+            if board.serial == serial
         )
 
     def statistics(self) -> LedgerStatistics:

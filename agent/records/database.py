@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
+from agent.records.whole_file import make_folder
 from experts.errors import AlreadyRunning, ConfigError, StateUnusable
 from experts.filesystem import filesystem_type, is_shared
 
@@ -171,8 +172,16 @@ def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Data
     kind = filesystem_type(path)
     if is_shared(kind):
         raise ConfigError(f"{path} is on a shared filesystem ({kind}) - set `state:` to a folder on a local disk")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     connection = sqlite3.connect(path, timeout=busy_timeout_s, check_same_thread=False)
+    try:
+        return _prepared(connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _prepared(connection: sqlite3.Connection) -> Database:
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")

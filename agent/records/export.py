@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from agent.records.database import open_for_reading, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rows import RESULT_COLUMNS, RowWriter, plain_result
-from agent.records.whole_file import whole_text_file
+from agent.records.whole_file import make_folder, whole_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +125,7 @@ class DailyExport:
         path = self._section.folder / f"results-{day}.{self._section.format}"
         rows = 0
         with ExitStack() as stack:
-            self._section.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._section.folder)
             stream = stack.enter_context(whole_text_file(path))
             stream.write(self._first_line(day))
             writer = RowWriter(stream, self._section.format, RESULT_COLUMNS)

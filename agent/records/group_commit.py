@@ -13,12 +13,14 @@ from __future__ import annotations
 import errno
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.records.database import BUSY_TIMEOUT_S, open_for_writing
+from agent.records.write_ahead_log import WriteAheadLog, fold_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,11 +43,15 @@ GIVE_UP_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class CommitStatistics:
-    """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well."""
+    """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well.
+
+    ``log_alarm``: what keeps the log of the file from being folded in, so that it grows; commits go on.
+    """
 
     pending: int
     failed_commits: int
     alarm: str | None
+    log_alarm: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +72,7 @@ class GroupCommitter:
         self._busy_timeout_s = busy_timeout_s
         self._database = open_for_writing(path, busy_timeout_s)
         self._file = _file_at(path)
+        self._log = WriteAheadLog(path)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -98,7 +105,7 @@ class GroupCommitter:
     def statistics(self) -> CommitStatistics:
         """A snapshot of the counters."""
         with self._lock:
-            return CommitStatistics(self._pending, self._failed_commits, self._alarm)
+            return CommitStatistics(self._pending, self._failed_commits, self._alarm, self._log.alarm)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up.
@@ -117,17 +124,16 @@ class GroupCommitter:
         return self.statistics().pending == 0
 
     def _run(self) -> None:
-        has_log = is_closing = False
+        is_closing = False
         try:
             while not (is_closing and self._queue.empty()) and not self._abandoned.is_set():
                 group, is_last = self._next_group()
                 is_closing = is_closing or is_last
                 if group:
                     self._commit(group)
-                    has_log = True
-                elif has_log and not is_closing:
-                    self._checkpoint()
-                    has_log = False
+                    self._log.committed(self._database.conn)
+                elif not is_closing:
+                    self._log.fold_in(self._database.conn)
         finally:
             self._database.close()
 
@@ -171,10 +177,11 @@ class GroupCommitter:
     def _begin_anew(self) -> None:
         """The file was moved or deleted, or another took its place.
 
-        Its last rows may be in its log, which lies under the name of the new one's: they are written to it first.
+        Its last rows may be in its log, which lies under the name of the new one's: they are written to it first, and
+        that waits for whoever reads it.
         """
         if self._file is not None:
-            self._checkpoint()
+            self._leave_whole()
         self._file = None
         self._database.close()
         if not self.path.parent.is_dir():  # a disk that is gone: nothing takes its place
@@ -207,11 +214,14 @@ class GroupCommitter:
         if is_news:
             log.error("results_not_committed rows=%d file=%s reason=%s: kept and retried", rows, self.path, reason)
 
-    def _checkpoint(self) -> None:
+    def _leave_whole(self) -> None:
         try:
-            self._database.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread
+            kept_bytes = fold_in(self._database.conn)
+        except sqlite3.Error as error:  # of a disk that is gone nothing can be saved
             log.warning("results_checkpoint_failed file=%s reason=%s", self.path, error)
+            return
+        if kept_bytes:
+            raise BlockingIOError(errno.EBUSY, "moved while a program reads it, which has to end first", str(self.path))
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from agent.records.database import open_for_reading
+from agent.records.database import open_for_reading, utc_text
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
 
+    from agent.records.boards import BoardVerdict
     from agent.records.results import BoardRow, ResultRow
 
 SCHEMA = 1
@@ -43,7 +44,11 @@ GIVE_WAY = """
 """
 GAVE_WAY = "UPDATE outbox_receivers SET waiting = waiting - ?, given_way = given_way + ? WHERE receiver = ?"
 TOLD = "DELETE FROM outbox WHERE receiver = ? AND id = ? RETURNING number"
-JUDGED_BY = "SELECT config_sha256 FROM results WHERE board = ? AND board_type = ? ORDER BY seq DESC LIMIT 1"
+OF_BOARD = "results INDEXED BY results_board WHERE board = :serial AND board_type = :board_type"
+JUDGED = f"""
+    SELECT config_sha256, detail FROM {OF_BOARD}
+    AND seq >= (SELECT min(seq) FROM {OF_BOARD} AND finished_at >= :opened_at) ORDER BY seq
+"""  # from the image on that opened it: the clock may have been set back since
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +93,7 @@ class Outbox:
     def board_stored(self, database: Database, row: BoardRow) -> None:
         """Tell of a board's verdict, if anybody wants to know."""
         if BOARD in self._events:
-            found = database.execute(JUDGED_BY, (row.board.serial, row.board.board_type)).fetchall()
-            payload = board_payload(row) | {"config_sha256": found[0][0] if found else None}
+            payload = board_payload(row) | _judged_by(database, row.board)
             self._put(database, f"board-{row.seq}-{row.revisions}", BOARD, row.board.serial, payload)
 
     def committed(self) -> None:
@@ -167,6 +171,7 @@ def result_payload(row: ResultRow) -> dict[str, object]:
         "score": result.score,
         "reason": result.reason,
         "experts": list(result.experts),
+        "models": _models([result.detail]),
         "boxes": _boxes(result.detail),
         "image": result.image,
         "kept_as": result.kept_as,
@@ -193,6 +198,21 @@ def board_payload(row: BoardRow) -> dict[str, object]:
         "missing": dict(board.missing),
         "counts": {str(verdict): count for verdict, count in board.counts.items()},
     }
+
+
+def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
+    """What a board's images know: the line file of the latest, and the models of all."""
+    run = {"serial": board.serial, "board_type": board.board_type, "opened_at": utc_text(board.opened_at)}
+    rows = database.execute(JUDGED, run).fetchall()
+    models = _models(json.loads(detail) for _, detail in rows)
+    return {"config_sha256": rows[-1][0] if rows else None, "models": models}
+
+
+def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """Each expert that judged, and what its weights were; twice where they were replaced in between."""
+    steps = (step for detail in details for step in detail.get("steps", ()))
+    judged = dict.fromkeys((step.get("expert"), step.get("model_sha256") or None) for step in steps)
+    return [{"expert": expert, "sha256": sha256} for expert, sha256 in judged]
 
 
 def _boxes(detail: Mapping[str, Any]) -> list[dict[str, object]]:

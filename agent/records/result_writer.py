@@ -39,11 +39,12 @@ INSERT_RESULT = f"""
 KNOWN_RESULT = "SELECT seq FROM results WHERE key = :key"
 INSERT_BOARD = """
     INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts, takt_s)
-    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts, :takt_s)
-    ON CONFLICT (serial, board_type, opened_at) DO UPDATE
-    SET verdict = excluded.verdict, closed_at = excluded.closed_at, missing = excluded.missing,
-        counts = excluded.counts, revisions = revisions + 1
-    RETURNING seq
+    VALUES (:serial, :board_type, :verdict, :opened_at, :closed_at, :missing, :counts, :takt_s) RETURNING seq
+"""
+REVISE_BOARD = """
+    UPDATE boards SET verdict = :verdict, closed_at = :closed_at, missing = :missing, counts = :counts,
+        revisions = revisions + 1
+    WHERE serial = :serial AND board_type = :board_type AND opened_at = :opened_at RETURNING seq
 """
 CLOSED_BEFORE = """
     SELECT closed_at FROM boards INDEXED BY boards_of_type WHERE board_type = :board_type AND closed_at <= :closed_at
@@ -98,7 +99,7 @@ class ResultStore(ResultReader):
 
         def write(database: Database) -> Recorded:
             journal.end(database, result.key)
-            recorded = _write(database, KNOWN_RESULT, INSERT_RESULT, values)
+            recorded = _write_result(database, values)
             if recorded.is_new:
                 for follower in self._followers:
                     follower.result_stored(database, ResultRow(recorded.seq, result))
@@ -114,8 +115,7 @@ class ResultStore(ResultReader):
         values = _checked(_board_values(board))
 
         def write(database: Database) -> Recorded:
-            takt_s = _takt_s(database, values, board)
-            recorded = _write(database, KNOWN_BOARD, INSERT_BOARD, {**values, "takt_s": takt_s})
+            recorded = _write_board(database, {**values, "takt_s": _takt_s(database, values, board)})
             if recorded.is_new:
                 row = _board_row(database, recorded.seq, board)
                 for follower in self._followers:
@@ -157,7 +157,12 @@ class ResultStore(ResultReader):
         commits = self._committer.statistics()
         with self._lock:
             return StoreStatistics(
-                commits.pending, self._counts[True], self._counts[False], commits.failed_commits, commits.alarm
+                commits.pending,
+                self._counts[True],
+                self._counts[False],
+                commits.failed_commits,
+                commits.alarm,
+                commits.log_alarm,
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -177,12 +182,23 @@ class ResultStore(ResultReader):
         return count
 
 
-def _write(database: Database, known: str, insert: str, values: Mapping[str, object]) -> Recorded:
+def _write_result(database: Database, values: Mapping[str, object]) -> Recorded:
     """Ask first: an insert that meets its key would use up a sequence number."""
-    found = database.execute(known, dict(values)).fetchall()
-    if found:
-        return Recorded(found[0][0], is_new=False)
-    return Recorded(database.execute(insert, dict(values)).fetchall()[0][0], is_new=True)
+    known = database.execute(KNOWN_RESULT, dict(values)).fetchall()
+    if known:
+        return Recorded(known[0][0], is_new=False)
+    return Recorded(database.execute(INSERT_RESULT, dict(values)).fetchall()[0][0], is_new=True)
+
+
+def _write_board(database: Database, values: Mapping[str, object]) -> Recorded:
+    """A new run, or another verdict of one; an upsert would use up a number with each revision."""
+    known = database.execute(KNOWN_BOARD, dict(values)).fetchall()
+    if known:
+        return Recorded(known[0][0], is_new=False)
+    revised = database.execute(REVISE_BOARD, dict(values)).fetchall()
+    if revised:
+        return Recorded(revised[0][0], is_new=True)
+    return Recorded(database.execute(INSERT_BOARD, dict(values)).fetchall()[0][0], is_new=True)
 
 
 def _takt_s(database: Database, values: Mapping[str, object], board: BoardVerdict) -> float | None:

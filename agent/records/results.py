@@ -84,10 +84,14 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well."""
+    """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well.
+
+    ``log_alarm``: what keeps the log of the file from being folded in, so that it grows; commits go on.
+    """
 
     pending: int
     committed: int
     duplicates: int
     failed_commits: int
     alarm: str | None
+    log_alarm: str | None = None

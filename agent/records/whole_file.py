@@ -1,9 +1,9 @@
-"""A file that appears under its name whole, or not at all, however its writer ends."""
+"""Files that appear under their name whole, or not at all, however their writer ends; and folders that stay."""
 
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -38,3 +38,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Have a folder there, and survive a power cut with those above it, whoever made them, and however long ago."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for above in folder.parents:
+        with suppress(OSError):  # one that we may not read: it was there before us
+            sync_folder(above)

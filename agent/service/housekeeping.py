@@ -1,4 +1,4 @@
-"""The thread of what is due by time alone, several duties a step.
+"""A thread of what is due by time alone, one duty or several a step. Duties that may hang have each its own.
 
 Guarantees: whatever a duty raises, it is told, the other duties have their turn, and the duty has its own again in the
 next step; while one fails, ``statistics`` says which and why.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Housekeeper:
         self._in_a_row = dict.fromkeys(self._duties, 0)  # failures since the duty last succeeded
         self._statistics = HousekeepingStatistics(0, 0, {})
         self._stopping = threading.Event()
+        self._began_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -44,11 +46,18 @@ class Housekeeper:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the step under way; False if that took longer: it is left behind. One never started has ended."""
+        """Finish the step under way; False if that takes longer: what hangs ends with the process. One never started
+        has ended."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    @property
+    def step_s(self) -> float:
+        """How long the step under way has taken so far; 0 between two of them. From any thread."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
 
     def statistics(self) -> HousekeepingStatistics:
         """A frozen snapshot."""
@@ -56,9 +65,11 @@ class Housekeeper:
 
     def step(self) -> None:
         """Every duty once."""
+        self._began_s = time.monotonic()
         failing = {duty: reason for duty in self._duties if (reason := self._do(duty)) is not None}
         before = self._statistics
         self._statistics = HousekeepingStatistics(before.steps + 1, before.failures + len(failing), failing)
+        self._began_s = None
 
     def _do(self, duty: str) -> str | None:
         """Why it failed, if it did."""

@@ -63,7 +63,7 @@ STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
 READER_STOP_S = 1.0  # of all together
-HOUSEKEEPERS_STOP_S = 1.0  # of all together
+HOUSEKEEPER_STOP_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,6 @@ class LineService:
         self._housekeeper = Housekeeper(
             {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
         )
-        beside = [Housekeeper({duty: step}, duty) for duty, step in self._upkeep.duties.items()]
-        self._housekeepers = (self._housekeeper, *beside)  # a disk that hangs keeps no board from its end
 
     @property
     def judged(self) -> int:
@@ -203,8 +201,7 @@ class LineService:
             folder.start()
         for camera in self._cameras.values():
             camera.start()
-        for housekeeper in self._housekeepers:
-            housekeeper.start()
+        self._housekeeper.start()
         self._phase = None
         watched = ", ".join(view.name for view in self._sources())
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
@@ -227,7 +224,7 @@ class LineService:
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
             ending.callback(self._upkeep.stop_images)
-            ending.callback(self._stop_housekeepers)
+            ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
             ending.callback(self._stop_readers)
@@ -279,9 +276,6 @@ class LineService:
         deadline = time.monotonic() + COMMIT_S
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
-
-    def _stop_housekeepers(self) -> None:
-        _stop_all([housekeeper.stop for housekeeper in self._housekeepers], HOUSEKEEPERS_STOP_S)
 
     def _stop_readers(self) -> None:
         _stop_all([folder.reader.stop for folder in self._folders], READER_STOP_S)
@@ -346,14 +340,15 @@ class LineService:
 
     def _alarms(self) -> list[str]:
         """What keeps work from going on, in the words of whom it concerns."""
-        store = self._store.statistics().alarm
-        failing = [told for each in self._housekeepers for told in each.statistics().failing.items()]
+        store = self._store.statistics()
+        failing = self._housekeeper.statistics().failing
         return [
             *self._device_alarms,
-            *([] if store is None else [f"results are not stored: {store}"]),
+            *([] if store.alarm is None else [f"results are not stored: {store.alarm}"]),
+            *([] if store.log_alarm is None else [f"results: {store.log_alarm}"]),
             *self._upkeep.alarms(),
             *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
-            *(f"{duty}: {reason}" for duty, reason in failing),
+            *(f"{duty}: {reason}" for duty, reason in failing.items()),
         ]
 
     # -- by time: on the housekeeper's thread --

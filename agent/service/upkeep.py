@@ -1,12 +1,12 @@
 """What becomes of verdicts once they are stored: told to receivers, exported each day, kept with images, removed.
 
-Guarantees: nothing here delays a verdict, or ends the agent; what a disk, a broker or a web server refuses is tried
-again and stands among the alarms meanwhile.
+Guarantees: nothing here delays a verdict, or the agent's end, or ends it; what a disk, a broker or a web server refuses
+is tried again and stands among the alarms meanwhile, and so does what hangs, as on a share that does not answer.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
 from typing import TYPE_CHECKING
 
 from agent.intake.files.filing import SHELF_OF
@@ -17,15 +17,18 @@ from agent.records.retention.archive import ImageArchive, ImageKeeper
 from agent.records.retention.kept_images import Shelf
 from agent.records.retention.rules import Limits
 from agent.records.retention.sweeper import Sweeper
+from agent.service.housekeeping import Housekeeper
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from datetime import datetime
 
     from agent.config import LineConfig
 
 KEEPER_STOP_S = 1.0
+DUTIES_STOP_S = 0.5
+HANGS_S = 30.0  # a step takes milliseconds
 DELIVERIES_STOP_S = 3.0
 
 
@@ -51,16 +54,16 @@ class Upkeep:
         self._sweeper = Sweeper(Limits.of(config.records.keep), archive, shelves, self.store, is_needed=is_needed)
         section = config.records.export
         self._export = None if section is None else DailyExport(section, config.line, self.store, wall)
-
-    @property
-    def duties(self) -> Mapping[str, Callable[[], None]]:
-        """What is to be done by time, a step each; each may wait for a disk of its own, which may be far away."""
-        export = {} if self._export is None else {"export": self._export.step}
-        return {"retention": self._sweeper.step, **export}
+        duties = {"retention": self._sweeper.step}
+        if self._export is not None:
+            duties["export"] = self._export.step
+        self._keepers = {duty: Housekeeper({duty: step}, duty) for duty, step in duties.items()}
 
     def start(self) -> None:
-        """Tell receivers what waits for them, and what comes."""
+        """Tell receivers what waits for them, and what comes; export and remove what is due."""
         self.deliveries.start()
+        for keeper in self._keepers.values():
+            keeper.start()
 
     def alarms(self) -> list[str]:
         """What keeps any of it from going on."""
@@ -69,15 +72,26 @@ class Upkeep:
             ("images are not removed", self._sweeper.statistics().alarm),
         ]
         told = [(f"{each.receiver} is not told", each.alarm) for each in self.deliveries.statistics()]
-        return [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]
+        alarms = [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]
+        return alarms + [alarm for duty, keeper in self._keepers.items() for alarm in _troubles(duty, keeper)]
 
     def stop_images(self) -> None:
         """Keep what is on its way: its verdicts are stored after that."""
         self.images.stop(KEEPER_STOP_S)
 
     def stop(self) -> None:
-        """Export and tell no more; what was not told waits for the next start."""
-        if self._export is not None:
-            with suppress(ValueError):  # a step of it hangs on its disk; the next start removes the draft
-                self._export.stop()
+        """Export, remove and tell no more; what was not told waits for the next start."""
+        deadline_s = time.monotonic() + DUTIES_STOP_S
+        ended = {duty: keeper.stop(max(deadline_s - time.monotonic(), 0.0)) for duty, keeper in self._keepers.items()}
+        if self._export is not None and ended["export"]:
+            self._export.stop()
         self.deliveries.stop(DELIVERIES_STOP_S)
+
+
+def _troubles(duty: str, keeper: Housekeeper) -> list[str]:
+    """What keeps a duty from being done."""
+    failing = [f"{duty}: {reason}" for duty, reason in keeper.statistics().failing.items()]
+    step_s = keeper.step_s
+    if step_s > HANGS_S:
+        failing.append(f"{duty} has been waiting for {step_s:.0f} s: see whether its disk, or share, still answers")
+    return failing

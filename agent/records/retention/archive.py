@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from agent.records.whole_file import draft_of, sync_folder
+from agent.records.whole_file import draft_of, make_folder, sync_folder
 from experts.daemon_threads import DaemonThreads
 from experts.expert import Verdict
 
@@ -173,12 +173,14 @@ def _suffix(content: bytes) -> str:
 
 def _write(target: Path, content: bytes) -> None:
     if not target.parent.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(target.parent.parent)
+        make_folder(target.parent)
     draft = draft_of(target)
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(target)
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)  # what is there of it would take room on a disk that has none
     sync_folder(target.parent)

@@ -3,7 +3,8 @@
 Guarantees: an image is marked, in the database, before it is removed, and with its mark every result forgets its file:
 whenever the process ends, no result names a file that is gone, and the next run removes what is marked. A row goes
 after its image, and not while its file still lies in a watched folder, where it would be judged again. Age counts only
-after the clock has run evenly for an hour: one that was set to a wrong year takes nothing with it.
+after the clock has run evenly for an hour: one that was set to a wrong year takes nothing with it. A file that cannot
+be removed is told, tried again with each round, and keeps no other from going.
 
 A round looks at all images, decides, and removes; then rows; then the file of results gives up the room. It is spread
 over as many steps as that takes, none of which is long, so that whoever else works on the caller's thread has his turn.
@@ -134,6 +135,7 @@ class Sweeper:
         self._removed: Counter[str] = Counter()
         self._removed_bytes: Counter[str] = Counter()
         self._removed_rows = 0
+        self._stuck: dict[str, str] = {}  # files that this round could not remove, and why
         self._alarm: str | None = None
 
     def step(self) -> None:
@@ -161,6 +163,7 @@ class Sweeper:
     # -- a round, piece by piece --
 
     def _steps(self) -> Iterator[None]:
+        self._stuck = {}
         yield from self._finish_removals()
         if not self._limits.is_any:
             self._next_round_s = math.inf
@@ -177,7 +180,7 @@ class Sweeper:
             yield from self._remove(going[start : start + STEP_REMOVALS])
         if limits.days is not None:
             yield from self._remove_rows(limits, exported, timedelta(days=limits.days))
-        is_done = not found.has_more or len(going) < len(found.candidates)
+        is_done = bool(self._stuck) or not found.has_more or len(going) < len(found.candidates)
         self._judge(limits, found, free_bytes, going, is_done=is_done)
         self._next_round_s = self._clock() + (ROUND_S if is_done else 0.0)
 
@@ -189,7 +192,7 @@ class Sweeper:
                 continue
             found.images += 1
             found.size_bytes += image.size_bytes
-            if may_go(image, limits, now_s):
+            if may_go(image, limits, now_s) and image.path not in self._stuck:
                 found.candidates.append(image)
             if len(found.candidates) >= 2 * CANDIDATES:
                 _keep_the_first(found, limits, now_s)
@@ -249,7 +252,7 @@ class Sweeper:
         yield from self._write(mark)
         gone = Counter(dict.fromkeys(Reason, 0))
         for one in going:
-            if self._remove_file(Path(one.image.path), one.image.mtime_ns):
+            if self._try_to_remove(one.image.path, one.image.mtime_ns):
                 gone[one.reason] += 1
                 self._removed[one.reason] += 1
                 self._removed_bytes[one.reason] += one.image.size_bytes
@@ -262,6 +265,17 @@ class Sweeper:
         is_archived = self._archive.folder in path.parents
         kept_as = str(path.relative_to(self._archive.folder)) if is_archived else None
         return os.fsencode(path), going.image.mtime_ns, str(going.reason), kept_as
+
+    def _try_to_remove(self, path: str, mtime_ns: int) -> bool:
+        """Whether it is gone. One that cannot be removed stays marked: the next round tries again."""
+        try:
+            return self._remove_file(Path(path), mtime_ns)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if reason not in self._stuck.values():  # of a whole disk that refuses one is told
+                log.error("image_not_removed file=%s reason=%s: others go instead of it", path, reason)
+            self._stuck[path] = reason
+            return False
 
     def _remove_file(self, path: Path, mtime_ns: int) -> bool:
         """Whether it is gone; one that changed since it was looked at stays, and so does what is not ours."""
@@ -279,12 +293,14 @@ class Sweeper:
         for start in range(0, len(rows), STEP_REMOVALS):
             some = rows[start : start + STEP_REMOVALS]
             for path, mtime_ns in some:
-                self._remove_file(Path(os.fsdecode(path)), mtime_ns)
+                self._try_to_remove(os.fsdecode(path), mtime_ns)
             yield from self._forget([path for path, _ in some])
 
     def _forget(self, paths: Sequence[bytes]) -> Iterator[None]:
+        settled = [path for path in paths if os.fsdecode(path) not in self._stuck]
+
         def forget(database: Database) -> None:
-            for path in paths:
+            for path in settled:
                 database.execute("DELETE FROM leaving WHERE path = ?", (path,))
 
         yield from self._write(forget)
@@ -335,13 +351,15 @@ class Sweeper:
             self._removed_rows += len(going)
 
     def _give_back(self) -> Iterator[None]:
-        """The room of deleted rows, to the filesystem."""
-        while True:
-            with closing(open_for_reading(self._store.path)) as connection:
-                free = connection.execute("PRAGMA freelist_count").fetchone()[0]
-            if not free:
-                return
+        """The room of deleted rows, to the filesystem; of a file that was made without that it is used again."""
+        before = math.inf
+        while 0 < (free := self._free_pages()) < before:
+            before = free
             yield from self._write(_vacuum)
+
+    def _free_pages(self) -> int:
+        with closing(open_for_reading(self._store.path)) as connection:
+            return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
 
     # -- what all of it stands on --
 
@@ -367,6 +385,7 @@ class Sweeper:
         self, limits: Limits, found: _Found, free_bytes: Mapping[int, int], going: Sequence[Going], *, is_done: bool
     ) -> None:
         """Say, once, that a limit cannot hold, because nothing more may go."""
+        going = [one for one in going if one.image.path not in self._stuck]
         freed = sum(one.image.size_bytes for one in going)
         reason = None
         if is_done and limits.size_bytes is not None and found.size_bytes - freed > limits.size_bytes:
@@ -376,7 +395,8 @@ class Sweeper:
             if least is not None and least < limits.free_bytes:
                 reason = f"{least} bytes are free, {limits.free_bytes} are wanted"
         if reason is not None and self._alarm is None:
-            log.error("retention_short reason=%s: nothing more may go (too young, or not exported yet)", reason)
+            why = f"{len(self._stuck)} files cannot be removed" if self._stuck else "too young, or not exported yet"
+            log.error("retention_short reason=%s: nothing more may go (%s)", reason, why)
         elif reason is None and self._alarm is not None:
             log.warning("retention_holds")
         self._alarm = reason

@@ -68,7 +68,7 @@ class LineBoards:
 
     def take_up(self) -> None:
         """Boards that were open when the agent last ended; closed ones stay as they are stored."""
-        if not self._ledger.longest_timeout:
+        if not self._ledger.longest_timeout:  # no board types
             return
 
         def recorded_since(since: datetime) -> Iterable[BoardVerdict]:

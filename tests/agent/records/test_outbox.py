@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-STEPS = {"steps": [{"expert": "det/a", "label": "burr", "score": 0.5, "boxes": [{"label": "burr", "left": 1.0}]}]}
+STEPS = {
+    "steps": [
+        {"expert": "cls/a", "label": "ok", "score": 0.9, "model_sha256": "c1" * 32},
+        {
+            "expert": "det/a", "label": "burr", "score": 0.5, "boxes": [{"label": "burr", "left": 1.0}],
+            "model_sha256": "d1" * 32,
+        },
+    ]
+}  # fmt: skip
+MODELS = [{"expert": "cls/a", "sha256": "c1" * 32}, {"expert": "det/a", "sha256": "d1" * 32}]
 RESULT = Result(
     "k1", "demo", "r0402", "1.png", Verdict.NG, NOON, NOON + timedelta(seconds=1), 1.0, "ab", "B1", "main", "R1",
     "burr", 0.5, "a burr", ("cls/a", "det/a"), STEPS, "2026-05-01/1.png",
@@ -73,6 +82,7 @@ def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path: Path) -> None
         "board_type": "main", "ref": "R1", "component": "r0402", "verdict": "NG", "label": "burr", "score": 0.5,
         "reason": "a burr", "experts": ["cls/a", "det/a"], "image": "1.png", "kept_as": "2026-05-01/1.png",
         "boxes": [{"expert": "det/a", "label": "burr", "left": 1.0}], "seconds": 1.0, "config_sha256": "ab",
+        "models": MODELS,
     }  # fmt: skip
     assert (message.event, message.board) == ("ng", "B1")
 
@@ -85,11 +95,30 @@ def test_a_board_is_told_with_its_takt_and_what_is_missing(tmp_path: Path) -> No
     assert [each["takt_s"] for each in (first, second, third)] == [None, 7.0, None]
     assert (first["missing"], first["counts"], first["verdict"]) == ({"c": 1}, {"NG": 1}, "NG")
     assert (first["revision"], first["is_revision"], first["config_sha256"]) == (0, False, "ab")
-    assert second["config_sha256"] is None, "no image of this board was judged"
+    assert first["models"] == MODELS
+    assert (second["config_sha256"], second["models"]) == (None, []), "no image of this board was judged"
     assert datetime.fromisoformat(str(first["closed_at"])) == BOARD.closed_at
     assert datetime.fromisoformat(str(first["opened_at"])) == BOARD.opened_at
     rows = {row.board.serial: row.takt_s for row in ResultReader(tmp_path / "r.db").boards()}
     assert rows == {"B1": None, "B2": 7.0, "B3": None}
+
+
+def judged_by(key: str, at_s: float, sha256: str | None, **changes: object) -> Result:
+    steps = {"steps": [{"expert": "cls/a", "label": "ok", "score": 0.9, "model_sha256": sha256}]}
+    return replace(RESULT, key=key, finished_at=NOON + timedelta(seconds=at_s), detail=steps, **changes)
+
+
+def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp_path: Path) -> None:
+    """Of a model that was replaced meanwhile both; of an earlier run of the serial, and of other boards, none."""
+    before = judged_by("before", -60, "00" * 32)
+    elsewhere = [judged_by("type", 1, "01" * 32, board_type="back"), judged_by("serial", 1, "02" * 32, board="B2")]
+    first = judged_by("first", 0, "a1" * 32)
+    again, replaced = judged_by("again", 1, "a1" * 32), judged_by("replaced", 2, "a2" * 32, config_sha256="cd")
+    set_back = judged_by("set back", -3600, None)
+    told = [before, *elsewhere, first, again, replaced, set_back, BOARD]
+    (message,) = payloads(recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["board"], 10), *told))
+    assert message["models"] == [{"expert": "cls/a", "sha256": sha256} for sha256 in ("a1" * 32, "a2" * 32, None)]
+    assert message["config_sha256"] == "ab", "that of the latest"
 
 
 def test_a_revision_is_another_message_and_keeps_the_takt(tmp_path: Path) -> None:

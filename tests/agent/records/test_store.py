@@ -157,10 +157,10 @@ def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(stor
     settled(store)
     first, again, revised, other = reports
     assert (first, again, revised) == (Recorded(1, True), Recorded(1, False), Recorded(1, True))
-    assert other.is_new
+    assert other == Recorded(2, True), "a revision uses up no number"
     assert store.boards() == (
         BoardRow(1, 1, replace(later, is_revision=True)),
-        BoardRow(other.seq, 0, replace(BOARD, board_type="back")),
+        BoardRow(2, 0, replace(BOARD, board_type="back")),
     )
 
 

@@ -175,6 +175,7 @@ def test_a_board_is_judged_and_its_files_are_moved(line):
 
 def test_a_refused_file_is_moved_after_its_row_is_stored_and_not_before(line):
     with line.served() as service:
+        wait_until(lambda: service.statistics().store.pending == 0)
         with line.full_disk():
             line.drop("misnamed.png")
             wait_until(lambda: service.statistics().store.pending == 1)
@@ -237,6 +238,7 @@ def test_a_folders_limit_of_pixels_is_kept(line):
 def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(line):
     """AC11."""
     with line.served(in_flight_limit=3) as service:
+        wait_until(lambda: service.statistics().store.pending == 0)  # what is written at the start counts as well
         with line.full_disk():
             for number in range(8):
                 line.drop(f"B{number}_c0_R1.png")
@@ -877,6 +879,31 @@ def test_a_disk_of_images_that_hangs_keeps_no_board_from_its_end_and_the_agent_f
         assert not answers.is_set()
     finally:
         answers.set()
+
+
+def test_an_export_that_hangs_delays_no_board_and_no_end(line, monkeypatch):
+    """Its folder may be a share of another computer; a board that lacks images is UNKNOWN in time all the same."""
+    hangs, answers = threading.Event(), threading.Event()
+
+    def step(_):
+        hangs.set()
+        answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr("agent.records.export.DailyExport.step", step)
+    monkeypatch.setattr("agent.service.upkeep.HANGS_S", 0.0)
+    line.document["boards"]["main"]["takt_s"] = 30
+    line.document["records"] = {"export": {"folder": "export"}}
+    running_s = [0.0]
+    with line.served(clock=lambda: running_s[0]) as service:
+        assert hangs.wait(PATIENCE_S)
+        wait_until(lambda: any("export has been waiting" in each for each in service.desk.status().alarms))
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.statistics().boards.open == 1)
+        running_s[0] = 61.0
+        wait_until(lambda: line.boards() != ())
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < PATIENCE_S / 2, "the end does not wait for it"
+    answers.set()
     assert [(row.board.serial, row.board.verdict) for row in line.boards()] == [("B1", UNKNOWN)]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -49,6 +50,10 @@ class Hook:
             thread.join()
 
 
+def weights_sha256(desk_line, number):
+    return hashlib.sha256((desk_line.folder / f"f{number}.yaml").read_bytes()).hexdigest()
+
+
 def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, png, wait_until_so):
     desk_line.fake(1, label="bad")
     hook = Hook()
@@ -68,6 +73,9 @@ def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, p
     assert rows["api/R1"].kept_as is None
     assert (desk_line.folder / "state" / "images" / rows["api/R2"].kept_as).is_file()
     assert {message["verdict"] for message in hook.told} == {"NG"}
+    told = {message["event"]: message["models"] for message in hook.told}
+    used = [{"expert": f"cls/f{number}", "sha256": weights_sha256(desk_line, number)} for number in (0, 1)]
+    assert told == {"ng": used[1:], "board": used}, "an MES learns which weights judged"
 
 
 def test_a_result_names_the_weights_that_judged_it(desk_line, caller, png):
@@ -76,7 +84,7 @@ def test_a_result_names_the_weights_that_judged_it(desk_line, caller, png):
         service.desk.order(Order(png(), component="c0", key="k"), someone)
         someone.wait()
     (step,) = next(desk_line.results.query()).result.detail["steps"]
-    assert step["model_sha256"] == hashlib.sha256((desk_line.folder / "f0.yaml").read_bytes()).hexdigest()
+    assert step["model_sha256"] == weights_sha256(desk_line, 0)
 
 
 def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(desk_line):
@@ -93,3 +101,20 @@ def test_who_cannot_be_told_is_an_alarm_and_delays_nothing(desk_line, caller, pn
         service.desk.order(Order(png(), component="c0"), someone)
         assert someone.wait()[0].verdict is Verdict.NG
         wait_until_so(lambda: any("webhook is not told" in alarm for alarm in service.desk.status().alarms))
+
+
+def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_on(
+    desk_line, caller, png, wait_until_so, monkeypatch
+):
+    """AC23: somebody is told, wherever alarms are shown."""
+    monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", 0)
+    monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.02)
+    with desk_line.served() as service:
+        with closing(sqlite3.connect(desk_line.folder / "state" / "results.db")) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM results").fetchall()
+            someone = caller()
+            service.desk.order(Order(png(), component="c0"), someone)
+            assert someone.wait()[0].verdict is Verdict.OK
+            wait_until_so(lambda: any("keeps reading" in alarm for alarm in service.desk.status().alarms))
+        wait_until_so(lambda: service.desk.status().alarms == ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import subprocess
@@ -134,6 +135,16 @@ def test_what_the_disk_refuses_is_told_once_and_keeps_no_verdict_waiting(tmp_pat
     assert keeper.statistics().alarm is None
     told = [record.getMessage().split(" ")[0] for record in caplog.records]
     assert told == ["image_not_kept", "images_kept_again"]
+
+
+def test_what_did_not_fit_on_a_full_disk_leaves_nothing_there(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        ImageArchive(tmp_path, "all").keep(PNG, "a", NOON)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_images_wait_for_a_slow_disk_up_to_a_limit(tmp_path, monkeypatch):

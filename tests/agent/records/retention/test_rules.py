@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -23,7 +24,7 @@ from agent.records.export import DailyExport
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
-from agent.records.retention import sweeper
+from agent.records.retention import kept_images, sweeper
 from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf, shelved
 from agent.records.retention.rules import (
@@ -365,6 +366,48 @@ def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
     one.settle()
     assert [row.seq for row in one.store.query()] == [2001]
     assert _pages(one) < before / 4
+
+
+def test_a_file_that_cannot_give_up_its_room_keeps_no_round_from_ending(line):
+    """One that was copied by a tool that did not copy its setting: what is deleted there is used again."""
+    one = line(Limits(days=30))
+    one.store.close()
+    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
+        for change in ("journal_mode = DELETE", "auto_vacuum = NONE"):
+            connection.execute(f"PRAGMA {change}")
+        connection.execute("VACUUM")
+    one = line(Limits(days=30))
+    for number in range(100):
+        one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
+    one.settle()
+    one.sweep()
+    one.archived("a", Verdict.OK, age_days=40.0)
+    one.sweep()
+    assert one.sweeper.statistics().removed["age"].images == 1, "the round after that has had its turn"
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):
+    """As in a folder that somebody else copied back: each round tries it again, and others go in its place."""
+    one = line(Limits(size_bytes=1500))
+    stuck, other, young = (one.shelved(f"{day}.png", Verdict.OK, age_days=day) for day in (3.0, 2.0, 1.0))
+    refused = {stuck}
+
+    def refusing(path, mtime_ns, shelf):
+        if path in refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return kept_images.remove(path, mtime_ns, shelf)
+
+    monkeypatch.setattr(sweeper, "remove", refusing)
+    one.sweep()
+    one.sweep()
+    assert [path.exists() for path in (stuck, other, young)] == [True, False, False]
+    told = {record.getMessage() for record in caplog.records}
+    assert f"image_not_removed file={stuck} reason=Permission denied: others go instead of it" in told
+    refused.clear()
+    one.sweep()
+    assert not stuck.exists(), "it was marked, and goes as soon as it can"
+    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM leaving").fetchone()[0] == 0
 
 
 def _pages(line: Line) -> int:

@@ -120,6 +120,18 @@ def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards
     assert store.verdicts == [("B1", UNKNOWN), ("B1", NG)]
 
 
+def test_a_board_whose_type_is_taken_out_of_the_line_file_is_judged_by_what_it_began_with(boards, store, clocks):
+    """Else it would close as UNKNOWN, as if its last images had never come; and no other board of its type opens."""
+    boards.count(result("c0", clocks))
+    boards.change({})
+    assert [run.serial for run in boards.runs("B1")] == ["B1"]
+    boards.count(result("c1", clocks))
+    boards.count(result("c0", clocks, serial="B2"))
+    clocks.running_s += 61
+    boards.expire()
+    assert store.verdicts == [("B1", OK)]
+
+
 def test_what_the_store_refused_is_handed_over_again_before_what_came_later(boards, store, clocks):
     def refuse(verdict):
         raise OSError("no space left on device")

@@ -1,0 +1,102 @@
+"""The log of a line's database: what is committed lies there first, and is folded into the file at quiet moments.
+
+Guarantees: folding in waits for no reader, so that none delays a commit; it is tried again until it is done, at a quiet
+moment, and on a line that never rests once the log is large; a log that a reader keeps from being folded in is told
+once it keeps LOG_ALARM_BYTES there, and once when it is folded in after all. Then the log is empty.
+
+SQLite cannot fold in what was committed after a transaction began that is still open: a program that looks at the
+results and does not end its query makes the log grow for as long. Used by the one thread that writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from agent.records.database import JOURNAL_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    import sqlite3
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+LOG_ALARM_BYTES = 128 * 1024 * 1024
+LOOK_AGAIN_S = 5.0  # between two tries on a line that never rests
+MIB = 1024 * 1024
+
+
+class WriteAheadLog:
+    """See the module. ``alarm``, for any thread: what keeps it from being folded in; None while all is well."""
+
+    def __init__(self, path: Path) -> None:
+        self.alarm: str | None = None
+        self._path = path
+        self._file = path.with_name(f"{path.name}-wal")
+        self._is_empty = True
+        self._look_again_s = 0.0
+        self._failure: str | None = None
+
+    def committed(self, connection: sqlite3.Connection) -> None:
+        """There is more of it."""
+        self._is_empty = False
+        if self._size_bytes() > JOURNAL_LIMIT_BYTES and time.monotonic() >= self._look_again_s:
+            self.fold_in(connection)
+
+    def fold_in(self, connection: sqlite3.Connection) -> None:
+        """Have all of it in the file, if nobody reads what was there before. Raises nothing: what fails is told."""
+        if self._is_empty:
+            return
+        try:
+            kept_bytes = fold_in(connection)
+        except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread
+            self._failed(str(error))
+            return
+        self._failure = None
+        self._is_empty = kept_bytes is None
+        self._look_again_s = time.monotonic() + LOOK_AGAIN_S
+        self._judge(kept_bytes or 0)
+
+    def _judge(self, kept_bytes: int) -> None:
+        was_alarm, self.alarm = self.alarm, None
+        if kept_bytes > LOG_ALARM_BYTES:
+            self.alarm = (
+                f"their log {self._file} has grown to {self._size_bytes() // MIB} MiB, because a program keeps reading "
+                f"them: end it (as root `fuser -v {self._path}` names it)"
+            )
+        if self.alarm and not was_alarm:
+            log.error("results_log_grows log_bytes=%d: %s", self._size_bytes(), self.alarm)
+        elif was_alarm and not self.alarm:
+            log.warning("results_log_folded_in file=%s log_bytes=%d", self._file, self._size_bytes())
+
+    def _failed(self, reason: str) -> None:
+        is_news, self._failure = self._failure != reason, reason
+        if is_news:
+            log.warning("results_checkpoint_failed file=%s reason=%s", self._path, reason)
+
+    def _size_bytes(self) -> int:
+        try:
+            return self._file.stat().st_size
+        except OSError:
+            return 0
+
+
+def fold_in(connection: sqlite3.Connection) -> int | None:
+    """Fold in what can be, at once, and empty the log; how many bytes others keep in it, None once it is empty.
+
+    0 where they keep nothing from being folded in, and yet read the log.
+
+    Raises sqlite3.Error for what the disk refuses.
+    """
+    (busy_timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        is_busy, pages, folded_in = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
+    if not is_busy:
+        return None
+    is_told = pages >= 0  # another program may be folding it in, and then nothing is told
+    return int(page_bytes * (pages - folded_in if is_told else 1))

@@ -1,0 +1,117 @@
+"""A line in small, for a power cut: accepts requests, keeps their images, stores verdicts, and tells all of it.
+
+Its arguments: a folder, how many requests, and how SQLite is to sync instead of as the agent has it (- for that).
+It says "accepted KEY" and "verdict KEY VERDICT KEPT_AS", each once that is on the disk, as it believes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from agent.records import group_commit
+from agent.records.journal import Entry
+from agent.records.outbox import Outbox
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from agent.records.retention.archive import ImageArchive
+from experts.expert import Verdict
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+VERDICTS = (Verdict.OK, Verdict.NG, Verdict.UNKNOWN)
+IMAGE_BYTES = 9_000
+AT_ONCE = 5
+
+
+def image(number: int) -> bytes:
+    """The bytes of an image: none like another."""
+    return b"%08d" % number * (IMAGE_BYTES // 8)
+
+
+def entry(number: int) -> Entry:
+    """A request."""
+    return Entry(f"key-{number}", "api", f"{number}.png", NOON, component="c", board="B1", board_type="main", ref="R1")
+
+
+def verdict(number: int) -> Verdict:
+    """Its verdict."""
+    return VERDICTS[number % len(VERDICTS)]
+
+
+def say(text: str) -> None:
+    """At once."""
+    os.write(1, f"{text}\n".encode())
+
+
+class Line:
+    """A store and an archive below one folder."""
+
+    def __init__(self, state: Path) -> None:
+        self.store = ResultStore(state / "results.db", followers=[Outbox("demo", ["mqtt"], ["result"], 100_000)])
+        self._archive = ImageArchive(state / "images", "all")
+
+    def work(self, numbers: range) -> None:
+        """Accept so many; judge all but every seventh, some at a time."""
+        for first in numbers[::AT_ONCE]:
+            some = [number for number in range(first, first + AT_ONCE) if number in numbers]
+            self._accept(some)
+            self._judge([number for number in some if number % 7])
+
+    def _accept(self, numbers: list[int]) -> None:
+        done: queue.Queue[int] = queue.Queue()
+
+        def accepted(number: int) -> None:
+            say(f"accepted key-{number}")
+            done.put(number)
+
+        for number in numbers:
+            self.store.accept([entry(number)], image(number), lambda _, number=number: accepted(number))
+        for _ in numbers:
+            done.get(timeout=60)
+
+    def _judge(self, numbers: list[int]) -> None:
+        done: queue.Queue[int] = queue.Queue()
+        for number in numbers:
+            kept_as = self._archive.keep(image(number), f"{number}.png", NOON)
+            result = Result(
+                f"key-{number}", "demo", "c", f"{number}.png", verdict(number), NOON, NOON, 0.1, "ab", kept_as=kept_as
+            )
+
+            def stored(_: object, result: Result = result) -> None:
+                say(f"verdict {result.key} {result.verdict} {result.kept_as}")
+                done.put(1)
+
+            self.store.record(result, stored)
+        for _ in numbers:
+            done.get(timeout=60)
+
+
+def sync_as(setting: str) -> None:
+    """Have every file that is opened from now on synced less than it is by the agent."""
+    opens = group_commit.open_for_writing
+
+    def open_for_writing(path: Path, busy_timeout_s: float):
+        database = opens(path, busy_timeout_s)
+        database.conn.execute(f"PRAGMA synchronous = {setting}")
+        return database
+
+    group_commit.open_for_writing = open_for_writing
+
+
+def main() -> None:
+    """Two runs: the first is stopped in order, and folds its log in; the second ends without a word."""
+    folder, count, setting = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    if setting != "-":
+        sync_as(setting)
+    first = Line(folder / "line" / "state")
+    first.work(range(count // 2))
+    first.store.close()
+    Line(folder / "line" / "state").work(range(count // 2, count))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
