@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experts.errors import AgentCrashed, AlreadyRunning, BackendUnavailable, ConfigError, CoServeError
+from experts.errors import AgentCrashed, AlreadyRunning, BackendUnavailable, ConfigError, CoServeError, DeviceMissing
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def explained() -> Iterator[None]:
         yield
     except (ConfigError, AlreadyRunning) as error:
         sys.stderr.write(f"{error}\n")
-        raise typer.Exit(CONFIGURATION if isinstance(error, ConfigError) else FAILED) from error
+        is_mistake = isinstance(error, ConfigError) and not isinstance(error, DeviceMissing)
+        raise typer.Exit(CONFIGURATION if is_mistake else FAILED) from error
     except (BackendUnavailable, CoServeError) as error:
         sys.stderr.write(f"{error}\n")
         if isinstance(error, AgentCrashed) and error.leaves_threads:

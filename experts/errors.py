@@ -90,6 +90,13 @@ class ConfigError(CoServeError):
         return together
 
 
+class DeviceMissing(ConfigError):
+    """A configured device that is not there, or not yet: a driver may come after the agent when a box boots.
+
+    So it ends a command as what fails at run time does, and a service is tried again.
+    """
+
+
 class SecretMissing(ConfigError):
     """A password or a token that cannot be read. ``where`` it was looked for."""
 

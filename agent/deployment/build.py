@@ -26,7 +26,7 @@ from agent.runtime.measuring.probe import estimated_matrix, probe
 from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
 from experts.backends import backend_for
-from experts.errors import BackendUnavailable, ConfigError
+from experts.errors import BackendUnavailable, ConfigError, DeviceMissing
 from experts.packed.packing import PackingStep, pack_line
 from experts.packed.weights import SegmentStore
 
@@ -194,11 +194,12 @@ def pack(
 
 
 def detect_box(config: LineConfig) -> Box:
-    """This box, as the line file wants it seen. Raises ConfigError for a device that is not there."""
+    """This box, as the line file wants it seen. Raises DeviceMissing."""
     try:
         return detect(config.device)
     except BackendUnavailable as error:
-        raise config.document.error(str(error), "device") from error
+        told = config.document.error(str(error), "device")
+        raise DeviceMissing(told.message, told.place) from error
 
 
 def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:

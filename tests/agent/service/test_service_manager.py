@@ -315,13 +315,13 @@ class TestTheAgent:
     def test_a_device_that_is_not_there_keeps_it_from_being_ready_and_stands_in_its_status(
         self, desk_line, listener, start
     ):
-        """AC34, where a CUDA device is asked for by name."""
+        """AC34, where a CUDA device is asked for by name: it may come later, so systemd tries again."""
         desk_line.document["device"] = "cuda"
         line = desk_line.folder / "line.yaml"
         line.write_text(yaml.safe_dump(desk_line.document))
         process = start(line)
         _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 78, err
+        assert process.returncode == 1, err
         said = listener.hear_until("STATUS")
         while "torch sees no CUDA device" not in said["STATUS"]:
             said = listener.hear_until("STATUS")
