@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from agent.api.calls.fields import has_more_fields
 from agent.api.calls.refusals import INTERNAL, MISTAKE, REASON, refuse
 from experts.errors import OrderRefused, Refusing
 
@@ -42,6 +43,7 @@ FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
 RECEIVED_AT_MOST = 2  # x the limit
 IMAGES_RECEIVED = 4  # at a time, and more where `memory` is more than so many messages
 QUESTIONS_RECEIVED = 16  # at a time: they are small, and do not wait behind images
+FIELDS = 1000  # of a message: one has a field for each of its images, outputs and parameters
 QUESTION_BYTES = 2**20  # a message takes many times its bytes once it is parsed; names and numbers need few
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
@@ -165,7 +167,9 @@ def _too_large(size_bytes: int, most: str) -> OrderRefused:
 
 
 def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
-    """A message of its type. Raises OrderRefused for other bytes."""
+    """A message of its type. Raises OrderRefused for other bytes, and for more fields than any caller needs."""
+    if has_more_fields(raw, FIELDS):
+        raise OrderRefused(Refusing.INVALID, f"a message of more than {FIELDS} fields: send several")
     try:
         return parse(raw)
     except DecodeError:

@@ -265,9 +265,10 @@ server.stop(60.0)
 class Busy:
     """A server in a process of its own, whose memory can be told from the test's."""
 
-    def __init__(self, process, agent):
+    def __init__(self, process, channel):
         self._process = process
-        self.agent = agent
+        self.channel = channel
+        self.agent = inspection_pb2_grpc.InspectionStub(channel)
 
     def grown_bytes(self):
         """How much more it has held at a time than at its start. It goes on from there by ending what it holds."""
@@ -283,7 +284,7 @@ def busy_process(folder, **desk):
         try:
             assert process.stdout.readline() == "serving\n"
             with grpc.insecure_channel(f"unix:{folder}/a.sock") as channel:
-                yield Busy(process, inspection_pb2_grpc.InspectionStub(channel))
+                yield Busy(process, channel)
         finally:
             process.kill()
 
@@ -337,6 +338,16 @@ def test_a_call_of_millions_of_images_is_refused_before_there_is_an_order_of_eac
     many.inputs[0].shape[:] = [1]
     assert metadata(refused(infer, many, timeout=DEADLINE_S)) == {"coserve-reason": "INVALID"}
     assert desk.orders == []
+
+
+def test_a_message_of_millions_of_fields_is_refused_before_it_is_parsed(tmp_path):
+    """AC18: eight million empty inputs are sixteen megabytes on the wire, and were eight hundred in memory."""
+    empty = b"\x2a\x00" * 8_000_000
+    with busy_process(tmp_path) as busy:
+        infer = busy.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        told = refused(infer, empty, timeout=DEADLINE_S)
+        assert (told.code(), metadata(told)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "INVALID"})
+        assert busy.grown_bytes() < 150 * MEBIBYTE
 
 
 def test_a_name_that_is_none_is_not_kept_and_cut_where_it_is_told_again(channel, agent):
