@@ -314,6 +314,16 @@ class StateUnusable(CoServeError):
         self.path = path
 
 
+class StateOfAnother(CoServeError):
+    """A state directory of another user, whom files of root's in it would keep from serving."""
+
+    def __init__(self, path: Path, user: str) -> None:
+        super().__init__(
+            f"{path} belongs to the user {user}, who could not change what root writes there - run this as that user, "
+            f"as in: sudo -u {user} coserve ..."
+        )
+
+
 class DeviceLost(CoServeError):
     """Nothing runs on this accelerator any more until another process asks it; no fault of an expert or an image."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agent.commands.experts import packed_bytes
 from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_served
 from agent.deployment.packed_copies import packed_manifests
-from agent.records.database import state_held
+from agent.records.database import refuse_root_beside_another, state_held
 from experts.errors import AlreadyRunning, ConfigError, ExpertError
 from experts.packed.manifests import ManifestFolder
 from experts.packed.snapshot import snapshot
@@ -88,6 +88,7 @@ def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) 
 @contextmanager
 def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None]) -> Iterator[Path]:
     """A line's packed weights, which no agent changes meanwhile, and which are not changed beneath a running one."""
+    refuse_root_beside_another(config.state)
     with closing(SegmentStore(config.packed_folder)) as segments:
         try:
             with state_held(config.state):

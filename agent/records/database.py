@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import sqlite3
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
 from agent.records.whole_file import make_folder
-from experts.errors import AlreadyRunning, ConfigError, StateUnusable
+from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnusable
 from experts.filesystem import filesystem_type, is_shared
 
 if TYPE_CHECKING:
@@ -212,7 +213,11 @@ class StateLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> StateLock:
-        """Take the lock at once. Raises AlreadyRunning if another one holds it, OSError for what the disk refuses."""
+        """Take the lock at once.
+
+        Raises AlreadyRunning if another one holds it, StateOfAnother, and OSError for what the disk refuses.
+        """
+        refuse_root_beside_another(self.path.parent)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         try:
@@ -233,6 +238,21 @@ class StateLock:
             self._descriptor = None
 
 
+def refuse_root_beside_another(folder: Path) -> None:
+    """Before anything is written to a state folder. Raises StateOfAnother for root in another user's."""
+    with suppress(FileNotFoundError):
+        owner = folder.stat().st_uid
+        if os.geteuid() == 0 and owner != 0:
+            raise StateOfAnother(folder, _user_name(owner))
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"#{number}"
+
+
 def is_state_held(folder: Path) -> bool:
     """Whether an agent or a profile run has the lock; nothing is made or changed, whoever asks."""
     try:
@@ -250,7 +270,7 @@ def is_state_held(folder: Path) -> bool:
 
 @contextmanager
 def state_held(folder: Path) -> Iterator[None]:
-    """StateLock for who serves. Raises AlreadyRunning, and StateUnusable for what the disk refuses."""
+    """StateLock for who serves. Raises AlreadyRunning, StateOfAnother, and StateUnusable for what the disk refuses."""
     with ExitStack() as ending:
         try:
             ending.enter_context(StateLock(folder))

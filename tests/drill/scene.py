@@ -183,6 +183,8 @@ class Scene:
                 colour = self.accepted.get(row.key.removeprefix("api/"), (None, None))[1]
             wanted = expected.get((row.component, colour))
             assert wanted is None or row.verdict in (wanted, Verdict.UNKNOWN), f"{row.key}: {row.verdict}, not {wanted}"
+            if wanted is not None and row.verdict is Verdict.UNKNOWN:  # which two kills met
+                assert "ended the agent" in row.reason, f"{row.key}: {row.reason}"
 
     def _check_files(self, rows) -> None:
         shelves = {Verdict.OK: "done", Verdict.NG: "ng", Verdict.UNKNOWN: "failed"}

@@ -17,7 +17,7 @@ from agent.records.database import (
     open_for_writing,
     state_held,
 )
-from experts.errors import AlreadyRunning, ConfigError, StateUnusable
+from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnusable
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 AT = "2026-05-01T12:00:00.000000+00:00"
@@ -169,4 +169,21 @@ def test_what_the_disk_refuses_is_told_with_the_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(StateUnusable, match="is there, and is no folder"), state_held(file):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_root_writes_nothing_into_the_state_of_another_user(tmp_path: Path) -> None:
+    """What it left there would keep the service from starting."""
+    state = tmp_path / "state"
+    state.mkdir()
+    os.chown(state, 65534, 65534)
+    with (
+        pytest.raises(StateOfAnother, match=r"belongs to the user nobody, .*sudo -u nobody coserve"),
+        state_held(state),
+    ):
+        pass
+    assert list(state.iterdir()) == []
+    os.chown(state, 64999, 64999)
+    with pytest.raises(StateOfAnother, match="the user #64999"), StateLock(state):
         pass
