@@ -112,6 +112,7 @@ def test_the_catalog_cannot_be_changed(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_key_is_told_with_file_line_and_remedy(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+    """AC37, where the weights are a pickle."""
     assert good in GOOD
     assert any(expected in problem for problem in problems_of(tmp_path, GOOD.replace(good, bad)))
 

@@ -46,6 +46,7 @@ def test_a_checkpoint_gives_up_its_state_dict(tmp_path):
 
 
 def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
+    """AC37"""
     marker, target = tmp_path / "it-ran", tmp_path / "x.safetensors"
     wrapped = saved(tmp_path / "zip.pt", {"a": torch.ones(1), "b": Malicious(marker)})
     bare = tmp_path / "bare.pt"

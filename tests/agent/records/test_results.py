@@ -562,6 +562,7 @@ def test_a_box_without_mount_table_is_polled_and_may_keep_results(tmp_path: Path
 
 
 def test_a_network_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AC24; how a share is told is tested above, by mount tables."""
     monkeypatch.setattr("agent.records.database.filesystem_type", lambda _: "nfs4")
     with pytest.raises(ConfigError, match=r"shared filesystem \(nfs4\) - set `state:`"):
         ResultStore(tmp_path / "r.sqlite")

@@ -205,9 +205,9 @@ def test_what_the_parts_of_a_line_did_is_told_of_each(busy):
     assert found("images_kept_total") == 0
     assert found("state_free_bytes") > found("results_bytes") > 0
     executors = {dict(key[1:])["executor"] for key in found.samples if key[0] == "coserve_queue_requests"}
-    assert (
-        executors == {dict(key[1:])["executor"] for key in found.samples if key[0] == "coserve_executor_info"} != set()
-    )
+    told = [dict(key[1:]) for key in found.samples if key[0] == "coserve_executor_info"]
+    assert executors == {one["executor"] for one in told} != set()
+    assert {one["processor"] for one in told} == {"cpu"}, "AC39: what each executor runs on"
 
 
 def test_counters_never_go_back(busy, wait_until_so):

@@ -324,6 +324,15 @@ def test_a_processor_that_is_not_there_is_said_so(files):
         BACKEND.skeleton(expert, Precision.FP32, program, absent)
 
 
+def test_a_runtime_that_runs_elsewhere_than_was_asked_is_refused(files, monkeypatch):
+    """AC39: it says nothing itself where it falls back to another provider."""
+    expert = files.onnx("cls/x", size=40)  # whose session nobody has made before
+    program = BACKEND.pack(expert, Precision.FP32).program
+    monkeypatch.setattr(onnxruntime.InferenceSession, "get_providers", lambda _: ["AzureExecutionProvider"])
+    with pytest.raises(BackendUnavailable, match="onnxruntime on cpu: it fell back to AzureExecutionProvider"):
+        BACKEND.skeleton(expert, Precision.FP32, program, "cpu")
+
+
 class Recorded:
     """A session that tells when it runs."""
 
