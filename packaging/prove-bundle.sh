@@ -14,6 +14,7 @@ set -eu
 archive=$(realpath "$1") name=$(basename "$1" .tar)
 folder=${2:-$(mktemp -d /var/tmp/coserve-proof.XXXXXX)}
 debian=$folder/debian
+mkdir -p "$folder"
 cgroup=$(awk '$3 == "cgroup2" { print $2; exit }' /proc/mounts)$(sed -n 's/^0:://p' /proc/self/cgroup)/coserve-proof-$$
 box=
 
