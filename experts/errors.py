@@ -2,6 +2,7 @@
 
 CoServeError
 +- ConfigError              a line file, a key or a value: exit code 78, before anything starts
+|  +- DeviceMissing         a configured device is not there, or not yet: exit code 1, and tried again
 |  +- SecretMissing         a password or a token is not where the line file says
 |  +- ProfileDamaged        a device profile's file holds something else
 |  `- SampleUnfit           requests that are to be measured are not judged; it says which experts and images leave
@@ -29,6 +30,7 @@ CoServeError
 +- MessageRefused           whoever is told of verdicts will never take this one: it is dropped, and that is told
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
++- StateOfAnother           root would write into the state directory of another user
 +- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
 +- WorkOverdue              a batch or a load that never answers: its thread hangs, and cannot be ended
 `- AgentCrashed             the agent's loop ended, by one of the two above or an error of the program
