@@ -265,8 +265,9 @@ class Transfers:
 
     def _failed(self, effect: StartLoad, reason: str, *, permanent: bool, out_of_memory: bool = False) -> LoadFailed:
         self._count("failed", 1)
-        logger.warning(
-            "load_failed expert=%s pool=%s source=%s permanent=%s reason=%s",
+        level = logging.INFO if self._stopping.is_set() else logging.WARNING  # then nobody waits for it any more
+        logger.log(
+            level, "load_failed expert=%s pool=%s source=%s permanent=%s reason=%s",
             effect.expert, effect.pool, effect.source, permanent, reason,
         )  # fmt: skip
         return LoadFailed(effect.load, reason, permanent, out_of_memory)
