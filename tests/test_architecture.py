@@ -44,6 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.importing",
     ),
+    "experts.llm": ("experts.errors",),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
     "agent.unix_sockets": ("agent.line_file",),
