@@ -33,6 +33,7 @@ RUNTIME_FENCE = (
     "profiler.bench.policy_runs",
     "profiler.bench.roofline",
     "profiler.bench.naive",
+    "profiler.bench.parts.dispatch",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.

@@ -8,8 +8,8 @@ backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1), whose 
     num_experts           experts of each layer, as a list, 0 = dense (pyramid); or one number for all layers
     num_experts_per_tok   how many of them a token goes to
     norm_topk_prob        whether the weights of those sum to 1
-    residual              "add": MLP and experts are summed, as in the paper; "softmax": weighed by a learned coefficient,
-                          as in DeepSpeed's code; null: no residual MLP
+    residual              "add": MLP and experts are summed, as in the paper; "softmax": weighed by a learned
+                          coefficient, as in DeepSpeed's code; null: no residual MLP
     mlp                   "swiglu", or "gelu": two matrices, as in the paper
     mlp_bias              whether MLPs and experts have biases; true unless said otherwise
     moe_intermediate_size the experts' width; intermediate_size unless said otherwise
@@ -295,8 +295,8 @@ def _pyramid(fields: _Fields, count: int) -> tuple[LayerSpec, ...]:
     """DeepSpeed-MoE section 4.1.2: deeper layers have more experts; each with an MLP beside it where residual."""
     size = fields.integer("intermediate_size")
     expert_size = fields.integer("moe_intermediate_size", size)
-    numbers = fields.get("num_experts")
-    experts = fields.integers("num_experts") if isinstance(numbers, list) else (fields.integer("num_experts", 0),) * count
+    is_pyramid = isinstance(fields.get("num_experts"), list)
+    experts = fields.integers("num_experts") if is_pyramid else (fields.integer("num_experts", 0),) * count
     if len(experts) != count:
         raise fields.refused("num_experts", f"names {len(experts)} layers, num_hidden_layers {count}")
     if "residual" not in fields.values:

@@ -1,4 +1,4 @@
-"""Dispatch by one-hot masks and sparse einsums (GShard, arXiv 2006.16668, algorithm 1), which the mapping table replaces.
+"""Dispatch by one-hot masks and sparse einsums (GShard, arXiv 2006.16668, algorithm 1): what the table replaces.
 
 It serves nobody: tests compare the table's results with it, the benchmark its time. Tokens S, experts E, places C of an
 expert; a mask of S * E * C numbers says who stands where, and most of what is multiplied with it is zero. C is as many
@@ -39,7 +39,7 @@ def sparse_route(logits: Tensor, spec: MoeSpec) -> SparseMasks:
     before = (taken.flatten(0, 1).cumsum(dim=0) - taken.flatten(0, 1)).view_as(taken)
     places = (before * taken).sum(dim=-1)  # tokens, choices
     capacity = int(taken.sum(dim=(0, 1)).max()) if len(logits) else 0
-    standing = one_hot(places, capacity).float() if capacity else logits.new_zeros((*chosen.shape, 0), dtype=torch.float)
+    standing = one_hot(places, capacity).float() if capacity else torch.zeros((*chosen.shape, 0))
     combine = torch.einsum("sk,ske,skc->sec", weight, taken.float(), standing)
     return SparseMasks(dispatch=torch.einsum("ske,skc->sec", taken.float(), standing), combine=combine)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``count`` tokens of one sequence, from position ``first`` on; ``sequence`` is whoever schedules' number for it."""
+    """``count`` tokens of one sequence, from position ``first`` on; ``sequence``: a number of the scheduler's."""
 
     sequence: int
     first: int

@@ -31,7 +31,8 @@ FAMILIES = {
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
     "pr_moe": {
-        "num_experts": [0, 4, 6], "num_experts_per_tok": 1, "norm_topk_prob": False, "residual": "softmax", "mlp": "gelu",
+        "num_experts": [0, 4, 6], "num_experts_per_tok": 1, "norm_topk_prob": False, "residual": "softmax",
+        "mlp": "gelu",
     },
 }  # fmt: skip
 
@@ -55,7 +56,8 @@ class ModelFiles:
     def tensors(self, values, form=0, seed=0):
         """Random tensors, as a checkpoint of this config.json has them in its first or another form."""
         generator = torch.Generator().manual_seed(seed)
-        parts = [part for one in assemblies(parse_spec(values, "tiny")) for part in one.forms[min(form, len(one.forms) - 1)]]
+        wanted = assemblies(parse_spec(values, "tiny"))
+        parts = [part for one in wanted for part in one.forms[min(form, len(one.forms) - 1)]]
         return {part.name: self._random(part, generator) for part in parts}
 
     def _random(self, part, generator):

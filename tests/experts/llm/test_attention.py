@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.llm.attention import Attention, reference_attention
@@ -67,6 +67,7 @@ class Conversation:
         self.given.pop(sequence, None)
 
 
+@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from([2, 4, 8]),
     st.lists(

@@ -34,7 +34,12 @@ class TestWhatFamiliesSay:
 
     @pytest.mark.parametrize(
         ("family", "biases"),
-        [("llama", (False, False)), ("qwen2", (True, False)), ("qwen2_moe", (True, False)), ("mixtral", (False, False))],
+        [
+            ("llama", (False, False)),
+            ("qwen2", (True, False)),
+            ("qwen2_moe", (True, False)),
+            ("mixtral", (False, False)),
+        ],
     )
     def test_biases_are_the_family_s(self, model_files, family, biases):
         spec = parse_spec(model_files.config(family), "x")
@@ -46,7 +51,8 @@ class TestWhatFamiliesSay:
         assert (spec.has_qkv_bias, spec.has_output_bias) == (True, True)
 
     @pytest.mark.parametrize(
-        ("family", "qk_norm"), [("qwen3", QkNorm.HEAD), ("qwen3_moe", QkNorm.HEAD), ("olmoe", QkNorm.WHOLE), ("llama", None)]
+        ("family", "qk_norm"),
+        [("qwen3", QkNorm.HEAD), ("qwen3_moe", QkNorm.HEAD), ("olmoe", QkNorm.WHOLE), ("llama", None)],
     )
     def test_queries_and_keys_are_normalised_as_the_family_does(self, model_files, family, qk_norm):
         assert parse_spec(model_files.config(family), "x").qk_norm is qk_norm

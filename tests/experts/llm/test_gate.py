@@ -1,7 +1,7 @@
 """The mapping table: who goes where, in which order, with which weight."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.llm.config import MoeSpec
@@ -20,6 +20,7 @@ def routings(draw):
     return logits, MoeSpec(moe_experts, per_token, 4, draw(st.booleans()))
 
 
+@settings(deadline=None)
 @given(routings())
 def test_the_table_is_a_permutation_of_all_pairs(routing):
     logits, spec = routing
@@ -28,6 +29,7 @@ def test_the_table_is_a_permutation_of_all_pairs(routing):
     assert table.source.tolist() == [pair // spec.per_token for pair in table.order.tolist()]
 
 
+@settings(deadline=None)
 @given(routings())
 def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(routing):
     logits, spec = routing
@@ -42,6 +44,7 @@ def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(routing):
     assert ends[-1] == len(table.order)
 
 
+@settings(deadline=None)
 @given(routings())
 def test_a_token_goes_to_the_experts_it_likes_best(routing):
     logits, spec = routing
@@ -53,6 +56,7 @@ def test_a_token_goes_to_the_experts_it_likes_best(routing):
         assert not others or row[chosen].min() >= row[others].max()
 
 
+@settings(deadline=None)
 @given(routings())
 def test_weights_are_probabilities_of_all_experts_or_sum_to_one(routing):
     logits, spec = routing
@@ -65,6 +69,7 @@ def test_weights_are_probabilities_of_all_experts_or_sum_to_one(routing):
         torch.testing.assert_close(table.weight, expected)
 
 
+@settings(deadline=None)
 @given(routings())
 def test_a_token_s_experts_do_not_depend_on_its_neighbours(routing):
     logits, spec = routing

@@ -36,7 +36,8 @@ MODELS = {
     "qwen3 with yarn positions": ("qwen3", {"head_dim": 32, "rope_parameters": YARN}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": (
-        "qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1], "norm_topk_prob": False, **SHARED}
+        "qwen2_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1], "norm_topk_prob": False, **SHARED},
     ),
     "qwen2_moe, normalised": (
         "qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "qkv_bias": False, **SHARED}
@@ -46,7 +47,9 @@ MODELS = {
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True,
          "decoder_sparse_step": 2},
     ),
-    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 4}),
+    "olmoe": (
+        "olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 4},
+    ),
     "olmoe, limited": (
         "olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "clip_qkv": 0.7},
     ),

@@ -1,5 +1,6 @@
 """PR-MoE and MoS: against the layers as the paper and DeepSpeed's code describe them, written out token by token."""
 
+import functools
 import itertools
 import math
 
@@ -29,8 +30,8 @@ class Reference:
             tokens = tokens + self.attention(self.norm(tokens, f"{prefix}.input_layernorm"), f"{prefix}.self_attn")
             normed = self.norm(tokens, f"{prefix}.post_attention_layernorm")
             count = self.values["num_experts"][layer]
-            mixed = [self.moe(one, f"{prefix}.mlp", count) if count else self.mlp(one, f"{prefix}.mlp") for one in normed]
-            tokens = tokens + torch.stack(mixed)
+            moe_or_mlp = functools.partial(self.moe, count=count) if count else self.mlp
+            tokens = tokens + torch.stack([moe_or_mlp(one, f"{prefix}.mlp") for one in normed])
         return linear(self.norm(tokens, "model.norm"), self.tensors["lm_head.weight"])
 
     def norm(self, tokens, name):
@@ -74,8 +75,9 @@ class Reference:
 
     def mlp(self, token, name):
         raised = self.linear(token, f"{name}.up_proj")
-        between = gelu(raised) if self.values["mlp"] == "gelu" else silu(self.linear(token, f"{name}.gate_proj")) * raised
-        return self.linear(between, f"{name}.down_proj")
+        if self.values["mlp"] == "gelu":
+            return self.linear(gelu(raised), f"{name}.down_proj")
+        return self.linear(silu(self.linear(token, f"{name}.gate_proj")) * raised, f"{name}.down_proj")
 
     def linear(self, tokens, name):
         return linear(tokens, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
