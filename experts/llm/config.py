@@ -377,7 +377,7 @@ class _Fields:
     def integer(self, name: str, default: int | None = None) -> int:
         """At least 1, unless the default is 0: then 0 may also be written."""
         least = 0 if default == 0 else 1
-        return self._take(name, default, "a whole number", lambda value: _is_integer(value) and value >= least)
+        return int(self._take(name, default, "a whole number", lambda value: _is_integer(value) and value >= least))
 
     def integers(self, name: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
         value = self._take(

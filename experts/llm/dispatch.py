@@ -11,7 +11,7 @@ run: what returns is written to places of its own, then summed over a token's ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.functional import gelu, grouped_mm, linear, silu
@@ -19,14 +19,17 @@ from torch.nn.functional import gelu, grouped_mm, linear, silu
 from experts.llm.config import Mlp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from experts.llm.gate import MappingTable
 
-GROUPED_PAIRS_AT_LEAST = 64  # below, few experts have tokens, and a loop over those costs less
+LOOPED_PAIRS = 64  # below, few experts have tokens, and a loop over those costs least
+PADDED_ROWS_A_PAIR = 3  # beyond, more is spent on padding than padding saves
 GROUPED_ALIGNMENT_BYTES = 16  # what grouped_mm asks of addresses and strides
+
+Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def activate(raised: Tensor, kind: Mlp) -> Tensor:
 def run_moe_experts(tokens: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
     """(tokens, hidden) through the experts that the table names, weighed and summed."""
     scattered = scatter(tokens, table)
-    run = run_grouped if is_grouped_better(scattered, weights) else run_each
+    run = way_of_running(scattered, table, weights)
     return combine(run(scattered, table, weights), table, tokens.dtype)
 
 
@@ -80,19 +83,36 @@ def combine(computed: Tensor, table: MappingTable, dtype: torch.dtype) -> Tensor
     placed = torch.empty_like(computed)
     placed[table.order] = computed
     choices = placed.view(tokens, per_token, computed.shape[-1]).float()
-    return torch.bmm(table.weight.unsqueeze(1), choices).squeeze(1).to(dtype)
+    return (choices * table.weight.unsqueeze(-1)).sum(dim=1).to(dtype)
 
 
-def is_grouped_better(scattered: Tensor, weights: MlpWeights) -> bool:
-    """Whether one grouped multiplication beats a loop over the experts, and may be used at all."""
-    if len(scattered) < GROUPED_PAIRS_AT_LEAST:
-        return False
-    return all(_is_aligned(matrix) for matrix in (scattered, weights.up, weights.down))
+def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Way:
+    """How to run the experts of these pairs, by how many there are and how evenly they are spread.
+
+    On a CPU few pairs go through a loop. Padded experts are one multiplication, whose threads meet once instead of once
+    for each expert: beside other work on the same cores that is four times faster (1024 tokens, 128 experts, 256 wide).
+    """
+    if len(scattered) < LOOPED_PAIRS:
+        return run_each
+    if not scattered.is_cuda and _padded_rows(table) <= PADDED_ROWS_A_PAIR * len(scattered):
+        return run_padded
+    is_aligned = all(_is_aligned(matrix) for matrix in (scattered, weights.up, weights.down))
+    return run_grouped if is_aligned else run_each
+
+
+def _padded_rows(table: MappingTable) -> int:
+    return len(table.ends) * int(_counts(table).max())
+
+
+def _counts(table: MappingTable) -> Tensor:
+    ends = table.ends.to(torch.int64)
+    return ends.diff(prepend=ends.new_zeros(1))
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    row_bytes = matrix.shape[-1] * matrix.element_size()
-    return row_bytes % GROUPED_ALIGNMENT_BYTES == 0 and matrix.data_ptr() % GROUPED_ALIGNMENT_BYTES == 0
+    row_bytes: int = matrix.shape[-1] * matrix.element_size()
+    address: int = matrix.data_ptr()
+    return row_bytes % GROUPED_ALIGNMENT_BYTES == 0 and address % GROUPED_ALIGNMENT_BYTES == 0
 
 
 def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
@@ -115,6 +135,25 @@ def run_grouped(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> 
     if weights.down_bias is not None:
         computed += weights.down_bias[table.moe_expert]
     return computed
+
+
+def run_padded(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
+    """All experts in one batched multiplication for each matrix, with as many rows each as the fullest has."""
+    counts = _counts(table)
+    moe_experts, rows = len(counts), int(counts.max())
+    begins = table.ends.to(torch.int64) - counts
+    places = torch.arange(len(scattered), device=scattered.device) - begins[table.moe_expert]
+    places = places + table.moe_expert * rows
+    padded = scattered.new_zeros((moe_experts * rows, scattered.shape[1])).index_copy_(0, places, scattered)
+    raised = _batched(padded.view(moe_experts, rows, scattered.shape[1]), weights.up, weights.up_bias)
+    computed = _batched(activate(raised, weights.kind), weights.down, weights.down_bias)
+    return computed.flatten(0, 1).index_select(0, places)
+
+
+def _batched(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
+    if biases is None:
+        return torch.bmm(rows, matrices.transpose(1, 2))
+    return torch.baddbmm(biases.unsqueeze(1), rows, matrices.transpose(1, 2))
 
 
 def _ends(table: MappingTable) -> Sequence[int]:

@@ -71,8 +71,12 @@ def measure_dispatch(
             raise ValueError(f"the two ways differ by {difference:.2g}: one of them computes another layer")
         ways = (layer.by_table, layer.by_einsum, layer.routing_by_table, layer.routing_by_einsum)
         measured = [[_seconds(way) for way in ways] for _ in range(repeats)]
-    medians = [statistics.median(times) for times in zip(*measured, strict=True)]
-    return DispatchTimes(tokens, moe_experts, hidden_size, per_token, repeats, *medians, difference)
+    table, einsum, table_routing, einsum_routing = (statistics.median(times) for times in zip(*measured, strict=True))
+    return DispatchTimes(
+        tokens, moe_experts, hidden_size, per_token, repeats,
+        table_layer_s=table, einsum_layer_s=einsum,
+        table_routing_s=table_routing, einsum_routing_s=einsum_routing, largest_difference=difference,
+    )  # fmt: skip
 
 
 def report(times: DispatchTimes) -> str:

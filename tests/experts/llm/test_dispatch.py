@@ -9,12 +9,13 @@ from experts.llm.config import Mlp, MoeSpec
 from experts.llm.dispatch import (
     MlpWeights,
     combine,
-    is_grouped_better,
     run_each,
     run_grouped,
     run_mlp,
     run_moe_experts,
+    run_padded,
     scatter,
+    way_of_running,
 )
 from experts.llm.gate import mapping_table, route
 from experts.llm.sparse_einsum import run_sparse, sparse_route
@@ -54,7 +55,7 @@ def test_every_way_gives_what_the_sparse_einsums_give(layer):
     tokens, logits, spec, weights = layer
     table = route(logits, spec)
     expected = run_sparse(tokens, sparse_route(logits, spec), weights)
-    for run in (run_each, run_grouped):
+    for run in (run_each, run_grouped, run_padded):
         given_back = combine(run(scatter(tokens, table), table, weights), table, tokens.dtype)
         torch.testing.assert_close(given_back, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(run_moe_experts(tokens, table, weights), expected, atol=1e-5, rtol=1e-5)
@@ -100,22 +101,28 @@ def test_combination_is_in_fp32():
 
 
 class TestWhichWay:
-    def weights(self, hidden=HIDDEN):
-        return MlpWeights(Mlp.SWIGLU, torch.zeros(4, 2 * SIZE, hidden), torch.zeros(4, hidden, SIZE))
+    def way(self, chosen, hidden=HIDDEN):
+        weights = MlpWeights(Mlp.SWIGLU, torch.zeros(4, 2 * SIZE, hidden), torch.zeros(4, hidden, SIZE))
+        table = mapping_table(torch.tensor(chosen)[:, None], torch.ones(len(chosen), 1), 4)
+        return way_of_running(torch.zeros(len(chosen), hidden), table, weights)
 
     def test_few_pairs_go_one_expert_at_a_time(self):
-        assert not is_grouped_better(torch.zeros(8, HIDDEN), self.weights())
+        assert self.way([0, 1, 2, 3] * 2) is run_each
 
-    def test_many_pairs_go_together(self):
-        assert is_grouped_better(torch.zeros(500, HIDDEN), self.weights())
+    def test_many_that_are_spread_evenly_are_padded(self):
+        assert self.way([0, 1, 2, 3] * 100) is run_padded
 
-    def test_rows_that_are_not_aligned_go_one_expert_at_a_time(self):
-        assert not is_grouped_better(torch.zeros(500, 15), self.weights(15))
+    def test_many_that_are_not_go_together(self):
+        assert self.way([0] * 400) is run_grouped
+
+    def test_nor_can_rows_that_are_not_aligned(self):
+        assert self.way([0] * 400, hidden=15) is run_each
 
     def test_what_is_not_aligned_is_computed_all_the_same(self):
         spec = MoeSpec(4, 2, SIZE, True)
         generator = torch.Generator().manual_seed(0)
         tokens, logits = torch.randn((64, 15), generator=generator), torch.randn((64, 4), generator=generator)
+        logits[:, :2] += 20
         up, down = torch.randn((4, 2 * SIZE, 15), generator=generator), torch.randn((4, 15, SIZE), generator=generator)
         weights = MlpWeights(Mlp.SWIGLU, up, down)
         expected = run_sparse(tokens, sparse_route(logits, spec), weights)

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.08,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 LLAMA3 = {
@@ -44,8 +44,8 @@ MODELS = {
     ),
     "qwen3_moe": (
         "qwen3_moe",
-        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True,
-         "decoder_sparse_step": 2},
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32,
+         "norm_topk_prob": True, "decoder_sparse_step": 2},
     ),
     "olmoe": (
         "olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 4},
