@@ -11,6 +11,7 @@ CoServeError
 |  |  +- WeightsMissing     the file is not there
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
+|  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks, or cannot be used
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
@@ -151,6 +152,14 @@ class WeightsCorrupt(WeightsError):
 
 class WeightsMismatch(WeightsError):
     """The tensors do not fit the architecture, or the number of labels."""
+
+
+class ModelUnsupported(WeightsError):
+    """A config.json that describes no model this runtime can run. ``field``: the key in it that says so."""
+
+    def __init__(self, expert: str, field: str, message: str) -> None:
+        super().__init__(expert, f"config.json: {field}: {message}")
+        self.field = field
 
 
 class WeightsRefused(WeightsError):

@@ -33,6 +33,7 @@ RUNTIME_FENCE = (
     "profiler.bench.policy_runs",
     "profiler.bench.roofline",
     "profiler.bench.naive",
+    "profiler.bench.parts.dispatch",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
@@ -44,6 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.importing",
     ),
+    "experts.llm": ("experts.errors",),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
     "agent.unix_sockets": ("agent.line_file",),

@@ -26,7 +26,7 @@ from profiler.cli.arguments import (
 )
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
-BENCHMARKS = ("decisions", "generate", "load", "overhead", "report", "start", "tasks")
+BENCHMARKS = ("decisions", "dispatch", "generate", "load", "overhead", "report", "start", "tasks")
 
 
 class LineByDefault(TyperGroup):
@@ -110,6 +110,25 @@ def _bench_journal(config: Any, trace: Path, options: Any, progress: Any, *, as_
 
     cost = measure_journal(config, read_trace(trace, config.catalog), options, progress)
     print(json.dumps(asdict(cost)) if as_json else report(cost))
+
+
+@bench_app.command()
+def dispatch(
+    tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    moe_experts: Annotated[int, typer.Option(min=1, help="experts of the layer")] = 128,
+    hidden: Annotated[int, typer.Option(min=1, help="the model's width, and its experts'")] = 256,
+    per_token: Annotated[int, typer.Option(min=1, help="experts that a token goes to")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds; medians are told")] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """What the mapping table of a mixture-of-experts layer saves, against sparse einsums."""
+    from profiler.bench.parts.dispatch import measure_dispatch, report
+
+    if per_token > moe_experts:
+        raise typer.BadParameter(f"a layer has {moe_experts} experts - give at most that", param_hint="--per-token")
+    with explained():
+        times = measure_dispatch(tokens, moe_experts, hidden, per_token=per_token, repeats=repeat)
+    print(json.dumps(asdict(times)) if as_json else report(times))
 
 
 @bench_app.command()

@@ -1,0 +1,209 @@
+"""Tensors of a Hugging Face directory: model.safetensors, or shards with model.safetensors.index.json.
+
+Guarantees: ``open_checkpoint`` reads headers only, and has compared all names, shapes and number formats with what the
+model needs before a byte of a tensor is read: what is missing, extra or of another shape is named. Tensors are read
+when asked for, from a map of the file; those that need neither joining nor conversion are views of that map.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.llm.names import EMBEDDING, HEAD_STORED, assemblies
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from experts.llm.config import ArchSpec
+    from experts.llm.names import Assembly, Part, Shape
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+COMPUTED_ANYWAY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # which old checkpoints store
+NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its file's header tells of it."""
+
+    file: Path
+    shape: Shape
+    number_format: str
+
+
+class Checkpoint:
+    """A model's tensors on disk, known to fit it. Maps its files: they may be unlinked meanwhile, not rewritten."""
+
+    def __init__(
+        self, expert: str, spec: ArchSpec, parts: Mapping[str, tuple[Assembly, tuple[Part, ...]]],
+        stored: Mapping[str, StoredTensor], files: Mapping[Path, Any],
+    ) -> None:  # fmt: skip
+        self.expert = expert
+        self.spec = spec
+        self._parts = parts
+        self._stored = stored
+        self._files = files
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names of all that can be read."""
+        return tuple(self._parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the checkpoint is in: the dtype of its embedding."""
+        _, (embedding,) = self._parts[EMBEDDING]
+        return FORMATS[self._stored[embedding.name].number_format]
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor of the model, in the checkpoint's dtype or this one. Raises LoadError."""
+        assembly, parts = self._parts[name]
+        wanted = dtype or self.dtype
+        if len(parts) == 1:
+            return self._tensor(parts[0]).to(wanted).view(assembly.shape)
+        whole = torch.empty(assembly.shape, dtype=wanted)
+        flat, start = whole.view(-1), 0
+        for part in parts:
+            tensor = self._tensor(part)
+            flat[start : start + tensor.numel()] = tensor.reshape(-1)
+            start += tensor.numel()
+        return whole
+
+    def read_all(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """All of them. Raises LoadError, WeightsMismatch where a tied head is stored and differs."""
+        self._check_tied_head()
+        return {name: self.read(name, dtype) for name in self._parts}
+
+    def _tensor(self, part: Part) -> Tensor:
+        file = self._stored[part.name].file
+        try:
+            tensor: Tensor = self._files[file].get_tensor(part.name)
+        except (OSError, SafetensorError) as error:
+            raise LoadError(self.expert, f"{part.name} cannot be read from {file}: {error}") from error
+        return tensor
+
+    def _check_tied_head(self) -> None:
+        """Some checkpoints store a tied head all the same; one that differs was not tied."""
+        if not self.spec.is_tied or HEAD_STORED not in self._stored:
+            return
+        _, (embedding,) = self._parts[EMBEDDING]
+        file = self._stored[HEAD_STORED].file
+        if not torch.equal(self._files[file].get_tensor(HEAD_STORED), self._tensor(embedding)):
+            raise WeightsMismatch(
+                self.expert,
+                f"{file}: {HEAD_STORED} differs from {embedding.name}, though config.json says tie_word_embeddings: "
+                "correct whichever is wrong",
+            )
+
+
+def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
+    """The tensors of a directory for this model.
+
+    Raises WeightsMissing, WeightsCorrupt, WeightsRefused for a pickle, LoadError, WeightsMismatch with all that does
+    not fit.
+    """
+    files = {path: _open(path, expert) for path in _files(directory, expert)}
+    stored: dict[str, StoredTensor] = {}
+    for path, file in files.items():
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            if name in stored:
+                raise WeightsCorrupt(expert, f"{name} is in {stored[name].file} and in {path}: one must go")
+            header = file.get_slice(name)
+            stored[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
+    if (directory / SINGLE_NAME) not in files:
+        _check_index(directory, expert, stored)
+    parts = {assembly.name: (assembly, _form_in(assembly, stored)) for assembly in assemblies(spec)}
+    _check(directory, expert, spec, [part for _, form in parts.values() for part in form], stored)
+    return Checkpoint(expert, spec, parts, stored, files)
+
+
+def _files(directory: Path, expert: str) -> list[Path]:
+    if (directory / SINGLE_NAME).is_file():
+        return [directory / SINGLE_NAME]
+    if (directory / INDEX_NAME).is_file():
+        names = sorted(set(_weight_map(directory / INDEX_NAME, expert).values()))
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise WeightsCorrupt(expert, f"{directory / INDEX_NAME} names {name!r}, which is no file beside it")
+            if not (directory / name).is_file():
+                raise WeightsMissing(expert, f"{directory / name} is not there, and {INDEX_NAME} names it: copy it too")
+        return [directory / name for name in names]
+    if any((directory / name).exists() for name in PICKLES):
+        raise WeightsRefused(
+            expert,
+            f"{directory} holds a pickle, which is never read while serving: save the model again as safetensors",
+        )
+    raise WeightsMissing(expert, f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def _weight_map(index: Path, expert: str) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_bytes())
+    except (OSError, ValueError) as error:
+        raise WeightsCorrupt(expert, f"{index} cannot be read as JSON: {error}") from error
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise WeightsCorrupt(expert, f"{index}: weight_map must give the file of each tensor")
+    return found
+
+
+def _open(path: Path, expert: str) -> Any:  # noqa: ANN401  safetensors has no types
+    try:
+        return safe_open(path, framework="pt")
+    except OSError as error:
+        raise LoadError(expert, f"{path} cannot be read: {error}") from error
+    except SafetensorError as error:
+        raise WeightsCorrupt(expert, f"{path} is not a sound .safetensors file: {error}") from error
+
+
+def _check_index(directory: Path, expert: str, stored: Mapping[str, StoredTensor]) -> None:
+    for name, file in _weight_map(directory / INDEX_NAME, expert).items():
+        if name not in stored or stored[name].file.name != file:
+            raise WeightsCorrupt(expert, f"{name} is not in {directory / file}, where {INDEX_NAME} says it is")
+
+
+def _form_in(assembly: Assembly, stored: Mapping[str, StoredTensor]) -> tuple[Part, ...]:
+    """The form that a checkpoint has anything of; the usual one where it has nothing."""
+    there = (form for form in assembly.forms if any(part.name in stored for part in form))
+    return next(there, assembly.forms[0])
+
+
+def _check(
+    directory: Path, expert: str, spec: ArchSpec, parts: Sequence[Part], stored: Mapping[str, StoredTensor]
+) -> None:
+    wanted = {part.name: part.shape for part in parts}
+    extra = [name for name in stored if name not in wanted and not _is_needless(name, spec)]
+    present = [name for name in wanted if name in stored]
+    misshapen = [name for name in present if stored[name].shape != wanted[name]]
+    misformed = [name for name in present if stored[name].number_format not in FORMATS]
+    complaints = (
+        ("missing", [name for name in wanted if name not in stored]),
+        ("unexpected", extra),
+        ("of another shape", [f"{name} {stored[name].shape} instead of {wanted[name]}" for name in misshapen]),
+        ("in a number format that is not served", [f"{name} {stored[name].number_format}" for name in misformed]),
+    )
+    if any(names for _, names in complaints):
+        text = "; ".join(_complaint(what, names) for what, names in complaints if names)
+        raise WeightsMismatch(expert, f"{directory} does not fit its config.json ({spec.family}): {text}")
+
+
+def _is_needless(name: str, spec: ArchSpec) -> bool:
+    return (spec.is_tied and name == HEAD_STORED) or COMPUTED_ANYWAY.fullmatch(name) is not None
+
+
+def _complaint(what: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}"

@@ -1,0 +1,425 @@
+"""What a language model is made of, read from the config.json of a Hugging Face directory.
+
+Guarantees: every field that changes a model's numbers is either read or refused by name (ModelUnsupported), so a model
+is never run as a similar one. What differs among families is resolved here, once: the forward pass reads an ArchSpec
+and knows no family. Families: Llama, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, and ``pr_moe``: a Llama-like
+backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1), whose keys are
+
+    num_experts           experts of each layer, as a list, 0 = dense (pyramid); or one number for all layers
+    num_experts_per_tok   how many of them a token goes to
+    norm_topk_prob        whether the weights of those sum to 1
+    residual              "add": MLP and experts are summed, as in the paper; "softmax": weighed by a learned
+                          coefficient, as in DeepSpeed's code; null: no residual MLP
+    mlp                   "swiglu", or "gelu": two matrices, as in the paper
+    mlp_bias              whether MLPs and experts have biases; true unless said otherwise
+    moe_intermediate_size the experts' width; intermediate_size unless said otherwise
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+CONFIG_NAME = "config.json"
+FULL_ATTENTION = "full_attention"
+
+Word = TypeVar("Word", bound=StrEnum)
+
+
+class Family(StrEnum):
+    """Whose names and defaults a directory follows: its ``model_type``."""
+
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    MIXTRAL = "mixtral"
+    QWEN2_MOE = "qwen2_moe"
+    QWEN3_MOE = "qwen3_moe"
+    OLMOE = "olmoe"
+    PR_MOE = "pr_moe"
+
+
+class Mlp(StrEnum):
+    """A feed-forward network's form: gated with SiLU, or two matrices around GELU."""
+
+    SWIGLU = "swiglu"
+    GELU = "gelu"
+
+
+class QkNorm(StrEnum):
+    """Over what queries and keys are normalised: each head (Qwen3), or all heads together (OLMoE)."""
+
+    HEAD = "head"
+    WHOLE = "whole"
+
+
+class Residual(StrEnum):
+    """How a residual MoE layer joins its MLP with its experts: DeepSpeed-MoE section 4.1.1, or DeepSpeed's code."""
+
+    ADD = "add"
+    SOFTMAX = "softmax"
+
+
+class RopeKind(StrEnum):
+    """How rotary frequencies are scaled to contexts longer than those trained on."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions. ``factor`` stretches the ``trained_positions``; the rest is read by its kind alone.
+
+    ``slow_turns`` and ``fast_turns``: how often a frequency turns within the trained positions, where it counts as slow
+    (stretched) and as fast (left as it is); between them it is blended. ``magnitude`` scales cosine and sine.
+    """
+
+    theta: float
+    kind: RopeKind = RopeKind.DEFAULT
+    factor: float = 1.0
+    trained_positions: int = 0
+    slow_turns: float = 1.0
+    fast_turns: float = 1.0
+    is_ramp_rounded: bool = True
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A layer's experts: how many, of what width, and how a token is shared out among them."""
+
+    moe_experts: int
+    per_token: int
+    size: int
+    is_normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's feed-forward part; attention is alike in all layers.
+
+    Without ``moe`` it is an MLP of width ``mlp_size``. With it, ``mlp_size`` is the MLP that runs beside the experts:
+    a shared expert behind a sigmoid gate, or joined as ``residual`` says; 0: there is none.
+    """
+
+    mlp_size: int
+    moe: MoeSpec | None = None
+    residual: Residual | None = None
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether every token also goes through one expert of its own gate (Qwen2-MoE)."""
+        return self.moe is not None and self.mlp_size > 0 and self.residual is None
+
+
+@dataclass(frozen=True, slots=True)
+class ArchSpec:
+    """All that decides which tensors a model has and what is computed from them. Sizes in elements."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope: RopeSpec
+    layers: tuple[LayerSpec, ...]
+    mlp: Mlp = Mlp.SWIGLU
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    qk_norm: QkNorm | None = None
+    qkv_limit: float | None = None
+    is_tied: bool = False
+
+    @property
+    def query_size(self) -> int:
+        """The width of all queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """The width of all keys of a token, and of all its values."""
+        return self.kv_heads * self.head_size
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """What one token's keys and values take in all layers."""
+        return 2 * len(self.layers) * self.kv_size * itemsize
+
+
+def read_spec(directory: Path, expert: str) -> ArchSpec:
+    """What ``directory``'s config.json describes.
+
+    Raises WeightsMissing, WeightsCorrupt where it is no JSON object, ModelUnsupported naming the field.
+    """
+    path = directory / CONFIG_NAME
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise WeightsMissing(expert, f"{path} is not there: name a Hugging Face model directory") from error
+    except (OSError, ValueError) as error:
+        raise WeightsCorrupt(expert, f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise WeightsCorrupt(expert, f"{path} holds no JSON object: name a Hugging Face model directory")
+    return parse_spec(values, expert)
+
+
+def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
+    """The same for a config.json's values. Raises ModelUnsupported naming the field."""
+    fields = _Fields(values, expert)
+    family = fields.choice("model_type", Family)
+    _refuse_what_is_lacking(fields, family)
+    hidden_size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_size = fields.integer("head_dim", 128 if family is Family.QWEN3 else hidden_size // heads)
+    spec = ArchSpec(
+        family=family,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        heads=heads,
+        kv_heads=fields.integer("num_key_value_heads", heads),
+        head_size=head_size,
+        max_positions=fields.integer("max_position_embeddings"),
+        norm_epsilon=fields.number("rms_norm_eps"),
+        rope=_rope(fields, family),
+        layers=_layers(fields, family),
+        mlp=fields.choice("mlp", Mlp) if family is Family.PR_MOE else Mlp.SWIGLU,
+        has_qkv_bias=_has_qkv_bias(fields, family),
+        has_output_bias=_has_output_bias(fields, family),
+        has_mlp_bias=_has_mlp_bias(fields, family),
+        qk_norm=_qk_norm(family),
+        qkv_limit=fields.optional_number("clip_qkv") if family is Family.OLMOE else None,
+        is_tied=fields.flag("tie_word_embeddings", False),
+    )
+    if spec.heads % spec.kv_heads:
+        raise fields.refused("num_key_value_heads", f"{heads} heads are no multiple of it")
+    if spec.head_size % 2:
+        raise fields.refused("head_dim", f"is {head_size}: rotary positions need an even number")
+    return spec
+
+
+def _refuse_what_is_lacking(fields: _Fields, family: Family) -> None:
+    if family is not Family.PR_MOE:
+        fields.expect("hidden_act", ("silu", "swish"), "silu")
+    if fields.get("quantization_config") is not None:
+        raise fields.refused("quantization_config", "quantised checkpoints are not read: give the one it was made from")
+    fields.expect("partial_rotary_factor", (1.0,), 1.0)
+    layer_types = fields.get("layer_types")
+    if layer_types is not None:
+        others = {str(kind) for kind in layer_types} - {FULL_ATTENTION}
+        if others:
+            raise fields.refused("layer_types", f"{', '.join(sorted(others))}: only {FULL_ATTENTION} is served")
+    elif family is Family.MIXTRAL:
+        _refuse_window(fields)
+    elif fields.flag("use_sliding_window", False):
+        raise fields.refused("use_sliding_window", "attention within a window is not served")
+
+
+def _refuse_window(fields: _Fields) -> None:
+    window = fields.optional_number("sliding_window")
+    if window is not None and window < fields.integer("max_position_embeddings"):
+        raise fields.refused("sliding_window", f"is {window:.0f}: attention within a window is not served")
+
+
+def _has_qkv_bias(fields: _Fields, family: Family) -> bool:
+    if family is Family.QWEN2:
+        return True
+    if family is Family.QWEN2_MOE:
+        return fields.flag("qkv_bias", True)
+    return family is not Family.MIXTRAL and fields.flag("attention_bias", False)
+
+
+def _has_output_bias(fields: _Fields, family: Family) -> bool:
+    without = {Family.QWEN2, Family.QWEN2_MOE, Family.MIXTRAL}
+    return family not in without and fields.flag("attention_bias", False)
+
+
+def _has_mlp_bias(fields: _Fields, family: Family) -> bool:
+    if family is Family.PR_MOE:
+        return fields.flag("mlp_bias", True)
+    return family is Family.LLAMA and fields.flag("mlp_bias", False)
+
+
+def _qk_norm(family: Family) -> QkNorm | None:
+    if family in {Family.QWEN3, Family.QWEN3_MOE}:
+        return QkNorm.HEAD
+    return QkNorm.WHOLE if family is Family.OLMOE else None
+
+
+def _layers(fields: _Fields, family: Family) -> tuple[LayerSpec, ...]:
+    count = fields.integer("num_hidden_layers")
+    if family in {Family.LLAMA, Family.QWEN2, Family.QWEN3}:
+        return (LayerSpec(fields.integer("intermediate_size")),) * count
+    if family in {Family.MIXTRAL, Family.OLMOE}:
+        is_normalised = family is Family.MIXTRAL or fields.flag("norm_topk_prob")
+        return (LayerSpec(0, _moe(fields, "intermediate_size", is_normalised)),) * count
+    if family is Family.PR_MOE:
+        return _pyramid(fields, count)
+    return _every_nth(fields, family, count)
+
+
+def _moe(fields: _Fields, size_field: str, is_normalised: bool) -> MoeSpec:
+    name = "num_local_experts" if fields.get("num_local_experts") is not None else "num_experts"
+    spec = MoeSpec(
+        fields.integer(name), fields.integer("num_experts_per_tok"), fields.integer(size_field), is_normalised
+    )
+    if spec.per_token > spec.moe_experts:
+        raise fields.refused("num_experts_per_tok", f"is {spec.per_token}, of {spec.moe_experts} experts")
+    return spec
+
+
+def _every_nth(fields: _Fields, family: Family, count: int) -> tuple[LayerSpec, ...]:
+    """Qwen's MoE families: dense are the layers that are named, and those between every nth."""
+    step = fields.integer("decoder_sparse_step", 1)
+    dense_layers = fields.integers("mlp_only_layers", ())
+    shared_size = fields.integer("shared_expert_intermediate_size") if family is Family.QWEN2_MOE else 0
+    dense = LayerSpec(fields.integer("intermediate_size"))
+    sparse = LayerSpec(shared_size, _moe(fields, "moe_intermediate_size", fields.flag("norm_topk_prob")))
+    return tuple(dense if (n + 1) % step or n in dense_layers else sparse for n in range(count))
+
+
+def _pyramid(fields: _Fields, count: int) -> tuple[LayerSpec, ...]:
+    """DeepSpeed-MoE section 4.1.2: deeper layers have more experts; each with an MLP beside it where residual."""
+    size = fields.integer("intermediate_size")
+    expert_size = fields.integer("moe_intermediate_size", size)
+    is_pyramid = isinstance(fields.get("num_experts"), list)
+    experts = fields.integers("num_experts") if is_pyramid else (fields.integer("num_experts", 0),) * count
+    if len(experts) != count:
+        raise fields.refused("num_experts", f"names {len(experts)} layers, num_hidden_layers {count}")
+    if "residual" not in fields.values:
+        raise fields.refused("residual", 'is missing: say "add", "softmax" or null, as the model was trained')
+    residual = None if fields.get("residual") is None else fields.choice("residual", Residual)
+    if not any(experts):
+        return (LayerSpec(size),) * count
+    per_token, is_normalised = fields.integer("num_experts_per_tok"), fields.flag("norm_topk_prob")
+    few = min(number for number in experts if number)
+    if per_token > few:
+        raise fields.refused("num_experts_per_tok", f"is {per_token}, and a layer has {few} experts")
+    beside = size if residual else 0
+    return tuple(
+        LayerSpec(beside, MoeSpec(number, per_token, expert_size, is_normalised), residual)
+        if number
+        else LayerSpec(size)
+        for number in experts
+    )
+
+
+def _rope(fields: _Fields, family: Family) -> RopeSpec:
+    """Transformers 5 keeps all of it in ``rope_parameters``; before, the base stood beside ``rope_scaling``."""
+    key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+    scaling = fields.below(key)
+    if scaling.get("type") is not None and scaling.get("rope_type") is None:
+        scaling = _Fields({**scaling.values, "rope_type": scaling.get("type")}, fields.expert, f"{key}.")
+    scaling.expect("partial_rotary_factor", (1.0,), 1.0)
+    usual_theta = 1e6 if family is Family.MIXTRAL else 1e4
+    theta = scaling.number("rope_theta", fields.number("rope_theta", usual_theta))
+    kind = RopeKind.DEFAULT if scaling.get("rope_type") is None else scaling.choice("rope_type", RopeKind)
+    if kind is RopeKind.DEFAULT:
+        return RopeSpec(theta)
+    factor = scaling.number("factor")
+    if kind is RopeKind.LINEAR:
+        return RopeSpec(theta, kind, factor)
+    trained = scaling.integer("original_max_position_embeddings", fields.integer("max_position_embeddings"))
+    if kind is RopeKind.LLAMA3:
+        slow, fast = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        return RopeSpec(theta, kind, factor, trained, slow, fast)
+    slow, fast = scaling.number("beta_slow", 1.0), scaling.number("beta_fast", 32.0)
+    is_rounded = scaling.flag("truncate", True)
+    return RopeSpec(theta, kind, factor, trained, slow, fast, is_rounded, _yarn_magnitude(scaling, factor))
+
+
+def _yarn_magnitude(scaling: _Fields, factor: float) -> float:
+    """YaRN (arXiv 2309.00071), equation 22, in the form that DeepSeek's checkpoints generalised it to."""
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = scaling.optional_number("attention_factor")
+    one, all_dimensions = scaling.optional_number("mscale"), scaling.optional_number("mscale_all_dim")
+    if given is not None:
+        return given
+    return magnitude(one) / magnitude(all_dimensions) if one and all_dimensions else magnitude(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """A JSON object whose values are taken by kind; what is missing or of another kind is refused by name."""
+
+    values: Mapping[str, Any]
+    expert: str
+    prefix: str = ""
+
+    def refused(self, name: str, message: str) -> ModelUnsupported:
+        return ModelUnsupported(self.expert, f"{self.prefix}{name}", message)
+
+    def get(self, name: str) -> Any:  # noqa: ANN401  JSON
+        return self.values.get(name)
+
+    def below(self, name: str) -> _Fields:
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.refused(name, f"is {value!r}: an object is needed")
+        return _Fields(value or {}, self.expert, f"{self.prefix}{name}.")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """At least 1, unless the default is 0: then 0 may also be written."""
+        least = 0 if default == 0 else 1
+        return int(self._take(name, default, "a whole number", lambda value: _is_integer(value) and value >= least))
+
+    def integers(self, name: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        value = self._take(
+            name, default, "a list of whole numbers",
+            lambda value: isinstance(value, list | tuple) and all(_is_integer(one) and one >= 0 for one in value),
+        )  # fmt: skip
+        return tuple(value)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._take(name, default, "a number above 0", lambda value: _is_number(value) and value > 0)
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        return bool(self._take(name, default, "true or false", lambda value: isinstance(value, bool)))
+
+    def choice(self, name: str, kind: type[Word]) -> Word:
+        value = self._take(name, None, "a word", lambda value: isinstance(value, str))
+        if value not in list(kind):
+            raise self.refused(name, f"{value!r} is not served: one of {', '.join(kind)} is needed")
+        return kind(value)
+
+    def expect(self, name: str, served: tuple[Any, ...], default: object) -> None:
+        """Refuse a field that says anything but this."""
+        value = self.values.get(name, default)
+        if value is not None and value not in served:
+            raise self.refused(name, f"{value!r} is not served: {served[0]!r} is needed")
+
+    def _take(self, name: str, default: Any, wanted: str, fits: Callable[[Any], bool]) -> Any:  # noqa: ANN401  JSON
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if value is None or not fits(value):
+            raise self.refused(name, f"is {value!r}: {wanted} is needed" if value is not None else "is missing")
+        return value
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

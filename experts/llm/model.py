@@ -1,0 +1,183 @@
+"""The forward pass of every family, token-flat over an iteration's prefill and decode rows.
+
+Guarantees: a row's tokens are what they would be alone, up to rounding: nothing is dropped or padded but in attention,
+where padding is masked. The head, the largest matrix of many models, runs for the last token of each row only. A model
+holds no tensor of its own: those that it is given are read anew each time, so bytes that are written into them are the
+model from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import embedding, linear, rms_norm
+
+from experts.llm.attention import Attention
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import QkNorm, Residual, read_spec
+from experts.llm.dispatch import MlpWeights, run_mlp, run_moe_experts
+from experts.llm.gate import route
+from experts.llm.names import EMBEDDING, FINAL_NORM, HEAD
+from experts.llm.rope import Rope
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from experts.llm.config import ArchSpec, LayerSpec
+    from experts.llm.key_values import KeyValues
+    from experts.llm.rope import Rotation
+    from experts.llm.token_batch import TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """One layer's attention. ``qkv``: queries', keys' and values' matrices, one below the other."""
+
+    norm: Tensor
+    qkv: Tensor
+    output: Tensor
+    qkv_bias: Tensor | None
+    output_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardWeights:
+    """One layer's feed-forward part, as its LayerSpec says what there is of it."""
+
+    norm: Tensor
+    mlp: MlpWeights | None
+    gate: Tensor | None
+    moe_experts: MlpWeights | None
+    shared_gate: Tensor | None
+    coefficient: Tensor | None
+    coefficient_bias: Tensor | None
+
+
+class Model:
+    """One language model over tensors that somebody else owns, by the model's names (``experts.llm.names``)."""
+
+    def __init__(self, spec: ArchSpec, tensors: Mapping[str, Tensor]) -> None:
+        self.spec = spec
+        self._embedding = tensors[EMBEDDING]
+        self._norm = tensors[FINAL_NORM]
+        self._head = self._embedding if spec.is_tied else tensors[HEAD]
+        self._attention = [_attention_weights(tensors, f"layers.{n}") for n in range(len(spec.layers))]
+        self._feed_forward = [_feed_forward_weights(spec, tensors, f"layers.{n}") for n in range(len(spec.layers))]
+        self._rope = Rope(spec.rope, spec.head_size, self._embedding.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    def forward(self, batch: TokenBatch, key_values: KeyValues) -> Tensor:
+        """What may follow each row: (rows, vocabulary), in the model's dtype. Keeps the tokens' keys and values."""
+        return self.logits(self.hidden(batch, key_values)[batch.last])
+
+    def hidden(self, batch: TokenBatch, key_values: KeyValues) -> Tensor:
+        """All tokens behind the last layer: (tokens, hidden), not yet normalised."""
+        with torch.inference_mode():
+            attention = Attention(batch, key_values.reserve(batch))
+            rotation = self._rope.at(batch.positions, self.dtype)
+            tokens = embedding(batch.token_ids, self._embedding)
+            for number, layer in enumerate(self.spec.layers):
+                tokens = tokens + self._attend(number, tokens, rotation, attention)
+                weights = self._feed_forward[number]
+                tokens = tokens + feed_forward(self._normed(tokens, weights.norm), layer, weights)
+            return tokens
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head for some tokens: (tokens, vocabulary)."""
+        with torch.inference_mode():
+            return linear(self._normed(hidden, self._norm), self._head)
+
+    def _attend(self, layer: int, tokens: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        spec, weights = self.spec, self._attention[layer]
+        projected = linear(self._normed(tokens, weights.norm), weights.qkv, weights.qkv_bias)
+        queries, keys, values = projected.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
+        if spec.qk_norm is QkNorm.WHOLE:
+            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
+        if spec.qkv_limit is not None:
+            queries, keys, values = (one.clamp(-spec.qkv_limit, spec.qkv_limit) for one in (queries, keys, values))
+        queries = queries.reshape(-1, spec.heads, spec.head_size)
+        keys = keys.reshape(-1, spec.kv_heads, spec.head_size)
+        values = values.reshape(-1, spec.kv_heads, spec.head_size)
+        if spec.qk_norm is QkNorm.HEAD:
+            queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
+        attended = attention.run(layer, rotation.turn(queries), rotation.turn(keys), values)
+        return linear(attended.reshape(-1, spec.query_size), weights.output, weights.output_bias)
+
+    def _normed(self, tokens: Tensor, weight: Tensor | None) -> Tensor:
+        assert weight is not None, "the layout of names has it where the spec has it"
+        return rms_norm(tokens, weight.shape, weight, self.spec.norm_epsilon)
+
+
+def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) -> Tensor:
+    """One layer's MLP, experts, or both, as its spec says: (tokens, hidden), without the residual connection."""
+    beside = None if weights.mlp is None else run_mlp(tokens, weights.mlp)
+    if layer.moe is None:
+        assert beside is not None, "a layer without experts is an MLP"
+        return beside
+    assert weights.gate is not None, "a layer with experts has a gate"
+    assert weights.moe_experts is not None, "and their weights"
+    table = route(linear(tokens, weights.gate), layer.moe)
+    mixed = run_moe_experts(tokens, table, weights.moe_experts)
+    if beside is None:
+        return mixed
+    if weights.shared_gate is not None:
+        return mixed + linear(tokens, weights.shared_gate).sigmoid() * beside
+    if layer.residual is Residual.ADD:
+        return mixed + beside
+    assert weights.coefficient is not None, "residual: softmax has a coefficient"
+    shares = linear(tokens, weights.coefficient, weights.coefficient_bias).softmax(dim=-1)
+    return mixed * shares[:, :1] + beside * shares[:, 1:]
+
+
+def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -> Model:
+    """The model of a Hugging Face directory on the CPU, in its own dtype or this one.
+
+    Raises what ``read_spec`` and ``open_checkpoint`` raise.
+    """
+    spec = read_spec(directory, expert)
+    return Model(spec, open_checkpoint(directory, expert, spec).read_all(dtype))
+
+
+def _attention_weights(tensors: Mapping[str, Tensor], layer: str) -> AttentionWeights:
+    return AttentionWeights(
+        norm=tensors[f"{layer}.attention_norm"],
+        qkv=tensors[f"{layer}.qkv"],
+        output=tensors[f"{layer}.output"],
+        qkv_bias=tensors.get(f"{layer}.qkv_bias"),
+        output_bias=tensors.get(f"{layer}.output_bias"),
+        q_norm=tensors.get(f"{layer}.q_norm"),
+        k_norm=tensors.get(f"{layer}.k_norm"),
+    )
+
+
+def _feed_forward_weights(spec: ArchSpec, tensors: Mapping[str, Tensor], layer: str) -> FeedForwardWeights:
+    return FeedForwardWeights(
+        norm=tensors[f"{layer}.mlp_norm"],
+        mlp=_mlp_weights(spec, tensors, f"{layer}.mlp"),
+        gate=tensors.get(f"{layer}.gate"),
+        moe_experts=_mlp_weights(spec, tensors, f"{layer}.experts"),
+        shared_gate=tensors.get(f"{layer}.shared_gate"),
+        coefficient=tensors.get(f"{layer}.coefficient"),
+        coefficient_bias=tensors.get(f"{layer}.coefficient_bias"),
+    )
+
+
+def _mlp_weights(spec: ArchSpec, tensors: Mapping[str, Tensor], name: str) -> MlpWeights | None:
+    if f"{name}.up" not in tensors:
+        return None
+    up_bias, down_bias = tensors.get(f"{name}.up_bias"), tensors.get(f"{name}.down_bias")
+    return MlpWeights(spec.mlp, tensors[f"{name}.up"], tensors[f"{name}.down"], up_bias, down_bias)

@@ -1,0 +1,89 @@
+"""One iteration's tokens, laid flat: the rows of prompts that are read, and of sequences that go on by one token.
+
+Everything but attention sees only the tokens (Orca's selective batching, section 3.2); attention sees rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``count`` tokens of one sequence, from position ``first`` on; ``sequence``: a number of the scheduler's."""
+
+    sequence: int
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        """How many tokens of the sequence there are with these."""
+        return self.first + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of a row, to be put into a batch."""
+
+    sequence: int
+    first: int
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Tokens, (tokens) int64, with their positions, and whose they are: prefill rows first, decode rows last.
+
+    Decode rows are those at the end with one token each; attention runs them together. ``last``: where each row's last
+    token stands; ``starts``: its first.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    rows: tuple[Row, ...]
+    starts: tuple[int, ...]
+    last: Tensor
+    prefill_count: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], device: torch.device | str = "cpu") -> TokenBatch:
+        """A batch of these, rows in their order. ValueError for no chunk, an empty one, or a sequence given twice."""
+        if not chunks or not all(chunk.tokens for chunk in chunks):
+            raise ValueError("a batch needs rows, and a row needs tokens")
+        rows = tuple(Row(chunk.sequence, chunk.first, len(chunk.tokens)) for chunk in chunks)
+        if len({row.sequence for row in rows}) != len(rows):
+            raise ValueError(f"a sequence has several rows: {sorted(row.sequence for row in rows)}")
+        ends = tuple(accumulate(row.count for row in rows))
+        prefill_count = max((number for number, row in enumerate(rows, start=1) if row.count > 1), default=0)
+        positions = [position for row in rows for position in range(row.first, row.end)]
+        return cls(
+            token_ids=torch.tensor([token for chunk in chunks for token in chunk.tokens], device=device),
+            positions=torch.tensor(positions, device=device),
+            rows=rows,
+            starts=tuple(end - row.count for end, row in zip(ends, rows, strict=True)),
+            last=torch.tensor([end - 1 for end in ends], device=device),
+            prefill_count=prefill_count,
+        )
+
+    @property
+    def prefill_rows(self) -> tuple[Row, ...]:
+        return self.rows[: self.prefill_count]
+
+    @property
+    def decode_rows(self) -> tuple[Row, ...]:
+        return self.rows[self.prefill_count :]
+
+    @property
+    def decode_start(self) -> int:
+        """Where the decode rows' tokens begin, one for each."""
+        return len(self.token_ids) - len(self.decode_rows)

@@ -1,0 +1,95 @@
+"""Tiny language models with random weights, as the directories that they are read from."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from experts.llm.config import parse_spec
+from experts.llm.names import assemblies
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 24, "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 16,
+        "decoder_sparse_step": 2,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
+    "pr_moe": {
+        "num_experts": [0, 4, 6], "num_experts_per_tok": 1, "norm_topk_prob": False, "residual": "softmax",
+        "mlp": "gelu",
+    },
+}  # fmt: skip
+
+
+def tiny_config(family, **changes):
+    """The values of a config.json; a change to None takes the field out."""
+    values = {"model_type": family, **SIZES, **FAMILIES[family], **changes}
+    return {name: value for name, value in values.items() if value is not None or name == "residual"}
+
+
+class ModelFiles:
+    """Writes model directories into one folder."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._count = 0
+
+    def config(self, family, **changes):
+        return tiny_config(family, **changes)
+
+    def tensors(self, values, form=0, seed=0):
+        """Random tensors, as a checkpoint of this config.json has them in its first or another form."""
+        generator = torch.Generator().manual_seed(seed)
+        wanted = assemblies(parse_spec(values, "tiny"))
+        parts = [part for one in wanted for part in one.forms[min(form, len(one.forms) - 1)]]
+        return {part.name: self._random(part, generator) for part in parts}
+
+    def _random(self, part, generator):
+        drawn = torch.randn(part.shape, generator=generator)
+        if "norm" in part.name:
+            return 1 + 0.1 * drawn
+        return drawn / math.sqrt(part.shape[-1]) if len(part.shape) > 1 else 0.1 * drawn
+
+    def write(self, values, tensors=None, name="model.safetensors"):
+        """A directory of its own with this config.json and these tensors; random ones unless given."""
+        self._count += 1
+        directory = self._folder / str(self._count)
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(values), "utf-8")
+        save_file(self.tensors(values) if tensors is None else tensors, directory / name)
+        return directory
+
+    def write_shards(self, values, tensors, count=3):
+        """The same in several files with an index."""
+        names = sorted(tensors)
+        shards = {f"model-{n + 1:05}-of-{count:05}.safetensors": names[n::count] for n in range(count)}
+        self._count += 1
+        directory = self._folder / str(self._count)
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(values), "utf-8")
+        for file, held in shards.items():
+            save_file({name: tensors[name] for name in held}, directory / file)
+        index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+        return directory
+
+
+@pytest.fixture
+def model_files(tmp_path):
+    return ModelFiles(tmp_path)

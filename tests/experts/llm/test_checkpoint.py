@@ -1,0 +1,226 @@
+"""Checkpoints: read whole, from one file or several, and refused by the name of what does not fit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import parse_spec
+from experts.llm.model import load_model
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+
+
+def opened(directory):
+    values = json.loads((directory / "config.json").read_text("utf-8"))
+    return open_checkpoint(directory, "coder", parse_spec(values, "coder"))
+
+
+def refusal(directory, kind=WeightsMismatch):
+    with pytest.raises(kind) as caught:
+        load_model(directory, "coder")
+    assert caught.value.expert == "coder"
+    return str(caught.value)
+
+
+class TestWhatIsRead:
+    def test_parts_lie_one_after_the_other(self, model_files):
+        values = model_files.config("qwen3_moe")
+        tensors = model_files.tensors(values)
+        read = opened(model_files.write(values, tensors)).read_all()
+        stored, layer = "model.layers.1", "layers.1"
+        qkv = torch.cat([tensors[f"{stored}.self_attn.{one}_proj.weight"] for one in "qkv"])
+        gates, ups = (
+            [tensors[f"{stored}.mlp.experts.{j}.{one}_proj.weight"] for j in range(4)] for one in ("gate", "up")
+        )
+        up = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+        down = torch.stack([tensors[f"{stored}.mlp.experts.{j}.down_proj.weight"] for j in range(4)])
+        assert torch.equal(read[f"{layer}.qkv"], qkv)
+        assert torch.equal(read[f"{layer}.experts.up"], up)
+        assert torch.equal(read[f"{layer}.experts.down"], down)
+        assert torch.equal(read["embedding"], tensors["model.embed_tokens.weight"])
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_shards_hold_the_same(self, model_files, family):
+        values = model_files.config(family)
+        tensors = model_files.tensors(values)
+        whole = opened(model_files.write(values, tensors)).read_all()
+        sharded = opened(model_files.write_shards(values, tensors)).read_all()
+        assert whole.keys() == sharded.keys()
+        assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+    @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "pr_moe"])
+    def test_experts_that_are_stored_as_one_block(self, model_files, family):
+        values = model_files.config(family)
+        each = opened(model_files.write(values, model_files.tensors(values)))
+        blocks = model_files.tensors(values, form=1)
+        for name in ("up", "down"):
+            (block,) = [one for one in blocks if one.endswith(f"layers.2.mlp.experts.{name}_proj")] or [
+                "model.layers.2.mlp.experts.gate_up_proj"
+            ]
+            blocks[block] = each.read(f"layers.2.experts.{name}").clone()
+        together = opened(model_files.write(values, blocks))
+        assert torch.equal(together.read("layers.2.experts.up"), each.read("layers.2.experts.up"))
+        assert torch.equal(together.read("layers.2.experts.down"), each.read("layers.2.experts.down"))
+
+    def test_another_dtype(self, model_files):
+        directory = model_files.write(model_files.config("mixtral"))
+        read = opened(directory).read_all(torch.bfloat16)
+        assert {tensor.dtype for tensor in read.values()} == {torch.bfloat16}
+        assert load_model(directory, "x").dtype is torch.float32
+        assert load_model(directory, "x", torch.bfloat16).dtype is torch.bfloat16
+
+    def test_the_checkpoint_s_own_dtype(self, model_files):
+        values = model_files.config("llama")
+        halved = {name: tensor.to(torch.bfloat16) for name, tensor in model_files.tensors(values).items()}
+        assert load_model(model_files.write(values, halved), "x").dtype is torch.bfloat16
+
+    def test_what_needs_no_joining_is_not_copied(self, model_files):
+        checkpoint = opened(model_files.write(model_files.config("llama")))
+        first, again = checkpoint.read("embedding"), checkpoint.read("embedding")
+        assert first.data_ptr() == again.data_ptr()  # both are the file's map
+
+    def test_what_is_computed_anyway_may_be_stored(self, model_files):
+        values = model_files.config("llama")
+        stored = model_files.tensors(values) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        load_model(model_files.write(values, stored), "x")
+
+
+class TestTiedHeads:
+    def test_the_head_is_the_embedding(self, model_files):
+        values = model_files.config("qwen2", tie_word_embeddings=True)
+        checkpoint = opened(model_files.write(values))
+        assert "head" not in checkpoint.names
+
+    def test_a_stored_copy_is_ignored(self, model_files):
+        values = model_files.config("qwen2", tie_word_embeddings=True)
+        tensors = model_files.tensors(values)
+        copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        assert "head" not in opened(model_files.write(values, copied)).read_all()
+
+    def test_one_that_differs_is_refused(self, model_files):
+        values = model_files.config("qwen2", tie_word_embeddings=True)
+        tensors = model_files.tensors(values)
+        other = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+        text = refusal(model_files.write(values, other))
+        assert "lm_head.weight differs from model.embed_tokens.weight" in text
+        assert "tie_word_embeddings" in text
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_any_missing_tensor_is_named(self, model_files, family):
+        values = model_files.config(family)
+        tensors = model_files.tensors(values)
+        for name in sorted(tensors)[::5]:
+            less = {other: tensor for other, tensor in tensors.items() if other != name}
+            assert f"missing: {name}" in refusal(model_files.write(values, less))
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_any_tensor_of_another_shape_is_named_with_both(self, model_files, family):
+        values = model_files.config(family)
+        tensors = model_files.tensors(values)
+        for name in sorted(tensors)[::7]:
+            shape = tuple(tensors[name].shape)
+            longer = tensors | {name: torch.zeros((shape[0] + 1, *shape[1:]))}
+            text = refusal(model_files.write(values, longer))
+            assert f"of another shape: {name} {(shape[0] + 1, *shape[1:])} instead of {shape}" in text
+
+    def test_an_extra_tensor_is_named(self, model_files):
+        values = model_files.config("llama")
+        more = model_files.tensors(values) | {"model.layers.3.mlp.up_proj.weight": torch.zeros(2)}
+        assert "unexpected: model.layers.3.mlp.up_proj.weight" in refusal(model_files.write(values, more))
+
+    def test_a_shared_expert_that_the_family_has_not(self, model_files):
+        values = model_files.config("qwen3_moe")
+        more = model_files.tensors(values) | {"model.layers.1.mlp.shared_expert_gate.weight": torch.zeros(1, 32)}
+        assert "unexpected: model.layers.1.mlp.shared_expert_gate.weight" in refusal(model_files.write(values, more))
+
+    def test_a_coefficient_where_the_branches_are_added(self, model_files):
+        values = model_files.config("pr_moe", residual="add")
+        more = model_files.tensors(values) | {"model.layers.1.mlp.coefficient.bias": torch.zeros(2)}
+        assert "unexpected: model.layers.1.mlp.coefficient.bias" in refusal(model_files.write(values, more))
+
+    def test_a_coefficient_without_its_bias(self, model_files):
+        values = model_files.config("pr_moe")
+        tensors = model_files.tensors(values)
+        del tensors["model.layers.2.mlp.coefficient.bias"]
+        assert "missing: model.layers.2.mlp.coefficient.bias" in refusal(model_files.write(values, tensors))
+
+    def test_another_number_format(self, model_files):
+        values = model_files.config("llama")
+        quantised = model_files.tensors(values) | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
+        assert "not served: model.norm.weight I8" in refusal(model_files.write(values, quantised))
+
+    def test_all_that_is_wrong_is_told_at_once_and_not_at_length(self, model_files):
+        values = model_files.config("llama")
+        tensors = {name: one for name, one in model_files.tensors(values).items() if "layers.1." not in name}
+        text = refusal(model_files.write(values, tensors | {"more": torch.zeros(1)}))
+        assert "missing: model.layers.1.input_layernorm.weight" in text
+        assert "and 5 more" in text
+        assert "unexpected: more" in text
+
+    def test_a_directory_without_weights(self, model_files):
+        directory = model_files.write(model_files.config("llama"), name="other.safetensors")
+        assert "holds neither model.safetensors nor model.safetensors.index.json" in refusal(directory, WeightsMissing)
+
+    def test_a_pickle(self, model_files):
+        directory = model_files.write(model_files.config("llama"), name="other.safetensors")
+        (directory / "pytorch_model.bin").write_bytes(b"")
+        assert "pickle" in refusal(directory, WeightsRefused)
+
+    @pytest.mark.parametrize("content", [b"", b"no tensors at all", b"\x08" + bytes(7) + b"{}      "])
+    def test_a_file_that_holds_no_tensors(self, model_files, content):
+        directory = model_files.write(model_files.config("llama"))
+        (directory / "model.safetensors").write_bytes(content)
+        assert "model" in refusal(directory, (WeightsCorrupt, WeightsMismatch))
+
+    def test_a_truncated_file(self, model_files):
+        directory = model_files.write(model_files.config("llama"))
+        whole = (directory / "model.safetensors").read_bytes()
+        (directory / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        assert "is not a sound .safetensors file" in refusal(directory, WeightsCorrupt)
+
+
+class TestTheIndex:
+    @pytest.fixture
+    def sharded(self, model_files):
+        values = model_files.config("llama")
+        return model_files.write_shards(values, model_files.tensors(values))
+
+    def edit(self, directory, change):
+        path = directory / "model.safetensors.index.json"
+        index = json.loads(path.read_text("utf-8"))
+        change(index["weight_map"])
+        path.write_text(json.dumps(index), "utf-8")
+
+    def test_a_shard_that_is_not_there(self, sharded):
+        (sharded / "model-00002-of-00003.safetensors").unlink()
+        assert "model-00002-of-00003.safetensors is not there" in refusal(sharded, WeightsMissing)
+
+    def test_a_tensor_that_is_elsewhere(self, sharded):
+        self.edit(sharded, lambda files: files.update({"model.norm.weight": files["lm_head.weight"]}))
+        assert "model.norm.weight is not in" in refusal(sharded, WeightsCorrupt)
+
+    def test_a_tensor_that_is_nowhere(self, sharded):
+        self.edit(sharded, lambda files: files.update({"nowhere": files["lm_head.weight"]}))
+        assert "nowhere is not in" in refusal(sharded, WeightsCorrupt)
+
+    @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "weights.bin"])
+    def test_a_file_outside_the_directory(self, sharded, name):
+        self.edit(sharded, lambda files: files.update({"model.norm.weight": name}))
+        assert f"names {name!r}" in refusal(sharded, WeightsCorrupt)
+
+    def test_a_tensor_in_two_files(self, sharded):
+        files = sorted(sharded.glob("*.safetensors"))
+        save_file({"model.norm.weight": torch.zeros(32)}, files[0])
+        save_file({"model.norm.weight": torch.zeros(32)}, files[1])
+        assert "model.norm.weight is in" in refusal(sharded, WeightsCorrupt)
+
+    @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
+    def test_an_index_that_says_nothing(self, sharded, content):
+        (sharded / "model.safetensors.index.json").write_text(content, "utf-8")
+        assert "model.safetensors.index.json" in refusal(sharded, WeightsCorrupt)

@@ -1,0 +1,219 @@
+"""config.json: what each family says, and what is refused by name."""
+
+import json
+import math
+
+import pytest
+
+from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
+from experts.llm.config import (
+    LayerSpec,
+    Mlp,
+    MoeSpec,
+    QkNorm,
+    Residual,
+    RopeKind,
+    RopeSpec,
+    parse_spec,
+    read_spec,
+)
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+
+
+def refusal(values):
+    with pytest.raises(ModelUnsupported) as caught:
+        parse_spec(values, "coder")
+    assert "expert coder" in str(caught.value)
+    return caught.value
+
+
+class TestWhatFamiliesSay:
+    def test_a_dense_family_has_an_mlp_in_each_layer(self, model_files):
+        assert parse_spec(model_files.config("llama"), "x").layers == (LayerSpec(48),) * 3
+
+    @pytest.mark.parametrize(
+        ("family", "biases"),
+        [
+            ("llama", (False, False)),
+            ("qwen2", (True, False)),
+            ("qwen2_moe", (True, False)),
+            ("mixtral", (False, False)),
+        ],
+    )
+    def test_biases_are_the_family_s(self, model_files, family, biases):
+        spec = parse_spec(model_files.config(family), "x")
+        assert (spec.has_qkv_bias, spec.has_output_bias) == biases
+
+    @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmoe", "pr_moe"])
+    def test_biases_that_a_config_asks_for(self, model_files, family):
+        spec = parse_spec(model_files.config(family, attention_bias=True), "x")
+        assert (spec.has_qkv_bias, spec.has_output_bias) == (True, True)
+
+    @pytest.mark.parametrize(
+        ("family", "qk_norm"),
+        [("qwen3", QkNorm.HEAD), ("qwen3_moe", QkNorm.HEAD), ("olmoe", QkNorm.WHOLE), ("llama", None)],
+    )
+    def test_queries_and_keys_are_normalised_as_the_family_does(self, model_files, family, qk_norm):
+        assert parse_spec(model_files.config(family), "x").qk_norm is qk_norm
+
+    def test_mixtral_always_normalises_its_weights(self, model_files):
+        spec = parse_spec(model_files.config("mixtral", norm_topk_prob=False), "x")
+        assert {layer.moe.is_normalised for layer in spec.layers} == {True}
+
+    @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "olmoe"])
+    @pytest.mark.parametrize("is_normalised", [True, False])
+    def test_other_families_normalise_as_they_say(self, model_files, family, is_normalised):
+        spec = parse_spec(model_files.config(family, norm_topk_prob=is_normalised), "x")
+        assert {layer.moe.is_normalised for layer in spec.layers if layer.moe} == {is_normalised}
+
+    def test_dense_layers_between_sparse_ones(self, model_files):
+        named = parse_spec(model_files.config("qwen2_moe", mlp_only_layers=[0]), "x")
+        stepped = parse_spec(model_files.config("qwen3_moe", decoder_sparse_step=2), "x")
+        assert [layer.moe is None for layer in named.layers] == [True, False, False]
+        assert [layer.moe is None for layer in stepped.layers] == [True, False, True]
+        assert [layer.has_shared_expert for layer in named.layers] == [False, True, True]
+
+    def test_a_pyramid(self, model_files):
+        spec = parse_spec(model_files.config("pr_moe", residual="add", moe_intermediate_size=16), "x")
+        assert spec.layers == (
+            LayerSpec(48),
+            LayerSpec(48, MoeSpec(4, 1, 16, False), Residual.ADD),
+            LayerSpec(48, MoeSpec(6, 1, 16, False), Residual.ADD),
+        )
+        assert (spec.mlp, spec.has_mlp_bias) == (Mlp.GELU, True)
+
+    def test_a_pyramid_without_residual_has_nothing_beside_its_experts(self, model_files):
+        spec = parse_spec(model_files.config("pr_moe", residual=None), "x")
+        assert spec.layers[1] == LayerSpec(0, MoeSpec(4, 1, 48, False))
+
+    def test_one_number_of_experts_is_that_of_all_layers(self, model_files):
+        spec = parse_spec(model_files.config("pr_moe", num_experts=5), "x")
+        assert [layer.moe.moe_experts for layer in spec.layers] == [5, 5, 5]
+
+    def test_what_a_token_takes(self, model_files):
+        assert parse_spec(model_files.config("llama"), "x").kv_bytes(2) == 2 * 3 * 2 * 8 * 2
+
+    @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+    def test_both_names_of_the_number_of_experts(self, model_files, name):
+        spec = parse_spec({**model_files.config("qwen3_moe", num_experts=None), name: 4}, "x")
+        assert spec.layers[1].moe.moe_experts == 4
+
+
+class TestRotaryPositions:
+    LLAMA3 = {  # noqa: RUF012
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+
+    def test_old_and_new_spelling_say_the_same(self, model_files):
+        old = model_files.config("llama", rope_theta=5e5, rope_scaling=self.LLAMA3)
+        new = model_files.config("llama", rope_theta=None, rope_parameters={**self.LLAMA3, "rope_theta": 5e5})
+        older = model_files.config("llama", rope_theta=5e5, rope_scaling={**self.LLAMA3, "type": "llama3"})
+        del older["rope_scaling"]["rope_type"]
+        expected = RopeSpec(5e5, RopeKind.LLAMA3, 8.0, 32, 1.0, 4.0)
+        assert [parse_spec(values, "x").rope for values in (old, new, older)] == [expected] * 3
+
+    @pytest.mark.parametrize(("family", "theta"), [("llama", 1e4), ("mixtral", 1e6)])
+    def test_the_base_of_a_family_that_does_not_say_it(self, model_files, family, theta):
+        assert parse_spec(model_files.config(family, rope_theta=None), "x").rope == RopeSpec(theta)
+
+    @pytest.mark.parametrize(
+        ("given", "magnitude"),
+        [
+            ({}, 0.1 * math.log(4) + 1),
+            ({"attention_factor": 1.5}, 1.5),
+            ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        ],
+    )
+    def test_yarn_s_magnitude(self, model_files, given, magnitude):
+        scaling = {"rope_type": "yarn", "factor": 4.0, **given}
+        rope = parse_spec(model_files.config("qwen3", rope_scaling=scaling), "x").rope
+        assert rope == RopeSpec(1e4, RopeKind.YARN, 4.0, 128, 1.0, 32.0, True, pytest.approx(magnitude))
+
+    @pytest.mark.parametrize("kind", ["dynamic", "longrope", "unheard of"])
+    def test_other_scalings_are_refused(self, model_files, kind):
+        values = model_files.config("llama", rope_scaling={"rope_type": kind, "factor": 2.0})
+        assert refusal(values).field == "rope_scaling.rope_type"
+
+    def test_a_scaling_without_its_factor(self, model_files):
+        values = model_files.config("llama", rope_scaling={"rope_type": "linear"})
+        assert str(refusal(values)).endswith("config.json: rope_scaling.factor: is missing")
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize(
+        "field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"]
+    )
+    def test_a_field_that_is_missing_or_no_number(self, model_files, family, field):
+        assert refusal(model_files.config(family, **{field: None})).field == field
+        for value in ("many", 0, -1, True, [3], math.nan):
+            assert refusal(model_files.config(family, **{field: value})).field == field
+
+    @pytest.mark.parametrize("model_type", ["gpt2", "", None, 3])
+    def test_an_architecture_that_is_not_served(self, model_files, model_type):
+        assert refusal({**model_files.config("llama"), "model_type": model_type}).field == "model_type"
+
+    def test_those_that_are_served_are_listed(self, model_files):
+        text = str(refusal({**model_files.config("llama"), "model_type": "gpt2"}))
+        assert "'gpt2' is not served" in text
+        assert all(family in text for family in FAMILIES)
+
+    @pytest.mark.parametrize(
+        ("family", "field", "value"),
+        [
+            ("llama", "hidden_act", "gelu"),
+            ("llama", "quantization_config", {"bits": 4}),
+            ("llama", "partial_rotary_factor", 0.5),
+            ("llama", "head_dim", 7),
+            ("llama", "num_key_value_heads", 3),
+            ("llama", "rope_scaling", "linear"),
+            ("qwen2", "use_sliding_window", True),
+            ("qwen3", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+            ("mixtral", "sliding_window", 64),
+            ("mixtral", "num_experts_per_tok", 5),
+            ("qwen3_moe", "norm_topk_prob", None),
+            ("qwen2_moe", "norm_topk_prob", "yes"),
+            ("olmoe", "norm_topk_prob", None),
+            ("qwen2_moe", "mlp_only_layers", ["0"]),
+            ("qwen2_moe", "shared_expert_intermediate_size", None),
+            ("pr_moe", "num_experts", [0, 4]),
+            ("pr_moe", "num_experts", [0, 4, "six"]),
+            ("pr_moe", "num_experts_per_tok", 5),
+            ("pr_moe", "residual", "mean"),
+            ("pr_moe", "mlp", "relu"),
+            ("pr_moe", "mlp", None),
+        ],
+    )
+    def test_what_would_be_run_as_something_else(self, model_files, family, field, value):
+        assert refusal(model_files.config(family, **{field: value})).field == field
+
+    def test_whether_a_pyramid_is_residual_is_never_guessed(self, model_files):
+        values = model_files.config("pr_moe")
+        del values["residual"]
+        assert refusal(values).field == "residual"
+
+    @pytest.mark.parametrize("window", [None, 128, 4096])
+    def test_a_window_that_holds_the_whole_context_is_none(self, model_files, window):
+        parse_spec(model_files.config("mixtral", sliding_window=window), "x")
+
+
+class TestTheFile:
+    def test_it_is_read(self, model_files):
+        values = model_files.config("qwen3")
+        assert read_spec(model_files.write(values), "x") == parse_spec(values, "x")
+
+    def test_it_is_not_there(self, tmp_path):
+        with pytest.raises(WeightsMissing, match=r"config\.json is not there"):
+            read_spec(tmp_path, "x")
+
+    @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"3"])
+    def test_it_is_no_json_object(self, tmp_path, content):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(WeightsCorrupt, match=r"config\.json"):
+            read_spec(tmp_path, "x")
+
+    def test_unknown_fields_say_nothing_of_the_numbers(self, model_files):
+        values = {**model_files.config("llama"), "transformers_version": "5.0", "use_cache": True}
+        assert parse_spec(json.loads(json.dumps(values)), "x") == parse_spec(model_files.config("llama"), "x")

@@ -1,0 +1,130 @@
+"""Dispatch: every way of running the experts against the sparse einsum form, over all shapes of routing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.llm.config import Mlp, MoeSpec
+from experts.llm.dispatch import (
+    MlpWeights,
+    combine,
+    run_each,
+    run_grouped,
+    run_mlp,
+    run_moe_experts,
+    run_padded,
+    scatter,
+    way_of_running,
+)
+from experts.llm.gate import mapping_table, route
+from experts.llm.sparse_einsum import run_sparse, sparse_route
+
+HIDDEN, SIZE = 16, 8
+
+
+def draw_weights(moe_experts, kind, has_bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+    raised = SIZE * (2 if kind is Mlp.SWIGLU else 1)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator) / 4
+
+    biases = (random(moe_experts, raised), random(moe_experts, HIDDEN)) if has_bias else (None, None)
+    return MlpWeights(kind, random(moe_experts, raised, HIDDEN), random(moe_experts, HIDDEN, SIZE), *biases)
+
+
+@st.composite
+def layers(draw):
+    """Tokens, their gate logits, a layer's experts. Some draws leave experts empty, or one with all tokens."""
+    moe_experts = draw(st.sampled_from([1, 2, 5, 16]))
+    per_token = draw(st.sampled_from(sorted({1, min(2, moe_experts), moe_experts})))
+    tokens = draw(st.sampled_from([0, 1, 3, 40]))
+    seed = draw(st.integers(0, 1000))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn((tokens, moe_experts), generator=generator)
+    logits[:, draw(st.integers(0, moe_experts - 1))] += draw(st.sampled_from([0.0, 20.0]))
+    weights = draw_weights(moe_experts, draw(st.sampled_from(Mlp)), draw(st.booleans()), seed)
+    hidden = torch.randn((tokens, HIDDEN), generator=generator)
+    return hidden, logits, MoeSpec(moe_experts, per_token, SIZE, draw(st.booleans())), weights
+
+
+@settings(deadline=None)
+@given(layers())
+def test_every_way_gives_what_the_sparse_einsums_give(layer):
+    tokens, logits, spec, weights = layer
+    table = route(logits, spec)
+    expected = run_sparse(tokens, sparse_route(logits, spec), weights)
+    for run in (run_each, run_grouped, run_padded):
+        given_back = combine(run(scatter(tokens, table), table, weights), table, tokens.dtype)
+        torch.testing.assert_close(given_back, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run_moe_experts(tokens, table, weights), expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None)
+@given(layers())
+def test_a_token_is_the_weighted_sum_of_its_experts(layer):
+    tokens, logits, spec, weights = layer
+    table = route(logits, spec)
+    given_back = run_moe_experts(tokens, table, weights)
+    assert given_back.shape == tokens.shape
+    for token, row in enumerate(logits.softmax(dim=-1)):
+        chosen = row.topk(spec.per_token)
+        shares = chosen.values / chosen.values.sum() if spec.is_normalised else chosen.values
+        alone = [run_mlp(tokens[token : token + 1], weights.of(one))[0] for one in chosen.indices.tolist()]
+        expected = sum(share * one for share, one in zip(shares, alone, strict=True))
+        torch.testing.assert_close(given_back[token], expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None)
+@given(layers())
+def test_there_and_back_again_is_nothing_but_the_weights_sum(layer):
+    tokens, logits, spec, _ = layer
+    table = route(logits, spec)
+    there_and_back = combine(scatter(tokens, table), table, tokens.dtype)
+    torch.testing.assert_close(there_and_back, tokens * table.weight.sum(dim=-1, keepdim=True))
+
+
+@settings(deadline=None)
+@given(layers())
+def test_the_same_again_is_the_same_to_the_bit(layer):
+    tokens, logits, spec, weights = layer
+    first, again = (run_moe_experts(tokens, route(logits, spec), weights) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_combination_is_in_fp32():
+    """256 choices of 1/256 each: in bf16 the sum would stop growing long before 1."""
+    table = mapping_table(torch.arange(256)[None], torch.full((1, 256), 1 / 256), 256)
+    computed = torch.full((256, HIDDEN), 1.0078125, dtype=torch.bfloat16)
+    assert combine(computed, table, torch.float32)[0, 0].item() == pytest.approx(1.0078125)
+
+
+class TestWhichWay:
+    def way(self, chosen, hidden=HIDDEN):
+        weights = MlpWeights(Mlp.SWIGLU, torch.zeros(4, 2 * SIZE, hidden), torch.zeros(4, hidden, SIZE))
+        table = mapping_table(torch.tensor(chosen)[:, None], torch.ones(len(chosen), 1), 4)
+        return way_of_running(torch.zeros(len(chosen), hidden), table, weights)
+
+    def test_few_pairs_go_one_expert_at_a_time(self):
+        assert self.way([0, 1, 2, 3] * 2) is run_each
+
+    def test_many_that_are_spread_evenly_are_padded(self):
+        assert self.way([0, 1, 2, 3] * 100) is run_padded
+
+    def test_many_that_are_not_go_together(self):
+        assert self.way([0] * 400) is run_grouped
+
+    def test_nor_can_rows_that_are_not_aligned(self):
+        assert self.way([0] * 400, hidden=15) is run_each
+
+    def test_what_is_not_aligned_is_computed_all_the_same(self):
+        spec = MoeSpec(4, 2, SIZE, True)
+        generator = torch.Generator().manual_seed(0)
+        tokens, logits = torch.randn((64, 15), generator=generator), torch.randn((64, 4), generator=generator)
+        logits[:, :2] += 20
+        up, down = torch.randn((4, 2 * SIZE, 15), generator=generator), torch.randn((4, 15, SIZE), generator=generator)
+        weights = MlpWeights(Mlp.SWIGLU, up, down)
+        expected = run_sparse(tokens, sparse_route(logits, spec), weights)
+        given_back = run_moe_experts(tokens, route(logits, spec), weights)
+        torch.testing.assert_close(given_back, expected, atol=1e-4, rtol=1e-4)
