@@ -1,0 +1,198 @@
+"""Turns: whose requests an idle executor runs next, and which of them together.
+
+An expert with leases runs in quanta: its requests that are not done when one is over wait as its *ongoing* group for
+the next. So an executor has two kinds of work, and they take turns:
+
+    after a turn of an ongoing group    the others go first: the first group in the queue's order whose expert may run
+    after any other batch               the ongoing group goes whose last turn is longest ago
+    if the one kind cannot go           the other does
+
+A first quantum counts as a turn where no other ongoing group is passed by it. A batch of an expert with an ongoing
+group takes that one's requests first, then those that have not begun (iteration-level scheduling, seen from outside:
+Orca, section 3), as many as a batch, the workspace, the leases and the overtaking bound let in. Requests whose batch
+failed run alone until their step ends, so that one of them that breaks every batch ends without the others.
+
+Guarantees: an image whose expert is here waits for at most one quantum more per batch before it than without ongoing
+groups; an ongoing group whose expert may run is never passed by two batches in a row that none of the ongoing groups
+is in; a group that cannot begin, for want of its lease or of a place beside those that have begun, asks for nothing
+and keeps nobody from running; among those that can begin the overtaking bound holds. One that has begun overtakes
+nobody by going on, as it does so only every other batch. Without leases every answer is what it would be without
+this: the head, or the first group whose expert is here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.core.leases import Leases
+    from agent.core.placement import Placement
+    from agent.core.policy import Policy
+    from agent.core.pool import ModelPool
+    from agent.core.queue import ExecutorQueue, Group
+    from agent.core.splitter import BatchSplitter
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """So many requests of a group, from its first one on, that run in the next batch."""
+
+    group: Group
+    count: int
+
+
+class Turns:
+    """Of all queues of one Engine. ``runs_alone``: did a batch fail that this request was in?"""
+
+    def __init__(
+        self,
+        pools: Mapping[str, ModelPool],
+        placement: Placement,
+        leases: Leases,
+        splitter: BatchSplitter,
+        policy: Policy,
+        max_overtake_s: float,
+        runs_alone: Callable[[int], bool],
+    ) -> None:
+        self._pools = pools
+        self._placement = placement
+        self._leases = leases
+        self._splitter = splitter
+        self._is_overlapping = policy.overlapping
+        self._max_overtake_s = max_overtake_s if policy.bounded else math.inf
+        self._runs_alone = runs_alone
+
+    def look_again(self, queues: Sequence[ExecutorQueue]) -> None:
+        """Leases, residency or groups have changed: who is to be passed over?"""
+        for queue in queues:
+            pool = self._pools[queue.spec.pool]
+            for group in queue.ongoing.values():
+                group.is_passed_over = pool.is_resident(group.profile.copy)
+            for group in queue.begins:
+                group.is_passed_over = not self._can_begin(queue, group)
+
+    def next_group(self, queue: ExecutorQueue) -> Group | None:
+        """The group that an idle executor runs next, if any may run."""
+        if not queue.ongoing:
+            return self._first_of_others(queue)
+        longest = self._longest_without_turn(queue)
+        if longest is not None and not queue.had_turn:
+            return longest
+        first = self._first_of_others(queue)
+        return longest if first is None and not self._waits_for_its_load(queue) else first
+
+    def is_anything_runnable(self, queue: ExecutorQueue) -> bool:
+        """Could its executor run something, were it idle?"""
+        return self._next_runnable(queue) is not None or self._longest_without_turn(queue) is not None
+
+    def is_turn(self, queue: ExecutorQueue, group: Group) -> bool:
+        """Do the others go first after this batch: is it a quantum, and no ongoing group of another expert is due?"""
+        if not group.profile.performance.runs_in_quanta:
+            return False
+        due = self._longest_without_turn(queue)
+        return due is None or due.profile.copy == group.profile.copy
+
+    def shares(self, queue: ExecutorQueue, group: Group) -> list[Share]:
+        """What of a group that runs in quanta, and of the others on its copy, runs in one batch; it begins now."""
+        if group.alone:
+            return self._begin(queue, (group,), 1)
+        if group.is_ongoing and self._runs_alone(next(iter(group.requests))):
+            return [Share(group, 1)]
+        begun, riders = queue.ongoing.get(group.profile.copy), self._riders(queue, group)
+        waiting = self._joining(queue, group)
+        size = self._batch_size(queue, group, riders + sum(len(each.requests) for each in waiting))
+        riding = min(riders, size)
+        shares = [Share(begun, riding)] if begun is not None and riding else []
+        return shares + self._begin(queue, waiting, size - riding)
+
+    def _joining(self, queue: ExecutorQueue, group: Group) -> list[Group]:
+        """The groups that those who begin in a batch of this one come from, in their order."""
+        return [
+            each
+            for each in queue.all_to_begin(group.expert)
+            if each.profile.copy == group.profile.copy
+            and not each.alone
+            and (group.is_ongoing or each.order >= group.order)
+        ]
+
+    def _begin(self, queue: ExecutorQueue, groups: Sequence[Group], places: int) -> list[Share]:
+        """Who of these begins now, in their order, up to the first that cannot; they have their leases then."""
+        shares = []
+        for group in groups:
+            latest_s = self._passed_s(self._here(queue), group) + self._max_overtake_s
+            count = 0
+            for request, since_s in group.requests.items():
+                if count == places or since_s >= latest_s or not self._leases.can_begin(request):
+                    break
+                self._leases.begin(request)
+                count += 1
+            if count:
+                shares.append(Share(group, count))
+            if count < len(group.requests):
+                break
+            places -= count
+        return shares
+
+    def _first_of_others(self, queue: ExecutorQueue) -> Group | None:
+        """The front if its expert may run; else, with an overlapping policy, the first group whose expert may."""
+        front = queue.front
+        if front is not None and self._placement.may_use(self._pools[queue.spec.pool], front.profile.copy):
+            return front
+        return self._next_runnable(queue) if self._is_overlapping else None
+
+    def _waits_for_its_load(self, queue: ExecutorQueue) -> bool:
+        """Does nothing run while the expert that is asked for is on its way? One that goes on waits for nobody's."""
+        front = queue.front
+        return not self._is_overlapping and front is not None and not front.is_ongoing
+
+    def _next_runnable(self, queue: ExecutorQueue) -> Group | None:
+        """The first group that is not ongoing whose expert may run now.
+
+        None where one before it has its expert here, held for an overdue claim, and would be passed beyond the bound.
+        """
+        pool, here = self._pools[queue.spec.pool], self._here(queue)
+        runnable = (group for group in here if self._placement.may_use(pool, group.profile.copy))
+        first = min(runnable, key=lambda group: group.order, default=None)
+        if first is None or self._max_overtake_s == math.inf:
+            return first
+        return first if first.newest_s < self._passed_s(here, first) + self._max_overtake_s else None
+
+    def _here(self, queue: ExecutorQueue) -> list[Group]:
+        """Of each expert that is here the next group that is not ongoing, if it can begin."""
+        entries = self._pools[queue.spec.pool].entries()
+        groups = (queue.first_to_begin(entry.expert) for entry in entries if entry.is_resident)
+        return [group for group in groups if group is not None and not group.is_passed_over]
+
+    def _passed_s(self, here: Sequence[Group], group: Group) -> float:
+        """When the oldest request was queued that a batch of this group would pass."""
+        return min((each.oldest_s for each in here if each.order < group.order), default=math.inf)
+
+    def _longest_without_turn(self, queue: ExecutorQueue) -> Group | None:
+        """Of the ongoing groups whose expert may run, the one whose last turn is longest ago."""
+        pool = self._pools[queue.spec.pool]
+        able = (group for group in queue.ongoing.values() if self._placement.may_use(pool, group.profile.copy))
+        return min(able, key=lambda group: group.order, default=None)
+
+    def _can_begin(self, queue: ExecutorQueue, group: Group) -> bool:
+        """Is there a lease for its first request, and a place beside those that have begun?"""
+        if not self._leases.can_begin(next(iter(group.requests))):
+            return False
+        riders = self._riders(queue, group)
+        return not riders or riders < self._batch_size(queue, group, riders + 1)
+
+    def _riders(self, queue: ExecutorQueue, group: Group) -> int:
+        """How many of those that have begun would run in a batch of this group, if it could be so large."""
+        begun = queue.ongoing.get(group.profile.copy)
+        if begun is None or group.alone:
+            return 0
+        return sum(1 for _ in takewhile(lambda request: not self._runs_alone(request), begun.requests))
+
+    def _batch_size(self, queue: ExecutorQueue, group: Group, waiting: int) -> int:
+        spec = queue.spec
+        free_bytes = self._pools[spec.pool].workspace_for(spec.id)
+        return self._splitter.batch_size(group.expert, spec.id, group.profile.performance, waiting, free_bytes)
