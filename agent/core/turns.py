@@ -91,11 +91,11 @@ class Turns:
         return self._next_runnable(queue) is not None or self._longest_without_turn(queue) is not None
 
     def is_turn(self, queue: ExecutorQueue, group: Group) -> bool:
-        """Do the others go first after this batch: is it a quantum, and no ongoing group of another expert is due?"""
+        """Do the others go first after this batch: is it a quantum, and one of the ongoing group that is due, if any?"""
         if not group.profile.performance.runs_in_quanta:
             return False
         due = self._longest_without_turn(queue)
-        return due is None or due.profile.copy == group.profile.copy
+        return due in (None, group) or (due is queue.ongoing.get(group.profile.copy) and self._riders(queue, group) > 0)
 
     def shares(self, queue: ExecutorQueue, group: Group) -> list[Share]:
         """What of a group that runs in quanta, and of the others on its copy, runs in one batch; it begins now."""

@@ -31,6 +31,7 @@ MAX_OVERTAKE_S = 1.0
 CPU_ONLY, SPLIT, UNIFIED = {"cpu": "host"}, {"cpu": "host", "gpu": "device"}, {"cpu": "host", "gpu": "host"}
 BOXES = (CPU_ONLY, SPLIT, UNIFIED)
 ANSWERS_PER_REQUEST = 50  # three times what any needs
+TEXTS = (0, 0, 1, 2)  # experts whose requests count in tokens
 WORKS = (IMAGE, Work(2, 1, 3), Work(1, 3, 6), Work(0, 2, 2), Work(1, 2, 12))  # the last fits in few memories
 
 
@@ -68,7 +69,7 @@ def text_performance(draw) -> Performance:
 def setups(draw, policies=tuple(PRESETS)):
     classifiers = [f"cls/{n}" for n in range(draw(st.integers(1, 6)))]
     detectors = [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
-    texts = [f"llm/{n}" for n in range(draw(st.sampled_from([0, 0, 1, 2])))]
+    texts = [f"llm/{n}" for n in range(draw(st.sampled_from(TEXTS)))]
     experts = classifiers + detectors + texts
     routes = {f"t{number}": (RouteStep(text, OK),) for number, text in enumerate(texts)}
     for number, classifier in enumerate(classifiers):
