@@ -15,12 +15,14 @@ Guarantees, whatever comes and in whatever order:
     with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
     head waits for the very room of that expert, or the request can have no lease yet, or no place in a batch beside
     those that have begun;
-    images and quanta take turns (see ``turns``), so that an image waits for at most one quantum more per batch before
-    it, and what has begun is passed by no two batches of others in a row while its expert is here;
+    images and quanta take turns (see ``turns``): with an overlapping policy an image waits for at most one quantum per
+    batch of images before it and its own, and what has begun is passed by no two of these in a row while its expert is
+    here;
     with a bounded policy, a head of a queue whose oldest remaining request has waited for ``max_overtake_s`` gets the
     next room that comes free and the next place on the link, the oldest of several first, and no request whose expert
-    is resident and that could begin is overtaken by one that came ``max_overtake_s`` or more after it; while its expert
-    is on its way, others may run meanwhile; no lease is taken of what those need who have waited for so long.
+    is resident and that could begin is overtaken by one that came ``max_overtake_s`` or more after it, but in the batch
+    of images that follows a quantum; while its expert is on its way, others may run meanwhile; no lease is taken of
+    what those need who have waited for so long.
 Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
 another event, a Tick comes; each quantum leaves its requests less work than they had.
 """
@@ -618,7 +620,7 @@ class Engine:
         spec, performance, is_front = queue.spec, group.profile.performance, group is queue.front
         pool = self._pools[spec.pool]
         quantum_s = self._limits.quantum_s if performance.runs_in_quanta else None
-        queue.had_turn = quantum_s is not None and self._turns.is_turn(queue, group)
+        self._turns.starts(queue, group)
         requests = self._take_images(queue, group) if quantum_s is None else self._take_quantum(queue, group)
         predicted_s = performance.latency_s(len(requests)) + self._off_queue(requests, performance)
         self._last_batch += 1

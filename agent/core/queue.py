@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Group:
     """Requests on one expert that run one after another. ``next`` and ``previous`` are its neighbours.
 
-    ``requests`` holds when each was queued, the oldest first; a group in a queue is never empty. One that
-    ``is_passed_over`` asks for nothing: it is ongoing and its expert is here, or nobody in it can begin (see ``turns``).
+    ``requests`` holds when each was queued, the oldest first; a group in a queue is never empty. Who ``is_passed_over``
+    asks for nothing: it is ongoing and its expert is here, or nobody in it can begin (see ``turns``).
     """
 
     expert: str
@@ -67,7 +67,8 @@ class ExecutorQueue:
         self.is_overtaken = False  # what runs, or ran last, was not the head: its expert was still on its way
         self.request_count = 0
         self.unfinished_s = 0.0  # predicted to be left of what runs, once its quantum is over
-        self.had_turn = False  # what runs, or ran last, was the ongoing group's turn: others go first now
+        self.had_quantum = False  # what runs, or ran last, is one: images go first now
+        self.owes_turn = False  # the last quantum passed the ongoing group whose turn was longest ago
         self.ongoing: dict[str, Group] = {}  # by copy
         self.begins: dict[Group, None] = {}  # the groups whose requests take a lease to begin, in the order they came
         self._pending_s = 0.0

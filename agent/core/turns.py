@@ -3,21 +3,26 @@
 An expert with leases runs in quanta: its requests that are not done when one is over wait as its *ongoing* group for
 the next. So an executor has two kinds of work, and they take turns:
 
-    after a turn of an ongoing group    the others go first: the first group in the queue's order whose expert may run
-    after any other batch               the ongoing group goes whose last turn is longest ago
-    if the one kind cannot go           the other does
+    after a quantum        images: the first group in the queue's order whose expert may run
+    after a batch          a quantum: of those of the ongoing groups and of the groups of experts that have none, the
+    of images              one that stands first; an ongoing one goes to the tail after each
+    if the one kind        the other does
+    cannot go
 
-A first quantum counts as a turn where no other ongoing group is passed by it. A batch of an expert with an ongoing
-group takes that one's requests first, then those that have not begun (iteration-level scheduling, seen from outside:
-Orca, section 3), as many as a batch, the workspace, the leases and the overtaking bound let in. Requests whose batch
-failed run alone until their step ends, so that one of them that breaks every batch ends without the others.
+A quantum of requests that begin, and that passes the ongoing group whose last turn is longest ago, makes that one the
+next. A batch of an expert with an ongoing group takes that one's requests first, then those that have not begun
+(iteration-level scheduling, seen from outside: Orca, section 3), as many as a batch, the workspace, the leases and the
+overtaking bound let in. Requests whose batch failed run alone until their step ends, so that one of them that breaks
+every batch ends without the others.
 
-Guarantees: an image whose expert is here waits for at most one quantum more per batch before it than without ongoing
-groups; an ongoing group whose expert may run is never passed by two batches in a row that none of the ongoing groups
-is in; a group that cannot begin, for want of its lease or of a place beside those that have begun, asks for nothing
-and keeps nobody from running; among those that can begin the overtaking bound holds. One that has begun overtakes
-nobody by going on, as it does so only every other batch. Without leases every answer is what it would be without
-this: the head, or the first group whose expert is here.
+Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row, whatever has
+begun or waits to begin; an ongoing group whose expert may run is passed by no two batches of images in a row, and
+between two turns of ongoing groups by no two quanta of others. Whoever begins passes nobody that came longer before
+it than the overtaking bound; an image does so only in the batch after a quantum; one that has begun passes nobody by
+going on. Without overlap the queue's order decides in place of the kind, and an ongoing group is passed by one batch.
+A group that cannot begin, for want of its lease or of a place beside those that have begun, asks for nothing and keeps
+nobody from running. Without leases every answer is what it would be without this: the head, or the first group whose
+expert is here.
 """
 
 from __future__ import annotations
@@ -78,24 +83,25 @@ class Turns:
 
     def next_group(self, queue: ExecutorQueue) -> Group | None:
         """The group that an idle executor runs next, if any may run."""
-        if not queue.ongoing:
-            return self._first_of_others(queue)
-        longest = self._longest_without_turn(queue)
-        if longest is not None and not queue.had_turn:
-            return longest
-        first = self._first_of_others(queue)
-        return longest if first is None and not self._waits_for_its_load(queue) else first
+        if not (queue.ongoing or queue.begins):
+            return self._first(queue)
+        if not self._is_overlapping:
+            return self._next_in_order(queue)
+        if queue.had_quantum:
+            return self._next_images(queue) or self._next_quantum(queue)
+        return self._next_quantum(queue) or self._next_images(queue)
 
     def is_anything_runnable(self, queue: ExecutorQueue) -> bool:
         """Could its executor run something, were it idle?"""
         return self._next_runnable(queue) is not None or self._longest_without_turn(queue) is not None
 
-    def is_turn(self, queue: ExecutorQueue, group: Group) -> bool:
-        """Do the others go first after this batch: is it a quantum, and one of the ongoing group that is due, if any?"""
-        if not group.profile.performance.runs_in_quanta:
-            return False
-        due = self._longest_without_turn(queue)
-        return due in (None, group) or (due is queue.ongoing.get(group.profile.copy) and self._riders(queue, group) > 0)
+    def starts(self, queue: ExecutorQueue, group: Group) -> None:
+        """A batch of this group starts: what of that do the next ones go by?"""
+        queue.had_quantum = group.profile.performance.runs_in_quanta
+        if queue.had_quantum:
+            due = self._longest_without_turn(queue)
+            rides = due is queue.ongoing.get(group.profile.copy) and self._riders(queue, group) > 0
+            queue.owes_turn = due is not None and due is not group and not rides
 
     def shares(self, queue: ExecutorQueue, group: Group) -> list[Share]:
         """What of a group that runs in quanta, and of the others on its copy, runs in one batch; it begins now."""
@@ -138,25 +144,62 @@ class Turns:
             places -= count
         return shares
 
-    def _first_of_others(self, queue: ExecutorQueue) -> Group | None:
+    def _first(self, queue: ExecutorQueue) -> Group | None:
         """The front if its expert may run; else, with an overlapping policy, the first group whose expert may."""
         front = queue.front
         if front is not None and self._placement.may_use(self._pools[queue.spec.pool], front.profile.copy):
             return front
         return self._next_runnable(queue) if self._is_overlapping else None
 
-    def _waits_for_its_load(self, queue: ExecutorQueue) -> bool:
-        """Does nothing run while the expert that is asked for is on its way? One that goes on waits for nobody's."""
-        front = queue.front
-        return not self._is_overlapping and front is not None and not front.is_ongoing
+    def _next_in_order(self, queue: ExecutorQueue) -> Group | None:
+        """Without overlap: an ongoing group, or the front, or nothing while the front's load is on its way.
+
+        One that goes on waits for no load that is not its own.
+        """
+        longest, front = self._longest_without_turn(queue), queue.front
+        if longest is not None and (queue.owes_turn or not queue.had_quantum):
+            return longest
+        first = self._first(queue)
+        return longest if first is None and (front is None or front.is_ongoing) else first
+
+    def _next_images(self, queue: ExecutorQueue) -> Group | None:
+        """The first group of images whose expert may run now; after a quantum it may pass whoever waits to begin."""
+        here = [
+            group for group in self._here(queue) if not (queue.had_quantum and group.profile.performance.runs_in_quanta)
+        ]
+        images = [group for group in here if not group.profile.performance.runs_in_quanta]
+        return self._first_within_bound(queue, images, here)
+
+    def _next_quantum(self, queue: ExecutorQueue) -> Group | None:
+        """The first of the ongoing groups and of those whose requests would begin without any that go on."""
+        longest = self._longest_without_turn(queue)
+        if longest is not None and queue.owes_turn:
+            return longest
+        pool, here = self._pools[queue.spec.pool], self._here(queue)
+        beginning = (
+            group
+            for group in here
+            if group.profile.performance.runs_in_quanta
+            and self._placement.may_use(pool, group.profile.copy)
+            and not self._riders(queue, group)
+            and group.oldest_s < self._passed_s(here, group) + self._max_overtake_s
+        )
+        first = min(beginning, key=lambda group: group.order, default=None)
+        if first is None or longest is None:
+            return first or longest
+        return min(first, longest, key=lambda group: group.order)
 
     def _next_runnable(self, queue: ExecutorQueue) -> Group | None:
         """The first group that is not ongoing whose expert may run now.
 
         None where one before it has its expert here, held for an overdue claim, and would be passed beyond the bound.
         """
-        pool, here = self._pools[queue.spec.pool], self._here(queue)
-        runnable = (group for group in here if self._placement.may_use(pool, group.profile.copy))
+        here = self._here(queue)
+        return self._first_within_bound(queue, here, here)
+
+    def _first_within_bound(self, queue: ExecutorQueue, groups: Sequence[Group], here: Sequence[Group]) -> Group | None:
+        pool = self._pools[queue.spec.pool]
+        runnable = (group for group in groups if self._placement.may_use(pool, group.profile.copy))
         first = min(runnable, key=lambda group: group.order, default=None)
         if first is None or self._max_overtake_s == math.inf:
             return first

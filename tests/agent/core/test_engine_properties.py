@@ -194,7 +194,8 @@ class Shell:
     work: dict[int, Work] = field(default_factory=dict)
     begun: dict[int, tuple[str, int]] = field(default_factory=dict)  # request -> memory and bytes of its lease
     left: dict[int, Work] = field(default_factory=dict)  # of those that have begun
-    passed: dict[tuple[int, str], int] = field(default_factory=dict)  # executor, expert that goes on -> batches past it
+    passed: dict[tuple[int, str], list[bool]] = field(default_factory=dict)  # who goes on -> is each past it a quantum?
+    kinds: dict[int, bool] = field(default_factory=dict)  # executor -> was its last batch a quantum?
     standings: dict[str, tuple[Standing, float]] = field(default_factory=dict)  # of experts, and until when they pause
     short: set[str] = field(default_factory=set)  # memories of which the box has less than was planned with
     generation: int = 1
@@ -240,7 +241,6 @@ class Shell:
             self.resident[effect.pool].remove(effect.copy)
         elif isinstance(effect, StartBatch):
             self.check_batch(effect)
-            self.check_turns(effect.batch)
             self.batches[effect.batch.id] = effect
             self.begin(effect.batch)
         elif isinstance(effect, Assigned):
@@ -314,22 +314,28 @@ class Shell:
         )
 
     def check_turns(self, batch) -> None:
-        """Who goes on is passed by no two batches in a row of those that do not, while its expert may run."""
-        waiting = {
-            expert
+        """Who goes on is passed by no two batches of images in a row, and by one that begins at most, while its expert
+        may run; with an overlapping policy no image is passed by two quanta in a row."""
+        is_text, goes_on = batch.quantum_s is not None, bool(self.begun.keys() & set(batch.requests))
+        here = [
+            (request, expert)
             for request, (executor, expert, _) in self.queued.items()
-            if executor == batch.executor and request in self.begun and self.is_resident(executor, expert)
-        }
-        is_passed = not self.begun.keys() & set(batch.requests) and not self.is_room_awaited(
-            self.pool_of(batch.executor)
-        )
+            if executor == batch.executor and self.is_resident(executor, expert)
+        ]
+        is_held = self.is_room_awaited(self.pool_of(batch.executor))
+        is_overlapping = PRESETS[self.setup.policy].overlapping
+        if is_text and self.kinds.get(batch.executor) and is_overlapping and not is_held:
+            assert all(self.runs_in_quanta(batch.executor, expert) for _, expert in here)
+        self.kinds[batch.executor] = is_text
+        waiting = {expert for request, expert in here if request in self.begun}
         for expert in self.setup.graph.experts:
             key = batch.executor, expert
-            if expert not in waiting or self.begun.keys() & set(batch.requests):
+            if goes_on or expert not in waiting:
                 self.passed.pop(key, None)
-            elif is_passed:
-                self.passed[key] = self.passed.get(key, 0) + 1
-                assert self.passed[key] <= 1
+            elif not is_held:
+                self.passed.setdefault(key, []).append(is_text)
+                assert sorted(self.passed[key]) in ([False], [True], [False, True])
+                assert is_overlapping or len(self.passed[key]) == 1
 
     def check_standing(self, effect: StandingChanged) -> None:
         """Nobody leaves quarantine, or is told to serve again without having been on probation; pauses are bounded."""
@@ -371,6 +377,7 @@ class Shell:
         self.check_kept_leases(batch)
         if PRESETS[self.setup.policy].bounded and not self.may_fail:
             self.check_overtaking(batch)
+        self.check_turns(batch)
 
     def check_overtaking(self, batch) -> None:
         """Who waits on a resident expert, and can begin, is overtaken by nobody who begins and came max_overtake_s or
@@ -379,6 +386,8 @@ class Shell:
         for request, (executor, expert, since) in self.queued.items():
             if executor != batch.executor or request in batch.requests or request in self.begun:
                 continue
+            if batch.quantum_s is None and self.kinds.get(executor) and self.runs_in_quanta(executor, expert):
+                continue  # images have the batch after a quantum
             if self.is_resident(executor, expert) and self.can_begin(request):
                 assert max(beginning, default=-1.0) < since + MAX_OVERTAKE_S
 

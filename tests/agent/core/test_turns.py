@@ -223,9 +223,20 @@ def test_ongoing_groups_take_turns_and_images_wait_for_one_of_them_at_a_time():
     assert line.quantum_ends() == [("u", (1,))]  # its first: t is due, and passed
     for request in range(2, 12):
         line.ask(request, "b")
-    runs = [line.quantum_ends(), line.quantum_ends(), line.images_end()[-1:], line.quantum_ends()]
-    assert runs == [[("t", (0,))], [("b", (2, 3, 4, 5))], [("u", (1,))], [("b", (6, 7, 8, 9))]]
-    assert line.images_end()[-1:] == [("t", (0,))]
+    runs = [line.quantum_ends(), line.images_end()[-1:], line.quantum_ends(), line.images_end()[-1:]]
+    assert runs == [[("b", (2, 3, 4, 5))], [("t", (0,))], [("b", (6, 7, 8, 9))], [("u", (1,))]]
+
+
+def test_images_that_came_behind_many_texts_wait_for_one_quantum_and_these_begin_between_them():
+    line = Line(share=100)
+    for request in range(9):
+        line.ask(request, "t")
+    for request in range(10, 20):
+        line.ask(request, "a")
+    assert line.quantum_ends(finished=[0])[-1:] == [("a", (10, 11, 12, 13))]
+    assert line.images_end()[-1:] == [("t", (1, 2, 3))]
+    assert line.quantum_ends(finished=[1])[-1:] == [("a", (14, 15, 16, 17))]
+    assert line.images_end()[-1:] == [("t", (2, 3, 4))]
 
 
 def test_first_quanta_of_others_pass_an_ongoing_group_once():
