@@ -253,7 +253,8 @@ class Engine:
     def _check_leases(self) -> None:
         """Who has begun holds a lease where it is, who has not waits for one, and nobody else does either."""
         self._leases.check_invariants()
-        begun, waiting = {}, set()
+        begun: dict[int, str] = {}
+        waiting: set[int] = set()
         for queue in self._scheduler.queues:
             groups = list(queue.groups())
             ongoing = [group for group in groups if group.is_ongoing]
