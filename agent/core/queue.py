@@ -97,10 +97,12 @@ class ExecutorQueue:
 
     def first_group(self, expert: str) -> Group | None:
         """The next group on this expert."""
-        for group in self.ongoing.values():
-            if group.expert == expert:
-                return group
-        return self.first_to_begin(expert)
+        if self.ongoing:
+            for group in self.ongoing.values():
+                if group.expert == expert:
+                    return group
+        groups = self._groups_of.get(expert)
+        return groups[0] if groups else None
 
     def first_to_begin(self, expert: str) -> Group | None:
         """The next group on this expert that is not ongoing."""

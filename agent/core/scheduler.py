@@ -69,8 +69,9 @@ class Scheduler:
             self._option(queue, expert, profile, now, 0.0 if work is IMAGE else profile.performance.tokens_s(work))
             for queue in self.queues
             if (profile := self.matrix.experts[queue.spec.processor].get(expert)) is not None
-            and queue.spec.id not in unable
         ]
+        if unable:
+            options = [option for option in options if option.queue.spec.id not in unable]
         if not options:
             return None
         barred = self._barred(expert, now)

@@ -207,9 +207,13 @@ class Turns:
 
     def _here(self, queue: ExecutorQueue) -> list[Group]:
         """Of each expert that is here the next group that is not ongoing, if it can begin."""
-        entries = self._pools[queue.spec.pool].entries()
-        groups = (queue.first_to_begin(entry.expert) for entry in entries if entry.is_resident)
-        return [group for group in groups if group is not None and not group.is_passed_over]
+        return [
+            group
+            for entry in self._pools[queue.spec.pool].entries()
+            if (group := queue.first_to_begin(entry.expert)) is not None
+            and not group.is_passed_over
+            and entry.is_resident
+        ]
 
     def _passed_s(self, here: Sequence[Group], group: Group) -> float:
         """When the oldest request was queued that a batch of this group would pass."""
