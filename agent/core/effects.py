@@ -28,7 +28,7 @@ class StartLoad:
 
 @dataclass(frozen=True, slots=True)
 class StartBatch:
-    """Run a batch. Answer Finished or BatchFailed."""
+    """Run a batch. Answer Finished, Progressed where it has a quantum, or BatchFailed."""
 
     batch: Batch
 

@@ -1,20 +1,30 @@
 """The Engine: one state machine that takes events and answers with effects. It decides; the shell does.
 
+It knows two kinds of work. An image is one unit, and its batch runs to the end. A request that counts in tokens leases
+memory from its first batch to the end of its step, and runs in quanta: whoever is not done when one is over goes on in
+a later one, together with those that came meanwhile (Orca's iteration-level scheduling, section 3, seen from outside).
+
 Guarantees, whatever comes and in whatever order:
     every request that arrived ends in exactly one Complete or Fail, once the shell has answered what it was asked;
     an expert whose failures may pass is on probation and tried again, the pauses bounded; only what cannot pass is for
     good, and a batch that failed for want of memory, or that nobody waits for any more, says nothing of its expert;
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
+    a lease is held exactly by who has begun and is not done, and whoever has begun can go on to the end;
     ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
     the same events at the same times give the same effects;
     with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
-    head waits for the very room of that expert;
+    head waits for the very room of that expert, or the request can have no lease yet, or no place in a batch beside
+    those that have begun;
+    images and quanta take turns (see ``turns``): with an overlapping policy an image waits for at most one quantum per
+    batch of images before it and its own, and what has begun is passed by no two of these in a row while its expert is
+    here;
     with a bounded policy, a head of a queue whose oldest remaining request has waited for ``max_overtake_s`` gets the
     next room that comes free and the next place on the link, the oldest of several first, and no request whose expert
-    is resident is overtaken by one that came ``max_overtake_s`` or more after it; while its expert is on its way,
-    others may run meanwhile.
+    is resident and that could begin is overtaken by one that came ``max_overtake_s`` or more after it, but in the batch
+    of images that follows a quantum; while its expert is on its way, others may run meanwhile; no lease is taken of
+    what those need who have waited for so long.
 Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
-another event, a Tick comes.
+another event, a Tick comes; each quantum leaves its requests less work than they had.
 """
 
 from __future__ import annotations
@@ -26,15 +36,17 @@ from typing import TYPE_CHECKING
 
 from agent.core import events
 from agent.core.effects import Complete, Fail, FellBack, Standing, StandingChanged, StartBatch
+from agent.core.leases import Leases
 from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
 from agent.core.pool import ModelPool, PoolStatistics, misfits
 from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.pressure import MemoryPressure
-from agent.core.request import CANCELLED, Batch, Outcome, Rejected, StepResult
+from agent.core.request import CANCELLED, IMAGE, Batch, Outcome, Rejected, StepResult
 from agent.core.scheduler import Scheduler
 from agent.core.splitter import BatchSplitter
 from agent.core.standing import Standings
+from agent.core.turns import Turns
 from experts.errors import MemoryExceeded
 from experts.expert import Verdict
 
@@ -43,9 +55,10 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Effect
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.queue import ExecutorQueue, Group
+    from agent.core.request import Work
     from agent.core.standing import Probation
     from experts.expert import Prediction
     from experts.graph import ExpertGraph
@@ -71,6 +84,8 @@ class Ticket:
     attempts: int = 0  # of its step, where it stands
     moves: int = 0  # of its step, to other executors as it could not be run where it stood
     is_cancelled: bool = False
+    work: Work = IMAGE
+    left: Work = IMAGE  # of its work, in the step that it is at
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +145,16 @@ class Engine:
         self._placement = Placement(self._pools, self._scheduler.queues, graph, matrix, policy, limits, homes)
         self._pressure = MemoryPressure(self._scheduler.queues, self._placement, limits, matrix, homes)
         self._splitter = BatchSplitter()
+        self._leases = Leases(self._pools, limits.max_overtake_s if policy.bounded else math.inf)
+        self._turns = Turns(
+            self._pools,
+            self._placement,
+            self._leases,
+            self._splitter,
+            policy,
+            limits.max_overtake_s,
+            self._runs_alone,
+        )
         self._tickets: dict[int, Ticket] = {}
         self._batches: dict[int, Batch] = {}
         self._profiles: dict[int, ExpertProfile] = {}  # batch -> what it runs by
@@ -149,8 +174,10 @@ class Engine:
             events.Loaded: self._loaded,
             events.LoadFailed: self._load_failed,
             events.Finished: self._finished,
+            events.Progressed: self._progressed,
             events.BatchFailed: self._batch_failed,
             events.Cancelled: self._cancelled,
+            events.Preempted: self._preempted,
             events.Quarantined: self._quarantined,
             events.Wanted: self._wanted,
             events.Unwanted: self._unwanted,
@@ -221,6 +248,26 @@ class Engine:
             uses += Counter(load.copy for load in self._placement.loads.values() if load.source == name)
             for entry in pool.entries():
                 assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"
+        self._check_leases()
+
+    def _check_leases(self) -> None:
+        """Who has begun holds a lease where it is, who has not waits for one, and nobody else does either."""
+        self._leases.check_invariants()
+        begun: dict[int, str] = {}
+        waiting: set[int] = set()
+        for queue in self._scheduler.queues:
+            groups = list(queue.groups())
+            ongoing = [group for group in groups if group.is_ongoing]
+            to_begin = [group for group in groups if not group.is_ongoing and group.profile.performance.runs_in_quanta]
+            assert sorted(map(id, ongoing)) == sorted(map(id, queue.ongoing.values())), "ongoing groups miscounted"
+            assert set(to_begin) == set(queue.begins), "groups that have not begun are miscounted"
+            begun.update((request, queue.spec.pool) for group in ongoing for request in group.requests)
+            waiting.update(request for group in to_begin for request in group.requests)
+        for batch in self._batches.values():
+            if batch.quantum_s is not None:
+                begun.update(dict.fromkeys(batch.requests, self._queues[batch.executor].spec.pool))
+        assert begun == self._leases.begun, f"leases are held by {self._leases.begun}, begun are {begun}"
+        assert waiting == self._leases.waiting, "those who wait for a lease are not those who have not begun"
 
     # -- events: each says whether something may be able to move now --
 
@@ -249,7 +296,7 @@ class Engine:
         if event.request in self._tickets:
             return self._unexpected()
         self._counts["arrived"] += 1
-        ticket = Ticket(event.component, self._graph)
+        ticket = Ticket(event.component, self._graph, work=event.work)
         self._tickets[event.request] = ticket
         if self._is_draining:
             return self._fail(event.request, "the agent is stopping", effects)
@@ -304,22 +351,68 @@ class Engine:
         if len(event.results) != len(batch.requests):
             reason = f"{len(event.results)} results for {len(batch.requests)} images"
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
+        return self._batch_ran(batch, tuple(zip(batch.requests, event.results, strict=True)), (), effects)
+
+    def _progressed(self, event: events.Progressed, effects: list[Effect]) -> bool:
+        batch = self._batches.get(event.batch)
+        if batch is None:
+            return self._unexpected()
+        reason = _mistold(event, batch)
+        if reason is not None:
+            return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
+        return self._batch_ran(batch, event.finished, event.unfinished, effects)
+
+    def _batch_ran(
+        self,
+        batch: Batch,
+        finished: tuple[tuple[int, Prediction | Rejected], ...],
+        unfinished: tuple[tuple[int, Work], ...],
+        effects: list[Effect],
+    ) -> bool:
         profile = self._end_batch(batch)
         self._splitter.ran(batch.expert, batch.executor, len(batch.requests), profile.performance.max_batch)
         self._placement.ran(self._queues[batch.executor].spec.pool, batch.copy)
-        was_asked = any(not isinstance(result, Rejected) for result in event.results)
+        was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in finished)
         if was_asked and self._standings.batch_ran(batch.expert):
             self._released(batch.expert, "a batch went well", effects)
-        for request, result in zip(batch.requests, event.results, strict=True):
+        if unfinished:
+            self._go_on(batch, profile, unfinished, effects)
+        for request, result in finished:
+            if batch.quantum_s is not None:
+                self._leases.end(request)
             self._one_step_done(request, batch.expert, result, effects)
         self._discard_if_gone(batch.expert, effects)
         return True
+
+    def _go_on(
+        self, batch: Batch, profile: ExpertProfile, unfinished: tuple[tuple[int, Work], ...], effects: list[Effect]
+    ) -> None:
+        """Whoever is not done waits for its next quantum, unless nobody wants it any more, or its expert is not to be
+        asked."""
+        queue, reason = self._queues[batch.executor], self._standings.reason(batch.expert)
+        tokens_s: dict[int, float] = {}
+        for request, left in unfinished:
+            ticket = self._tickets[request]
+            ending = CANCELLED if ticket.is_cancelled else reason
+            if ending is None:
+                ticket.left = left
+                tokens_s[request] = profile.performance.tokens_s(left)
+            else:
+                self._leases.end(request)
+                self._fail(request, ending, effects)
+        if tokens_s:
+            group = queue.go_on(batch.expert, profile, tokens_s, self._now)
+            for request in tokens_s:
+                self._tickets[request].queue, self._tickets[request].group = queue, group
 
     def _batch_failed(self, event: events.BatchFailed, effects: list[Effect]) -> bool:
         batch = self._batches.get(event.batch)
         if batch is None:
             return self._unexpected()
         profile = self._end_batch(batch)
+        if batch.quantum_s is not None:
+            for request in batch.requests:
+                self._leases.end(request)  # what they had got done is lost
         if event.out_of_memory:
             self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
         probation = self._probation_for(batch, event)
@@ -355,6 +448,17 @@ class Engine:
         expert = ticket.group.expert
         self._leave_queue(event.request, ticket)
         self._fail(event.request, CANCELLED, effects)
+        self._discard_if_gone(expert, effects)
+        return True
+
+    def _preempted(self, event: events.Preempted, effects: list[Effect]) -> bool:
+        ticket = self._tickets.get(event.request)
+        if ticket is None or ticket.group is None or not ticket.group.is_ongoing:
+            return self._unexpected()
+        expert = ticket.group.expert
+        self._leave_queue(event.request, ticket)
+        ticket.attempts = 0
+        self._enqueue(event.request, ticket, expert, effects)
         self._discard_if_gone(expert, effects)
         return True
 
@@ -418,15 +522,40 @@ class Engine:
         refusal = self._standings.refusal(request, expert, self._now)
         if refusal is not None:
             return self._fail(request, refusal, effects)
-        placed = self._scheduler.place(request, expert, self._now)
+        work = ticket.left = ticket.work
+        unable = () if work is IMAGE else self._unable(expert, work)
+        placed = self._scheduler.place(request, expert, self._now, work, unable)
         if placed is None:
-            return self._fail(request, f"no executor of this box can run {expert}", effects)
+            reason = self._too_much(expert, work) if unable else f"no executor of this box can run {expert}"
+            return self._fail(request, reason, effects)
         self._standings.let_through(request, expert)
         ticket.group, assigned = placed
         ticket.queue = self._queues[assigned.executor]
         ticket.queued_s = self._now
+        self._wait_for_lease(request, ticket, ticket.queue, ticket.group)
         effects.append(assigned)
         return not assigned.joined or assigned.executor not in self._running
+
+    def _unable(self, expert: str, work: Work) -> tuple[int, ...]:
+        """The executors that have the expert and no memory for so many tokens, however empty it is."""
+        return tuple(
+            queue.spec.id
+            for queue in self._scheduler.queues
+            if (row := self._matrix.experts[queue.spec.processor].get(expert)) is not None
+            and row.performance.lease_for(work) > self._pools[queue.spec.pool].spec.lease_bytes
+        )
+
+    def _too_much(self, expert: str, work: Work) -> str:
+        largest = max(pool.spec.lease_bytes for pool in self._pools.values())
+        return (
+            f"{expert}: what {work.most} tokens hold fits in no memory that it could run from (the largest share for "
+            f"that has {largest} bytes) - ask for fewer tokens"
+        )
+
+    def _wait_for_lease(self, request: int, ticket: Ticket, queue: ExecutorQueue, group: Group) -> None:
+        performance = group.profile.performance
+        if performance.runs_in_quanta:
+            self._leases.wait(request, queue.spec.pool, performance.lease_for(ticket.work), ticket.queued_s)
 
     def _one_step_done(self, request: int, expert: str, result: Prediction | Rejected, effects: list[Effect]) -> None:
         ticket = self._tickets[request]
@@ -472,37 +601,16 @@ class Engine:
         assert ticket.group is not None
         ticket.queue.remove(ticket.group, request)
         ticket.queue = ticket.group = None
+        self._leases.end(request)
 
     # -- batches --
 
     def _start_batches(self, effects: list[Effect]) -> None:
         for queue in self._scheduler.queues:
             if queue.spec.id not in self._running and queue.head is not None:
-                group = self._runnable_group(queue)
+                group = self._turns.next_group(queue)
                 if group is not None and self._has_workspace(queue, group):
                     self._start_batch(queue, group, effects)
-
-    def _runnable_group(self, queue: ExecutorQueue) -> Group | None:
-        """The head if its expert may run; else, with an overlapping policy, the first group whose expert may."""
-        pool = self._pools[queue.spec.pool]
-        if queue.head is not None and self._placement.may_use(pool, queue.head.profile.copy):
-            return queue.head
-        return self._next_runnable(queue) if self._policy.overlapping else None
-
-    def _next_runnable(self, queue: ExecutorQueue) -> Group | None:
-        """The first group whose expert may run now.
-
-        None where one before it has its expert here, held for an overdue claim, and would be passed beyond the bound.
-        """
-        pool = self._pools[queue.spec.pool]
-        groups = (queue.first_group(entry.expert) for entry in pool.entries() if entry.is_resident)
-        here = [group for group in groups if group is not None]
-        runnable = (group for group in here if self._placement.may_use(pool, group.profile.copy))
-        first = min(runnable, key=lambda group: group.order, default=None)
-        if first is None or not self._policy.bounded:
-            return first
-        passed_s = min((group.oldest_s for group in here if group.order < first.order), default=math.inf)
-        return first if first.newest_s < passed_s + self._limits.max_overtake_s else None
 
     def _has_workspace(self, queue: ExecutorQueue, group: Group) -> bool:
         """Always, but where the line has changed: what is owed may have grown while batches of others run."""
@@ -510,27 +618,52 @@ class Engine:
         return pool.workspace_for(queue.spec.id) >= group.profile.performance.workspace_for(1)
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
-        spec, performance, is_head = queue.spec, group.profile.performance, group is queue.head
+        spec, performance, is_front = queue.spec, group.profile.performance, group is queue.front
         pool = self._pools[spec.pool]
-        waiting = 1 if group.alone else len(group.requests)
-        free_bytes = pool.workspace_for(spec.id)
-        size = self._splitter.batch_size(group.expert, spec.id, performance, waiting, free_bytes)
-        requests = queue.take(group, size)
-        for request in requests:
-            ticket = self._tickets[request]
-            ticket.queue = ticket.group = None
+        quantum_s = self._limits.quantum_s if performance.runs_in_quanta else None
+        self._turns.starts(queue, group)
+        requests = self._take_images(queue, group) if quantum_s is None else self._take_quantum(queue, group)
+        predicted_s = performance.latency_s(len(requests)) + self._off_queue(requests, performance)
         self._last_batch += 1
-        workspace_bytes = performance.workspace_for(size)
-        batch = Batch(self._last_batch, spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
+        workspace_bytes = performance.workspace_for(len(requests))
+        batch = Batch(self._last_batch, spec.id, group.expert, group.profile.copy, requests, workspace_bytes, quantum_s)
         pool.start_use(batch.copy)
         pool.take_workspace(spec.id, workspace_bytes)
-        queue.running_until_s = self._now + performance.latency_s(size)
-        queue.is_overtaken = not is_head
+        runs_s = predicted_s if quantum_s is None else min(predicted_s, quantum_s)
+        queue.running_until_s = self._now + runs_s
+        queue.unfinished_s = predicted_s - runs_s
+        queue.is_overtaken = not is_front
         self._batches[batch.id] = batch
         self._profiles[batch.id] = group.profile
         self._running[spec.id] = batch.id
         effects.append(StartBatch(batch))
         self._speculate(queue.spec, batch.expert)
+
+    def _take_images(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
+        """Requests that run to their end."""
+        waiting = 1 if group.alone else len(group.requests)
+        free_bytes = self._pools[queue.spec.pool].workspace_for(queue.spec.id)
+        performance = group.profile.performance
+        size = self._splitter.batch_size(group.expert, queue.spec.id, performance, waiting, free_bytes)
+        return queue.take(group, size)
+
+    def _take_quantum(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
+        """Requests that run for a quantum; those that begin have their leases, which others may have waited for."""
+        requests: tuple[int, ...] = ()
+        for share in self._turns.shares(queue, group):
+            requests += queue.take(share.group, share.count)
+        self._turns.look_again(self._scheduler.queues)
+        return requests
+
+    def _off_queue(self, requests: tuple[int, ...], performance: Performance) -> float:
+        """They stand in a batch now; the predicted seconds of their tokens."""
+        tokens_s = 0.0
+        for request in requests:
+            ticket = self._tickets[request]
+            ticket.queue = ticket.group = None
+            if ticket.left is not IMAGE:
+                tokens_s += performance.tokens_s(ticket.left)
+        return tokens_s
 
     def _end_batch(self, batch: Batch) -> ExpertProfile:
         """What it ran by: the line may have changed meanwhile."""
@@ -539,6 +672,7 @@ class Engine:
         pool.end_use(batch.copy)
         pool.return_workspace(batch.executor)
         queue.running_until_s = None
+        queue.unfinished_s = 0.0
         del self._batches[batch.id]
         del self._running[batch.executor]
         return self._profiles.pop(batch.id)
@@ -567,10 +701,19 @@ class Engine:
         if not requests:
             return
         queue = self._queues[batch.executor]
+        if batch.quantum_s is not None:  # those that had begun were taken by turns
+            requests = sorted(requests, key=lambda request: (self._tickets[request].queued_s, request))
         queued_s = {request: self._tickets[request].queued_s for request in requests}
-        group = queue.give_back(batch.expert, profile, queued_s, self._now)
+        tokens_s = {request: profile.performance.tokens_s(self._tickets[request].work) for request in requests}
+        group = queue.give_back(batch.expert, profile, queued_s, self._now, tokens_s)
         for request in queued_s:
-            self._tickets[request].queue, self._tickets[request].group = queue, group
+            ticket = self._tickets[request]
+            ticket.queue, ticket.group, ticket.left = queue, group, ticket.work
+            self._wait_for_lease(request, ticket, queue, group)
+
+    def _runs_alone(self, request: int) -> bool:
+        """Did a batch that it was in fail, in the step that it is at?"""
+        return self._tickets[request].attempts > 0
 
     # -- experts --
 
@@ -578,6 +721,8 @@ class Engine:
         """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
         full: set[str] = set()  # memories where an older claim waits for room: nothing younger may take it
         self._placement.release()
+        if self._leases.is_any:
+            self._turns.look_again(self._scheduler.queues)
         if self._policy.bounded:
             for wish in overdue(self._scheduler.queues, self._now - self._limits.max_overtake_s):
                 self._claim_overdue(wish, full, effects)
@@ -596,7 +741,7 @@ class Engine:
         """
         if not self._policy.overlapping or wish.spec.id not in self._running or not self._has_time(wish):
             return Claim.DEMAND
-        return Claim.PATIENT if self._next_runnable(self._queues[wish.spec.id]) is None else Claim.EARLY
+        return Claim.EARLY if self._turns.is_anything_runnable(self._queues[wish.spec.id]) else Claim.PATIENT
 
     def _has_time(self, wish: Wish) -> bool:
         """Has it not waited for long, and would its queue be done soon, within the bound? A longer one is run in order.
@@ -789,7 +934,7 @@ class Engine:
 
     def _waits_for(self, queue: ExecutorQueue, load: Load) -> bool:
         """Does the head of this queue wait for this load, and not for its executor?"""
-        head = queue.head
+        head = queue.front
         if head is None or head.profile.copy != load.copy:
             return False
         return queue.spec.id not in self._running or queue.is_overtaken
@@ -814,3 +959,13 @@ class Engine:
     def _unexpected(self) -> bool:
         self._counts["unexpected_events"] += 1
         return False
+
+
+def _mistold(event: events.Progressed, batch: Batch) -> str | None:
+    """What is wrong with what was told of a batch's progress."""
+    told = [request for request, _ in event.finished] + [request for request, _ in event.unfinished]
+    if sorted(told) != sorted(batch.requests):
+        return f"it ended with requests {sorted(told)}, and began with {sorted(batch.requests)}"
+    if event.unfinished and batch.quantum_s is None:
+        return f"{len(event.unfinished)} of {len(told)} images are not done, and images have no quantum"
+    return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agent.core.request import IMAGE
+
 if TYPE_CHECKING:
     from agent.core.performance import PerformanceMatrix
-    from agent.core.request import Rejected
+    from agent.core.request import Rejected, Work
     from experts.expert import Prediction
     from experts.graph import ExpertGraph
 
@@ -19,11 +21,15 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A request, for a component's route or for one expert directly; exactly one of the two is set."""
+    """A request, for a component's route or for one expert directly; exactly one of the two is set.
+
+    ``work`` is what it has for those of its experts that count in tokens.
+    """
 
     request: int
     component: str | None = None
     expert: str | None = None
+    work: Work = IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,18 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Progressed:
+    """A batch's quantum is over. ``unfinished``: who goes on in a later one, with the work that each has left.
+
+    Together the two name each request of the batch once.
+    """
+
+    batch: int
+    finished: tuple[tuple[int, Prediction | Rejected], ...]
+    unfinished: tuple[tuple[int, Work], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchFailed:
     """A batch did not run. ``out_of_memory``: a smaller one may."""
 
@@ -66,6 +84,13 @@ class BatchFailed:
 @dataclass(frozen=True, slots=True)
 class Cancelled:
     """Whoever asked does not want the answer any more."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A request that has begun and waits between two quanta lost what it held: it begins anew when its turn comes."""
 
     request: int
 
@@ -123,8 +148,10 @@ Event = (
     | Loaded
     | LoadFailed
     | Finished
+    | Progressed
     | BatchFailed
     | Cancelled
+    | Preempted
     | Quarantined
     | Wanted
     | Unwanted

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from agent.core.request import Work
+
 SSD, HOST, DEVICE = "ssd", "host", "device"  # where weights lie: on the drive, and the names of the memories
 
 
@@ -37,17 +39,42 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Performance:
-    """One architecture on one processor. A batch of n takes ``K_s * n + B_s``. Source: CoServe, section 4.2."""
+    """One architecture on one processor. A batch of n takes ``K_s * n + B_s``. Source: CoServe, section 4.2.
+
+    What its requests have in tokens comes on top of that, per token; and what each of them may come to hold from its
+    first batch to its end is a lease of so many bytes per token, reserved at the start. Source: Orca, section 4.2.
+    An expert without leases runs its batches to their end; one with leases runs in quanta.
+    """
 
     K_s: float
     B_s: float
     max_batch: int
     workspace_bytes: int  # of each image in a batch
     workspace_base_bytes: int = 0
+    K_prompt_s: float = 0.0  # per token that is read
+    K_output_s: float = 0.0  # per token that is written
+    lease_bytes: int = 0  # per token that is held
+
+    @property
+    def runs_in_quanta(self) -> bool:
+        """May a batch of it end with requests that are not done?"""
+        return self.lease_bytes > 0
 
     def latency_s(self, batch_size: int) -> float:
         """Predicted seconds of one batch; valid for 1 <= batch_size <= max_batch."""
         return self.K_s * batch_size + self.B_s
+
+    def tokens_s(self, work: Work) -> float:
+        """Predicted seconds of what a request has in tokens."""
+        return self.K_prompt_s * work.prompt + self.K_output_s * work.output
+
+    def work_s(self, work: Work) -> float:
+        """Predicted seconds that one request adds to a batch."""
+        return self.K_s + self.tokens_s(work)
+
+    def lease_for(self, work: Work) -> int:
+        """Bytes that a request may come to hold until it ends: the worst case."""
+        return self.lease_bytes * work.most
 
     def workspace_for(self, batch_size: int) -> int:
         """Bytes one running batch needs beside the weights."""
@@ -83,7 +110,7 @@ class ExecutorSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """One memory. Weights and the workspace of running batches have their own shares of it.
+    """One memory. Weights, the workspace of running batches and what begun requests lease have their own shares of it.
 
     ``cache`` names the memory in front of it, whose copies are nearer than the SSD's (split memory).
     ``is_one_piece``: taken from the box as a whole at the start, so that what leaves it makes no room outside of it.
@@ -94,6 +121,7 @@ class PoolSpec:
     workspace_bytes: int
     cache: str | None = None
     is_one_piece: bool = False
+    lease_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +136,7 @@ class Limits:
     load_attempts: int = 3  # that fail in a row: probation
     load_backoff_s: float = 0.25  # after a failed load; doubles with each further one, up to longest_pause_s
     batch_attempts: int = 3
+    quantum_s: float = 0.05  # that requests with leases run before others may; whoever waits for them waits for as long
     expert_failures: int = 3  # batches of one that fail in a row: probation
     probation_s: float = 1.0  # after failed batches; doubles with each failed trial, up to longest_pause_s
     longest_pause_s: float = 60.0

@@ -375,11 +375,12 @@ class Placement:
         """Copies that the heads of this memory's other queues run on, and that the claim must leave there."""
         if claim in (Claim.CACHE, Claim.STAGE):
             return frozenset()
-        heads = [(queue.spec.id, queue.head) for queue in self._users[pool.name] if queue.head is not None]
+        others = [queue for queue in self._users[pool.name] if queue.spec.id != wish.spec.id]
+        heads = [head for queue in others if (head := queue.front) is not None]
+        if self._policy.overlapping:  # else its executor may wait for this very wish, or for one like it
+            heads += [group for queue in others for group in queue.ongoing.values()]
         return frozenset(
-            head.profile.copy
-            for executor, head in heads
-            if executor != wish.spec.id and (claim is not Claim.OVERDUE or head.oldest_s <= wish.since_s)
+            head.profile.copy for head in heads if claim is not Claim.OVERDUE or head.oldest_s <= wish.since_s
         )
 
     def _bounds(self, wish: Wish, claim: Claim) -> tuple[float, float]:

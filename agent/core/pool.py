@@ -1,8 +1,9 @@
 """ModelPool: the byte ledger of one memory.
 
-Guarantees: weights never exceed ``expert_bytes`` and the workspaces of running batches never exceed
-``workspace_bytes``; a reservation that would is refused with MemoryExceeded and changes nothing; a part that several
-copies share is counted once, while any of them is there; a copy in use, pinned or on its way is not evictable.
+Guarantees: weights never exceed ``expert_bytes``, the workspaces of running batches never exceed ``workspace_bytes``,
+and what begun requests lease never exceeds ``lease_bytes``; a reservation that would is refused with MemoryExceeded and
+changes nothing; a part that several copies share is counted once, while any of them is there; a copy in use, pinned or
+on its way is not evictable.
 Every change of a copy's residency goes through the table in ``residency``.
 """
 
@@ -15,7 +16,7 @@ from agent.core.residency import Move, Residency, after
 from experts.errors import MemoryExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, KeysView
 
     from agent.core.performance import Footprint, PoolSpec
 
@@ -67,6 +68,8 @@ class PoolStatistics:
     peak_used_bytes: int
     resident: tuple[str, ...]
     loading: tuple[str, ...]
+    lease_bytes: int = 0
+    lease_used_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -78,9 +81,11 @@ class ModelPool:
     used_bytes: int = 0
     peak_used_bytes: int = 0
     workspace_used_bytes: int = 0
+    lease_used_bytes: int = 0
     _entries: dict[str, Entry] = field(default_factory=dict)
     _parts: dict[str, Part] = field(default_factory=dict)
     _workspaces: dict[int, int] = field(default_factory=dict)
+    _leases: dict[int, int] = field(default_factory=dict)  # request -> bytes
     _order: int = 0
     missing_bytes: int = 0  # of what the spec says: the box has less
 
@@ -208,6 +213,29 @@ class ModelPool:
         """The batch is over."""
         self.workspace_used_bytes -= self._workspaces.pop(executor)
 
+    @property
+    def free_lease_bytes(self) -> int:
+        """Room for leases."""
+        return self.spec.lease_bytes - self.lease_used_bytes
+
+    @property
+    def lessees(self) -> KeysView[int]:
+        """The requests that hold a lease here."""
+        return self._leases.keys()
+
+    def take_lease(self, request: int, size_bytes: int) -> None:
+        """A request begins, and may come to hold so much. Raises MemoryExceeded, and ValueError for one that has."""
+        if request in self._leases:
+            raise ValueError(f"{self.name}: request {request} has a lease already")
+        if size_bytes > self.free_lease_bytes:
+            raise MemoryExceeded(f"{self.name} leases", size_bytes, self.free_lease_bytes)
+        self._leases[request] = size_bytes
+        self.lease_used_bytes += size_bytes
+
+    def return_lease(self, request: int) -> None:
+        """It holds nothing any more."""
+        self.lease_used_bytes -= self._leases.pop(request)
+
     def statistics(self) -> PoolStatistics:
         """A frozen snapshot."""
         return PoolStatistics(
@@ -219,6 +247,8 @@ class ModelPool:
             peak_used_bytes=self.peak_used_bytes,
             resident=tuple(entry.copy for entry in self._entries.values() if entry.is_resident),
             loading=tuple(entry.copy for entry in self._entries.values() if not entry.is_resident),
+            lease_bytes=self.spec.lease_bytes,
+            lease_used_bytes=self.lease_used_bytes,
         )
 
     def check_invariants(self) -> None:
@@ -229,6 +259,8 @@ class ModelPool:
         _require(self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget")
         _require(self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget")
         _require(sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted")
+        _require(self.lease_used_bytes <= self.spec.lease_bytes, f"{self.name}: leases over budget")
+        _require(sum(self._leases.values()) == self.lease_used_bytes, f"{self.name}: leases miscounted")
         _require(parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted")
         for entry in self._entries.values():
             _require(entry.uses >= 0, f"{self.name}: {entry.copy} has negative uses")

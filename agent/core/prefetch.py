@@ -1,7 +1,8 @@
 """What to load next: the wishes for a pool, the most urgent first. Pure questions over the queues; nothing moves here.
 
 Three kinds of wish, in this order: what stands at the head of a queue (demand), what the next groups need (prefetch,
-while the executor is busy), and what may follow what runs now (speculation, into free room only).
+while the executor is busy), and what may follow what runs now (speculation, into free room only). The head of a queue
+is its first group that is not passed over: what can begin, or has begun and is not here.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ class Wish:
 
 def demands(queues: Sequence[ExecutorQueue]) -> list[Wish]:
     """The head of every queue, the one that was opened first first."""
-    heads = [(queue.head.opened_s, queue.spec, queue.head) for queue in queues if queue.head is not None]
+    heads = [(head.opened_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
     return [_wish(spec, group) for _, spec, group in sorted(heads, key=lambda each: (each[0], each[1].id))]
 
 
 def overdue(queues: Sequence[ExecutorQueue], until_s: float) -> list[Wish]:
     """Of every queue the head, if a request of its group has waited since ``until_s`` or before; the oldest first."""
-    heads = [(queue.head.oldest_s, queue.spec, queue.head) for queue in queues if queue.head is not None]
+    heads = [(head.oldest_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
     late = sorted((each for each in heads if each[0] <= until_s), key=lambda each: (each[0], each[1].id))
     return [_wish(spec, group) for _, spec, group in late]
 
 
 def upcoming(queues: Sequence[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
     """What is not there yet of the groups behind the heads, ``depth`` of each queue: by place, then by executor."""
-    fronts = [(queue.spec, pools[queue.spec.pool], queue.head) for queue in queues if queue.head is not None]
+    fronts = [(queue.spec, pools[queue.spec.pool], head) for queue in queues if (head := queue.front) is not None]
     for _ in range(depth):
         fronts = [(spec, pool, group.next) for spec, pool, group in fronts if group.next is not None]
         for spec, pool, group in fronts:
-            if pool.entry(group.profile.copy) is None:
+            if pool.entry(group.profile.copy) is None and not group.is_passed_over:
                 yield _wish(spec, group)
 
 

@@ -1,11 +1,14 @@
 """ExecutorQueue: one executor's work, as groups of requests that need one expert.
 
-Groups stand in the order they were opened, except that work given back by a failed batch goes in front. All
-operations are O(1) in the number of requests; asking for the first group of an expert is O(1), too.
+Groups stand in the order they were opened, except that work given back by a failed batch goes in front, and that what
+goes on after a quantum goes to the tail: the requests of one copy that have begun and are not done are its *ongoing*
+group, which nobody joins. All operations are O(1) in the number of requests; asking for the first group of an expert
+is O(1), too, but for the ongoing ones, of which each costs a look.
 
 A group has two ages. Nothing in it or behind it was queued before ``opened_s``: who may still join what stands in
 front of it goes by that. ``oldest_s`` is its oldest remaining request's: what the group itself may claim goes by that,
-as one that requests keep joining while others leave grows old without anybody in it that has waited for long.
+as one that requests keep joining while others leave grows old without anybody in it that has waited for long. In an
+ongoing group both count from the quantum that its requests had last: whoever has begun waits for the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, KeysView, Mapping
+    from collections.abc import Iterator, Mapping
+    from collections.abc import Set as AbstractSet
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
 
@@ -24,7 +28,8 @@ if TYPE_CHECKING:
 class Group:
     """Requests on one expert that run one after another. ``next`` and ``previous`` are its neighbours.
 
-    ``requests`` holds when each was queued, the oldest first; a group in a queue is never empty.
+    ``requests`` holds when each was queued, the oldest first; a group in a queue is never empty. Who ``is_passed_over``
+    asks for nothing: it is ongoing and its expert is here, or nobody in it can begin (see ``turns``).
     """
 
     expert: str
@@ -34,6 +39,8 @@ class Group:
     fixed_s: float  # B and the switch: paid once
     order: int = 0  # ascending from head to tail
     alone: bool = False  # its requests run one by one, after a batch of them failed
+    is_ongoing: bool = False
+    is_passed_over: bool = False
     requests: OrderedDict[int, float] = field(default_factory=OrderedDict)
     next: Group | None = None
     previous: Group | None = None
@@ -59,13 +66,27 @@ class ExecutorQueue:
         self.running_until_s: float | None = None
         self.is_overtaken = False  # what runs, or ran last, was not the head: its expert was still on its way
         self.request_count = 0
+        self.unfinished_s = 0.0  # predicted to be left of what runs, once its quantum is over
+        self.had_quantum = False  # what runs, or ran last, is one: images go first now
+        self.owes_turn = False  # the last quantum passed the ongoing group whose turn was longest ago
+        self.ongoing: dict[str, Group] = {}  # by copy
+        self.begins: dict[Group, None] = {}  # the groups whose requests take a lease to begin, in the order they came
         self._pending_s = 0.0
-        self._groups_of: dict[str, deque[Group]] = {}
+        self._tokens_s: dict[int, float] = {}  # of the requests that have any
+        self._groups_of: dict[str, deque[Group]] = {}  # but the ongoing ones
 
     def length_s(self, now: float) -> float:
         """Predicted time until everything queued here is done (section 4.2, 'total inference time')."""
         running = max(self.running_until_s - now, 0.0) if self.running_until_s is not None else 0.0
-        return running + self._pending_s
+        return running + self.unfinished_s + self._pending_s
+
+    @property
+    def front(self) -> Group | None:
+        """The first group that is not passed over: what this executor asks for."""
+        group = self.head
+        while group is not None and group.is_passed_over:
+            group = group.next
+        return group
 
     def groups(self) -> Iterator[Group]:
         """From head to tail."""
@@ -76,8 +97,21 @@ class ExecutorQueue:
 
     def first_group(self, expert: str) -> Group | None:
         """The next group on this expert."""
+        if self.ongoing:
+            for group in self.ongoing.values():
+                if group.expert == expert:
+                    return group
         groups = self._groups_of.get(expert)
         return groups[0] if groups else None
+
+    def first_to_begin(self, expert: str) -> Group | None:
+        """The next group on this expert that is not ongoing."""
+        groups = self._groups_of.get(expert)
+        return groups[0] if groups else None
+
+    def all_to_begin(self, expert: str) -> tuple[Group, ...]:
+        """Every group on this expert that is not ongoing, the next one first."""
+        return tuple(self._groups_of.get(expert, ()))
 
     def last_group(self, expert: str) -> Group | None:
         """The last group on this expert: the one that a request may join."""
@@ -85,35 +119,64 @@ class ExecutorQueue:
         return groups[-1] if groups else None
 
     @property
-    def awaited(self) -> KeysView[str]:
+    def awaited(self) -> AbstractSet[str]:
         """Every expert with a group here."""
+        if self.ongoing:
+            return self._groups_of.keys() | {group.expert for group in self.ongoing.values()}
         return self._groups_of.keys()
 
-    def join(self, group: Group, request: int, queued_s: float) -> None:
-        """Put a request behind the last one of its group."""
+    def join(self, group: Group, request: int, queued_s: float, tokens_s: float = 0.0) -> None:
+        """Put a request behind the last one of its group. ``tokens_s``: what it takes beside the group's K."""
         group.requests[request] = queued_s
         self.request_count += 1
         self._pending_s += group.profile.performance.K_s
+        if tokens_s:
+            self._tokens_s[request] = tokens_s
+            self._pending_s += tokens_s
 
-    def open(self, expert: str, profile: ExpertProfile, request: int, now: float, load_s: float) -> Group:
+    def open(
+        self, expert: str, profile: ExpertProfile, request: int, now: float, load_s: float, tokens_s: float = 0.0
+    ) -> Group:
         """A new group at the tail."""
         starts_s = now + self.length_s(now)
         if self.tail is not None:
             starts_s = max(starts_s, self.tail.starts_s)
         group = Group(expert, profile, now, starts_s, fixed_s=profile.performance.B_s + load_s)
-        group.previous = self.tail
-        group.order = self.tail.order + 1 if self.tail is not None else 0
-        if self.tail is None:
-            self.head = group
-        else:
-            self.tail.next = group
-        self.tail = group
+        self._append(group)
         self._groups_of.setdefault(expert, deque()).append(group)
+        if profile.performance.runs_in_quanta:
+            self.begins[group] = None
         self._pending_s += group.fixed_s
-        self.join(group, request, now)
+        self.join(group, request, now, tokens_s)
         return group
 
-    def give_back(self, expert: str, profile: ExpertProfile, queued_s: Mapping[int, float], now: float) -> Group:
+    def go_on(self, expert: str, profile: ExpertProfile, tokens_s: Mapping[int, float], now: float) -> Group:
+        """Requests whose quantum is over go to the tail, with those of their copy that had none this time.
+
+        ``tokens_s``: what each of them has left.
+        """
+        group = self.ongoing.get(profile.copy)
+        if group is None:
+            group = Group(expert, profile, now, now, fixed_s=0.0, is_ongoing=True)
+            self.ongoing[profile.copy] = group
+        else:
+            self._unlink(group)
+        self._append(group)
+        group.opened_s = group.starts_s = now
+        self._pending_s += profile.performance.B_s - group.fixed_s
+        group.fixed_s = profile.performance.B_s
+        for request, left_s in tokens_s.items():
+            self.join(group, request, now, left_s)
+        return group
+
+    def give_back(
+        self,
+        expert: str,
+        profile: ExpertProfile,
+        queued_s: Mapping[int, float],
+        now: float,
+        tokens_s: Mapping[int, float] | None = None,
+    ) -> Group:
         """A new group in front of all others, for requests whose batch failed; they run alone, and are as old as ever.
 
         ``queued_s``: when each of them was queued, the oldest first.
@@ -127,9 +190,11 @@ class ExecutorQueue:
             self.head.previous = group
         self.head = group
         self._groups_of.setdefault(expert, deque()).appendleft(group)
+        if profile.performance.runs_in_quanta:
+            self.begins[group] = None
         self._pending_s += group.fixed_s
         for request, since_s in queued_s.items():
-            self.join(group, request, since_s)
+            self.join(group, request, since_s, tokens_s[request] if tokens_s else 0.0)
         return group
 
     def take(self, group: Group, count: int) -> tuple[int, ...]:
@@ -137,6 +202,8 @@ class ExecutorQueue:
         taken = tuple(group.requests.popitem(last=False)[0] for _ in range(count))
         self.request_count -= count
         self._pending_s -= group.profile.performance.K_s * count + group.fixed_s
+        if self._tokens_s:
+            self._pending_s -= sum(self._tokens_s.pop(request, 0.0) for request in taken)
         group.fixed_s = 0.0
         self._close_if_empty(group)
         return taken
@@ -145,7 +212,7 @@ class ExecutorQueue:
         """One request leaves without running."""
         del group.requests[request]
         self.request_count -= 1
-        self._pending_s -= group.profile.performance.K_s
+        self._pending_s -= group.profile.performance.K_s + self._tokens_s.pop(request, 0.0)
         self._close_if_empty(group)
 
     def _close_if_empty(self, group: Group) -> None:
@@ -153,12 +220,28 @@ class ExecutorQueue:
             return
         self._pending_s -= group.fixed_s
         self._unlink(group)
+        if group.is_ongoing:
+            del self.ongoing[group.profile.copy]
+        else:
+            self._forget(group)
+        if self.head is None:
+            self._pending_s = 0.0  # no rounding error outlives an empty queue
+
+    def _forget(self, group: Group) -> None:
+        self.begins.pop(group, None)
         groups = self._groups_of[group.expert]
         groups.remove(group)  # a handful at most: one open group, and those that the overtaking bound closed
         if not groups:
             del self._groups_of[group.expert]
-        if self.head is None:
-            self._pending_s = 0.0  # no rounding error outlives an empty queue
+
+    def _append(self, group: Group) -> None:
+        group.previous, group.next = self.tail, None
+        group.order = self.tail.order + 1 if self.tail is not None else 0
+        if self.tail is None:
+            self.head = group
+        else:
+            self.tail.next = group
+        self.tail = group
 
     def _unlink(self, group: Group) -> None:
         if group.previous is None:

@@ -1,4 +1,6 @@
-"""The nouns that travel: batches, their results, outcomes. Frozen; what an image is, is the shell's business."""
+"""The nouns that travel: work, batches, their results, outcomes. Frozen; what an image or a text is, is the shell's
+business.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from experts.expert import Prediction, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How much a request is, in tokens: to be read, expected to be written, and the most that it may ever hold.
+
+    An image has none. Raises ValueError for less than none.
+    """
+
+    prompt: int = 0
+    output: int = 0
+    most: int = 0  # the prompt and the most that may be written after it
+
+    def __post_init__(self) -> None:
+        if min(self.prompt, self.output, self.most) < 0:
+            raise ValueError(f"{self} - give numbers of tokens, 0 or more")
+
+
+IMAGE = Work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +61,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that one executor runs on one expert, in one go."""
+    """Requests that one executor runs on one expert, in one go.
+
+    ``quantum_s``: they run for so long at most, and those that are not done then are told of as unfinished; None for
+    images, which run to their end.
+    """
 
     id: int
     executor: int
@@ -48,3 +73,4 @@ class Batch:
     copy: str
     requests: tuple[int, ...]
     workspace_bytes: int
+    quantum_s: float | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from agent.core.effects import Assigned, AssignmentCandidate
 from agent.core.policy import Assigning
 from agent.core.queue import ExecutorQueue
+from agent.core.request import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.queue import Group
+    from agent.core.request import Work
 
 
 class _Option(NamedTuple):
@@ -29,6 +31,7 @@ class _Option(NamedTuple):
     group: Group | None
     addition_s: float
     load_s: float
+    tokens_s: float
 
 
 class Scheduler:
@@ -55,13 +58,20 @@ class Scheduler:
         self._barred = barred
         self._turn = 0
 
-    def place(self, request: int, expert: str, now: float) -> tuple[Group, Assigned] | None:
-        """Queue a request: its group and the decision. None when no executor can run the expert."""
+    def place(
+        self, request: int, expert: str, now: float, work: Work = IMAGE, unable: Collection[int] = ()
+    ) -> tuple[Group, Assigned] | None:
+        """Queue a request: its group and the decision. None when no executor can run the expert.
+
+        ``unable``: the executors that could run it, but never so much work.
+        """
         options = [
-            self._option(queue, expert, profile, now)
+            self._option(queue, expert, profile, now, 0.0 if work is IMAGE else profile.performance.tokens_s(work))
             for queue in self.queues
             if (profile := self.matrix.experts[queue.spec.processor].get(expert)) is not None
         ]
+        if unable:
+            options = [option for option in options if option.queue.spec.id not in unable]
         if not options:
             return None
         barred = self._barred(expert, now)
@@ -74,9 +84,9 @@ class Scheduler:
         chosen = options[self._choose(candidates)]
         group = chosen.group
         if group is None:
-            group = chosen.queue.open(expert, chosen.profile, request, now, chosen.load_s)
+            group = chosen.queue.open(expert, chosen.profile, request, now, chosen.load_s, chosen.tokens_s)
         else:
-            chosen.queue.join(group, request, now)
+            chosen.queue.join(group, request, now, chosen.tokens_s)
         return group, Assigned(request, expert, chosen.queue.spec.id, chosen.group is not None, candidates)
 
     def _choose(self, candidates: tuple[AssignmentCandidate, ...]) -> int:
@@ -85,14 +95,17 @@ class Scheduler:
             return (self._turn - 1) % len(candidates)
         return shortest_makespan(candidates)
 
-    def _option(self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float) -> _Option:
-        """What the request would add to this queue: K, and for one that opens a group also B and the switch."""
+    def _option(
+        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float, tokens_s: float
+    ) -> _Option:
+        """What the request would add to this queue: its work, and for one that opens a group also B and the switch."""
         performance = profile.performance
         group = self._group_to_join(queue, expert, now)
+        work_s = performance.K_s + tokens_s
         if group is not None:
-            return _Option(queue, profile, group, performance.K_s, 0.0)
+            return _Option(queue, profile, group, work_s, 0.0, tokens_s)
         load_s = 0.0 if queue.first_group(expert) is not None else self._switch_s(queue.spec, profile)
-        return _Option(queue, profile, None, performance.K_s + performance.B_s + load_s, load_s)
+        return _Option(queue, profile, None, work_s + performance.B_s + load_s, load_s, tokens_s)
 
     def _group_to_join(self, queue: ExecutorQueue, expert: str, now: float) -> Group | None:
         group = queue.last_group(expert)

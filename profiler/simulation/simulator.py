@@ -10,6 +10,9 @@ each for its profiled time: loads that overlap share it and none is served for f
 Batches. On a processor whose speedups are given, the batches that run at once share it evenly: with m of them each
 goes at ``speedups[m - 1] / m`` of its speed alone, and whoever starts or finishes changes the pace of the others from
 that moment on. On any other processor batches do not feel one another.
+
+Quanta. A batch of requests that count in tokens ends when its quantum is over, or earlier if all of them are done; how
+far each comes in it, ``quanta`` says. One whose batch was lost would begin anew; here nothing is lost.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from agent.core.effects import Complete, Fail, StartBatch, StartLoad
-from agent.core.events import Arrived, Finished, Loaded, Started, Tick
+from agent.core.events import Arrived, Finished, Loaded, Progressed, Started, Tick
+from agent.core.request import IMAGE
 from experts.expert import Prediction
+from profiler.simulation.quanta import run_quantum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +35,8 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.engine import Engine
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
-    from agent.core.request import Batch, Outcome
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix
+    from agent.core.request import Batch, Outcome, Work
     from agent.deployment.engine_setup import EngineSetup
     from profiler.workload.traces import Arrival
 
@@ -73,13 +78,13 @@ class SharedProcessor:
     speedups: tuple[float, ...]
     _done_s: float = 0.0
     _at_s: float = 0.0
-    _ends: list[tuple[float, int, Finished]] = field(default_factory=list)
+    _ends: list[tuple[float, int, Finished | Progressed]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.speedups or min(self.speedups) <= 0.0:
             raise ValueError(f"speedups {self.speedups} - give at least one, each above 0")
 
-    def start(self, now: float, work_s: float, answer: Finished) -> None:
+    def start(self, now: float, work_s: float, answer: Finished | Progressed) -> None:
         """Another batch, which alone would take ``work_s``."""
         if not self._ends:
             self._done_s = 0.0  # no rounding outlives an idle processor
@@ -94,7 +99,7 @@ class SharedProcessor:
             return math.inf
         return self._at_s + max(self._ends[0][0] - self._done_s, 0.0) / self._pace()
 
-    def end_next(self) -> Finished:
+    def end_next(self) -> Finished | Progressed:
         """The first batch ends, at ``next_end_s``; the others go on at their new pace."""
         self._at_s = self.next_end_s()
         self._done_s, _, answer = heapq.heappop(self._ends)
@@ -129,6 +134,8 @@ class Simulator:
     _log: list[tuple[float, Effect]] = field(default_factory=list)
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
     _finished_s: dict[int, float] = field(default_factory=dict)
+    _work: dict[int, Work] = field(default_factory=dict)  # of the requests that have any
+    _left: dict[int, Work] = field(default_factory=dict)  # of those that have begun and are not done
 
     def __post_init__(self) -> None:
         for source, bytes_per_s in (self.link_bytes_per_s or {}).items():
@@ -142,7 +149,9 @@ class Simulator:
         self._post(0.0, Started())
         self._start_s = self._play(until_s=warm_s)
         for number, arrival in enumerate(trace):
-            self._post(self._start_s + arrival.at_s, Arrived(number, arrival.component, arrival.expert))
+            if arrival.work is not IMAGE:
+                self._work[number] = arrival.work
+            self._post(self._start_s + arrival.at_s, Arrived(number, arrival.component, arrival.expert, arrival.work))
         seconds = self._play(until_s=None) - self._start_s
         return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s), self._start_s)
 
@@ -187,13 +196,30 @@ class Simulator:
 
     def _start_batch(self, batch: Batch, now: float) -> None:
         processor = self._processors[batch.executor]
-        work_s = self.profile.experts[processor][batch.expert].performance.latency_s(len(batch.requests))
-        answer = Finished(batch.id, tuple(self.predict(request, batch.expert) for request in batch.requests))
+        performance = self.profile.experts[processor][batch.expert].performance
+        answer: Finished | Progressed
+        if batch.quantum_s is None:
+            tokens_s = sum(performance.tokens_s(self._work.get(request, IMAGE)) for request in batch.requests)
+            work_s = performance.latency_s(len(batch.requests)) + tokens_s
+            answer = Finished(batch.id, tuple(self.predict(request, batch.expert) for request in batch.requests))
+        else:
+            work_s, answer = self._run_quantum(batch, batch.quantum_s, performance)
         shared = self._shared.get(processor)
         if shared is None:
             self._post(now + work_s, answer)
         else:
             shared.start(now, work_s, answer)
+
+    def _run_quantum(
+        self, batch: Batch, quantum_s: float, performance: Performance
+    ) -> tuple[float, Finished | Progressed]:
+        left = {each: self._left.pop(each, self._work.get(each, IMAGE)) for each in batch.requests}
+        quantum = run_quantum(left, performance, quantum_s)
+        self._left.update(quantum.unfinished)
+        results = {each: self.predict(each, batch.expert) for each in batch.requests if each not in quantum.unfinished}
+        if not quantum.unfinished:
+            return quantum.seconds, Finished(batch.id, tuple(results.values()))
+        return quantum.seconds, Progressed(batch.id, tuple(results.items()), tuple(quantum.unfinished.items()))
 
     def _load_end_s(self, effect: StartLoad, now: float) -> float:
         takes_s = self._row(effect).load_s[effect.source]

@@ -20,6 +20,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from agent.core.request import IMAGE
 from experts.document import suggestion
 from experts.errors import ConfigError, Place
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.core.request import Work
     from experts.catalog import Catalog
 
 KEYS = ("t", "component", "expert", "image")
@@ -40,12 +42,16 @@ IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start."""
+    """One line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start.
+
+    ``work``: what it has in tokens; a file's arrivals are images, and have none.
+    """
 
     at_s: float
     component: str | None = None
     expert: str | None = None
     image: Path | None = None
+    work: Work = IMAGE
 
 
 def read_trace(path: Path, catalog: Catalog) -> tuple[Arrival, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.core.policy import PRESETS, Assigning
-from agent.core.request import Rejected
+from agent.core.request import IMAGE, Rejected, Work
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
 
@@ -31,6 +32,8 @@ MAX_OVERTAKE_S = 1.0
 CPU_ONLY, SPLIT, UNIFIED = {"cpu": "host"}, {"cpu": "host", "gpu": "device"}, {"cpu": "host", "gpu": "host"}
 BOXES = (CPU_ONLY, SPLIT, UNIFIED)
 ANSWERS_PER_REQUEST = 50  # three times what any needs
+TEXTS = (0, 0, 1, 2)  # experts whose requests count in tokens
+WORKS = (IMAGE, Work(2, 1, 3), Work(1, 3, 6), Work(0, 2, 2), Work(1, 2, 12))  # the last fits in few memories
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,34 @@ class Setup:
         return Engine(self.graph, self.profile, self.executors, PRESETS[self.policy], self.limits)
 
 
+def image_performance(draw) -> Performance:
+    return Performance(0.01, 0.02, draw(st.integers(1, 4)), draw(st.integers(0, 2)), draw(st.integers(0, 1)))
+
+
+def text_performance(draw) -> Performance:
+    """Of an expert whose requests take leases, and run in quanta."""
+    return replace(image_performance(draw), K_prompt_s=0.001, K_output_s=0.01, lease_bytes=draw(st.integers(1, 3)))
+
+
 @st.composite
 def setups(draw, policies=tuple(PRESETS)):
     classifiers = [f"cls/{n}" for n in range(draw(st.integers(1, 6)))]
     detectors = [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
-    experts = classifiers + detectors
-    routes = {}
+    texts = [f"llm/{n}" for n in range(draw(st.sampled_from(TEXTS)))]
+    experts = classifiers + detectors + texts
+    routes = {f"t{number}": (RouteStep(text, OK),) for number, text in enumerate(texts)}
     for number, classifier in enumerate(classifiers):
         steps = [RouteStep(classifier, OK, 0.5)]
         if detectors and draw(st.booleans()):
             steps.append(RouteStep(draw(st.sampled_from(detectors)), OK))
+        if texts and draw(st.booleans()):
+            steps.append(RouteStep(draw(st.sampled_from(texts)), OK))
         routes[f"c{number}"] = tuple(steps)
     shared = SharedPart("trunk", 3)
     footprints = {
         name: Footprint(draw(st.integers(1, 10)), (shared,) if draw(st.booleans()) else ()) for name in experts
     }
-    performances = {
-        name: Performance(0.01, 0.02, draw(st.integers(1, 4)), draw(st.integers(0, 2)), draw(st.integers(0, 1)))
-        for name in experts
-    }
+    performances = {name: text_performance(draw) if name in texts else image_performance(draw) for name in experts}
     same_precision = draw(st.booleans())
     processors = draw(st.sampled_from(BOXES))
     profiles = {}
@@ -98,6 +110,7 @@ def setups(draw, policies=tuple(PRESETS)):
             workspace_bytes=3 * len(executors) + draw(st.integers(0, 8)),
             cache="host" if name == "device" else None,
             is_one_piece=name == "device" and draw(st.booleans()),
+            lease_bytes=draw(st.integers(6, 30)) if texts else 0,
         )
         for name in dict.fromkeys(processors.values())
     )
@@ -127,7 +140,7 @@ def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
         for processor, column in setup.profile.experts.items()
     }
     for old, new in names.items():
-        footprint, performance = successor(setup, draw)
+        footprint, performance = successor(setup, old, draw)
         for column in profiles.values():
             if new != old and old in column:
                 copy = f"{new}@{column[old].copy.rpartition('@')[2]}"
@@ -148,12 +161,13 @@ def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
     )
 
 
-def successor(setup: Setup, draw) -> tuple[Footprint, Performance]:
+def successor(setup: Setup, old: str, draw) -> tuple[Footprint, Performance]:
     """What one that replaces another costs: no more than the largest expert ever."""
     rows = [row for column in setup.profile.experts.values() for row in column.values()]
     own_bytes = draw(st.integers(1, max(row.footprint.own_bytes for row in rows)))
     shared = draw(st.sampled_from(rows)).footprint.shared
-    return Footprint(own_bytes, shared), Performance(0.01, 0.02, draw(st.integers(1, 4)), draw(st.integers(0, 2)), 1)
+    performance = text_performance(draw) if old.startswith("llm/") else image_performance(draw)
+    return Footprint(own_bytes, shared), replace(performance, workspace_base_bytes=1)
 
 
 @st.composite
@@ -177,7 +191,12 @@ class Shell:
     arrived: set[int] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)
     queued: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # request -> executor, expert, since
-    taken: dict[int, dict[int, tuple[int, str, float]]] = field(default_factory=dict)  # batch -> what was queued
+    assigned: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # the same, since it came to its expert
+    work: dict[int, Work] = field(default_factory=dict)
+    begun: dict[int, tuple[str, int]] = field(default_factory=dict)  # request -> memory and bytes of its lease
+    left: dict[int, Work] = field(default_factory=dict)  # of those that have begun
+    passed: dict[tuple[int, str], list[bool]] = field(default_factory=dict)  # who goes on -> is each past it a quantum?
+    kinds: dict[int, bool] = field(default_factory=dict)  # executor -> was its last batch a quantum?
     standings: dict[str, tuple[Standing, float]] = field(default_factory=dict)  # of experts, and until when they pause
     short: set[str] = field(default_factory=set)  # memories of which the box has less than was planned with
     generation: int = 1
@@ -224,15 +243,102 @@ class Shell:
         elif isinstance(effect, StartBatch):
             self.check_batch(effect)
             self.batches[effect.batch.id] = effect
-            self.taken[effect.batch.id] = {request: self.queued.pop(request) for request in effect.batch.requests}
+            self.begin(effect.batch)
         elif isinstance(effect, Assigned):
             self.check_is_asked(effect.expert)
-            self.queued[effect.request] = (effect.executor, effect.expert, self.now)
+            self.begun.pop(effect.request, None)
+            self.assigned[effect.request] = (effect.executor, effect.expert, self.now)
+            self.queued[effect.request] = self.assigned[effect.request]
         elif isinstance(effect, Complete | Fail):
             assert effect.request in self.arrived
             assert effect.request not in self.ended
             self.queued.pop(effect.request, None)
+            self.begun.pop(effect.request, None)
             self.ended[effect.request] = effect.outcome.verdict
+
+    def begin(self, batch) -> None:
+        """Who is in a batch leaves its queue, and holds its lease from its first one on."""
+        for request in batch.requests:
+            executor, expert, _ = self.queued.pop(request)
+            assert (executor, expert) == (batch.executor, batch.expert)
+            if self.runs_in_quanta(executor, expert) and request not in self.begun:
+                self.begun[request] = self.pool_of(executor), self.lease_of(request, executor, expert)
+                self.left[request] = self.work[request]
+        self.check_leases(self.pool_of(batch.executor))
+
+    def performance_of(self, executor: int, expert: str) -> Performance:
+        processor = next(spec.processor for spec in self.setup.executors if spec.id == executor)
+        return self.setup.profile.experts[processor][expert].performance
+
+    def runs_in_quanta(self, executor: int, expert: str) -> bool:
+        return self.performance_of(executor, expert).lease_bytes > 0
+
+    def lease_of(self, request: int, executor: int, expert: str) -> int:
+        return self.performance_of(executor, expert).lease_bytes * self.work[request].most
+
+    def leased(self, pool: str) -> int:
+        return sum(size for name, size in self.begun.values() if name == pool)
+
+    def check_leases(self, pool: str) -> None:
+        assert self.leased(pool) <= next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
+
+    def can_begin(self, request: int) -> bool:
+        """Is a request that has not begun the next of its expert's there, with a place in a batch and its lease free?
+
+        Free is what is not held, but for what all need who came max_overtake_s or more before it.
+        """
+        executor, expert, since = self.queued[request]
+        performance, pool = self.performance_of(executor, expert), self.pool_of(executor)
+        if not performance.lease_bytes:
+            return True
+        there = [(other, who) for who, (*where, other) in self.queued.items() if where == [executor, expert]]
+        ongoing = sum(who in self.begun for _, who in there)
+        if request != min(there, key=lambda each: (each[1] in self.begun, each[0]))[1]:
+            return False
+        if ongoing and (performance.workspace_bytes or ongoing >= performance.max_batch):
+            return False
+        size = self.lease_of(request, executor, expert)
+        share = next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
+        return not size or size + self.owed_before(since, pool) <= share - self.leased(pool)
+
+    def owed_before(self, since: float, pool: str) -> int:
+        """What those need together who wait for a lease there, and came max_overtake_s or more earlier."""
+        if not PRESETS[self.setup.policy].bounded:
+            return 0
+        return sum(
+            self.lease_of(request, executor, expert)
+            for request, (executor, expert, other) in self.queued.items()
+            if self.pool_of(executor) == pool
+            and self.runs_in_quanta(executor, expert)
+            and request not in self.begun
+            and other + MAX_OVERTAKE_S <= since
+        )
+
+    def check_turns(self, batch) -> None:
+        """Who goes on is passed by no two batches of images in a row, and by one that begins at most until somebody
+        goes on; with an overlapping policy no image is passed by two quanta in a row."""
+        is_text, goes_on = batch.quantum_s is not None, bool(self.begun.keys() & set(batch.requests))
+        here = [
+            (request, expert)
+            for request, (executor, expert, _) in self.queued.items()
+            if executor == batch.executor and self.is_resident(executor, expert)
+        ]
+        is_held = self.is_room_awaited(self.pool_of(batch.executor))
+        is_overlapping = PRESETS[self.setup.policy].overlapping
+        if is_text and self.kinds.get(batch.executor) and is_overlapping and not is_held:
+            assert all(self.runs_in_quanta(batch.executor, expert) for _, expert in here)
+        self.kinds[batch.executor] = is_text
+        waiting = {expert for request, expert in here if request in self.begun}
+        for expert in self.setup.graph.experts:
+            key = batch.executor, expert
+            if goes_on or expert not in waiting:
+                self.passed.pop(key, None)
+            elif not is_held:
+                self.passed.setdefault(key, []).append(is_text)
+                past = self.passed[key]
+                assert past.count(True) <= 1
+                assert (False, False) not in pairwise(past)
+                assert is_overlapping or len(past) == 1
 
     def check_standing(self, effect: StandingChanged) -> None:
         """Nobody leaves quarantine, or is told to serve again without having been on probation; pauses are bounded."""
@@ -269,15 +375,47 @@ class Shell:
         assert batch.copy in self.resident[self.pool_of(batch.executor)]
         assert all(other.batch.executor != batch.executor for other in self.batches.values())
         assert len(set(batch.requests)) == len(batch.requests)
+        quantum_s = self.setup.limits.quantum_s if self.runs_in_quanta(batch.executor, batch.expert) else None
+        assert batch.quantum_s == quantum_s
+        self.check_kept_leases(batch)
         if PRESETS[self.setup.policy].bounded and not self.may_fail:
             self.check_overtaking(batch)
+        self.check_turns(batch)
 
     def check_overtaking(self, batch) -> None:
-        """Who waits on a resident expert is overtaken by nobody who came max_overtake_s or more after it."""
-        latest = max(self.queued[request][2] for request in batch.requests)
+        """Who waits on a resident expert, and can begin, is overtaken by nobody who begins and came max_overtake_s or
+        more after it."""
+        beginning = [self.queued[request][2] for request in batch.requests if request not in self.begun]
         for request, (executor, expert, since) in self.queued.items():
-            if executor == batch.executor and request not in batch.requests and self.is_resident(executor, expert):
-                assert latest < since + MAX_OVERTAKE_S
+            if executor != batch.executor or request in batch.requests or request in self.begun:
+                continue
+            if batch.quantum_s is None and self.kinds.get(executor) and self.runs_in_quanta(executor, expert):
+                continue  # images have the batch after a quantum
+            if self.is_resident(executor, expert) and self.can_begin(request):
+                assert max(beginning, default=-1.0) < since + MAX_OVERTAKE_S
+
+    def check_kept_leases(self, batch) -> None:
+        """Who begins leaves room for the leases of all who have waited for max_overtake_s or more when it came."""
+        executor, expert, pool = batch.executor, batch.expert, self.pool_of(batch.executor)
+        beginning = [request for request in batch.requests if request not in self.begun]
+        if not self.runs_in_quanta(executor, expert) or not beginning:
+            return
+        share = next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
+        taken = self.leased(pool)
+        for request in beginning:
+            size = self.lease_of(request, executor, expert)
+            others = {each: row for each, row in self.queued.items() if each not in batch.requests}
+            owed = sum(
+                self.lease_of(each, *row[:2])
+                for each, row in others.items()
+                if self.pool_of(row[0]) == pool
+                and self.runs_in_quanta(*row[:2])
+                and each not in self.begun
+                and row[2] + MAX_OVERTAKE_S <= self.queued[request][2]
+            )
+            taken += size
+            if size and PRESETS[self.setup.policy].bounded:
+                assert taken + owed <= share
 
     def check_books(self) -> None:
         statistics = self.engine.statistics()
@@ -289,13 +427,15 @@ class Shell:
             assert pool.used_bytes <= pool.expert_bytes
             self.check_budget(pool)
             assert pool.workspace_used_bytes <= pool.workspace_bytes
+            assert pool.lease_used_bytes == self.leased(pool.name) <= pool.lease_bytes
 
     def check_nobody_idles(self) -> None:
         busy = {started.batch.executor for started in self.batches.values()}
-        for executor, expert, _ in self.queued.values():
+        for request, (executor, expert, _) in self.queued.items():
             idles = executor not in busy and self.is_resident(executor, expert)
             pool = self.pool_of(executor)
-            assert not idles or self.is_room_awaited(pool) or self.is_workspace_awaited(pool)
+            if idles and (request in self.begun or self.can_begin(request)):
+                assert self.is_room_awaited(pool) or self.is_workspace_awaited(pool)
 
     def is_room_awaited(self, pool: str) -> bool:
         """Has anybody waited longer than the bound for an expert that is not in this memory?"""
@@ -362,14 +502,45 @@ class Shell:
         batch = self.batches.pop(key).batch
         self.before_change.discard(key)
         fate = self.fate(self.pool_of(batch.executor))
-        taken = self.taken.pop(key)
         if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
-            self.queued.update(taken)
+            for request in batch.requests:
+                self.queued[request] = self.assigned[request]
+                self.begun.pop(request, None)
         if fate <= 2:
             self.handle(events.BatchFailed(key, "broke", out_of_memory=fate == 0))
             return
+        if batch.quantum_s is not None:
+            self.handle(self.mistold(batch) if fate == 3 else self.progress(batch, fate))
+            return
         results = tuple(self.result(fate) for _ in batch.requests)
         self.handle(events.Finished(key, results[:-1] if fate == 3 else results))
+
+    def progress(self, batch, fate: int):
+        """What became of each request of a quantum; whoever goes on has less to do than before."""
+        finished, unfinished = [], []
+        for request in batch.requests:
+            left = self.left[request]
+            if left.output and self.draw(st.booleans()):
+                self.left[request] = Work(0, left.output - 1, left.most)
+                unfinished.append((request, self.left[request]))
+                self.queued[request] = batch.executor, batch.expert, self.now
+            else:
+                finished.append((request, self.result(fate)))
+                del self.begun[request]
+        if not unfinished and self.draw(st.booleans()):
+            return events.Finished(batch.id, tuple(result for _, result in finished))
+        return events.Progressed(batch.id, tuple(finished), tuple(unfinished))
+
+    def mistold(self, batch):
+        """One is missing, or told of twice."""
+        both = tuple((request, self.left.get(request, IMAGE)) for request in batch.requests)
+        return events.Progressed(batch.id, (), self.draw(st.sampled_from([both[1:], both + both[:1]])))
+
+    def preempt(self, request: int) -> None:
+        """What it held is gone, if it has begun and waits."""
+        if request in self.queued:
+            self.begun.pop(request, None)
+        self.handle(events.Preempted(request))
 
     def fate(self, pool: str) -> int:
         """What becomes of a load or a batch there: 0 is out of memory, and most others go well."""
@@ -384,18 +555,20 @@ class Shell:
             return Rejected("not an image")
         return Prediction("ok" if self.draw(st.booleans()) else "bad", 0.9)
 
-    def arrive(self, number: int, component: str) -> None:
+    def arrive(self, number: int, component: str, work: Work = IMAGE) -> None:
         self.arrived.add(number)
-        self.handle(events.Arrived(number, component))
+        self.work[number] = work
+        self.handle(events.Arrived(number, component, work=work))
 
 
 def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
     shell = Shell(setup, setup.engine(), draw, may_fail)
     shell.handle(events.Started())
     count = draw(st.integers(1, requests))
+    texts = any(name.startswith("llm/") for name in setup.graph.experts)
     for number in range(count):
         components = [*sorted(shell.setup.graph.routes), *(["no-such-component"] if may_fail else [])]
-        shell.arrive(number, draw(st.sampled_from(components)))
+        shell.arrive(number, draw(st.sampled_from(components)), draw(st.sampled_from(WORKS)) if texts else IMAGE)
         shell.now += draw(st.sampled_from([0.0, 0.004, 0.3]))
         for _ in range(draw(st.integers(0, 2))):
             if shell.loads or shell.batches:
@@ -420,6 +593,9 @@ def interfere(shell: Shell, number: int) -> None:
     if draw(st.integers(0, 9)) == 0:
         expert = draw(st.sampled_from(shell.setup.served))
         shell.handle(draw(st.sampled_from([events.Wanted(expert), events.Unwanted(expert)])))
+    if shell.begun and draw(st.integers(0, 4)) == 0:
+        request = draw(st.sampled_from(sorted(shell.begun)))
+        shell.handle(events.Cancelled(request)) if draw(st.booleans()) else shell.preempt(request)
     if draw(st.integers(0, 14)) == 0:
         shell.change_line()
     if shell.may_fail and draw(st.integers(0, 9)) == 0:
@@ -438,6 +614,8 @@ def odd_events(shell: Shell, number: int) -> list:
         events.LoadFailed(10**6, "no such load", permanent=True),
         events.Finished(10**6, ()),
         events.BatchFailed(10**6, "no such batch"),
+        events.Progressed(10**6, (), ()),
+        events.Preempted(10**6),
         events.Quarantined(min(setup.graph.experts), "somebody said so"),
         events.Quarantined("no/such-expert", "somebody said so"),
         events.Wanted("no/such-expert"),

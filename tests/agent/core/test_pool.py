@@ -280,3 +280,34 @@ def test_a_budget_is_lowered_to_what_lies_there_and_raised_to_what_was_planned_a
     with pytest.raises(MemoryExceeded) as refused:
         pool.set_budget(11)
     assert (refused.value.pool, refused.value.wanted_bytes, refused.value.free_bytes) == ("host", 11, 10)
+
+
+@pytest.fixture
+def leasing():
+    return ModelPool(PoolSpec("host", 0, 0, lease_bytes=10))
+
+
+def test_leases_are_counted_per_request_and_never_exceed_their_share(leasing):
+    leasing.take_lease(1, 7)
+    leasing.take_lease(2, 3)
+    with pytest.raises(MemoryExceeded):
+        leasing.take_lease(3, 1)
+    assert (leasing.statistics().lease_bytes, leasing.statistics().lease_used_bytes) == (10, 10)
+    leasing.return_lease(1)
+    assert (leasing.free_lease_bytes, set(leasing.lessees)) == (7, {2})
+    leasing.check_invariants()
+
+
+def test_a_request_has_one_lease(leasing):
+    leasing.take_lease(1, 3)
+    with pytest.raises(ValueError, match="request 1 has a lease already"):
+        leasing.take_lease(1, 3)
+    assert leasing.lease_used_bytes == 3
+
+
+@pytest.mark.parametrize(("used_bytes", "message"), [(11, "leases over budget"), (4, "leases miscounted")])
+def test_leases_that_do_not_add_up_are_found(leasing, used_bytes, message):
+    leasing.take_lease(1, 3)
+    leasing.lease_used_bytes = used_bytes
+    with pytest.raises(AssertionError, match=message):
+        leasing.check_invariants()

@@ -203,3 +203,63 @@ def test_what_is_given_back_is_the_first_group_of_its_expert(queue):
     assert queue.last_group("a") is waiting
     assert queue.take(given, 1) == (1,)
     assert queue.first_group("a") is waiting
+
+
+def test_tokens_count_for_those_who_have_any(queue):
+    group = queue.open("a", A, 0, now=0.0, load_s=0.0, tokens_s=8.0)
+    queue.join(group, 1, queued_s=0.0)
+    queue.join(group, 2, queued_s=0.0, tokens_s=2.0)
+    assert queue.length_s(0.0) == 4.0 + 3 * 1.0 + 10.0
+    queue.take(group, 1)
+    assert queue.length_s(0.0) == 2 * 1.0 + 2.0
+    queue.remove(group, 2)
+    assert queue.length_s(0.0) == 1.0
+
+
+def test_what_is_left_after_a_quantum_counts_in_full(queue):
+    queue.running_until_s, queue.unfinished_s = 7.0, 3.0
+    assert [queue.length_s(now) for now in (5.0, 9.0)] == [5.0, 3.0]
+
+
+def test_those_who_go_on_stand_at_the_tail_and_nobody_joins_them(queue):
+    queue.open("b", B, 0, now=0.0, load_s=0.0)
+    group = queue.go_on("a", A, {1: 2.0, 2: 0.5}, now=3.0)
+    assert standing(queue) == [("b", (0,)), ("a", (1, 2))]
+    assert (group.is_ongoing, group.opened_s, group.starts_s, group.oldest_s) == (True, 3.0, 3.0, 3.0)
+    assert queue.length_s(3.0) == (16.0 + 2.0) + (4.0 + 2 * 1.0 + 2.5)
+    assert (queue.first_group("a"), queue.first_to_begin("a"), queue.last_group("a")) == (group, None, None)
+    assert set(queue.awaited) == {"a", "b"}
+    queue.take(group, 2)
+    assert (queue.ongoing, set(queue.awaited), queue.length_s(3.0)) == ({}, {"b"}, 18.0)
+
+
+def test_there_is_one_ongoing_group_of_a_copy_and_each_quantum_takes_it_to_the_tail(queue):
+    group = queue.go_on("a", A, {0: 0.0, 1: 0.0, 2: 1.0}, now=3.0)
+    queue.open("b", B, 3, now=4.0, load_s=0.0)
+    assert queue.take(group, 2) == (0, 1)
+    assert queue.go_on("a", A, {1: 0.5}, now=5.0) is group
+    assert standing(queue) == [("b", (3,)), ("a", (2, 1))]
+    assert (group.opened_s, group.oldest_s, group.newest_s) == (5.0, 3.0, 5.0)
+    assert queue.length_s(5.0) == 18.0 + (4.0 + 2 * 1.0 + 1.5)
+
+
+def test_the_front_is_the_first_group_that_is_not_passed_over(queue):
+    first, second = (queue.open(expert, row(expert), number, 0.0, 0.0) for number, expert in enumerate("ab"))
+    assert queue.front is first
+    first.is_passed_over = True
+    assert queue.front is second
+    second.is_passed_over = True
+    assert queue.front is None
+
+
+def test_groups_whose_requests_take_leases_are_known_until_they_have_begun(queue):
+    text = ExpertProfile("t@fp32", Performance(1.0, 1.0, 8, 0, lease_bytes=1), Footprint(1), {})
+    group = queue.open("t", text, 0, now=0.0, load_s=0.0)
+    queue.open("a", A, 1, now=0.0, load_s=0.0)
+    assert list(queue.begins) == [group]
+    queue.take(group, 1)
+    assert not queue.begins
+    queue.go_on("t", text, {0: 0.0}, now=1.0)
+    assert not queue.begins
+    given = queue.give_back("t", text, {2: 0.0, 3: 0.5}, now=2.0, tokens_s={2: 1.0, 3: 0.0})
+    assert (list(queue.begins), queue.head, given.alone) == ([given], given, True)

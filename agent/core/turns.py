@@ -1,0 +1,245 @@
+"""Turns: whose requests an idle executor runs next, and which of them together.
+
+An expert with leases runs in quanta: its requests that are not done when one is over wait as its *ongoing* group for
+the next. So an executor has two kinds of work, and they take turns:
+
+    after a quantum        images: the first group in the queue's order whose expert may run
+    after a batch          a quantum: of those of the ongoing groups and of the groups of experts that have none, the
+    of images              one that stands first; an ongoing one goes to the tail after each
+    if the one kind        the other does
+    cannot go
+
+A quantum of requests that begin, and that passes the ongoing group whose last turn is longest ago, makes that one the
+next. A batch of an expert with an ongoing group takes that one's requests first, then those that have not begun
+(iteration-level scheduling, seen from outside: Orca, section 3), as many as a batch, the workspace, the leases and the
+overtaking bound let in. Requests whose batch failed run alone until their step ends, so that one of them that breaks
+every batch ends without the others.
+
+Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row, whatever has
+begun or waits to begin; an ongoing group whose expert may run is passed by no two batches of images in a row, and
+between two turns of ongoing groups by no two quanta of others. Whoever begins passes nobody that came longer before
+it than the overtaking bound; an image does so only in the batch after a quantum; one that has begun passes nobody by
+going on. Without overlap the queue's order decides in place of the kind, and an ongoing group is passed by one batch.
+A group that cannot begin, for want of its lease or of a place beside those that have begun, asks for nothing and keeps
+nobody from running. Without leases every answer is what it would be without this: the head, or the first group whose
+expert is here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.core.leases import Leases
+    from agent.core.placement import Placement
+    from agent.core.policy import Policy
+    from agent.core.pool import ModelPool
+    from agent.core.queue import ExecutorQueue, Group
+    from agent.core.splitter import BatchSplitter
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """So many requests of a group, from its first one on, that run in the next batch."""
+
+    group: Group
+    count: int
+
+
+class Turns:
+    """Of all queues of one Engine. ``runs_alone``: did a batch fail that this request was in?"""
+
+    def __init__(
+        self,
+        pools: Mapping[str, ModelPool],
+        placement: Placement,
+        leases: Leases,
+        splitter: BatchSplitter,
+        policy: Policy,
+        max_overtake_s: float,
+        runs_alone: Callable[[int], bool],
+    ) -> None:
+        self._pools = pools
+        self._placement = placement
+        self._leases = leases
+        self._splitter = splitter
+        self._is_overlapping = policy.overlapping
+        self._max_overtake_s = max_overtake_s if policy.bounded else math.inf
+        self._runs_alone = runs_alone
+
+    def look_again(self, queues: Sequence[ExecutorQueue]) -> None:
+        """Leases, residency or groups have changed: who is to be passed over?"""
+        for queue in queues:
+            pool = self._pools[queue.spec.pool]
+            for group in queue.ongoing.values():
+                group.is_passed_over = pool.is_resident(group.profile.copy)
+            for group in queue.begins:
+                group.is_passed_over = not self._can_begin(queue, group)
+
+    def next_group(self, queue: ExecutorQueue) -> Group | None:
+        """The group that an idle executor runs next, if any may run."""
+        if not (queue.ongoing or queue.begins):
+            return self._first(queue)
+        if not self._is_overlapping:
+            return self._next_in_order(queue)
+        if queue.had_quantum:
+            return self._next_images(queue) or self._next_quantum(queue)
+        return self._next_quantum(queue) or self._next_images(queue)
+
+    def is_anything_runnable(self, queue: ExecutorQueue) -> bool:
+        """Could its executor run something, were it idle?"""
+        return self._next_runnable(queue) is not None or self._longest_without_turn(queue) is not None
+
+    def starts(self, queue: ExecutorQueue, group: Group) -> None:
+        """A batch of this group starts: what of that do the next ones go by?"""
+        queue.had_quantum = group.profile.performance.runs_in_quanta
+        if queue.had_quantum:
+            due = self._longest_without_turn(queue)
+            rides = due is queue.ongoing.get(group.profile.copy) and self._riders(queue, group) > 0
+            queue.owes_turn = due is not None and due is not group and not rides
+
+    def shares(self, queue: ExecutorQueue, group: Group) -> list[Share]:
+        """What of a group that runs in quanta, and of the others on its copy, runs in one batch; it begins now."""
+        if group.alone:
+            return self._begin(queue, (group,), 1)
+        if group.is_ongoing and self._runs_alone(next(iter(group.requests))):
+            return [Share(group, 1)]
+        begun, riders = queue.ongoing.get(group.profile.copy), self._riders(queue, group)
+        waiting = self._joining(queue, group)
+        size = self._batch_size(queue, group, riders + sum(len(each.requests) for each in waiting))
+        riding = min(riders, size)
+        shares = [Share(begun, riding)] if begun is not None and riding else []
+        return shares + self._begin(queue, waiting, size - riding)
+
+    def _joining(self, queue: ExecutorQueue, group: Group) -> list[Group]:
+        """The groups that those who begin in a batch of this one come from, in their order."""
+        return [
+            each
+            for each in queue.all_to_begin(group.expert)
+            if each.profile.copy == group.profile.copy
+            and not each.alone
+            and (group.is_ongoing or each.order >= group.order)
+        ]
+
+    def _begin(self, queue: ExecutorQueue, groups: Sequence[Group], places: int) -> list[Share]:
+        """Who of these begins now, in their order, up to the first that cannot; they have their leases then."""
+        shares = []
+        for group in groups:
+            latest_s = self._passed_s(self._here(queue), group) + self._max_overtake_s
+            count = 0
+            for request, since_s in group.requests.items():
+                if count == places or since_s >= latest_s or not self._leases.can_begin(request):
+                    break
+                self._leases.begin(request)
+                count += 1
+            if count:
+                shares.append(Share(group, count))
+            if count < len(group.requests):
+                break
+            places -= count
+        return shares
+
+    def _first(self, queue: ExecutorQueue) -> Group | None:
+        """The front if its expert may run; else, with an overlapping policy, the first group whose expert may."""
+        front = queue.front
+        if front is not None and self._placement.may_use(self._pools[queue.spec.pool], front.profile.copy):
+            return front
+        return self._next_runnable(queue) if self._is_overlapping else None
+
+    def _next_in_order(self, queue: ExecutorQueue) -> Group | None:
+        """Without overlap: an ongoing group, or the front, or nothing while the front's load is on its way.
+
+        One that goes on waits for no load that is not its own.
+        """
+        longest, front = self._longest_without_turn(queue), queue.front
+        if longest is not None and (queue.owes_turn or not queue.had_quantum):
+            return longest
+        first = self._first(queue)
+        return longest if first is None and (front is None or front.is_ongoing) else first
+
+    def _next_images(self, queue: ExecutorQueue) -> Group | None:
+        """The first group of images whose expert may run now; after a quantum it may pass whoever waits to begin."""
+        here = [
+            group for group in self._here(queue) if not (queue.had_quantum and group.profile.performance.runs_in_quanta)
+        ]
+        images = [group for group in here if not group.profile.performance.runs_in_quanta]
+        return self._first_within_bound(queue, images, here)
+
+    def _next_quantum(self, queue: ExecutorQueue) -> Group | None:
+        """The first of the ongoing groups and of those whose requests would begin without any that go on."""
+        longest = self._longest_without_turn(queue)
+        if longest is not None and queue.owes_turn:
+            return longest
+        pool, here = self._pools[queue.spec.pool], self._here(queue)
+        beginning = (
+            group
+            for group in here
+            if group.profile.performance.runs_in_quanta
+            and self._placement.may_use(pool, group.profile.copy)
+            and not self._riders(queue, group)
+            and group.oldest_s < self._passed_s(here, group) + self._max_overtake_s
+        )
+        first = min(beginning, key=lambda group: group.order, default=None)
+        if first is None or longest is None:
+            return first or longest
+        return min(first, longest, key=lambda group: group.order)
+
+    def _next_runnable(self, queue: ExecutorQueue) -> Group | None:
+        """The first group that is not ongoing whose expert may run now.
+
+        None where one before it has its expert here, held for an overdue claim, and would be passed beyond the bound.
+        """
+        here = self._here(queue)
+        return self._first_within_bound(queue, here, here)
+
+    def _first_within_bound(self, queue: ExecutorQueue, groups: Sequence[Group], here: Sequence[Group]) -> Group | None:
+        pool = self._pools[queue.spec.pool]
+        runnable = (group for group in groups if self._placement.may_use(pool, group.profile.copy))
+        first = min(runnable, key=lambda group: group.order, default=None)
+        if first is None or self._max_overtake_s == math.inf:
+            return first
+        return first if first.newest_s < self._passed_s(here, first) + self._max_overtake_s else None
+
+    def _here(self, queue: ExecutorQueue) -> list[Group]:
+        """Of each expert that is here the next group that is not ongoing, if it can begin."""
+        return [
+            group
+            for entry in self._pools[queue.spec.pool].entries()
+            if (group := queue.first_to_begin(entry.expert)) is not None
+            and not group.is_passed_over
+            and entry.is_resident
+        ]
+
+    def _passed_s(self, here: Sequence[Group], group: Group) -> float:
+        """When the oldest request was queued that a batch of this group would pass."""
+        return min((each.oldest_s for each in here if each.order < group.order), default=math.inf)
+
+    def _longest_without_turn(self, queue: ExecutorQueue) -> Group | None:
+        """Of the ongoing groups whose expert may run, the one whose last turn is longest ago."""
+        pool = self._pools[queue.spec.pool]
+        able = (group for group in queue.ongoing.values() if self._placement.may_use(pool, group.profile.copy))
+        return min(able, key=lambda group: group.order, default=None)
+
+    def _can_begin(self, queue: ExecutorQueue, group: Group) -> bool:
+        """Is there a lease for its first request, and a place beside those that have begun?"""
+        if not self._leases.can_begin(next(iter(group.requests))):
+            return False
+        riders = self._riders(queue, group)
+        return not riders or riders < self._batch_size(queue, group, riders + 1)
+
+    def _riders(self, queue: ExecutorQueue, group: Group) -> int:
+        """How many of those that have begun would run in a batch of this group, if it could be so large."""
+        begun = queue.ongoing.get(group.profile.copy)
+        if begun is None or group.alone:
+            return 0
+        return sum(1 for _ in takewhile(lambda request: not self._runs_alone(request), begun.requests))
+
+    def _batch_size(self, queue: ExecutorQueue, group: Group, waiting: int) -> int:
+        spec = queue.spec
+        free_bytes = self._pools[spec.pool].workspace_for(spec.id)
+        return self._splitter.batch_size(group.expert, spec.id, group.profile.performance, waiting, free_bytes)

@@ -1,0 +1,472 @@
+"""Requests that count in tokens beside images: quanta, who goes next, who joins, and what begins, ends and is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core import events
+from agent.core.effects import Assigned, Complete, Evict, Fail, FellBack, StartBatch, StartLoad
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+)
+from agent.core.policy import PRESETS
+from agent.core.request import IMAGE, Rejected, Work
+from experts.expert import Prediction
+from experts.graph import ExpertGraph, RouteStep
+
+PASS = Prediction("ok", 1.0)
+QUANTUM_S, BOUND_S, SHARE = 4.0, 100.0, 20
+PICTURES = Performance(K_s=1.0, B_s=1.0, max_batch=4, workspace_bytes=1)
+TEXTS = Performance(0.0, 1.0, 3, 1, K_prompt_s=0.5, K_output_s=2.0, lease_bytes=1)
+ASK = Work(prompt=2, output=3, most=6)
+LEFT = Work(prompt=0, output=2, most=6)
+
+
+class Line:
+    """An Engine whose memory holds ``room`` of the experts: images of a and b, texts of t and u; one executor."""
+
+    def __init__(self, policy="coserve", room=4, executors=1, bound_s=BOUND_S, share=SHARE):
+        rows = {
+            name: ExpertProfile(name, TEXTS if name in "tu" else PICTURES, Footprint(1), {SSD: 1.0}) for name in "abtu"
+        }
+        matrix = PerformanceMatrix({"cpu": rows}, dict.fromkeys("abtu", 0.25))
+        routes = {"sorted": (RouteStep("a", frozenset({"ok"})), RouteStep("t", frozenset({"ok"})))}
+        pool = PoolSpec("host", room, 4 * executors, lease_bytes=share)
+        limits = Limits((pool,), bound_s, quantum_s=QUANTUM_S, loads_in_flight=4)
+        specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
+        self.graph, self.matrix = ExpertGraph("abtu", routes), matrix
+        self.engine = Engine(self.graph, matrix, specs, PRESETS[policy], limits)
+        self.now = 0.0
+        self.effects = []
+        self.running = {}
+        self.tell(events.Started())
+        while loads := [each.load for each in self.effects if isinstance(each, StartLoad)]:
+            for load in loads:
+                self.tell(events.Loaded(load))
+
+    def tell(self, event):
+        """What starts because of it, and who ends."""
+        self.effects = self.engine.handle(event, self.now)
+        self.engine.check_invariants()
+        for effect in self.effects:
+            if isinstance(effect, StartBatch):
+                self.running[effect.batch.executor] = effect.batch
+        return [
+            (each.batch.expert, each.batch.requests) if isinstance(each, StartBatch) else (type(each), each.request)
+            for each in self.effects
+            if isinstance(each, StartBatch | Complete | Fail)
+        ]
+
+    def ask(self, request, expert, work=None):
+        text = ASK if work is None else work
+        return self.tell(events.Arrived(request, expert=expert, work=text if expert in "tu" else IMAGE))
+
+    def quantum_ends(self, finished=(), executor=0):
+        """Who of the batch is not among the finished has ``LEFT`` left."""
+        batch = self.running.pop(executor)
+        ended = tuple((request, PASS) for request in batch.requests if request in finished)
+        others = tuple((request, LEFT) for request in batch.requests if request not in finished)
+        return self.tell(events.Progressed(batch.id, ended, others))
+
+    def images_end(self, executor=0):
+        batch = self.running.pop(executor)
+        return self.tell(events.Finished(batch.id, (PASS,) * len(batch.requests)))
+
+    def breaks(self, *, out_of_memory=False):
+        return self.tell(events.BatchFailed(self.running.pop(0).id, "broke", out_of_memory))
+
+    def wait(self, until_s):
+        self.now = until_s
+        self.tell(events.Tick())
+
+    @property
+    def leased(self):
+        return self.engine.statistics().pools[0].lease_used_bytes
+
+    @property
+    def length_s(self):
+        return self.engine.statistics().queues[0].length_s
+
+    def reason(self):
+        (reason,) = [effect.outcome.reason for effect in self.effects if isinstance(effect, Fail)]
+        return reason
+
+
+# -- quanta --
+
+
+def test_texts_run_in_quanta_and_images_to_their_end():
+    line = Line()
+    assert line.ask(0, "t") == [("t", (0,))]
+    assert line.running[0].quantum_s == QUANTUM_S
+    line.quantum_ends(finished=[0])
+    line.ask(1, "a")
+    assert line.running[0].quantum_s is None
+
+
+def test_who_is_not_done_goes_on_and_who_is_done_ends():
+    line = Line()
+    line.ask(0, "t")
+    line.ask(1, "t")
+    assert line.quantum_ends() == [("t", (0, 1))]
+    assert line.quantum_ends(finished=[0]) == [(Complete, 0), ("t", (1,))]
+    assert line.images_end() == [(Complete, 1)]  # all of a quantum's requests may be done, too
+    assert line.leased == 0
+
+
+def test_who_came_meanwhile_joins_the_next_quantum_behind_those_who_have_begun():
+    line = Line()
+    line.ask(0, "t")
+    for request in (1, 2, 3):
+        assert line.ask(request, "t") == []
+    assert line.quantum_ends() == [("t", (0, 1, 2))]
+    assert line.quantum_ends(finished=[1]) == [(Complete, 1), ("t", (0, 2, 3))]
+
+
+def test_a_quantum_counts_for_as_long_as_it_may_last_and_what_is_left_after_it_counts_too():
+    line = Line()
+    line.ask(0, "t")  # B 1 + 2 * 0.5 + 3 * 2 = 8 s, of which a quantum is 4
+    assert line.length_s == 8.0
+    line.wait(until_s=3.0)
+    assert line.length_s == 1.0 + 4.0
+    line.wait(until_s=9.0)
+    assert line.length_s == 4.0
+    line.ask(1, "t", Work(2, 0, 2))
+    assert line.length_s == 4.0 + 1.0 + 1.0
+    line.quantum_ends()
+    assert line.length_s == 1.0 + 2 * 2.0 + 1.0  # both run: B, what the first has left, what the second is
+    line.quantum_ends(finished=[1])
+    line.quantum_ends(finished=[0])
+    assert line.length_s == 0.0
+
+
+def test_a_request_is_assigned_by_its_work():
+    line = Line(executors=2)
+    line.ask(0, "t", Work(0, 20, 20))
+    assert line.ask(1, "a") == [("a", (1,))]
+    (assigned,) = [effect for effect in line.effects if isinstance(effect, Assigned)]
+    assert [each.queue_s for each in assigned.candidates] == [41.0, 0.0]
+    line.ask(2, "u", Work(4, 1, 5))
+    (assigned,) = [effect for effect in line.effects if isinstance(effect, Assigned)]
+    assert [each.addition_s for each in assigned.candidates] == [1.0 + 2.0 + 2.0] * 2
+
+
+@pytest.mark.parametrize("told", [[], [0], [0, 1, 1], [0, 1, 2], [0, 2]])
+def test_progress_of_other_requests_than_the_batchs_is_a_failure(told):
+    line = Line()
+    line.ask(9, "a")
+    line.ask(0, "t")
+    line.ask(1, "t")
+    line.images_end()
+    batch = line.running.pop(0)
+    assert batch.requests == (0, 1)
+    line.tell(events.Progressed(batch.id, (), tuple((request, LEFT) for request in told)))
+    assert line.running[0].requests == (0,)  # alone, from the start
+    assert line.leased == ASK.most
+
+
+def test_images_have_no_quantum_to_go_on_after():
+    line = Line()
+    line.ask(0, "a")
+    assert line.tell(events.Progressed(1, (), ((0, LEFT),))) == [(Fail, 0)]
+    assert line.reason() == "a: 1 of 1 images are not done, and images have no quantum"
+
+
+def test_progress_without_anybody_unfinished_is_as_good_as_finished():
+    line = Line()
+    line.ask(0, "a")
+    assert line.tell(events.Progressed(1, ((0, PASS),), ())) == [(Complete, 0)]
+
+
+def test_what_nobody_waits_for_is_counted():
+    line = Line()
+    line.ask(0, "t")
+    for event in (events.Progressed(7, (), ()), events.Preempted(7), events.Preempted(0)):
+        assert line.tell(event) == []
+    assert line.engine.statistics().unexpected_events == 3
+
+
+def test_a_request_that_no_expert_can_be_asked_about_ends_and_the_others_go_on():
+    line = Line()
+    line.ask(0, "t")
+    line.ask(1, "t")
+    line.quantum_ends()
+    batch = line.running[0]
+    rejected = ((0, Rejected("no text")),)
+    assert line.tell(events.Progressed(batch.id, rejected, ((1, LEFT),))) == [(Fail, 0), ("t", (1,))]
+
+
+# -- turns --
+
+
+def test_images_and_texts_take_turns():
+    line = Line()
+    line.ask(0, "t")
+    for request in range(1, 10):
+        line.ask(request, "a")
+    runs = [line.quantum_ends(), line.images_end()[-1:], line.quantum_ends(), line.images_end()[-1:]]
+    assert runs == [[("a", (1, 2, 3, 4))], [("t", (0,))], [("a", (5, 6, 7, 8))], [("t", (0,))]]
+
+
+def test_ongoing_groups_take_turns_and_images_wait_for_one_of_them_at_a_time():
+    line = Line()
+    line.ask(0, "t")
+    line.ask(1, "u")
+    assert line.quantum_ends() == [("u", (1,))]  # its first: t is due, and passed
+    for request in range(2, 12):
+        line.ask(request, "b")
+    runs = [line.quantum_ends(), line.images_end()[-1:], line.quantum_ends(), line.images_end()[-1:]]
+    assert runs == [[("b", (2, 3, 4, 5))], [("t", (0,))], [("b", (6, 7, 8, 9))], [("u", (1,))]]
+
+
+def test_images_that_came_behind_many_texts_wait_for_one_quantum_and_these_begin_between_them():
+    line = Line(share=100)
+    for request in range(9):
+        line.ask(request, "t")
+    for request in range(10, 20):
+        line.ask(request, "a")
+    assert line.quantum_ends(finished=[0])[-1:] == [("a", (10, 11, 12, 13))]
+    assert line.images_end()[-1:] == [("t", (1, 2, 3))]
+    assert line.quantum_ends(finished=[1])[-1:] == [("a", (14, 15, 16, 17))]
+    assert line.images_end()[-1:] == [("t", (2, 3, 4))]
+
+
+def test_first_quanta_of_others_pass_an_ongoing_group_once():
+    line = Line(share=100)
+    line.ask(0, "t")
+    for request in range(1, 8):
+        line.ask(request, "u")
+    assert line.quantum_ends() == [("u", (1, 2, 3))]
+    assert line.quantum_ends(finished=[1, 2, 3])[-1:] == [("t", (0,))]
+    assert line.quantum_ends() == [("u", (4, 5, 6))]
+    assert line.quantum_ends(finished=[4, 5, 6])[-1:] == [("t", (0,))]
+
+
+def test_a_joining_request_is_held_back_by_one_that_waits_for_longer_than_the_bound():
+    line = Line(bound_s=10.0)
+    line.ask(0, "t")
+    for request in range(1, 6):
+        line.ask(request, "a")  # four in a batch: one stays
+    assert line.quantum_ends() == [("a", (1, 2, 3, 4))]
+    line.now = 9.9
+    line.ask(6, "t")
+    line.now = 10.0
+    line.ask(7, "t")
+    assert line.images_end()[-1:] == [("t", (0, 6))]
+    assert line.quantum_ends() == [("a", (5,))]
+    assert line.images_end()[-1:] == [("t", (0, 6, 7))]
+
+
+@pytest.mark.parametrize("policy", ["paper", "samba"])
+def test_without_overlap_an_executor_waits_for_the_load_of_an_image_that_is_next(policy):
+    line = Line(policy, room=1)
+    line.ask(0, "t")
+    loads = [each.load for each in line.effects if isinstance(each, StartLoad)]
+    for load in loads:
+        line.tell(events.Loaded(load))
+    line.ask(1, "a")
+    line.quantum_ends()
+    assert not line.running
+    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
+    assert line.tell(events.Loaded(load)) == [("a", (1,))]
+    line.images_end()
+    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
+    assert line.tell(events.Loaded(load)) == [("t", (0,))]
+
+
+def test_an_ongoing_group_whose_expert_had_to_leave_asks_for_it():
+    line = Line(room=1, bound_s=10.0)
+    line.ask(0, "t")
+    for load in [each.load for each in line.effects if isinstance(each, StartLoad)]:
+        line.tell(events.Loaded(load))
+    line.ask(1, "a")
+    line.now = 10.0
+    line.quantum_ends()
+    assert [each.copy for each in line.effects if isinstance(each, Evict)] == ["t"]
+    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
+    assert line.tell(events.Loaded(load)) == [("a", (1,))]
+    assert line.images_end() == [(Complete, 1)]
+    (load,) = [each.load for each in line.effects if isinstance(each, StartLoad)]
+    assert line.tell(events.Loaded(load)) == [("t", (0,))]
+    assert line.leased == ASK.most
+
+
+# -- leases --
+
+
+def test_a_request_leases_its_worst_case_from_its_first_batch_to_its_end():
+    line = Line()
+    line.ask(0, "a")
+    line.ask(1, "t")
+    assert line.leased == 0
+    line.images_end()
+    assert line.leased == 6
+    line.quantum_ends()
+    assert line.leased == 6
+    line.quantum_ends(finished=[1])
+    assert line.leased == 0
+
+
+def test_who_finds_no_lease_waits_and_keeps_nobody_from_running():
+    line = Line(share=10)
+    line.ask(0, "t")
+    line.ask(1, "u")
+    line.ask(2, "a")
+    assert line.quantum_ends() == [("a", (2,))]
+    assert line.images_end()[-1:] == [("t", (0,))]
+    assert line.quantum_ends() == [("t", (0,))]
+    assert line.quantum_ends(finished=[0]) == [(Complete, 0), ("u", (1,))]
+
+
+def test_who_waits_for_a_lease_asks_for_no_load_meanwhile():
+    line = Line(room=1, share=10)
+    line.ask(0, "t")
+    for load in [each.load for each in line.effects if isinstance(each, StartLoad)]:
+        line.tell(events.Loaded(load))
+    line.ask(1, "u")
+    line.now = 2 * BOUND_S
+    assert line.quantum_ends() == [("t", (0,))]
+    assert line.engine.statistics().pools[0].loading == ()
+    line.quantum_ends(finished=[0])
+    assert [each.expert for each in line.effects if isinstance(each, StartLoad)] == ["u"]
+
+
+def test_nobody_takes_the_lease_of_one_that_came_longer_before_it_than_the_bound():
+    line = Line(share=10, bound_s=10.0)
+    line.ask(0, "t", Work(0, 3, 3))
+    line.ask(1, "u", Work(0, 8, 8))
+    line.now = 9.0
+    line.ask(2, "t", Work(0, 1, 1))
+    line.now = 10.0
+    line.ask(3, "t", Work(0, 1, 1))
+    assert line.quantum_ends() == [("t", (0, 2))]
+    assert line.quantum_ends(finished=[2])[-1:] == [("t", (0,))]  # 3 would leave too little for 1
+    assert line.quantum_ends(finished=[0])[-1:] == [("u", (1,))]
+
+
+@pytest.mark.parametrize("expert", ["t", "u"])
+def test_what_can_never_be_leased_ends_with_a_reason(expert):
+    line = Line()
+    assert line.ask(0, expert, Work(1, 20, 21)) == [(Fail, 0)]
+    assert line.reason() == (
+        f"{expert}: what 21 tokens hold fits in no memory that it could run from (the largest share for that has 20 "
+        "bytes) - ask for fewer tokens"
+    )
+    assert line.ask(1, expert, Work(1, 19, 20)) == [(expert, (1,))]
+
+
+def test_a_route_leads_from_images_to_texts():
+    line = Line()
+    line.tell(events.Arrived(0, "sorted", work=ASK))
+    assert line.leased == 0
+    assert line.images_end() == [("t", (0,))]
+    assert line.leased == ASK.most
+    assert line.quantum_ends(finished=[0]) == [(Complete, 0)]
+
+
+# -- what ends, and what is lost --
+
+
+def test_who_is_cancelled_between_two_quanta_ends_at_once():
+    line = Line()
+    line.ask(0, "t")
+    line.ask(1, "a")
+    line.quantum_ends()
+    assert line.tell(events.Cancelled(0)) == [(Fail, 0)]
+    assert (line.reason(), line.leased) == ("cancelled", 0)
+    assert line.images_end() == [(Complete, 1)]
+
+
+def test_who_is_cancelled_while_it_runs_ends_with_the_quantum():
+    line = Line()
+    line.ask(0, "t")
+    assert line.tell(events.Cancelled(0)) == []
+    assert line.quantum_ends() == [(Fail, 0)]
+    assert (line.reason(), line.leased, line.length_s) == ("cancelled", 0, 0.0)
+
+
+def test_who_is_preempted_begins_anew_behind_those_who_wait():
+    line = Line(share=12)
+    line.ask(0, "t")
+    line.ask(1, "a")
+    line.ask(2, "u", Work(0, 1, 8))
+    line.quantum_ends()
+    assert line.tell(events.Preempted(0)) == []
+    assert line.leased == 0
+    assert line.images_end()[-1:] == [("u", (2,))]
+    assert line.quantum_ends(finished=[2]) == [(Complete, 2), ("t", (0,))]
+    assert line.length_s == 8.0  # all of its work is left
+
+
+def test_whoever_was_in_a_batch_that_failed_begins_anew_and_alone():
+    line = Line()
+    line.ask(9, "a")
+    for request in (0, 1, 2):
+        line.ask(request, "t", Work(0, 3, 4))
+    line.images_end()
+    line.quantum_ends()
+    assert line.breaks() == [("t", (0,))]
+    assert line.leased == 4
+    runs = [line.quantum_ends() for _ in range(5)]
+    assert runs == [[("t", (each,))] for each in (1, 0, 2, 1, 0)]
+    assert line.leased == 12
+    assert line.breaks()[0][0] is Fail  # it ran alone: nobody else is to blame
+    assert line.leased == 8
+
+
+def test_a_smaller_batch_is_run_after_a_shortage():
+    line = Line()
+    line.ask(9, "a")
+    for request in (0, 1):
+        line.ask(request, "t", Work(0, 3, 4))
+    line.images_end()
+    assert line.breaks(out_of_memory=True) == [("t", (0,))]
+    assert line.leased == 4
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_whoever_has_begun_with_an_expert_that_is_quarantined_ends(is_running):
+    line = Line()
+    line.ask(0, "t")
+    if is_running:
+        line.tell(events.Quarantined("t", "bad"))
+        assert line.quantum_ends() == [(Fail, 0)]
+    else:
+        line.ask(1, "a")
+        line.quantum_ends()
+        assert line.tell(events.Quarantined("t", "bad")) == [(Fail, 0)]
+    assert (line.reason(), line.leased) == ("t is in quarantine: bad", 0)
+
+
+def test_whoever_has_begun_is_finished_by_the_expert_of_an_earlier_line():
+    line = Line()
+    line.ask(0, "t")
+    line.tell(events.LineChanged(ExpertGraph("abtu", {}), line.matrix, frozenset(), frozenset("t")))
+    assert line.quantum_ends() == [("t", (0,))]
+    assert line.quantum_ends(finished=[0]) == [(Complete, 0)]
+    assert [each.copy for each in line.effects if isinstance(each, Evict)] == ["t"]
+
+
+def test_what_was_taken_is_finished_while_the_agent_stops():
+    line = Line()
+    line.ask(0, "t")
+    line.tell(events.Drain())
+    assert line.quantum_ends() == [("t", (0,))]
+    assert line.quantum_ends(finished=[0]) == [(Complete, 0)]
+
+
+def test_no_expert_that_somebody_goes_on_with_leaves_when_it_is_unwanted():
+    line = Line()
+    line.ask(0, "t")
+    line.ask(1, "a")
+    line.quantum_ends()
+    line.tell(events.Unwanted("t"))
+    assert not [effect for effect in line.effects if isinstance(effect, Evict | FellBack)]

@@ -1,0 +1,198 @@
+"""Requests that count in tokens under virtual time, alone and beside images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.core.effects import StartBatch
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+)
+from agent.core.policy import PRESETS
+from agent.core.request import IMAGE, Work
+from experts.expert import Verdict
+from experts.graph import ExpertGraph, RouteStep
+from profiler.simulation.quanta import run_quantum
+from profiler.simulation.simulator import Simulator
+from profiler.workload.traces import Arrival
+
+QUANTUM_S, BOUND_S = 0.05, 100.0
+IMAGES = Performance(0.01, 0.02, 4, workspace_bytes=0)
+TEXTS = Performance(0.001, 0.004, 4, 0, K_prompt_s=0.0005, K_output_s=0.003, lease_bytes=1)
+NOISE_S = 1e-9  # of rounding
+BATCH_S = IMAGES.latency_s(IMAGES.max_batch)
+
+
+def build(images=1, texts=1, lease_bytes=400, speedups=None):
+    """One executor, all experts in memory from the start."""
+    rows = {f"image{n}": ExpertProfile(f"image{n}", IMAGES, Footprint(1), {SSD: 0.1}) for n in range(images)}
+    rows |= {f"text{n}": ExpertProfile(f"text{n}", TEXTS, Footprint(1), {SSD: 0.1}) for n in range(texts)}
+    routes = {name: (RouteStep(name, frozenset({"ok"})),) for name in rows}
+    profile = PerformanceMatrix({"cpu": rows}, dict.fromkeys(rows, 0.5))
+    limits = Limits((PoolSpec("host", len(rows), 0, lease_bytes=lease_bytes),), BOUND_S, quantum_s=QUANTUM_S)
+    specs = [ExecutorSpec(0, "cpu", "host")]
+    engine = Engine(ExpertGraph(rows, routes), profile, specs, PRESETS["coserve"], limits)
+    return Simulator(engine, profile, specs, check_every_step=True, speedups=speedups)
+
+
+def batches(simulation, prefix=""):
+    """(start, expert, requests) of each batch whose expert's name begins so, in seconds since the trace's start."""
+    return [
+        (now - simulation.started_s, effect.batch.expert, effect.batch.requests)
+        for now, effect in simulation.effects
+        if isinstance(effect, StartBatch) and effect.batch.expert.startswith(prefix)
+    ]
+
+
+def test_a_quantum_reads_before_it_writes():
+    """0.005 s are B and K; of the rest 20 tokens are read in 0.01 s, and 11 written in 0.033 s."""
+    quantum = run_quantum({7: Work(20, 100, 120)}, TEXTS, QUANTUM_S)
+    assert quantum.unfinished == {7: Work(0, 89, 120)}
+    assert quantum.seconds == pytest.approx(0.005 + 0.01 + 0.033)
+
+
+def test_a_quantum_ends_when_all_are_done():
+    quantum = run_quantum({1: Work(2, 1, 3), 2: IMAGE}, TEXTS, QUANTUM_S)
+    assert quantum.unfinished == {}
+    assert quantum.seconds == pytest.approx(0.004 + 2 * 0.001 + 2 * 0.0005 + 0.003)
+
+
+def test_what_one_does_not_need_of_its_share_goes_to_the_others():
+    """0.006 s are B and two K; 1 needs 0.003 of its 0.022 s, and 13 tokens of 2's are written in the other 0.041."""
+    quantum = run_quantum({2: Work(0, 50, 50), 1: Work(0, 1, 1)}, TEXTS, QUANTUM_S)
+    assert quantum.unfinished == {2: Work(0, 37, 50)}
+
+
+def test_seconds_are_shared_evenly():
+    quantum = run_quantum({1: Work(0, 50, 50), 2: Work(0, 60, 60)}, TEXTS, QUANTUM_S)
+    assert quantum.unfinished == {1: Work(0, 43, 50), 2: Work(0, 53, 60)}
+
+
+@pytest.mark.parametrize("work", [Work(5, 1, 6), Work(0, 5, 6)])
+def test_however_short_a_quantum_is_each_gets_a_token_further(work):
+    left = run_quantum({1: work, 2: work}, TEXTS, 0.0).unfinished
+    assert [each.prompt + each.output for each in left.values()] == [work.prompt + work.output - 1] * 2
+
+
+def test_a_text_is_written_in_as_many_quanta_as_it_takes():
+    """(0.05 - 0.005) / 0.003 = 15 tokens a quantum; 40 take 15, 15 and 10."""
+    simulation = build().run([Arrival(0.0, expert="text0", work=Work(0, 40, 40))])
+    assert [start_s for start_s, _, _ in batches(simulation)] == pytest.approx([0.0, 0.05, 0.1])
+    assert simulation.seconds == pytest.approx(3 * 0.005 + 40 * 0.003)
+
+
+def test_an_image_between_two_quanta_waits_for_one_of_them():
+    trace = [Arrival(0.0, expert="text0", work=Work(0, 40, 40)), Arrival(0.01, expert="image0")]
+    simulation = build().run(trace)
+    assert [expert for _, expert, _ in batches(simulation)] == ["text0", "image0", "text0", "text0"]
+    assert simulation.finished_s[1] == pytest.approx(0.05 + 0.03)
+
+
+def test_who_comes_meanwhile_joins_the_next_quantum_and_leaves_as_soon_as_it_is_done():
+    trace = [Arrival(0.0, expert="text0", work=Work(0, 40, 40)), Arrival(0.01, expert="text0", work=Work(2, 2, 4))]
+    simulation = build().run(trace)
+    assert [requests for _, _, requests in batches(simulation)][:3] == [(0,), (0, 1), (0,)]
+    assert simulation.finished_s[1] < simulation.finished_s[0]
+
+
+def test_quanta_share_a_processor_with_what_else_runs_there():
+    trace = [Arrival(0.0, expert="text0", work=Work(0, 40, 40))]
+    alone = build(speedups={"cpu": (1.0,)}).run(trace)
+    assert alone.seconds == pytest.approx(build().run(trace).seconds)
+
+
+def test_tokens_of_an_expert_without_leases_count_in_its_batches():
+    rows = {"e": ExpertProfile("e", Performance(0.01, 0.02, 4, 0, K_prompt_s=0.1), Footprint(1), {SSD: 0.1})}
+    profile = PerformanceMatrix({"cpu": rows}, {"e": 1.0})
+    specs = [ExecutorSpec(0, "cpu", "host")]
+    route = {"e": (RouteStep("e", frozenset({"ok"})),)}
+    engine = Engine(ExpertGraph(rows, route), profile, specs, PRESETS["coserve"], Limits((PoolSpec("host", 1, 0),)))
+    simulation = Simulator(engine, profile, specs).run([Arrival(0.0, "e", work=Work(3, 0, 3))])
+    assert simulation.seconds == pytest.approx(0.03 + 0.3)
+
+
+@st.composite
+def mixed(draw):
+    """Bursts of images beside texts that are many more than one executor can write meanwhile."""
+    images, texts = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    at_s, trace = 0.0, []
+    for _ in range(draw(st.integers(1, 25))):
+        at_s += draw(st.sampled_from([0.0, 0.013, 0.11, 0.4]))
+        expert = f"image{draw(st.integers(0, images - 1))}"
+        trace += [Arrival(at_s, expert, work=IMAGE) for _ in range(draw(st.integers(1, 3)))]
+    for number in range(draw(st.integers(1, 12))):
+        work = Work(draw(st.integers(0, 60)), draw(st.integers(1, 80)), 150)
+        trace.append(Arrival(draw(st.floats(0.0, at_s)), f"text{number % texts}", work=work))
+    return images, texts, sorted(trace, key=lambda each: each.at_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixed())
+def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(drawn):
+    """Those before it are the batches of images that start while it waits, and its own."""
+    images, texts, trace = drawn
+    simulation = build(images, texts).run(trace)
+    assert all(outcome.verdict is Verdict.OK for outcome in simulation.outcomes.values())
+    runs = batches(simulation)
+    ends_s = [*(start_s for start_s, *_ in runs[1:]), simulation.seconds]
+    for start_s, expert, requests in batches(simulation, "image"):
+        for since_s in (trace[request].at_s for request in requests):
+            quanta_s = [
+                min(end_s, begin_s + QUANTUM_S) - max(begin_s, since_s)
+                for (begin_s, other, _), end_s in zip(runs, ends_s, strict=True)
+                if other.startswith("text") and since_s < end_s and begin_s < start_s
+            ]
+            before = sum(since_s - NOISE_S <= begin_s <= start_s for begin_s, *_ in batches(simulation, "image"))
+            assert sum(quanta_s) <= QUANTUM_S * before + NOISE_S, (expert, requests)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixed())
+def test_images_end_by_as_many_quanta_later_than_without_texts(drawn):
+    """As many as batches of images have run since none of them waited; and one batch later, that left without it."""
+    _, texts, trace = drawn
+    trace = [arrival if arrival.work is not IMAGE else replace(arrival, component="image0") for arrival in trace]
+    numbers = [number for number, arrival in enumerate(trace) if arrival.work is IMAGE]
+    beside, alone = build(1, texts).run(trace), build(1, texts).run([trace[number] for number in numbers])
+    before = batches_before(beside, trace, numbers)
+    for place, number in enumerate(numbers):
+        assert beside.finished_s[number] <= alone.finished_s[place] + QUANTUM_S * before[number] + BATCH_S + NOISE_S
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixed())
+def test_a_text_that_has_begun_is_passed_by_no_two_batches_of_images_in_a_row(drawn):
+    images, texts, trace = drawn
+    simulation = build(images, texts).run(trace)
+    begun_s: dict[int, float] = {}
+    for (start_s, expert, requests), (then_s, then, _) in pairwise(batches(simulation)):
+        begun_s |= {each: start_s for each in requests if expert.startswith("text") and each not in begun_s}
+        if expert.startswith("image") and then.startswith("image"):
+            assert all(simulation.finished_s[each] <= start_s + NOISE_S for each in begun_s), (start_s, then_s)
+
+
+def batches_before(simulation, trace, numbers):
+    """For each image how many batches of images ran since the last moment without any, its own among them."""
+    before: dict[int, int] = {}
+    count, ended_s = 0, 0.0
+    for start_s, _, requests in batches(simulation, "image"):
+        waiting_s = [
+            trace[each].at_s for each in numbers if each not in before and trace[each].at_s <= start_s + NOISE_S
+        ]
+        count = 1 if min(waiting_s) >= ended_s - NOISE_S else count + 1
+        before |= dict.fromkeys(requests, count)
+        ended_s = simulation.finished_s[requests[0]]
+    return before
