@@ -43,7 +43,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
     ),
     "experts.packed": (
-        "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.importing",
+        "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
+        "experts.importing",
     ),
     "experts.llm": ("experts.errors",),
     "agent.line_file": (),

@@ -22,7 +22,7 @@ from agent.device_profile.records import Agreement, LinkSpeed, SpinTimes, Trial
 from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
 from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
-from experts.packed.manifests import sync_directory
+from experts.filesystem import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -290,7 +290,7 @@ def _rename(unfinished: Path, path: Path) -> None:
     finally:
         os.close(descriptor)
     unfinished.replace(path)
-    sync_directory(path.parent)
+    sync_folder(path.parent)
 
 
 @contextmanager

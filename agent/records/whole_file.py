@@ -6,6 +6,8 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
+from experts.filesystem import sync_folder
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -29,15 +31,6 @@ def whole_text_file(path: Path) -> Iterator[TextIO]:
 def draft_of(path: Path) -> Path:
     """What it is called until it is whole: hidden, so that nobody takes it, and always the same, so that none stays."""
     return path.with_name(f".{path.name}.tmp")
-
-
-def sync_folder(folder: Path) -> None:
-    """Have renames in this folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:

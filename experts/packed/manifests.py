@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from experts.filesystem import sync_folder
 from experts.packed.weights import PackedExpert, Segment, TensorSpec
 
 if TYPE_CHECKING:
@@ -86,16 +87,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames in it survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(path.parent)
 
 
 def _read(path: Path) -> Manifest | None:

@@ -24,8 +24,9 @@ import torch
 
 from experts.backends import backend_for
 from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMissing
+from experts.filesystem import sync_folder
 from experts.importing import import_weights
-from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing, sync_directory
+from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing
 from experts.packed.segment_writer import SegmentWriter
 from experts.packed.sharing import TensorKey, plan_sharing
 from experts.packed.weights import PackedExpert, Segment
@@ -295,7 +296,7 @@ class _Packing:
     def _finish(self, path: Path, segment: Segment) -> None:
         final = self._store.segment_path(segment.sha256)
         path.replace(final)
-        sync_directory(final.parent)
+        sync_folder(final.parent)
 
     def _places(self, draft: _Draft) -> dict[str, _Place]:
         packed = draft.manifest.packed

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import ssl
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
@@ -23,8 +22,9 @@ from urllib.parse import urlsplit
 from aiomqtt import Client, MqttCodeError, MqttError, Will
 
 from agent.config import read_secret
+from agent.records.delivery.receiver import tls_context
 from agent.records.outbox import BOARD
-from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+from experts.errors import MessageRefused, ReceiverUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,7 +51,7 @@ class MqttReceiver:
         self._section = section
         self._client_id = section.client_id or f"coserve-{line}"
         self._prefix = f"{section.topic.rstrip('/')}/{level(line)}"
-        self._tls = _tls_context(section)
+        self._tls = tls_context("outbox.mqtt.ca", section.ca) if section.url.startswith("mqtts:") else None
         self._password()
 
     @asynccontextmanager
@@ -154,12 +154,3 @@ def _reason(error: MqttError) -> str:
         return f"the broker refuses the login ({error}) - correct user and password"
     cause = error.__cause__ or error.__context__
     return str(cause or error) or type(error).__name__
-
-
-def _tls_context(section: MqttSection) -> ssl.SSLContext | None:
-    if not section.url.startswith("mqtts:"):
-        return None
-    try:
-        return ssl.create_default_context(cafile=section.ca)
-    except OSError as error:  # also what is no certificate
-        raise ConfigError(f"outbox.mqtt.ca: {section.ca}: {error.strerror or error} - write a PEM file") from error

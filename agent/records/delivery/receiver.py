@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import TYPE_CHECKING, Protocol
+
+from experts.errors import ConfigError
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
 
     from agent.records.outbox import Message
 
@@ -30,3 +34,11 @@ class Receiver(Protocol):
 
     def connected(self) -> AbstractAsyncContextManager[Connection]:
         """Connect, and disconnect in the end. Raises ReceiverUnavailable."""
+
+
+def tls_context(key: str, authority: Path | None) -> ssl.SSLContext:
+    """Who is trusted: this authority, else the system's. ``key`` of the line file names it. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except OSError as error:  # also what is no certificate
+        raise ConfigError(f"{key}: {authority}: {error.strerror or error} - write a PEM file") from error

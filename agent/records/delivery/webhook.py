@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import ssl
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from agent.config import read_secret
-from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+from agent.records.delivery.receiver import tls_context
+from experts.errors import MessageRefused, ReceiverUnavailable
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator
 
     from agent.line_file.records import WebhookSection
@@ -49,7 +50,7 @@ class WebhookReceiver:
 
     def __init__(self, section: WebhookSection) -> None:
         self._section = section
-        self._tls = _tls_context(section)
+        self._tls = tls_context("outbox.webhook.ca", section.ca) if section.url.startswith("https:") else None
         self._headers()
 
     @asynccontextmanager
@@ -156,12 +157,3 @@ def _retry_s(retry_after: str | None) -> float | None:
     with suppress(ValueError, TypeError):
         return max(parsedate_to_datetime(retry_after).timestamp() - time.time(), 0.0)
     return None
-
-
-def _tls_context(section: WebhookSection) -> ssl.SSLContext | None:
-    if not section.url.startswith("https:"):
-        return None
-    try:
-        return ssl.create_default_context(cafile=section.ca)
-    except OSError as error:  # also what is no certificate
-        raise ConfigError(f"outbox.webhook.ca: {section.ca}: {error.strerror or error} - write a PEM file") from error

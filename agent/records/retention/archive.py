@@ -19,9 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from agent.records.whole_file import draft_of, make_folder, sync_folder
+from agent.records.whole_file import draft_of, make_folder
 from experts.daemon_threads import DaemonThreads
 from experts.expert import Verdict
+from experts.filesystem import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
