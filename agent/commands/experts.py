@@ -36,7 +36,7 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
     """
     manifests = packed_manifests(config)
     usage = _usage(config)
-    routes = config.catalog.graph.routes
+    graph = config.catalog.graph
     rows = [
         {
             "expert": name,
@@ -46,7 +46,7 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
             "size_bytes": packed_bytes(manifests[name]) if manifests[name] else None,
             "weights_bytes": expert.weights.stat().st_size if expert.weights.is_file() else None,
             "usage": round(usage[name], 6),
-            "routes": [route for route, steps in routes.items() if any(step.expert == name for step in steps)],
+            "routes": [route for route in graph.routes if name in graph.experts_of(route)],
             "pin": expert.pin,
         }
         for name, expert in config.catalog.experts.items()
