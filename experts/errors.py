@@ -19,6 +19,9 @@ CoServeError
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
++- GenerationInvalid        what a text is asked to be cannot be: nothing was begun
+|  +- SamplingInvalid       a number that says how tokens are drawn is none, or out of its range
+|  `- PromptInvalid         a prompt that is empty, over the model's context, or of unknown tokens
 +- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
 +- SidecarUnfinished        what tells whose an image is does not parse: its writer is not done, or it is no JSON
 +- CameraFailed             a camera cannot be connected, or a connection ended: it is tried again
@@ -202,6 +205,28 @@ class ImageUnreadable(ImageError):
 
 class ImageTooLarge(ImageError):
     """More pixels than the configured limit."""
+
+
+class GenerationInvalid(CoServeError):
+    """What is asked of a language model contradicts itself, or the model. ``field``: which of its fields does."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class SamplingInvalid(GenerationInvalid):
+    """A field of how tokens are drawn. ``allowed``: what it may be, in words."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(field, f"is {value!r}: give {allowed}")
+        self.value = value
+        self.allowed = allowed
+
+
+class PromptInvalid(GenerationInvalid):
+    """What is to be read, or how far it is to go on."""
 
 
 class FileChanged(CoServeError):

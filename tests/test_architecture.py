@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.importing",
     ),
     "experts.llm": ("experts.errors",),
+    "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
     "agent.unix_sockets": ("agent.line_file",),
