@@ -41,10 +41,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
     "experts.backends": (
         "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
+        "experts.llm",
     ),
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
-        "experts.importing",
+        "experts.importing", "experts.llm.program",
     ),
     "experts.llm": ("experts.errors",),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),

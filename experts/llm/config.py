@@ -168,13 +168,22 @@ def read_spec(directory: Path, expert: str) -> ArchSpec:
     """
     path = directory / CONFIG_NAME
     try:
-        values = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise WeightsMissing(expert, f"{path} is not there: name a Hugging Face model directory") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise WeightsCorrupt(expert, f"{path} cannot be read as JSON: {error}") from error
+    return parse_config(content, expert, str(path))
+
+
+def parse_config(content: bytes, expert: str, origin: str) -> ArchSpec:
+    """The same for the bytes of a config.json; ``origin`` is what errors call it."""
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise WeightsCorrupt(expert, f"{origin} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise WeightsCorrupt(expert, f"{path} holds no JSON object: name a Hugging Face model directory")
+        raise WeightsCorrupt(expert, f"{origin} holds no JSON object: name a Hugging Face model directory")
     return parse_spec(values, expert)
 
 
