@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.importing",
     ),
     "experts.llm": ("experts.errors",),
+    "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
     "agent.unix_sockets": ("agent.line_file",),
