@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "experts.llm": ("experts.errors",),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
+    "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
     "agent.unix_sockets": ("agent.line_file",),
