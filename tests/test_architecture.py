@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.importing",
     ),
+    "experts.llm.importing": ("experts.errors", "experts.importing", "experts.llm.checkpoint", "experts.llm.config"),
     "experts.llm": ("experts.errors",),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),

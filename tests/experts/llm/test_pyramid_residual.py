@@ -125,7 +125,9 @@ def test_a_backbone_may_be_that_of_gpt(model_files, residual):
     assert_same(model_files.write(values), values)
 
 
-@pytest.mark.parametrize("change", [{"norm": "rmsnorm", "rms_norm_eps": 1e-6}, {"positions": "rotary"}, {"mlp": "gelu"}])
+@pytest.mark.parametrize(
+    "change", [{"norm": "rmsnorm", "rms_norm_eps": 1e-6}, {"positions": "rotary"}, {"mlp": "gelu"}]
+)
 def test_none_of_what_makes_it_gpt_is_like_the_other(model_files, change):
     values = model_files.config("pr_moe", **GPT)
     other = {**values, **change}
