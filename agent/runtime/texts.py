@@ -54,13 +54,13 @@ class TextEngine(Protocol):
 class RecordingWriter:
     """Remembers what is written through it."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self, target: Writer) -> None:
+        self.target = target
         self.tokens: list[int] = []
 
     def write(self, sampled: Sampled) -> bool:
         self.tokens.append(sampled.token)
-        return self._writer.write(sampled)
+        return self.target.write(sampled)
 
 
 @dataclass(slots=True)
@@ -81,6 +81,21 @@ class AskedText:
         if expert not in self.texts:
             self.texts[expert] = self.source.text_for(expert)
         return self.texts[expert]
+
+    def come_to(self, expert: str, text: TextRequest, executor: int) -> None:
+        """It begins with an expert."""
+        self.expert = expert
+        self.give(text, executor)
+
+    def give(self, text: TextRequest, executor: int) -> None:
+        """An executor has this to write."""
+        self.writer = RecordingWriter(text.writer)
+        self.running = replace(text, writer=self.writer)
+        self.executor, self.read = executor, len(text.generation.prompt)
+
+    def leave(self) -> None:
+        """The expert is done with it."""
+        self.expert = self.executor = self.running = self.writer = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +157,11 @@ class Texts:
         refused: list[tuple[int, Prediction | Rejected]] = []
         turns: list[Turn] = []
         for request, copy in zip(batch.requests, copies, strict=True):
-            try:
-                text = self._text(request, copy, batch)
-            except Exception as error:
-                refused.append((request, Rejected(_reason(request, copy, error))))
+            text = self._text(request, copy, batch)
+            if isinstance(text, Rejected):
+                refused.append((request, text))
             else:
-                expert = copy.name.rpartition("@")[0]
-                turns.append(Turn(request, expert, models[copy.name], text, weights_name(copy)))
+                turns.append(Turn(request, expert_name(copy), models[copy.name], text, weights_name(copy)))
         if not turns:
             return Progressed(batch.id, tuple(refused), ())
         quantum = self._engines[batch.executor].run(turns, batch.quantum_s)
@@ -161,15 +174,17 @@ class Texts:
         engine = self._engines.get(executor)
         return None if engine is None else engine.statistics()
 
-    def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest:
+    def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest | Rejected:
         """What the engine is asked: the same object each time, unless the request has come from elsewhere."""
-        asked = self._asked[request]
-        expert = copy.name.rpartition("@")[0]
-        if asked.expert != expert:
-            text = asked.text_for(copy.expert.id)
-            asked.writer = RecordingWriter(text.writer)
-            asked.running = replace(text, writer=asked.writer)
-            asked.expert, asked.executor, asked.read = expert, batch.executor, len(text.generation.prompt)
+        asked = self._asked.get(request)
+        if asked is None:
+            return Rejected(f"{copy.expert.id} takes texts, and request {request} is an image")
+        if asked.expert != expert_name(copy):
+            try:
+                text = asked.text_for(copy.expert.id)
+            except Exception as error:  # noqa: BLE001 - the boundary to whoever asks: it is told in the outcome
+                return Rejected(_reason(request, copy, error))
+            asked.come_to(expert_name(copy), text, batch.executor)
         elif asked.executor != batch.executor:
             self._come_along(request, asked, batch.executor)
         assert asked.running is not None, "it is at an expert"
@@ -181,17 +196,16 @@ class Texts:
         assert asked.executor is not None
         assert asked.writer is not None
         self._engines[asked.executor].forget(request)
-        generation = asked.running.generation
-        written = asked.writer.tokens
-        prompt = generation.prompt + tuple(written)
-        further = replace(generation, prompt=prompt, most_new_tokens=generation.most_new_tokens - len(written))
-        asked.writer = RecordingWriter(asked.writer.target)
-        asked.running = replace(asked.running, generation=further, writer=asked.writer)
-        asked.executor, asked.read = executor, len(prompt)
+        generation, written = asked.running.generation, tuple(asked.writer.tokens)
+        further = replace(
+            generation,
+            prompt=generation.prompt + written,
+            most_new_tokens=generation.most_new_tokens - len(written),
+        )
+        asked.give(replace(asked.running, generation=further, writer=asked.writer.target), executor)
 
     def _ended(self, request: int, result: Prediction | Refused) -> Prediction | Rejected:
-        asked = self._asked[request]
-        asked.expert = asked.executor = asked.running = asked.writer = None
+        self._asked[request].leave()
         return Rejected(result.reason) if isinstance(result, Refused) else result
 
     def _left(self, request: int, left: Left) -> Work:
@@ -223,6 +237,11 @@ def _reason(request: int, copy: ExpertCopy, error: Exception) -> str:
         return str(error)
     logger.error("text_broke expert=%s request=%d", copy.expert.id, request, exc_info=error)
     return f"request {request}: it cannot be asked of {copy.expert.id}: {type(error).__name__}: {error}"
+
+
+def expert_name(copy: ExpertCopy) -> str:
+    """What the Engine calls a copy's expert; the line file calls it by its id."""
+    return copy.name.rpartition("@")[0]
 
 
 def weights_name(copy: ExpertCopy) -> str:
