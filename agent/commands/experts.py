@@ -37,7 +37,7 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
     """
     manifests = packed_manifests(config)
     usage = _usage(config)
-    routes = config.catalog.graph.routes
+    graph = config.catalog.graph
     rows = [
         {
             "expert": name,
@@ -47,7 +47,7 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
             "size_bytes": packed_bytes(manifests[name]) if manifests[name] else None,
             "weights_bytes": stamp_of(expert).size_bytes if is_there(expert) else None,
             "usage": round(usage[name], 6),
-            "routes": [route for route, steps in routes.items() if any(step.expert == name for step in steps)],
+            "routes": [route for route in graph.routes if name in graph.experts_of(route)],
             "pin": expert.pin,
         }
         for name, expert in config.catalog.experts.items()
