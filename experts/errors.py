@@ -12,6 +12,7 @@ CoServeError
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks, or cannot be used
+|  |  +- TrainingUnsupported  a trainer's argument that an import needs is not known, or is one it cannot follow
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
@@ -19,6 +20,9 @@ CoServeError
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
++- GenerationInvalid        what a text is asked to be cannot be: nothing was begun
+|  +- SamplingInvalid       a number that says how tokens are drawn is none, or out of its range
+|  `- PromptInvalid         a prompt that is empty, over the model's context, or of unknown tokens
 +- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
 +- SidecarUnfinished        what tells whose an image is does not parse: its writer is not done, or it is no JSON
 +- CameraFailed             a camera cannot be connected, or a connection ended: it is tried again
@@ -162,6 +166,14 @@ class ModelUnsupported(WeightsError):
         self.field = field
 
 
+class TrainingUnsupported(WeightsError):
+    """A checkpoint that cannot be imported as it was trained. ``argument``: of its trainer, unknown or not followed."""
+
+    def __init__(self, source: str, argument: str, message: str) -> None:
+        super().__init__(source, f"the trainer's argument {argument} {message}")
+        self.argument = argument
+
+
 class WeightsRefused(WeightsError):
     """A format that is never read at serve time, or a pickle that holds more than tensors."""
 
@@ -202,6 +214,28 @@ class ImageUnreadable(ImageError):
 
 class ImageTooLarge(ImageError):
     """More pixels than the configured limit."""
+
+
+class GenerationInvalid(CoServeError):
+    """What is asked of a language model contradicts itself, or the model. ``field``: which of its fields does."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class SamplingInvalid(GenerationInvalid):
+    """A field of how tokens are drawn. ``allowed``: what it may be, in words."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(field, f"is {value!r}: give {allowed}")
+        self.value = value
+        self.allowed = allowed
+
+
+class PromptInvalid(GenerationInvalid):
+    """What is to be read, or how far it is to go on."""
 
 
 class FileChanged(CoServeError):

@@ -1,0 +1,198 @@
+"""What a text is asked to be, and what comes of it: known without torch, to doors and runtime alike.
+
+Guarantees: whatever is invalid by itself is refused where it is made, naming the field; what only a model can tell (its
+context, its vocabulary) is refused by ``check_against``, which doors call before they take a request in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from experts.errors import PromptInvalid, SamplingInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from experts.llm.config import ArchSpec
+
+MOST_ALTERNATIVES = 20
+MOST_SEED = 2**63 - 1
+
+
+class Ending(StrEnum):
+    """Why a text ended: a stop token or stop string, as many tokens as it may have, or its time."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn from what may follow. The defaults draw from the model's own distribution.
+
+    ``temperature`` 0: the likeliest token, always. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 leave no token out;
+    ``min_p``: as a share of the likeliest token's probability (arXiv 2407.01082). ``repetition_penalty`` divides the
+    logits of tokens that were read or written (CTRL, arXiv 1909.05858, section 4.1); ``presence_penalty`` and
+    ``frequency_penalty`` are subtracted once, and once each time, for tokens that were written. ``seed`` None: another
+    text each time. ``logprobs``: how many alternatives are told with each token; None: none.
+    Raises SamplingInvalid.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _expect(0 <= self.temperature <= 100, "temperature", self.temperature, "a number from 0 to 100")
+        _expect(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
+        _expect(_is_whole(self.top_k, 0, MOST_SEED), "top_k", self.top_k, "a whole number, 0 or more")
+        _expect(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        penalty = self.repetition_penalty
+        _expect(0 < penalty < math.inf, "repetition_penalty", penalty, "a number above 0")
+        _expect(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "a number from -2 to 2")
+        _expect(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "a number from -2 to 2")
+        if self.seed is not None:
+            _expect(_is_whole(self.seed, -MOST_SEED, MOST_SEED), "seed", self.seed, "a whole number of 63 bits")
+        if self.logprobs is not None:
+            is_few = _is_whole(self.logprobs, 0, MOST_ALTERNATIVES)
+            _expect(is_few, "logprobs", self.logprobs, f"a whole number from 0 to {MOST_ALTERNATIVES}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether chance has no part in it."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was read or written changes what may follow."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One text: what is read, and how and how far it goes on. Raises PromptInvalid.
+
+    ``stop_tokens``: one of them ends the text, and is not written. ``choices``: a router's, label -> its tokens;
+    nothing is sampled then: the answer is the label whose tokens are likeliest after the prompt, its score its
+    probability among the choices.
+    """
+
+    prompt: tuple[int, ...]
+    most_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: frozenset[int] = frozenset()
+    choices: Mapping[str, tuple[int, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise PromptInvalid("prompt", "is empty: give at least one token, as the beginning of a text is")
+        if self.choices is not None:
+            _check_choices(self.choices)
+        elif self.most_new_tokens < 1:
+            raise PromptInvalid("most_new_tokens", f"is {self.most_new_tokens}: give 1 or more")
+
+    @property
+    def most_tokens(self) -> int:
+        """The most that it may ever hold: what is read, and all that may be written after it."""
+        if self.choices is None:
+            return len(self.prompt) + self.most_new_tokens
+        return len(self.prompt) + max(len(tokens) for tokens in self.choices.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token that was written. ``logprob`` and ``alternatives``: by the model's own distribution, before sampling.
+
+    ``alternatives``: the likeliest tokens with theirs, as many as were asked for, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Writer(Protocol):
+    """Where a text's tokens go. Called on the executor's thread: it returns soon, and does not raise.
+
+    One that raises all the same ends its own request, no other.
+    """
+
+    def write(self, sampled: Sampled) -> bool:
+        """Take a token. True: the text ends with it, for instance as a stop string is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """What one request wants of one expert. ``deadline_s``: monotonic; what was written until then stands."""
+
+    generation: Generation
+    writer: Writer
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A text that came to nothing, or was broken off, and why in words; no other is affected."""
+
+    reason: str
+
+
+def check_against(generation: Generation, spec: ArchSpec) -> None:
+    """Whether a model of this kind can do what is asked. Raises PromptInvalid naming the field."""
+    if generation.most_tokens > spec.max_positions:
+        raise PromptInvalid("prompt", _too_long(generation, spec.max_positions))
+    _check_vocabulary("prompt", generation.prompt, spec.vocab_size)
+    for label, tokens in (generation.choices or {}).items():
+        _check_vocabulary(f"choices.{label}", tokens, spec.vocab_size)
+
+
+def _too_long(generation: Generation, context: int) -> str:
+    read, new = len(generation.prompt), generation.most_tokens - len(generation.prompt)
+    if read >= context:
+        return f"has {read} tokens, over the model's context of {context}: give fewer than that"
+    return (
+        f"has {read} tokens, with {new} new ones over the model's context of {context}: "
+        f"shorten it, or ask for at most {context - read}"
+    )
+
+
+def _check_vocabulary(name: str, tokens: tuple[int, ...], vocab_size: int) -> None:
+    if min(tokens) >= 0 and max(tokens) < vocab_size:
+        return
+    place, token = next((place, token) for place, token in enumerate(tokens) if not 0 <= token < vocab_size)
+    raise PromptInvalid(name, f"has token {token} at {place}, the model knows 0 to {vocab_size - 1}")
+
+
+def _check_choices(choices: Mapping[str, tuple[int, ...]]) -> None:
+    if not choices:
+        raise PromptInvalid("choices", "are none: give a label and its tokens, or several")
+    for label, tokens in choices.items():
+        if not tokens:
+            raise PromptInvalid(f"choices.{label}", "has no tokens: give at least one")
+    ordered = sorted((tokens, label) for label, tokens in choices.items())
+    for (tokens, label), (longer, other) in pairwise(ordered):
+        if longer[: len(tokens)] == tokens:
+            raise PromptInvalid(f"choices.{label}", f"begins choices.{other} and would always be likelier: tell apart")
+
+
+def _expect(is_valid: bool, name: str, value: object, allowed: str) -> None:
+    if not is_valid:
+        raise SamplingInvalid(name, value, allowed)
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
