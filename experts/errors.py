@@ -13,6 +13,7 @@ CoServeError
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks, or cannot be used
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
+|  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken: no words go in or out
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
@@ -167,6 +168,14 @@ class ModelUnsupported(WeightsError):
 
 class WeightsRefused(WeightsError):
     """A format that is never read at serve time, or a pickle that holds more than tensors."""
+
+
+class TokenizerUnusable(ExpertError):
+    """What turns words into a language model's tokens, and back, is missing or broken. ``file``: which one of it."""
+
+    def __init__(self, expert: str, file: str, message: str) -> None:
+        super().__init__(expert, f"{file}: {message}")
+        self.file = file
 
 
 class LoadError(ExpertError):

@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.importing",
     ),
     "experts.llm": ("experts.errors",),
+    "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
@@ -170,6 +171,9 @@ RULES = (
     *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES),
     Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),
     Rule("nouns need no runtime", NOUNS, RUNTIMES),
+    Rule("words are one room's business", ("",), ("tokenizers", "jinja2"), exempt=("experts.llm.text",)),
+    Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub"),
+         exempt=("profiler.bench",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),
 )  # fmt: skip
