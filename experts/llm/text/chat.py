@@ -1,8 +1,8 @@
 """A model's chat template: messages become the one text that the model was trained to answer.
 
 Guarantees: a template comes with a model, from wherever that comes, so it runs in Jinja's immutable sandbox, which
-gives it values and no program, and within bounds of time and text (``experts.llm.text.bounded_sandbox``). What goes wrong is
-PromptInvalid where the template refuses the messages, and TokenizerUnusable where it is broken.
+gives it values and no program, and within bounds of time and text (``experts.llm.text.bounded_sandbox``). What goes
+wrong is PromptInvalid where the template refuses the messages, and TokenizerUnusable where it is broken.
 """
 
 from __future__ import annotations
