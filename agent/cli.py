@@ -211,11 +211,30 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
 
 @experts_app.command("import")
 def import_expert(
-    source: Annotated[Path, typer.Argument(help=".safetensors, .onnx, or a state dict .pt/.pth", show_default=False)],
-    destination: Annotated[Path, typer.Argument(help="the .safetensors or .onnx to write", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(help=".safetensors, .onnx, a state dict .pt/.pth, or a DeepSpeed folder", show_default=False),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(help="the .safetensors or .onnx to write; of a folder, a new folder", show_default=False)
+    ],
+    argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arg", metavar="NAME=VALUE", help="of a DeepSpeed folder: a trainer's argument it does not tell"
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="of a DeepSpeed folder: where its tokenizer.json is, to be copied")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring weights into a format that is safe to serve; a pickle is read once, as tensors only, in its own process."""
+    if source.is_dir():
+        _import_folder(source, destination, argument or [], tokenizer, as_json=as_json)
+        return
+    if argument or tokenizer is not None:
+        raise typer.BadParameter(f"{source} is no folder of DeepSpeed's - leave --arg and --tokenizer")
     from experts.importing import import_weights
 
     with explained():
@@ -224,6 +243,37 @@ def import_expert(
         print(json.dumps({"weights": str(destination), "sha256": sha256, "size_bytes": destination.stat().st_size}))
     else:
         print(f"{destination}  sha256 {sha256}\nName it as `weights:` of an expert in the line file.")
+
+
+def _import_folder(
+    source: Path, destination: Path, arguments: list[str], tokenizer: Path | None, *, as_json: bool
+) -> None:
+    given = dict(_argument(text) for text in arguments)
+    from experts.llm.importing.deepspeed import import_deepspeed  # loads torch
+
+    with explained():
+        imported = import_deepspeed(source, destination, given, tokenizer)
+    if as_json:
+        row = {"weights": str(imported.directory), "moe_experts": imported.moe_experts}
+        print(json.dumps({**row, "size_bytes": imported.size_bytes, "has_tokenizer": imported.has_tokenizer}))
+        return
+    print(
+        f"{imported.directory}  {imported.size_bytes / 1e6:.1f} MB, experts of its layers {list(imported.moe_experts)}"
+    )
+    if not imported.has_tokenizer:
+        print("It has no tokenizer.json yet, without which it reads no text: copy it there.")
+    print("Name it as `weights:` of an expert in the line file.")
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON where it is some."""
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise typer.BadParameter(f"{text!r} is no NAME=VALUE", param_hint="--arg")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @experts_app.command("verify")

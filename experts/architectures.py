@@ -26,14 +26,16 @@ DETECTORS = re.compile(
     r"yolov3(-spp|-tiny)?|yolov5[nsmlx]?(-p6|6)?|yolov6[nsmlx]?|yolov8[nsmlx]?(-ghost)?(-p2|-p6)?|yolov8[nsmlx]?-rtdetr"
     r"|yolov9[tsmce]|yolov10[nsmblx]|yolo1[12][nsmlx]?|yolo26[nsmlx]?(-p2|-p6)?|rtdetr-(l|x|resnet50|resnet101)"
 )
+LANGUAGE_MODELS = ("llama", "qwen", "mixtral", "mistral", "olmo", "pr_moe")
 DETECTOR_EXAMPLES = ("yolov5m", "yolov5l", "yolov8n", "yolo11n", "rtdetr-l")
 
 
 def known_architecture(text: str) -> str:
     """``text`` itself. Raises ValueError, with the nearest name, for what no backend of this version can build."""
-    if text == "moe-llm":
-        raise ValueError("LLM experts (moe-llm) are not in this version - remove this expert")
-    if text in {"onnx", "fake"} or text in CLASSIFIERS or DETECTORS.fullmatch(text):
+    if text in {"onnx", "llm", "fake"} or text in CLASSIFIERS or DETECTORS.fullmatch(text):
         return text
-    hint = suggestion(text, (*CLASSIFIERS, *DETECTOR_EXAMPLES, "onnx"), "use a torchvision classifier, YOLO or onnx")
+    if "llm" in text.lower() or text.lower().startswith(LANGUAGE_MODELS):
+        raise ValueError(f"no architecture {text!r} - write llm: which one it is, its config.json says")
+    known = (*CLASSIFIERS, *DETECTOR_EXAMPLES, "onnx")
+    hint = suggestion(text, known, "use a torchvision classifier, YOLO, onnx or llm")
     raise ValueError(f"no architecture {text!r} - {hint}")

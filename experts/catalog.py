@@ -21,19 +21,23 @@ from pydantic import (
     Field,
     StrictBool,
     ValidationInfo,
+    WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from experts.architectures import known_architecture
-from experts.backends import family
+from experts.backends import LLM, family
 from experts.document import Document, read_document, suggestion
 from experts.errors import ConfigError
-from experts.expert import NOTHING_FOUND, Expert, InputSpec
+from experts.expert import NOTHING_FOUND, Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep, find_cycle
+from experts.sizes import SIZE, size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 DETECTOR_STRIDE_PX = 32
 
@@ -56,7 +60,9 @@ def _component(text: str) -> str:
     return text
 
 
-def _labels(labels: list[str]) -> list[str]:
+def _labels(labels: list[str] | None) -> list[str] | None:
+    if labels is None:
+        return None
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f"{twice[0]!r} is there twice - an expert's labels are distinct, in the order of its outputs")
     if "" in labels or NOTHING_FOUND in labels:
@@ -75,7 +81,16 @@ def _in_folder(path: Path, info: ValidationInfo) -> Path:
     return (folder / path.expanduser()).absolute()
 
 
+def _size(value: object) -> int:
+    bytes_ = size_bytes(str(value))
+    if bytes_ < 1:
+        raise ValueError(f"{value!r} is nothing at all - write a size such as 4GiB")
+    return bytes_
+
+
 FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_in_folder)]  # relative to the file naming it
+Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
+Labels = Annotated[list[str], Field(min_length=1)]
 Pixels = Annotated[int, Field(strict=True, ge=1, le=8192)]
 
 
@@ -95,26 +110,52 @@ class InputSection(Section):
     )
 
 
+def _for_images(value: object, info: ValidationInfo) -> object:
+    """A key that only language models can do without."""
+    if value is None and family(info.data.get("architecture", LLM)) != LLM:
+        raise PydanticKnownError("missing")
+    return value
+
+
 class ExpertSection(Section):
-    """One expert: architecture, weights, labels and input."""
+    """One expert: architecture, weights, and for images labels and input."""
 
     architecture: Annotated[str, AfterValidator(known_architecture)] = Field(
-        description="a torchvision classifier (resnet18), an ultralytics detector (yolov5m), or onnx"
+        description="a torchvision classifier (resnet18), an ultralytics detector (yolov5m), onnx, or llm"
     )
-    weights: FilePath = Field(description="weights file, .safetensors or .onnx, relative to this file")
-    labels: Annotated[list[str], AfterValidator(_labels)] = Field(
-        min_length=1, description="what the outputs mean, in their order: distinct words, at least one"
+    weights: FilePath = Field(
+        description="weights file, .safetensors or .onnx, of llm a Hugging Face directory; relative to this file"
     )
-    input: InputSection = Field(description="the pixels it wants: {size: [height, width], normalize: imagenet}")
+    labels: Annotated[Labels | None, AfterValidator(_labels), AfterValidator(_for_images)] = Field(
+        None,
+        validate_default=True,
+        description="what the outputs mean, in their order: distinct words, at least one; of llm what a router may "
+        "answer, by default nothing",
+    )
+    input: Annotated[InputSection | None, AfterValidator(_for_images)] = Field(
+        None,
+        validate_default=True,
+        description="the pixels it wants: {size: [height, width], normalize: imagenet}; not of llm",
+    )
     pin: StrictBool = Field(False, description="true: never evicted from memory; default false")
     stem: Literal["3x3"] | None = Field(
         None,
         description='classifiers for crops of about 64 px: "3x3" = first convolution 3x3, stride 1; default: as built',
     )
+    precision: Literal["fp32", "bf16", "fp16", "int8"] | None = Field(
+        None, description="llm: fp32, bf16, fp16, or int8 (weights only, for few rows); default: as the line says"
+    )
+    moe_cache: Size | None = Field(
+        None,
+        description="llm: memory for the experts inside it, which come and go when they take more; default: all stay "
+        "where they fit",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ExpertSection:
         kind = family(self.architecture)
+        if kind == LLM:
+            return self._consistent_llm()
         suffix = self.weights.suffix.lower()
         if suffix in PICKLES:
             raise ValueError(f"weights {suffix} are a pickle - convert them once with `coserve experts import`")
@@ -125,10 +166,25 @@ class ExpertSection(Section):
             )
         if self.stem and kind != "classifier":
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
-        if kind == "detector" and any(side % DETECTOR_STRIDE_PX for side in self.input.size):
+        for key in ("precision", "moe_cache"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key} is for llm, not for {self.architecture} - remove it")
+        if kind == "detector" and self.input and any(side % DETECTOR_STRIDE_PX for side in self.input.size):
             raise ValueError(
                 f"a detector's input size must be multiples of 32, not {list(self.input.size)} - change it"
             )
+        return self
+
+    def _consistent_llm(self) -> ExpertSection:
+        suffix = self.weights.suffix.lower()
+        if suffix in WEIGHTS_FILES | PICKLES:
+            raise ValueError(
+                f"weights of llm are a Hugging Face directory, not a {suffix} file - name the folder that holds "
+                "config.json and model.safetensors"
+            )
+        for key in ("input", "stem"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key} is for images, and llm takes texts - remove it")
         return self
 
 
@@ -154,7 +210,9 @@ class CatalogSections(Section):
         min_length=1, description="expert models by id, kind/name; at least one"
     )
     routes: dict[ComponentType, Steps] = Field(
-        min_length=1, description="component type -> its experts in order; the first is the preliminary one"
+        {},
+        description="component type -> its experts in order; the first is the preliminary one; at least one where "
+        "experts take images",
     )
 
 
@@ -188,23 +246,36 @@ def build_catalog(sections: CatalogSections, document: Document) -> Catalog:
 
 def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
     """What single keys cannot show: routes against experts, and the dependencies of all routes together."""
+    if not sections.routes and any(not is_llm(section) for section in sections.experts.values()):
+        meaning = CatalogSections.model_fields["routes"].description
+        yield document.error(f"is missing - {meaning}", "routes")
     for component, steps in sections.routes.items():
         yield from _route_problems(component, steps, sections, document)
     yield from _cycle_problems(sections, document)
 
 
+def is_llm(section: ExpertSection) -> bool:
+    """Whether it takes texts."""
+    return family(section.architecture) == LLM
+
+
 def _expert(name: str, section: ExpertSection) -> Expert:
-    height, width = section.input.size
-    normalize = section.input.normalize or ("unit" if family(section.architecture) == "detector" else "imagenet")
     return Expert(
         id=name,
         architecture=section.architecture,
         weights=section.weights,
-        labels=tuple(section.labels),
-        input=InputSpec(height, width, normalize),
+        labels=tuple(section.labels or ()),
+        input=None if section.input is None else _input(section.input, section.architecture),
         pin=section.pin,
         stem=section.stem,
+        precision=None if section.precision is None else Precision(section.precision),
+        moe_cache_bytes=section.moe_cache,
     )
+
+
+def _input(section: InputSection, architecture: str) -> InputSpec:
+    height, width = section.size
+    return InputSpec(height, width, section.normalize or ("unit" if family(architecture) == "detector" else "imagenet"))
 
 
 def _route_problems(
@@ -221,10 +292,13 @@ def _route_problems(
         if step.expert in first_steps:
             again = f"{step.expert} is already step {first_steps[step.expert] + 1} of this route - remove one"
             yield document.error(again, *where, "expert")
+        if is_llm(expert):
+            yield document.error(f"{step.expert} takes texts, not images - name it in texts.routes", *where, "expert")
+            continue
         first_steps.setdefault(step.expert, index)
         for label in step.passing:
-            if label not in expert.labels:
-                hint = suggestion(label, expert.labels)
+            if label not in (labels := expert.labels or ()):
+                hint = suggestion(label, labels)
                 yield document.error(f"{step.expert} has no label {label!r} - {hint}", *where, "pass")
 
 

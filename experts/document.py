@@ -13,7 +13,8 @@ import hashlib
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -310,9 +311,15 @@ def _annotation_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, FieldInf
             annotation = inner[-1] if inner else None
         else:
             annotation = None
-        while get_origin(annotation) is not None and hasattr(annotation, "__metadata__"):
-            annotation = get_args(annotation)[0]
+        annotation = _bare(annotation)
     return annotation, found
+
+
+def _bare(annotation: Any) -> Any:  # noqa: ANN401  # a type expression
+    """The type without what is annotated to it, and without the None that its default may be."""
+    while hasattr(annotation, "__metadata__") or get_origin(annotation) in {UnionType, Union}:
+        annotation = next(argument for argument in get_args(annotation) if argument is not NoneType)
+    return annotation
 
 
 def _keys_below(model: type[BaseModel], path: KeyPath) -> list[str]:

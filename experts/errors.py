@@ -12,6 +12,7 @@ CoServeError
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks, or cannot be used
+|  |  +- TrainingUnsupported  a trainer's argument that an import needs is not known, or is one it cannot follow
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
 |  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken: no words go in or out
 |  +- LoadError             reading or copying failed this time; may be retried
@@ -164,6 +165,14 @@ class ModelUnsupported(WeightsError):
     def __init__(self, expert: str, field: str, message: str) -> None:
         super().__init__(expert, f"config.json: {field}: {message}")
         self.field = field
+
+
+class TrainingUnsupported(WeightsError):
+    """A checkpoint that cannot be imported as it was trained. ``argument``: of its trainer, unknown or not followed."""
+
+    def __init__(self, source: str, argument: str, message: str) -> None:
+        super().__init__(source, f"the trainer's argument {argument} {message}")
+        self.argument = argument
 
 
 class WeightsRefused(WeightsError):

@@ -24,13 +24,15 @@ class Precision(StrEnum):
     """The form that an expert's weights are packed and executed in: their number format, and who executes them.
 
     ``ONNXRUNTIME`` is fp32 numbers executed by ONNX Runtime instead of torch, on the CPU only: a form of execution,
-    chosen among the precisions of an expert because it is packed, measured and switched as they are.
+    chosen among the precisions of an expert because it is packed, measured and switched as they are. ``INT8`` is for
+    weights of language models alone; they are computed with in bf16.
     """
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     ONNXRUNTIME = "onnxruntime"
+    INT8 = "int8"
 
     @property
     def is_cpu_only(self) -> bool:
@@ -52,15 +54,33 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """One expert model of a line. ``weights`` is the file that its owner gave, not the packed one."""
+    """One expert model of a line. ``weights`` is what its owner gave, not the packed file.
+
+    For images that is a file, and ``input`` says what they have to be. For texts it is a Hugging Face directory,
+    ``input`` is None, and there are ``labels`` only where it is asked to choose one of them.
+    """
 
     id: str
     architecture: str
     weights: Path
     labels: tuple[str, ...]
-    input: InputSpec
+    input: InputSpec | None
     pin: bool = False
     stem: str | None = None  # classifiers: "3x3" = first convolution 3x3, stride 1, for crops of about 64 px
+    precision: Precision | None = None  # language models: in the place of the line's
+    moe_cache_bytes: int | None = None  # language models: what its moe_experts may take together; None: all of them
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether it is asked with texts, not with images."""
+        return self.input is None
+
+    @property
+    def pixels(self) -> InputSpec:
+        """What images it wants to see. Raises ValueError for an expert of texts."""
+        if self.input is None:
+            raise ValueError(f"{self.id} takes texts, not images")
+        return self.input
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """Routes: component -> preliminary expert -> subsequent experts; who depends on whom.
 
+A route may branch in its last step: the label that a router answers with there picks the expert that ends the route,
+whatever that one says.
+
 Guarantees: the graph of dependencies has no cycle; every step names an expert of the line (the catalog checks both
 before one is built, and the constructor refuses a cycle again). Immutable, and answers in O(1).
 """
@@ -7,23 +10,37 @@ before one is built, and the constructor refuses a cycle again). Immutable, and 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 from experts.expert import NOTHING_FOUND, Prediction, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)
 class RouteStep:
-    """One expert's turn. A label outside ``passing``, or a score below ``min_score``, ends the route: NG."""
+    """One expert's turn. A label outside ``passing``, or a score below ``min_score``, ends the route: NG.
+
+    ``then``, in a route's last step only: label -> the expert that ends the route. Such a label passes.
+    """
 
     expert: str
     passing: frozenset[str]
     min_score: float = 0.0
+    then: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def going_on(self) -> frozenset[str]:
+        """The labels that do not end the route as NG."""
+        return self.passing | self.then.keys() if self.then else self.passing
+
+    def renamed(self, names: Mapping[str, str]) -> RouteStep:
+        """The same turn, of experts under other names."""
+        then = {label: names[expert] for label, expert in self.then.items()}
+        return RouteStep(names[self.expert], self.passing, self.min_score, then)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +54,10 @@ class Judgement:
 
 
 class ExpertGraph:
-    """The routes of one line. ``routes`` maps a component type to its steps, in order, at least one."""
+    """The routes of one line. ``routes`` maps a component type to its steps, in order, at least one.
+
+    Raises ValueError for a route without a step, one that branches before its last step, and experts in a circle.
+    """
 
     def __init__(self, experts: Iterable[str], routes: Mapping[str, tuple[RouteStep, ...]]) -> None:
         self.experts = frozenset(experts)
@@ -47,9 +67,11 @@ class ExpertGraph:
         for component, steps in self.routes.items():
             if not steps:
                 raise ValueError(f"route {component} has no step")
-            for step, following in itertools.pairwise(steps):
-                preliminaries[following.expert].add(step.expert)
-                subsequents[step.expert].add(following.expert)
+            if any(step.then for step in steps[:-1]):
+                raise ValueError(f"route {component} branches before its last step")
+            for expert, following in _dependencies(steps):
+                preliminaries[following].add(expert)
+                subsequents[expert].add(following)
         cycle = find_cycle(preliminaries)
         if cycle:
             raise ValueError(f"experts depend on one another in a circle: {' -> '.join(cycle)}")
@@ -61,6 +83,11 @@ class ExpertGraph:
         steps = self.routes.get(component)
         return steps[0].expert if steps else None
 
+    def experts_of(self, component: str) -> tuple[str, ...]:
+        """Every expert that a component's route may reach, in its order; none for a component without a route."""
+        steps = self.routes.get(component, ())
+        return tuple(dict.fromkeys(expert for step in steps for expert in (step.expert, *step.then.values())))
+
     def preliminaries(self, expert: str) -> frozenset[str]:
         """The experts that run right before this one on some route; empty for one that always comes first."""
         return self._preliminaries[expert]
@@ -69,28 +96,54 @@ class ExpertGraph:
         """The experts that run right after this one on some route, sorted."""
         return self._subsequents[expert]
 
-    def usage(self, shares: Mapping[str, float], pass_rates: Mapping[str, float]) -> dict[str, float]:
+    def usage(
+        self,
+        shares: Mapping[str, float],
+        pass_rates: Mapping[str, float],
+        label_rates: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> dict[str, float]:
         """How likely a request is to use each expert that these components' routes reach (CoServe, section 4.5).
 
         ``shares``: how likely it is of each component. A subsequent expert is used as often as the experts before it
-        let a request pass: at the rate that ``pass_rates`` gives (0 to 1), else always.
+        let a request pass: at the rate that ``pass_rates`` gives (0 to 1), else always. Where a route branches,
+        ``label_rates`` says of what passed how often (0 to 1) a router answers with each of its labels; else all of
+        them are as likely.
         """
         usage: dict[str, float] = {}
         for component, share in shares.items():
             for step in self.routes[component]:
                 usage[step.expert] = usage.get(step.expert, 0.0) + share
                 share *= pass_rates.get(step.expert, 1.0)
+                rates = (label_rates or {}).get(step.expert)
+                for label, expert in step.then.items():
+                    rate = 1 / len(step.then) if rates is None else rates.get(label, 0.0)
+                    usage[expert] = usage.get(expert, 0.0) + share * rate
         return usage
 
     def judge(self, component: str, step: int, prediction: Prediction) -> Judgement:
-        """Where a route goes after step number ``step`` (from 0) predicted this."""
+        """Where a route goes after step number ``step`` (from 0) predicted this.
+
+        The step behind the last one of a route that branches is the expert that a label picked.
+        """
         steps = self.routes[component]
-        label, score = deciding_label(prediction, steps[step].passing)
-        if label not in steps[step].passing or score < steps[step].min_score:
+        if step == len(steps) and steps[-1].then:
+            return Judgement(prediction.label, prediction.score, next_expert=None, verdict=Verdict.OK)
+        asked = steps[step]
+        label, score = deciding_label(prediction, asked.going_on)
+        if label not in asked.going_on or score < asked.min_score:
             return Judgement(label, score, next_expert=None, verdict=Verdict.NG)
+        if label in asked.then:
+            return Judgement(label, score, next_expert=asked.then[label], verdict=None)
         if step + 1 < len(steps):
             return Judgement(label, score, next_expert=steps[step + 1].expert, verdict=None)
         return Judgement(label, score, next_expert=None, verdict=Verdict.OK)
+
+
+def _dependencies(steps: tuple[RouteStep, ...]) -> Iterator[tuple[str, str]]:
+    """(expert, one that may run right after it) of one route."""
+    for step, following in itertools.pairwise(steps):
+        yield step.expert, following.expert
+    yield from ((steps[-1].expert, expert) for expert in steps[-1].then.values())
 
 
 def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:

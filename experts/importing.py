@@ -11,9 +11,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
 from experts.packed.manifests import replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 UNPICKLING = Path(__file__).parent / "backends" / "unpickling.py"
 UNPICKLING_LIMIT_S = 600.0  # a few GB from a slow disk; a file that takes longer is not a state dict
@@ -55,8 +59,15 @@ def import_weights(source: Path, destination: Path) -> str:
 
 
 def _unpickle(source: Path, candidate: Path) -> None:
-    """In a process of its own; it answers by its exit code, and explains on the last line of its stderr."""
-    command = [sys.executable, "-I", str(UNPICKLING), str(source.resolve()), str(candidate.resolve())]
+    run_unpickling(source, UNPICKLING, [str(source.resolve()), str(candidate.resolve())])
+
+
+def run_unpickling(source: Path, script: Path, arguments: Sequence[str]) -> None:
+    """Run a script that reads pickles, isolated, in a process of its own.
+
+    It answers by its exit code, and explains on the last line of its stderr. Raises WeightsRefused, WeightsCorrupt.
+    """
+    command = [sys.executable, "-I", str(script), *arguments]
     try:
         ended = subprocess.run(command, capture_output=True, timeout=UNPICKLING_LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -65,7 +76,7 @@ def _unpickle(source: Path, candidate: Path) -> None:
     reason = lines[-1] if lines else f"the reading process ended with {ended.returncode}"
     if ended.returncode == 3:
         raise WeightsRefused(
-            str(source), f"holds more than tensors ({reason}): save model.state_dict() alone and import that file"
+            str(source), f"holds more than tensors ({reason}): save model.state_dict() alone and import that"
         )
     if ended.returncode != 0:
         raise WeightsCorrupt(str(source), f"cannot be read: {reason}")

@@ -41,14 +41,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
     "experts.backends": (
         "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
+        "experts.llm",
     ),
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
-        "experts.importing",
+        "experts.importing", "experts.llm.program",
     ),
+    "experts.llm.importing": ("experts.errors", "experts.importing", "experts.llm.checkpoint", "experts.llm.config"),
     "experts.llm": ("experts.errors",),
     "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
+    "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
     "agent.config": ("agent.line_file",),
     "agent.unix_sockets": ("agent.line_file",),

@@ -29,6 +29,7 @@ from agent.runtime.machine.accelerator import check_runtimes
 from experts.errors import ConfigError, CoServeError
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from experts.packed.direct_reads import DirectReader
+from experts.packed.sources import is_there
 from experts.sizes import MEBIBYTE, size_text
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _profile(config: LineConfig) -> Iterator[Check]:
 
 
 def _weights(config: LineConfig) -> Iterator[Check]:
-    missing = [name for name, expert in config.catalog.experts.items() if not expert.weights.is_file()]
+    missing = [name for name, expert in config.catalog.experts.items() if not is_there(expert)]
     packed = sum(bool(manifests) for manifests in packed_manifests(config).values())
     total = len(config.catalog.experts)
     if missing:

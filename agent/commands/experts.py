@@ -11,6 +11,7 @@ from rich.table import Table
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile, usage_of
 from experts.errors import ConfigError
+from experts.packed.sources import is_there, stamp_of
 from experts.sizes import mib
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
     """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin.
 
     ``usage`` is what the agent counts on: the device profile's, or computed where there is no profile that can be read.
-    ``size_bytes`` is what is packed, ``weights_bytes`` the file it comes from; None for what is not there.
+    ``size_bytes`` is what is packed, ``weights_bytes`` the file or directory it comes from; None for what is not there.
     """
     manifests = packed_manifests(config)
     usage = _usage(config)
-    routes = config.catalog.graph.routes
+    graph = config.catalog.graph
     rows = [
         {
             "expert": name,
@@ -44,9 +45,9 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
             "labels": list(expert.labels),
             "weights": str(expert.weights),
             "size_bytes": packed_bytes(manifests[name]) if manifests[name] else None,
-            "weights_bytes": expert.weights.stat().st_size if expert.weights.is_file() else None,
+            "weights_bytes": stamp_of(expert).size_bytes if is_there(expert) else None,
             "usage": round(usage[name], 6),
-            "routes": [route for route, steps in routes.items() if any(step.expert == name for step in steps)],
+            "routes": [route for route in graph.routes if name in graph.experts_of(route)],
             "pin": expert.pin,
         }
         for name, expert in config.catalog.experts.items()

@@ -57,7 +57,7 @@ def expert_yaml(expert: Expert, folder: Path) -> str:
         f"    architecture: {expert.architecture}",
         f"    weights: {scalar(weights)}",
         f"    labels: {flow(expert.labels)}",
-        f"    input: {{size: [{expert.input.height}, {expert.input.width}], normalize: {expert.input.normalize}}}",
+        f"    input: {{size: [{expert.pixels.height}, {expert.pixels.width}], normalize: {expert.pixels.normalize}}}",
     ]
     if expert.stem is not None:
         lines.append(f"    stem: {expert.stem}")

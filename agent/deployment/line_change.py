@@ -231,7 +231,7 @@ def _matrix(
 
 def _graph(config: LineConfig, names: Mapping[str, str], retired: frozenset[str]) -> ExpertGraph:
     routes = {
-        component: tuple(replace(step, expert=names[step.expert]) for step in steps)
+        component: tuple(step.renamed(names) for step in steps)
         for component, steps in config.catalog.graph.routes.items()
     }
     return ExpertGraph([*names.values(), *retired], routes)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
+from experts.packed.sources import is_there, stamp_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,10 +58,9 @@ def changed_sources(config: LineConfig, directory: Path) -> list[str]:
 
 def _is_source(expert: Expert | None, source: Source) -> bool:
     """An expert that is not on the line any more has no source that could differ."""
-    if expert is None or not expert.weights.is_file():
+    if expert is None or not is_there(expert):
         return True
-    status = expert.weights.stat()
-    return (status.st_size, status.st_mtime_ns) == (source.size_bytes, source.mtime_ns)
+    return stamp_of(expert) == source.stamp
 
 
 def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, PackedExpert]]:

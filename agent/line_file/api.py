@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
-from agent.line_file.values import SecretSection, Size
-from experts.catalog import FilePath, Section
+from agent.line_file.values import SecretSection
+from experts.catalog import FilePath, Section, Size
 from experts.sizes import MEBIBYTE
 
 UNIX = "unix:"

@@ -18,6 +18,8 @@ Device = Literal["auto", "cpu", "cuda", "mps", "emulated"]
 
 
 def _optional_precision(value: object) -> object:
+    if value == Precision.INT8:
+        raise ValueError("int8 is for language models alone - give it to each of them as its own precision: int8")
     return None if value == AUTO else value
 
 
@@ -36,10 +38,11 @@ def _executors(value: object) -> object:
     return value
 
 
+LINE_PRECISIONS = tuple(precision for precision in Precision if precision is not Precision.INT8)
 OptionalPrecision = Annotated[
     Precision | None,
     BeforeValidator(_optional_precision),
-    WithJsonSchema({"enum": [AUTO, *Precision], "default": AUTO}),
+    WithJsonSchema({"enum": [AUTO, *LINE_PRECISIONS], "default": AUTO}),
 ]
 COUNT_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MAX_EXECUTORS}
 ExecutorCounts = Annotated[

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from agent.line_file.values import Seconds, SecretSection, Size
-from experts.catalog import FilePath, Section
+from agent.line_file.values import Seconds, SecretSection
+from experts.catalog import FilePath, Section, Size
 
 
 def _mqtt_url(text: str) -> str:

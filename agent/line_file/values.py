@@ -11,22 +11,9 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from experts.catalog import FilePath, Section
+from experts.sizes import SIZE, size_bytes
 
 AUTO = "auto"
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B|B)")
-UNIT_BYTES = {"B": 1} | {
-    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
-    for power, prefix in enumerate("KMGT", start=1)
-    for binary in ("", "i")
-}
-
-
-def size_bytes(text: str) -> int:
-    """`4GiB`, `512MiB` or `1.5GB` in bytes. Raises ValueError for anything else, a number without unit included."""
-    found = SIZE.fullmatch(text)
-    if not found:
-        raise ValueError(f"{text!r} is not a size - write a number and a unit, such as 512MiB or 4GiB")
-    return int(float(found[1]) * UNIT_BYTES[found[2]])
 
 
 def _optional_size(value: object) -> int | None:
@@ -35,15 +22,6 @@ def _optional_size(value: object) -> int | None:
     bytes_ = size_bytes(str(value))
     if bytes_ < 1:
         raise ValueError(f"{value!r} is no memory at all - write auto, or a size such as 4GiB")
-    return bytes_
-
-
-def _size(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):  # a default, which stands in the schema as it is
-        return value
-    bytes_ = size_bytes(str(value))
-    if bytes_ < 1:
-        raise ValueError(f"{value!r} is nothing at all - write a size such as 4GiB")
     return bytes_
 
 
@@ -61,7 +39,6 @@ def shown_url(url: str) -> str:
 
 SIZE_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^(auto|{SIZE.pattern})$", "default": AUTO})
 OptionalSize = Annotated[int | None, BeforeValidator(_optional_size), SIZE_SCHEMA]
-Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
 Seconds = Annotated[float, Field(strict=True, gt=0, le=86_400)]
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 

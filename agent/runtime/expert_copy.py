@@ -36,15 +36,21 @@ def kind_name(expert: Expert, program_sha256: str | None) -> str:
     """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
 
     A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
-    is executed is its precision.
+    is executed is its precision. Language models are alike where all that their directories say beside the weights is.
     """
-    size = f"{expert.input.height}x{expert.input.width}"
-    parts = [expert.architecture, size, expert.input.normalize]
+    if expert.takes_texts:
+        return expert.architecture if program_sha256 is None else f"{expert.architecture} {_program(program_sha256)}"
+    size = f"{expert.pixels.height}x{expert.pixels.width}"
+    parts = [expert.architecture, size, expert.pixels.normalize]
     if expert.stem is not None:
         parts.append(f"stem={expert.stem}")
     if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:
-        parts.append(f"program={program_sha256[:SHORT_SHA256]}")
+        parts.append(_program(program_sha256))
     return " ".join(parts)
+
+
+def _program(sha256: str) -> str:
+    return f"program={sha256[:SHORT_SHA256]}"
 
 
 def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:

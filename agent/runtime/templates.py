@@ -79,7 +79,7 @@ class _Form:
     """What copies have in common that share a template."""
 
     layout: str
-    input: InputSpec
+    input: InputSpec | None
     device: str
 
     @classmethod

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from experts.backends.base import Backend
 
 DETECTOR_PREFIXES = ("yolo", "rtdetr")
+LLM = "llm"  # language models: of any architecture that their config.json names
 GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its owner's graph says; it has one form
 
 
 def family(architecture: str) -> str:
-    """Which backend an architecture's name belongs to: "fake", "onnx", "detector" or "classifier"."""
-    if architecture in {"fake", "onnx"}:
+    """Which backend an architecture's name belongs to: "fake", "onnx", "llm", "detector" or "classifier"."""
+    if architecture in {"fake", "onnx", LLM}:
         return architecture
     return "detector" if architecture.startswith(DETECTOR_PREFIXES) else "classifier"
 
@@ -39,6 +40,10 @@ def _build(name: str) -> Backend:
         from experts.backends.onnx.backend import OnnxBackend
 
         return OnnxBackend()
+    if name == LLM:
+        from experts.backends.llm import LlmBackend
+
+        return LlmBackend()
     if name == "detector":
         from experts.backends.detector import DetectorBackend
 

@@ -112,7 +112,7 @@ class ClassifierBackend:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
-            return packable(expert, _runtime_form(form, (expert.input.height, expert.input.width)), ready)
+            return packable(expert, _runtime_form(form, (expert.pixels.height, expert.pixels.width)), ready)
         return Packable(ready, _unseen_structure(expert))
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
@@ -130,13 +130,13 @@ class ClassifierBackend:
         return ClassifierSkeleton(deepcopy(_template(_form(expert)).folded), precision, device, memory_format)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return stretched(image, expert.input)
+        return stretched(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return runtime_recipe(precision) or _unseen_structure(expert).decode()
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        size = (expert.input.height, expert.input.width)
+        size = (expert.pixels.height, expert.pixels.width)
         return _workspace(_form(expert), size, precision).batch_bytes(batch_size)
 
 
@@ -173,7 +173,7 @@ def _known_architectures() -> frozenset[str]:
 
 
 def _form(expert: Expert) -> _Form:
-    size = (expert.input.height, expert.input.width)
+    size = (expert.pixels.height, expert.pixels.width)
     try:
         return _form_of(expert.architecture, len(expert.labels), expert.stem, size)
     except ValueError as error:
@@ -184,7 +184,7 @@ def _unseen_structure(expert: Expert) -> bytes:
     """What a module is built for and its weights do not show: a MaxViT's input size, by which it cuts its windows."""
     if not expert.architecture.startswith("maxvit_"):
         return b""
-    return f"for images of {expert.input.height}x{expert.input.width}".encode()
+    return f"for images of {expert.pixels.height}x{expert.pixels.width}".encode()
 
 
 def _form_of(architecture: str, label_count: int, stem: str | None, size: tuple[int, int]) -> _Form:

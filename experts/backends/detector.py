@@ -171,7 +171,7 @@ class DetectorBackend:
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         require_rgb(image)
         height, width = image.shape[:2]
-        target_height, target_width = expert.input.height, expert.input.width
+        target_height, target_width = expert.pixels.height, expert.pixels.width
         scale = min(target_height / height, target_width / width)
         padded = LetterBox((target_height, target_width))(image=image)
         return Prepared(
@@ -208,8 +208,8 @@ def _template_of(expert: Expert) -> _Template:
     except ValueError as error:
         raise WeightsMismatch(expert.id, str(error)) from error
     largest = int(max(template.strides))
-    if expert.input.height % largest or expert.input.width % largest:
-        size = f"{expert.input.height}x{expert.input.width}"
+    if expert.pixels.height % largest or expert.pixels.width % largest:
+        size = f"{expert.pixels.height}x{expert.pixels.width}"
         raise WeightsMismatch(expert.id, f"{expert.architecture} takes sizes in multiples of {largest}, not {size}")
     return template
 
@@ -251,7 +251,7 @@ def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _size(expert: Expert) -> tuple[int, int]:
-    return expert.input.height, expert.input.width
+    return expert.pixels.height, expert.pixels.width
 
 
 @lru_cache(maxsize=256)

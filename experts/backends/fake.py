@@ -106,7 +106,7 @@ class FakeBackend:
         return FakeSkeleton(FakeModel(**json.loads(program)))
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return stretched(image, expert.input)
+        return stretched(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return ""

@@ -84,7 +84,7 @@ class Checkpoint:
 
     def read_all(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All of them. Raises LoadError, WeightsMismatch where a tied head is stored and differs."""
-        self._check_tied_head()
+        self.check_tied_head()
         return {name: self.read(name, dtype) for name in self._parts}
 
     def _tensor(self, part: Part) -> Tensor:
@@ -95,8 +95,8 @@ class Checkpoint:
             raise LoadError(self.expert, f"{part.name} cannot be read from {file}: {error}") from error
         return tensor
 
-    def _check_tied_head(self) -> None:
-        """Some checkpoints store a tied head all the same; one that differs was not tied."""
+    def check_tied_head(self) -> None:
+        """Some checkpoints store a tied head all the same; one that differs was not tied: WeightsMismatch."""
         if not self.spec.is_tied or HEAD_STORED not in self._stored:
             return
         _, (embedding,) = self._parts[EMBEDDING]

@@ -10,9 +10,12 @@ backbone with the pyramid-residual layers of DeepSpeed-MoE (section 4.1), whose 
     norm_topk_prob        whether the weights of those sum to 1
     residual              "add": MLP and experts are summed, as in the paper; "softmax": weighed by a learned
                           coefficient, as in DeepSpeed's code; null: no residual MLP
-    mlp                   "swiglu", or "gelu": two matrices, as in the paper
+    mlp                   "swiglu", or "gelu": two matrices, as in the paper; "gelu_tanh": GELU by its approximation
+                          with tanh, as Megatron fuses it
     mlp_bias              whether MLPs and experts have biases; true unless said otherwise
     moe_intermediate_size the experts' width; intermediate_size unless said otherwise
+    norm                  "rmsnorm" with rms_norm_eps, as Llama; or "layernorm", with biases and layer_norm_eps, as GPT
+    positions             "rotary", as Llama; or "learned", an embedding of its own, as GPT
 """
 
 from __future__ import annotations
@@ -49,10 +52,25 @@ class Family(StrEnum):
 
 
 class Mlp(StrEnum):
-    """A feed-forward network's form: gated with SiLU, or two matrices around GELU."""
+    """A feed-forward network's form: gated with SiLU, or two matrices around GELU, exact or approximated."""
 
     SWIGLU = "swiglu"
     GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+
+
+class Norm(StrEnum):
+    """How a token is normalised: by its root mean square (Llama), or by mean and deviation, with a bias (GPT)."""
+
+    RMS = "rmsnorm"
+    LAYER = "layernorm"
+
+
+class Positions(StrEnum):
+    """How a model knows where a token stands: queries and keys are turned (Llama), or an embedding is added (GPT)."""
+
+    ROTARY = "rotary"
+    LEARNED = "learned"
 
 
 class QkNorm(StrEnum):
@@ -126,7 +144,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ArchSpec:
-    """All that decides which tensors a model has and what is computed from them. Sizes in elements."""
+    """All that decides which tensors a model has and what is computed from them. Sizes in elements.
+
+    ``rope`` None: positions are learned, one vector for each of ``max_positions``.
+    """
 
     family: Family
     vocab_size: int
@@ -136,9 +157,10 @@ class ArchSpec:
     head_size: int
     max_positions: int
     norm_epsilon: float
-    rope: RopeSpec
+    rope: RopeSpec | None
     layers: tuple[LayerSpec, ...]
     mlp: Mlp = Mlp.SWIGLU
+    norm: Norm = Norm.RMS
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
@@ -168,13 +190,22 @@ def read_spec(directory: Path, expert: str) -> ArchSpec:
     """
     path = directory / CONFIG_NAME
     try:
-        values = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise WeightsMissing(expert, f"{path} is not there: name a Hugging Face model directory") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise WeightsCorrupt(expert, f"{path} cannot be read as JSON: {error}") from error
+    return parse_config(content, expert, str(path))
+
+
+def parse_config(content: bytes, expert: str, origin: str) -> ArchSpec:
+    """The same for the bytes of a config.json; ``origin`` is what errors call it."""
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise WeightsCorrupt(expert, f"{origin} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise WeightsCorrupt(expert, f"{path} holds no JSON object: name a Hugging Face model directory")
+        raise WeightsCorrupt(expert, f"{origin} holds no JSON object: name a Hugging Face model directory")
     return parse_spec(values, expert)
 
 
@@ -185,6 +216,7 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     _refuse_what_is_lacking(fields, family)
     hidden_size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_size = fields.integer("head_dim", 128 if family is Family.QWEN3 else hidden_size // heads)
+    norm = fields.choice("norm", Norm, Norm.RMS) if family is Family.PR_MOE else Norm.RMS
     spec = ArchSpec(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -193,10 +225,11 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
         kv_heads=fields.integer("num_key_value_heads", heads),
         head_size=head_size,
         max_positions=fields.integer("max_position_embeddings"),
-        norm_epsilon=fields.number("rms_norm_eps"),
-        rope=_rope(fields, family),
+        norm_epsilon=fields.number("rms_norm_eps" if norm is Norm.RMS else "layer_norm_eps"),
+        rope=None if _has_learned_positions(fields, family) else _rope(fields, family),
         layers=_layers(fields, family),
         mlp=fields.choice("mlp", Mlp) if family is Family.PR_MOE else Mlp.SWIGLU,
+        norm=norm,
         has_qkv_bias=_has_qkv_bias(fields, family),
         has_output_bias=_has_output_bias(fields, family),
         has_mlp_bias=_has_mlp_bias(fields, family),
@@ -206,7 +239,7 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     )
     if spec.heads % spec.kv_heads:
         raise fields.refused("num_key_value_heads", f"{heads} heads are no multiple of it")
-    if spec.head_size % 2:
+    if spec.rope is not None and spec.head_size % 2:
         raise fields.refused("head_dim", f"is {head_size}: rotary positions need an even number")
     return spec
 
@@ -251,6 +284,11 @@ def _has_mlp_bias(fields: _Fields, family: Family) -> bool:
     if family is Family.PR_MOE:
         return fields.flag("mlp_bias", True)
     return family is Family.LLAMA and fields.flag("mlp_bias", False)
+
+
+def _has_learned_positions(fields: _Fields, family: Family) -> bool:
+    is_free = family is Family.PR_MOE
+    return is_free and fields.choice("positions", Positions, Positions.ROTARY) is Positions.LEARNED
 
 
 def _qk_norm(family: Family) -> QkNorm | None:
@@ -396,8 +434,8 @@ class _Fields:
     def flag(self, name: str, default: bool | None = None) -> bool:
         return bool(self._take(name, default, "true or false", lambda value: isinstance(value, bool)))
 
-    def choice(self, name: str, kind: type[Word]) -> Word:
-        value = self._take(name, None, "a word", lambda value: isinstance(value, str))
+    def choice(self, name: str, kind: type[Word], default: Word | None = None) -> Word:
+        value = self._take(name, default, "a word", lambda value: isinstance(value, str))
         if value not in list(kind):
             raise self.refused(name, f"{value!r} is not served: one of {', '.join(kind)} is needed")
         return kind(value)

@@ -59,8 +59,8 @@ def run_mlp(tokens: Tensor, weights: MlpWeights) -> Tensor:
 
 def activate(raised: Tensor, kind: Mlp) -> Tensor:
     """What lies between a network's two matrices."""
-    if kind is Mlp.GELU:
-        return gelu(raised)
+    if kind is not Mlp.SWIGLU:
+        return gelu(raised, approximate="tanh" if kind is Mlp.GELU_TANH else "none")
     gate, up = raised.chunk(2, dim=-1)
     return silu(gate) * up
 

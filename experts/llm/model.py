@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import embedding, linear, rms_norm
+from torch.nn.functional import embedding, layer_norm, linear, rms_norm
 
 from experts.llm.attention import Attention
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import QkNorm, Residual, read_spec
 from experts.llm.dispatch import MlpWeights, run_mlp, run_moe_experts
 from experts.llm.gate import route
-from experts.llm.names import EMBEDDING, FINAL_NORM, HEAD
+from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
 from experts.llm.rope import Rope
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class AttentionWeights:
     output_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    norm_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class FeedForwardWeights:
     shared_gate: Tensor | None
     coefficient: Tensor | None
     coefficient_bias: Tensor | None
+    norm_bias: Tensor | None
 
 
 class Model:
@@ -66,11 +68,13 @@ class Model:
     def __init__(self, spec: ArchSpec, tensors: Mapping[str, Tensor]) -> None:
         self.spec = spec
         self._embedding = tensors[EMBEDDING]
+        self._positions = tensors.get(POSITIONS)
         self._norm = tensors[FINAL_NORM]
+        self._norm_bias = tensors.get(FINAL_NORM_BIAS)
         self._head = self._embedding if spec.is_tied else tensors[HEAD]
         self._attention = [_attention_weights(tensors, f"layers.{n}") for n in range(len(spec.layers))]
         self._feed_forward = [_feed_forward_weights(spec, tensors, f"layers.{n}") for n in range(len(spec.layers))]
-        self._rope = Rope(spec.rope, spec.head_size, self._embedding.device)
+        self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._embedding.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,22 +92,26 @@ class Model:
         """All tokens behind the last layer: (tokens, hidden), not yet normalised."""
         with torch.inference_mode():
             attention = Attention(batch, key_values.reserve(batch))
-            rotation = self._rope.at(batch.positions, self.dtype)
-            tokens = embedding(batch.token_ids, self._embedding)
+            rotation = None if self._rope is None else self._rope.at(batch.positions, self.dtype)
+            tokens = self._embedded(batch)
             for number, layer in enumerate(self.spec.layers):
                 tokens = tokens + self._attend(number, tokens, rotation, attention)
                 weights = self._feed_forward[number]
-                tokens = tokens + feed_forward(self._normed(tokens, weights.norm), layer, weights)
+                tokens = tokens + feed_forward(self._normed(tokens, weights.norm, weights.norm_bias), layer, weights)
             return tokens
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head for some tokens: (tokens, vocabulary)."""
         with torch.inference_mode():
-            return linear(self._normed(hidden, self._norm), self._head)
+            return linear(self._normed(hidden, self._norm, self._norm_bias), self._head)
 
-    def _attend(self, layer: int, tokens: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+    def _embedded(self, batch: TokenBatch) -> Tensor:
+        tokens = embedding(batch.token_ids, self._embedding)
+        return tokens if self._positions is None else tokens + embedding(batch.positions, self._positions)
+
+    def _attend(self, layer: int, tokens: Tensor, rotation: Rotation | None, attention: Attention) -> Tensor:
         spec, weights = self.spec, self._attention[layer]
-        projected = linear(self._normed(tokens, weights.norm), weights.qkv, weights.qkv_bias)
+        projected = linear(self._normed(tokens, weights.norm, weights.norm_bias), weights.qkv, weights.qkv_bias)
         queries, keys, values = projected.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
         if spec.qk_norm is QkNorm.WHOLE:
             queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
@@ -114,11 +122,15 @@ class Model:
         values = values.reshape(-1, spec.kv_heads, spec.head_size)
         if spec.qk_norm is QkNorm.HEAD:
             queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
-        attended = attention.run(layer, rotation.turn(queries), rotation.turn(keys), values)
+        if rotation is not None:
+            queries, keys = rotation.turn(queries), rotation.turn(keys)
+        attended = attention.run(layer, queries, keys, values)
         return linear(attended.reshape(-1, spec.query_size), weights.output, weights.output_bias)
 
-    def _normed(self, tokens: Tensor, weight: Tensor | None) -> Tensor:
+    def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"
+        if bias is not None:  # which LayerNorm alone has
+            return layer_norm(tokens, weight.shape, weight, bias, self.spec.norm_epsilon)
         return rms_norm(tokens, weight.shape, weight, self.spec.norm_epsilon)
 
 
@@ -161,6 +173,7 @@ def _attention_weights(tensors: Mapping[str, Tensor], layer: str) -> AttentionWe
         output_bias=tensors.get(f"{layer}.output_bias"),
         q_norm=tensors.get(f"{layer}.q_norm"),
         k_norm=tensors.get(f"{layer}.k_norm"),
+        norm_bias=tensors.get(f"{layer}.attention_norm_bias"),
     )
 
 
@@ -173,6 +186,7 @@ def _feed_forward_weights(spec: ArchSpec, tensors: Mapping[str, Tensor], layer: 
         shared_gate=tensors.get(f"{layer}.shared_gate"),
         coefficient=tensors.get(f"{layer}.coefficient"),
         coefficient_bias=tensors.get(f"{layer}.coefficient_bias"),
+        norm_bias=tensors.get(f"{layer}.mlp_norm_bias"),
     )
 
 

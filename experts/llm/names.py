@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from experts.llm.config import Family, Mlp, QkNorm, Residual
+from experts.llm.config import Family, Mlp, Norm, QkNorm, Residual
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,6 +25,8 @@ EMBEDDING = "embedding"
 HEAD = "head"
 HEAD_STORED = "lm_head.weight"
 FINAL_NORM = "norm"
+FINAL_NORM_BIAS = "norm_bias"
+POSITIONS = "positions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +54,19 @@ class Assembly:
 def assemblies(spec: ArchSpec) -> Iterator[Assembly]:
     """All tensors of a model. A tied head is none of its own."""
     yield _one(EMBEDDING, "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+    if spec.rope is None:
+        yield _one(POSITIONS, "model.embed_positions.weight", (spec.max_positions, spec.hidden_size))
     for number, layer in enumerate(spec.layers):
         yield from _attention(spec, number)
         yield from _feed_forward(spec, layer, number)
-    yield _one(FINAL_NORM, "model.norm.weight", (spec.hidden_size,))
+    yield from _norm(spec, FINAL_NORM, "model.norm")
     if not spec.is_tied:
         yield _one(HEAD, HEAD_STORED, (spec.vocab_size, spec.hidden_size))
 
 
 def _attention(spec: ArchSpec, layer: int) -> Iterator[Assembly]:
     own, stored, hidden = f"layers.{layer}", f"model.layers.{layer}", spec.hidden_size
-    yield _one(f"{own}.attention_norm", f"{stored}.input_layernorm.weight", (hidden,))
+    yield from _norm(spec, f"{own}.attention_norm", f"{stored}.input_layernorm")
     sizes = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
     total = sum(sizes.values())
     yield _joined(
@@ -85,7 +89,7 @@ def _attention(spec: ArchSpec, layer: int) -> Iterator[Assembly]:
 
 def _feed_forward(spec: ArchSpec, layer: LayerSpec, number: int) -> Iterator[Assembly]:
     own, stored, hidden = f"layers.{number}", f"model.layers.{number}", spec.hidden_size
-    yield _one(f"{own}.mlp_norm", f"{stored}.post_attention_layernorm.weight", (hidden,))
+    yield from _norm(spec, f"{own}.mlp_norm", f"{stored}.post_attention_layernorm")
     if layer.moe is None:
         yield from _mlp(spec, f"{own}.mlp", f"{stored}.mlp", layer.mlp_size)
         return
@@ -98,6 +102,12 @@ def _feed_forward(spec: ArchSpec, layer: LayerSpec, number: int) -> Iterator[Ass
     if layer.residual is Residual.SOFTMAX:
         yield _one(f"{own}.coefficient", f"{stored}.mlp.coefficient.weight", (2, hidden))
         yield _one(f"{own}.coefficient_bias", f"{stored}.mlp.coefficient.bias", (2,))
+
+
+def _norm(spec: ArchSpec, own: str, stored: str) -> Iterator[Assembly]:
+    yield _one(own, f"{stored}.weight", (spec.hidden_size,))
+    if spec.norm is Norm.LAYER:
+        yield _one(f"{own}_bias", f"{stored}.bias", (spec.hidden_size,))
 
 
 def _mlp(spec: ArchSpec, own: str, stored: str, size: int) -> Iterator[Assembly]:

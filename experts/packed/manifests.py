@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from experts.filesystem import sync_folder
+from experts.packed.sources import SourceStamp
 from experts.packed.weights import PackedExpert, Segment, TensorSpec
 
 if TYPE_CHECKING:
@@ -22,12 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The file an expert was packed from, and how. ``size_bytes`` and ``mtime_ns`` spare hashing it at every start."""
+    """What an expert was packed from, and how. How it lay on its drive spares hashing it at every start."""
 
     sha256: str
     size_bytes: int
     mtime_ns: int
     recipe: str  # whatever else decided on the packed bytes: format, architecture, stem, number of labels
+    listing: str = ""  # of a directory: see experts.packed.sources
+
+    @property
+    def stamp(self) -> SourceStamp:
+        """How it lay on its drive then."""
+        return SourceStamp(self.size_bytes, self.mtime_ns, self.listing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Offline: .safetensors and .onnx -> packed weights ready to run, once per expert and precision.
+"""Offline: .safetensors, .onnx, Hugging Face directories -> packed weights ready to run, once per expert and precision.
 
 Guarantees: what is up to date is left alone (a start with hundreds of experts stats files, it does not hash them). One
 broken expert does not stop the others. A file has its final name only when it is complete and on the disk, and is
@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends import backend_for
-from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMissing
+from experts.errors import ExpertError, LoadError, WeightsCorrupt
 from experts.filesystem import sync_folder
 from experts.importing import import_weights
 from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing
 from experts.packed.segment_writer import SegmentWriter
 from experts.packed.sharing import TensorKey, plan_sharing
+from experts.packed.sources import sha256_of, stamp_of
 from experts.packed.weights import PackedExpert, Segment
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
@@ -209,10 +209,10 @@ class _Packing:
     def _kept(self, job: _Job) -> _Draft | None:
         """The expert as packed earlier, if nothing that decides on its bytes has changed since."""
         found = self._manifests.read(job.expert.id, job.precision)
-        status = _source_status(job.expert)
+        stamp = stamp_of(job.expert)
         if found is None or found.source.recipe != _recipe(job) or not self._is_complete(found.packed):
             return None
-        if (status.st_size, status.st_mtime_ns) != (found.source.size_bytes, found.source.mtime_ns):
+        if stamp != found.source.stamp:
             source = _source(job)
             if source.sha256 != found.source.sha256:
                 return None
@@ -336,32 +336,15 @@ def layout_digest(packed: PackedExpert) -> str:
 def _recipe(job: _Job) -> str:
     """What decides on the packed bytes beside the source file."""
     expert = job.expert
-    size = [expert.input.height, expert.input.width]
+    size = [] if expert.input is None else [expert.input.height, expert.input.width]
     parts = [PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size]
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
     return json.dumps([*parts, from_backend] if from_backend else parts)
 
 
-def _source_status(expert: Expert) -> os.stat_result:
-    try:
-        return expert.weights.stat()
-    except FileNotFoundError as error:
-        raise WeightsMissing(
-            expert.id, f"{expert.weights} is not there: copy it there, or correct `weights`"
-        ) from error
-    except OSError as error:
-        raise LoadError(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
-
-
 def _source(job: _Job) -> Source:
-    expert = job.expert
-    status = _source_status(expert)
-    try:
-        with expert.weights.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise LoadError(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
-    return Source(sha256, status.st_size, status.st_mtime_ns, _recipe(job))
+    stamp = stamp_of(job.expert)
+    return Source(sha256_of(job.expert), stamp.size_bytes, stamp.mtime_ns, _recipe(job), stamp.listing)
 
 
 def _shared_segments(drafts: Iterable[_Draft]) -> dict[tuple[TensorKey, ...], Segment]:

@@ -199,7 +199,7 @@ def build(expert: Expert) -> Module:
         return detector.build_trainable(expert.architecture, len(expert.labels))
     from experts.backends import classifier
 
-    return classifier.build_trainable(expert.architecture, len(expert.labels), expert.stem, expert.input.height)
+    return classifier.build_trainable(expert.architecture, len(expert.labels), expert.stem, expert.pixels.height)
 
 
 def infer(model: Module, expert: Expert, image: NDArray[np.uint8], device: str) -> Prediction:

@@ -189,7 +189,7 @@ def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, 
     layouts: defaultdict[str, set[str]] = defaultdict(set)
     for packed in copies.values():
         layouts[packed.expert].add(packed.layout)
-    return {expert: (frozenset(found), config.catalog.experts[expert].input) for expert, found in layouts.items()}
+    return {expert: (frozenset(found), config.catalog.experts[expert].pixels) for expert, found in layouts.items()}
 
 
 def _held(agent: Agent, work: Work, sizes: Mapping[str, int], kinds: Mapping[str, Kind]) -> list[str]:

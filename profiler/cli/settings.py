@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.line_file.machine import MAX_EXECUTORS, PROCESSORS
-from agent.line_file.values import size_bytes
 from experts.document import suggestion
 from experts.errors import ConfigError
+from experts.sizes import size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -43,7 +43,7 @@ def images_of(trace: Sequence[Arrival], catalog: Catalog) -> tuple[NDArray[np.ui
             continue
         expert = arrival.expert or catalog.graph.routes[str(arrival.component)][0].expert
         if expert not in synthetic:
-            wanted = catalog.experts[expert].input
+            wanted = catalog.experts[expert].pixels
             chance = np.random.default_rng(list(expert.encode()))
             synthetic[expert] = synthetic_pixels(chance, wanted.height, wanted.width)
         images.append(synthetic[expert])

@@ -332,7 +332,7 @@ def _write_line(
                 "architecture": expert.architecture,
                 "weights": str(expert.weights.relative_to(path.parent)),
                 "labels": list(expert.labels),
-                "input": {"size": [expert.input.height, expert.input.width], "normalize": expert.input.normalize},
+                "input": {"size": [expert.pixels.height, expert.pixels.width], "normalize": expert.pixels.normalize},
             }
             for expert in experts
         },

@@ -13,9 +13,10 @@ import yaml
 from agent.config import LineConfig, json_schema, read_line, read_secret, resolved_keys, usage_probabilities
 from agent.core.policy import PRESETS
 from agent.line_file.machine import PolicyName
-from agent.line_file.values import SecretSection, size_bytes
+from agent.line_file.values import SecretSection
 from experts.errors import ConfigError, SecretMissing
 from experts.expert import Precision
+from experts.sizes import size_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "line.yaml"
 README = Path(__file__).parents[2] / "README.md"
@@ -98,7 +99,7 @@ def test_sizes(text: str, size: int | None) -> None:
         ("memory: {host: 4}", "line.yaml:16:10: memory.host: '4' is not a size - write a number and a unit"),
         ("memory: {host: 4GiBs}", "memory.host: '4GiBs' is not a size"),
         ("memory: {host: 0B}", "memory.host: '0B' is no memory at all"),
-        ("precision: fp8", "precision: Input should be 'fp32', 'bf16', 'fp16' or 'onnxruntime', not 'fp8'"),
+        ("precision: fp8", "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime' or 'int8', not 'fp8'"),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps' or 'emulated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),
         ("executors: {cpu: -1}", "executors: cpu: -1 is not a count from 0 to 64"),
@@ -343,7 +344,7 @@ def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path: Path) -> N
 
 def test_llm_experts_are_not_in_this_version(tmp_path: Path) -> None:
     assert (
-        "LLM experts (moe-llm) are not in this version"
+        "no architecture 'moe-llm' - write llm: which one it is, its config.json says"
         in problems_of(tmp_path, MINIMAL.replace("yolov5m", "moe-llm"))[0]
     )
 

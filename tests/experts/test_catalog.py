@@ -11,7 +11,7 @@ import torchvision
 from experts.architectures import CLASSIFIERS, DETECTORS
 from experts.catalog import Catalog, read_catalog
 from experts.errors import ConfigError
-from experts.expert import Expert, InputSpec
+from experts.expert import Expert, InputSpec, Precision
 
 GOOD = """\
 experts:
@@ -76,7 +76,7 @@ def test_the_catalog_cannot_be_changed(tmp_path: Path) -> None:
             "resnet81",
             "line.yaml:3:5: experts.cls/r.architecture: no architecture 'resnet81' - did you mean",
         ),
-        ("resnet18", "moe-llm", "line.yaml:3:5: experts.cls/r.architecture: LLM experts (moe-llm) are not in this"),
+        ("resnet18", "moe-llm", "line.yaml:3:5: experts.cls/r.architecture: no architecture 'moe-llm' - write llm"),
         ("[ok, missing]", "[]", "line.yaml:5:5: experts.cls/r.labels: List should have at least 1 item"),
         ("[ok, missing]", "[ok, ok]", "line.yaml:5:5: experts.cls/r.labels: 'ok' is there twice"),
         ("[ok, missing]", "[ok, '']", "line.yaml:5:5: experts.cls/r.labels: a label is neither empty"),
@@ -138,6 +138,65 @@ def test_a_circle_over_two_routes_names_both_and_their_lines(tmp_path: Path) -> 
     assert "experts depend on one another in a circle" in problem
     assert "resistor-0402 (line 11)" in problem
     assert "back (line 16)" in problem
+
+
+LLM = """\
+experts:
+  llm/code: {architecture: llm, weights: models/code-1.5, precision: bf16, moe_cache: 2GiB, pin: true}
+  llm/router: {architecture: llm, weights: /m/router, labels: [code, maths]}
+"""
+
+
+def test_language_models_need_no_labels_no_input_and_no_routes(tmp_path: Path) -> None:
+    catalog = catalog_of(tmp_path, LLM)
+    code = Expert(
+        "llm/code", "llm", tmp_path / "models/code-1.5", (), None, pin=True,
+        precision=Precision.BF16, moe_cache_bytes=2 * 2**30,
+    )  # fmt: skip
+    assert catalog.experts["llm/code"] == code
+    assert catalog.experts["llm/code"].takes_texts
+    assert catalog.experts["llm/router"].labels == ("code", "maths")
+    assert catalog.graph.routes == {}
+
+
+def test_experts_of_both_kinds_stand_beside_each_other(tmp_path: Path) -> None:
+    catalog = catalog_of(tmp_path, mixed(GOOD))
+    assert [expert.takes_texts for expert in catalog.experts.values()] == [True, True, False, False, False]
+
+
+def mixed(text: str) -> str:
+    return text.replace("experts:\n", LLM)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        ("models/code-1.5", "code.safetensors", "experts.llm/code: weights of llm are a Hugging Face directory, not a"),
+        ("models/code-1.5", "code.gguf", "experts.llm/code: weights of llm are a Hugging Face directory, not a .gguf"),
+        ("models/code-1.5", "code.bin", "experts.llm/code: weights of llm are a Hugging Face directory, not a .bin"),
+        ("precision: bf16", "input: {size: [8, 8]}", "experts.llm/code: input is for images, and llm takes texts - remove"),
+        ("pin: true", "stem: 3x3", "experts.llm/code: stem is for images, and llm takes texts - remove it"),
+        ("precision: bf16", "precision: fp8", "experts.llm/code.precision: Input should be 'fp32', 'bf16', 'fp16' or"),
+        ("moe_cache: 2GiB", "moe_cache: 2", "experts.llm/code.moe_cache: '2' is not a size"),
+        ("[code, maths]", "[code, code]", "experts.llm/router.labels: 'code' is there twice"),
+        ("[code, maths]", "[]", "experts.llm/router.labels: List should have at least 1 item"),
+        ("stem: 3x3", "precision: bf16", "experts.cls/r: precision is for llm, not for resnet18 - remove it"),
+        ("stem: 3x3", "moe_cache: 1GiB", "experts.cls/r: moe_cache is for llm, not for resnet18 - remove it"),
+        ("    labels: [ok, missing]\n", "", "line.yaml:4:3: experts.cls/r.labels: is missing - what the outputs mean"),
+        ("    input: {size: [64, 48]}\n", "", "line.yaml:4:3: experts.cls/r.input: is missing - the pixels it wants"),
+        ("expert: det/a, pass: [aligned]", "expert: llm/code, pass: [x]", "llm/code takes texts, not images - name it"),
+        ("size: [64, 48]", "sise: [64, 48]", "experts.cls/r.input.sise: unknown key - did you mean 'size'?"),
+    ],
+)
+def test_what_does_not_belong_to_an_expert_is_told(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+    assert good in mixed(GOOD)
+    assert any(expected in problem for problem in problems_of(tmp_path, mixed(GOOD).replace(good, bad)))
+
+
+def test_experts_of_images_need_routes(tmp_path: Path) -> None:
+    text = GOOD.partition("routes:")[0]
+    assert "routes: is missing - component type" in problems_of(tmp_path, text)[0]
+    assert "routes: is missing - component type" in problems_of(tmp_path, text + "routes: {}\n")[0]
 
 
 def test_weights_that_are_not_there_do_not_stop_the_catalog(tmp_path: Path) -> None:

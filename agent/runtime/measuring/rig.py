@@ -218,7 +218,7 @@ class MeasuringRig:
 
 def noise(copy: ExpertCopy) -> np.ndarray:
     """An image of the expert's own size that shows nothing: the same one every time."""
-    shape = (copy.expert.input.height, copy.expert.input.width, 3)
+    shape = (copy.expert.pixels.height, copy.expert.pixels.width, 3)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 

@@ -180,7 +180,7 @@ def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[
         name,
         experts,
         tuple(labels),
-        (first.input.height, first.input.width),
+        (first.pixels.height, first.pixels.width),
         max((row.performance.max_batch for row in rows), default=1),
         is_ready=reason is None,
         reason=reason,

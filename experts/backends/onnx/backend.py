@@ -125,7 +125,7 @@ class OnnxBackend:
         return OnnxSkeleton(shared_session(program, torch.get_num_threads(), device), device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return stretched(image, expert.input)
+        return stretched(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return RECIPE
@@ -147,7 +147,7 @@ def _probe(expert: Expert, model: onnx.ModelProto) -> np.ndarray:
     session = session_once(model.SerializeToString())
     images = session.get_inputs()[0]
     size = images.shape[0] if isinstance(images.shape[0], int) else 2  # a graph may claim any batch and only take one
-    made_up = torch.from_numpy(probe_images(expert.input.height, expert.input.width))
+    made_up = torch.from_numpy(probe_images(expert.pixels.height, expert.pixels.width))
     parts = []
     for start in range(0, PROBES, size):
         rows = session.run(None, {images.name: _filled(made_up[start : start + size], size).numpy()})[0]
@@ -179,7 +179,7 @@ def _require_fitting_input(expert: Expert, images: onnx.ValueInfoProto) -> None:
     """WeightsMismatch unless it takes float32 (n, 3, height, width) of the expert's size."""
     kind = images.type.tensor_type
     shape = [dimension.dim_value or None for dimension in kind.shape.dim]
-    wanted = [None, 3, expert.input.height, expert.input.width]
+    wanted = [None, 3, expert.pixels.height, expert.pixels.width]
     fits = len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], wanted[1:], strict=True))
     if kind.elem_type != TensorProto.FLOAT or not fits:
         kind_name = TensorProto.DataType.Name(kind.elem_type)
@@ -219,4 +219,4 @@ def _is_weight(tensor: onnx.TensorProto, readers: set[str]) -> bool:
 def _workspace_bytes(expert: Expert, size_bytes: int, mtime_ns: int) -> int:
     """For one image; keyed by the file's stamp, so that other weights are looked at anew."""
     model = read_onnx(expert.id, expert.weights)
-    return peak_bytes(model, _images_of(expert, model).name, (1, 3, expert.input.height, expert.input.width))
+    return peak_bytes(model, _images_of(expert, model).name, (1, 3, expert.pixels.height, expert.pixels.width))

@@ -25,6 +25,8 @@ class Reference:
 
     def logits(self, token_ids):
         tokens = self.tensors["model.embed_tokens.weight"][token_ids]
+        if self.values.get("positions") == "learned":
+            tokens = tokens + self.tensors["model.embed_positions.weight"][: len(token_ids)]
         for layer in range(self.values["num_hidden_layers"]):
             prefix = f"model.layers.{layer}"
             tokens = tokens + self.attention(self.norm(tokens, f"{prefix}.input_layernorm"), f"{prefix}.self_attn")
@@ -35,6 +37,10 @@ class Reference:
         return linear(self.norm(tokens, "model.norm"), self.tensors["lm_head.weight"])
 
     def norm(self, tokens, name):
+        if self.values.get("norm") == "layernorm":
+            centred = tokens - tokens.mean(dim=-1, keepdim=True)
+            deviation = (centred.pow(2).mean(dim=-1, keepdim=True) + self.values["layer_norm_eps"]).sqrt()
+            return centred / deviation * self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"]
         root = (tokens.pow(2).mean(dim=-1, keepdim=True) + self.values["rms_norm_eps"]).sqrt()
         return tokens / root * self.tensors[f"{name}.weight"]
 
@@ -51,6 +57,8 @@ class Reference:
         return self.linear(attended.flatten(1), f"{name}.o_proj")
 
     def turned(self, head, position):
+        if self.values.get("positions") == "learned":
+            return head
         turned = head.clone()
         for pair in range(HEAD_SIZE // 2):
             angle = position * self.values["rope_theta"] ** (-2 * pair / HEAD_SIZE)
@@ -77,6 +85,9 @@ class Reference:
         raised = self.linear(token, f"{name}.up_proj")
         if self.values["mlp"] == "gelu":
             return self.linear(gelu(raised), f"{name}.down_proj")
+        if self.values["mlp"] == "gelu_tanh":
+            inner = math.sqrt(2 / math.pi) * (raised + 0.044715 * raised**3)
+            return self.linear(raised / 2 * (1 + inner.tanh()), f"{name}.down_proj")
         return self.linear(silu(self.linear(token, f"{name}.gate_proj")) * raised, f"{name}.down_proj")
 
     def linear(self, tokens, name):
@@ -100,6 +111,34 @@ def assert_same(directory, values):
 def test_a_pyramid_is_what_its_formulas_say(model_files, residual, mlp, mlp_bias):
     values = model_files.config("pr_moe", residual=residual, mlp=mlp, mlp_bias=mlp_bias, attention_bias=mlp_bias)
     assert_same(model_files.write(values), values)
+
+
+GPT = {
+    "norm": "layernorm", "layer_norm_eps": 1e-5, "rms_norm_eps": None, "positions": "learned", "mlp": "gelu_tanh",
+    "attention_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("residual", ["add", "softmax", None])
+def test_a_backbone_may_be_that_of_gpt(model_files, residual):
+    values = model_files.config("pr_moe", residual=residual, **GPT)
+    assert_same(model_files.write(values), values)
+
+
+@pytest.mark.parametrize(
+    "change", [{"norm": "rmsnorm", "rms_norm_eps": 1e-6}, {"positions": "rotary"}, {"mlp": "gelu"}]
+)
+def test_none_of_what_makes_it_gpt_is_like_the_other(model_files, change):
+    values = model_files.config("pr_moe", **GPT)
+    other = {**values, **change}
+    tensors = model_files.tensors(values)
+    names = model_files.tensors(other).keys()
+    batch = TokenBatch.of([Chunk(0, 0, PROMPTS[0])])
+    given = []
+    for one, held in ((values, tensors), (other, {name: tensors[name] for name in names})):
+        model = load_model(model_files.write(one, held), "tiny")
+        given.append(model.forward(batch, ContiguousKeyValues(model.spec, torch.float32)))
+    assert (given[0] - given[1]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("is_normalised", [True, False])

@@ -159,8 +159,9 @@ def test_it_runs_on_the_cpu_only(files):
 
 
 def test_torchs_architectures_offer_it_and_onnx_graphs_do_not():
-    assert executable_forms() == frozenset(Precision)
-    assert backend_for("resnet18").precisions == backend_for("yolov5n").precisions == frozenset(Precision)
+    of_torch = frozenset(Precision) - {Precision.INT8}  # which is of language models
+    assert executable_forms() == of_torch
+    assert backend_for("resnet18").precisions == backend_for("yolov5n").precisions == of_torch
     assert backend_for("onnx").precisions == {Precision.FP32}
 
 

@@ -1,0 +1,139 @@
+"""Language models: Hugging Face directories, of the families that ``experts.llm.config`` reads.
+
+An expert's weights are a directory: config.json, safetensors, the tokenizer's files. Its tensors are packed under the
+model's own names, so what models have in common bit for bit (a backbone, embeddings) is stored, read and held once, as
+for images' experts. Whoever serves texts runs ``LlmSkeleton.model`` in iterations (``experts.llm``): a model takes no
+images, so ``prepare`` and ``infer`` refuse them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.backends.base import Packable
+from experts.backends.state_dict import DTYPES
+from experts.backends.weight_files import is_finite
+from experts.errors import WeightsCorrupt, WeightsMismatch
+from experts.expert import Precision
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import read_spec
+from experts.llm.model import Model
+from experts.llm.program import pack_program, read_program, spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from torch import Tensor
+
+    from experts.backends.base import Prepared
+    from experts.expert import Expert, Prediction
+    from experts.llm.checkpoint import Checkpoint
+    from experts.llm.config import ArchSpec
+
+EXECUTABLE = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
+TOKENS_AT_ONCE = 256  # of an iteration, as far as its workspace is estimated: a chunk of a prompt, and rows that write
+FP32_BYTES = 4
+
+
+class LlmSkeleton:
+    """One model over memory that somebody else owns. ``model`` runs it."""
+
+    def __init__(self, spec: ArchSpec) -> None:
+        self._spec = spec
+        self._model: Model | None = None
+
+    @property
+    def model(self) -> Model:
+        """The model over the bytes that it is bound to. Raises ValueError before ``bind``."""
+        if self._model is None:
+            raise ValueError("the skeleton is bound to no memory yet")
+        return self._model
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        self._model = Model(self._spec, tensors)
+
+    def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        raise ValueError(f"{expert.id} takes texts, not images")
+
+
+class LlmBackend:
+    """See experts.backends.base.Backend."""
+
+    precisions = EXECUTABLE
+
+    def pack(self, expert: Expert, precision: Precision) -> Packable:
+        if precision not in EXECUTABLE:
+            raise WeightsMismatch(expert.id, f"language models do not run in {precision}: choose fp32, bf16 or fp16")
+        program = read_program(expert.weights, expert.id)
+        checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
+        checkpoint.check_tied_head()
+        return Packable(_PackedTensors(checkpoint, precision), pack_program(program))
+
+    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
+        return spec_of(program, expert.id)
+
+    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> LlmSkeleton:
+        return LlmSkeleton(spec_of(program, expert.id))
+
+    def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
+        raise ValueError(f"{expert.id} takes texts, not images")
+
+    def recipe(self, expert: Expert, precision: Precision) -> str:
+        return ""
+
+    def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
+        spec = read_spec(expert.weights, expert.id)
+        return iteration_bytes(spec, DTYPES[precision].itemsize, batch_size)
+
+
+def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
+    """The memory that one iteration takes beside weights, keys and values, from shapes: see ``Backend``.
+
+    The widest layer's tensors for TOKENS_AT_ONCE tokens, and for each row its logits, twice in fp32 for sampling.
+    """
+    widest = max(_layer_width(spec, number) for number in range(len(spec.layers)))
+    per_token = 4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size) + widest
+    return TOKENS_AT_ONCE * per_token * itemsize + rows * spec.vocab_size * (itemsize + 2 * FP32_BYTES)
+
+
+def _layer_width(spec: ArchSpec, number: int) -> int:
+    """Numbers that a token has in a layer's feed-forward part: raised and gated, in as many experts as it goes to."""
+    layer = spec.layers[number]
+    raised = 3 * layer.mlp_size
+    if layer.moe is None:
+        return raised
+    routed = layer.moe.per_token * (3 * layer.moe.size + 2 * spec.hidden_size)
+    return raised + routed + 2 * layer.moe.moe_experts
+
+
+class _PackedTensors(Mapping[str, "Tensor"]):
+    """A checkpoint's tensors in execution dtype, each read when asked for: a model need not fit into memory beside it.
+
+    Asking raises LoadError, WeightsCorrupt for values that are not numbers, WeightsMismatch for those that the dtype
+    has no room for.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, precision: Precision) -> None:
+        self._checkpoint = checkpoint
+        self._precision = precision
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.names)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self._checkpoint.read(name)
+        if not is_finite(stored):
+            raise WeightsCorrupt(self._checkpoint.expert, f"{name} holds values that are not numbers")
+        tensor = stored.to(DTYPES[self._precision])
+        if tensor.dtype is torch.float16 and not is_finite(tensor):
+            raise WeightsMismatch(
+                self._checkpoint.expert, f"{name} is too large for {self._precision}: choose bf16 or fp32 as precision"
+            )
+        return tensor

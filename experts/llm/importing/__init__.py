@@ -1,0 +1,1 @@
+"""From checkpoints as they were trained to directories that can be served."""

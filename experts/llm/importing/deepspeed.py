@@ -1,0 +1,179 @@
+"""Checkpoints of DeepSpeed become directories that are served: `coserve experts import`, once and offline.
+
+A folder holds ``mp_rank_<r>_model_states.pt`` for each model-parallel rank, and the experts apart, each in
+``layer_<l>_expert_<e>_mp_rank_<r>_model_states.pt``, in older ones ``expert_<e>_mp_rank_<r>_model_states.pt``; which
+layer an expert belongs to is read from its tensors' names, not from the file's. All of them are pickles: they are read
+in a process of its own that is thrown away (``model_states``), and written as safetensors, which alone this one reads.
+
+Guarantees: what is written has been compared, names and shapes, with the config.json beside it; the destination appears
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.importing import run_unpickling
+from experts.llm.checkpoint import INDEX_NAME, open_checkpoint
+from experts.llm.config import CONFIG_NAME, read_spec
+from experts.llm.importing.megatron import Arguments, GptCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    Reading = Callable[[Path, Path, Sequence[Path]], None]  # a checkpoint, where to, its pickles
+
+SCRIPT = Path(__file__).with_name("model_states.py")
+LATEST = "latest"  # the file that names the newest folder of a run
+RANK_FILE = re.compile(r"mp_rank_(?P<rank>\d+)_model_states\.pt")
+EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(?P<rank>\d+)_model_states\.pt")
+PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
+PARTED_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was written. ``moe_experts``: of each layer; 0: it is dense."""
+
+    directory: Path
+    moe_experts: tuple[int, ...]
+    size_bytes: int
+    has_tokenizer: bool
+
+
+def read_apart(source: Path, folder: Path, files: Sequence[Path]) -> None:
+    """Read these pickles of a checkpoint in a process of its own, each into a safetensors file in ``folder``."""
+    run_unpickling(source, SCRIPT, [str(folder), *(str(file.resolve()) for file in files)])
+
+
+def import_deepspeed(
+    source: Path, destination: Path, given: Mapping[str, Any] | None = None, tokenizer: Path | None = None,
+    read: Reading = read_apart,
+) -> Imported:  # fmt: skip
+    """Write a checkpoint as a Hugging Face directory of model_type ``pr_moe``.
+
+    ``given``: arguments of its trainer that it does not tell itself, by their names there. ``tokenizer``: a folder
+    whose tokenizer files are copied. ``read``: how pickles are. Raises WeightsMissing, WeightsRefused, WeightsCorrupt,
+    WeightsMismatch, LoadError, and TrainingUnsupported naming the argument that is lacking or not followed.
+    """
+    folder = _tagged(source)
+    files = _files(folder)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise WeightsRefused(str(source), f"its import is a folder of its own: {destination} is there already")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.import-") as scratch:
+            states, made = Path(scratch) / "states", Path(scratch) / "made"
+            states.mkdir()
+            made.mkdir()
+            read(source, states, files)
+            moe_experts = _convert(source, _StateFiles(states, files), given or {}, made)
+            _copy_tokenizer(source, tokenizer, made)
+            if destination.is_dir():
+                destination.rmdir()
+            made.rename(destination)
+    except OSError as error:
+        raise LoadError(str(source), f"cannot be imported: {error}") from error
+    size_bytes = sum(file.stat().st_size for file in destination.glob("*.safetensors"))
+    return Imported(destination, moe_experts, size_bytes, (destination / TOKENIZER_FILES[0]).is_file())
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder holds what DeepSpeed writes, or a file that names where it does."""
+    return folder.is_dir() and ((folder / LATEST).is_file() or any(_states(folder)))
+
+
+def _states(folder: Path) -> Iterable[Path]:
+    return (file for file in sorted(folder.iterdir()) if RANK_FILE.fullmatch(file.name))
+
+
+def _tagged(source: Path) -> Path:
+    if any(_states(source)) or not (source / LATEST).is_file():
+        return source
+    tag = (source / LATEST).read_text("utf-8").strip()
+    if not tag or Path(tag).name != tag or not (source / tag).is_dir():
+        raise WeightsMissing(str(source), f"{LATEST} names {tag!r}, which is no folder beside it")
+    return source / tag
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    if any(PIPELINE_FILE.fullmatch(name) for name in names):
+        raise WeightsRefused(str(folder), "its layers were trained in a pipeline: save it again without one")
+    if any(PARTED_FILE.fullmatch(name) for name in names):
+        raise WeightsRefused(str(folder), "its weights lie in parts (ZeRO 3): join them with zero_to_fp32.py first")
+    found = tuple(folder / name for name in names if RANK_FILE.fullmatch(name) or EXPERT_FILE.fullmatch(name))
+    if not any(RANK_FILE.fullmatch(file.name) for file in found):
+        raise WeightsMissing(str(folder), "holds no mp_rank_<n>_model_states.pt, as a checkpoint of DeepSpeed does")
+    return found
+
+
+class _StateFiles:
+    """What was read out of the pickles: one safetensors file for each."""
+
+    def __init__(self, folder: Path, files: Sequence[Path]) -> None:
+        self._of_rank: dict[int, dict[str, Any]] = {}
+        self.told: dict[str, Any] = {}
+        for file in files:
+            name = file.name
+            match = RANK_FILE.fullmatch(name) or EXPERT_FILE.fullmatch(name)
+            assert match is not None, "only such files are read"
+            opened = safe_open(folder / f"{name}.safetensors", framework="pt")
+            if RANK_FILE.fullmatch(name):
+                self.told = json.loads((opened.metadata() or {})["told"]) | self.told
+            held = self._of_rank.setdefault(int(match["rank"]), {})
+            for key in opened.keys():  # noqa: SIM118  it is no mapping
+                if key in held:
+                    raise WeightsCorrupt(str(file), f"{key} is in another file, too: one must go")
+                held[key] = opened
+        self._ranks = sorted(self._of_rank)
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(self._of_rank[rank]) for rank in self._ranks)
+
+    def read(self, rank: int, name: str) -> Tensor:
+        tensor: Tensor = self._of_rank[self._ranks[rank]][name].get_tensor(name)
+        return tensor
+
+    def shape(self, rank: int, name: str) -> tuple[int, ...]:
+        return tuple(self._of_rank[self._ranks[rank]][name].get_slice(name).get_shape())
+
+
+def _convert(source: Path, states: _StateFiles, given: Mapping[str, Any], made: Path) -> tuple[int, ...]:
+    """Write config.json and one file for each layer, and for what is in none; the number of experts of each layer."""
+    model = GptCheckpoint(str(source), states, Arguments(str(source), states.told, given))
+    values = model.config()
+    (made / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+    weight_map: dict[str, str] = {}
+    for number, layer in enumerate((None, *range(model.layers)), start=1):
+        file = f"model-{number:05}-of-{model.layers + 1:05}.safetensors"
+        tensors = {name: tensor.contiguous() for name, tensor in model.tensors(layer)}
+        save_file(tensors, made / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    (made / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}, indent=2) + "\n", "utf-8")
+    open_checkpoint(made, str(source), read_spec(made, str(source)))
+    return tuple(values["num_experts"])
+
+
+def _copy_tokenizer(source: Path, tokenizer: Path | None, made: Path) -> None:
+    if tokenizer is None:
+        return
+    if not (tokenizer / TOKENIZER_FILES[0]).is_file():
+        raise WeightsMissing(str(source), f"{tokenizer} holds no {TOKENIZER_FILES[0]}: name a folder that does")
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, made / name)

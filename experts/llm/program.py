@@ -1,0 +1,71 @@
+"""A language model's program: what its directory says beside the weights, as one run of bytes.
+
+Guarantees: equal files make equal bytes, whatever the order they were read in and whatever else the directory holds, so
+that models of one config and one tokenizer share a program; what ``files_of`` returns is what ``pack_program`` was
+given, byte for byte. The bytes of a program are written by packing and checked by their sha256: nothing here guards
+against others.
+
+In the program: a line of JSON, [[name, bytes], ...] in the order of the names, then the files, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
+from experts.llm.config import CONFIG_NAME, parse_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from experts.llm.config import ArchSpec
+
+PROGRAM_FILES = (
+    CONFIG_NAME, "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a third of that
+
+
+def read_program(directory: Path, expert: str) -> dict[str, bytes]:
+    """The files of a model's directory that make its program, as far as they are there: config.json at least.
+
+    Raises WeightsMissing, WeightsCorrupt for one that is no such file by its size, LoadError.
+    """
+    files: dict[str, bytes] = {}
+    for name in PROGRAM_FILES:
+        path = directory / name
+        try:
+            if path.stat().st_size > LARGEST_FILE_BYTES:
+                raise WeightsCorrupt(expert, f"{path} has more than {LARGEST_FILE_BYTES} bytes: it is no {name}")
+            files[name] = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise LoadError(expert, f"{path} cannot be read: {error.strerror}") from error
+    if CONFIG_NAME not in files:
+        raise WeightsMissing(expert, f"{directory / CONFIG_NAME} is not there: name a Hugging Face model directory")
+    return files
+
+
+def pack_program(files: Mapping[str, bytes]) -> bytes:
+    """The program of these files."""
+    names = sorted(files)
+    table = json.dumps([[name, len(files[name])] for name in names])
+    return b"".join((table.encode(), b"\n", *(files[name] for name in names)))
+
+
+def files_of(program: bytes) -> dict[str, bytes]:
+    """The files that a program was made of."""
+    head, _, content = program.partition(b"\n")
+    files, start = {}, 0
+    for name, size_bytes in json.loads(head):
+        files[name] = content[start : start + size_bytes]
+        start += size_bytes
+    return files
+
+
+def spec_of(program: bytes, expert: str) -> ArchSpec:
+    """What a program's config.json describes. Raises WeightsCorrupt, ModelUnsupported."""
+    return parse_config(files_of(program)[CONFIG_NAME], expert, CONFIG_NAME)

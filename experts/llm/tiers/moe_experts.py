@@ -1,0 +1,383 @@
+"""Which moe_experts of one model lie in a cache of so many places: a pure policy, events in, decisions out.
+
+Guarantees, whatever the order of events: never more moe_experts than places; one that is needed is not evicted before
+it was used; what is loaded ahead takes a free place, or that of one that is not needed sooner; speculation never goes
+before a need; the same events give the same decisions. As long as each Load is answered and each that came is used,
+every need is met, with a single place, too: what does not fit at once is loaded as places are used up.
+
+Who is evicted: the lowest by LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): every pass that needs a moe_expert
+counts 1, and halves in weight with each ``half_life_passes``; usage probabilities count as passes before the first one.
+That ranking of two moe_experts does not change while neither is needed, so it is kept as one number each, in a heap.
+
+Assumes: no two Needed events of one pass overlap: what one layer needs was used, or its pass ended, before the next.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+HALF_LIFE_PASSES = 128.0  # arbitrary: long against a text, short against a shift
+PRIOR_PASSES = 32.0  # arbitrary: how many passes usage probabilities are worth
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MoeExpert:
+    """One of a layer's experts."""
+
+    layer: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A layer is to be run, and these of its experts have tokens."""
+
+    layer: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bypassed:
+    """These had tokens, too, and ran from another memory: they may come when there is nothing else to load."""
+
+    layer: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A later layer will likely need these, the likeliest first. Takes the place of what was predicted before."""
+
+    layer: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A Load was carried out."""
+
+    moe_expert: MoeExpert
+
+
+@dataclass(frozen=True, slots=True)
+class NotLoaded:
+    """A Load came to nothing: its place is free; whoever needs it has to be told."""
+
+    moe_expert: MoeExpert
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """One that was needed has run."""
+
+    moe_expert: MoeExpert
+
+
+@dataclass(frozen=True, slots=True)
+class PassEnded:
+    """All layers have run, or the pass broke off: nothing is needed any more, and nothing to be loaded ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """The place is about to be taken by another."""
+
+    moe_expert: MoeExpert
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill the place; answer with Loaded or NotLoaded. ``is_needed``: somebody waits for it."""
+
+    moe_expert: MoeExpert
+    place: int
+    is_needed: bool
+
+
+Event: TypeAlias = Needed | Bypassed | Predicted | Loaded | NotLoaded | Used | PassEnded
+Decision: TypeAlias = Evict | Load
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyStatistics:
+    """Counters since the start. ``hits``: needed and there; ``late``: needed while they were being loaded ahead.
+
+    ``ahead``: loaded before they were needed; ``ahead_used``: and then needed while still there.
+    """
+
+    places: int
+    held: int
+    hits: int
+    late: int
+    misses: int
+    ahead: int
+    ahead_used: int
+    evictions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all needs, those that found what they needed in its place. 1.0 before the first."""
+        needs = self.hits + self.late + self.misses
+        return self.hits / needs if needs else 1.0
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What a place holds, or is being filled with."""
+
+    place: int
+    is_loaded: bool = False
+    is_pinned: bool = False
+    is_speculative: bool = False
+
+
+@dataclass(slots=True)
+class _Counts:
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    ahead: int = 0
+    ahead_used: int = 0
+    evictions: int = 0
+
+
+@dataclass(slots=True)
+class _Wishes:
+    """What is to be loaded, in this order: dictionaries are sets that keep their order."""
+
+    needed: dict[MoeExpert, None] = field(default_factory=dict)
+    predicted: dict[MoeExpert, None] = field(default_factory=dict)
+    bypassed: dict[MoeExpert, None] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.needed.clear()
+        self.predicted.clear()
+        self.bypassed.clear()
+
+
+class MoeResidency:
+    """The cache of one model with so many ``layers``. ``prior``: how likely a pass needs each moe_expert."""
+
+    def __init__(
+        self,
+        places: int,
+        layers: int,
+        prior: Mapping[MoeExpert, float] | None = None,
+        *,
+        loads_at_once: int = 1,
+        half_life_passes: float = HALF_LIFE_PASSES,
+    ) -> None:
+        if places < 1 or layers < 1 or loads_at_once < 1 or half_life_passes <= 0:
+            raise ValueError(f"{places} places, {layers} layers, {loads_at_once} loads, half-life {half_life_passes}")
+        self._places = places
+        self._layers = layers
+        self._loads_at_once = loads_at_once
+        self._half_life_passes = half_life_passes
+        self._ranks = {
+            moe_expert: math.log2(PRIOR_PASSES * probability)
+            for moe_expert, probability in (prior or {}).items()
+            if probability > 0
+        }
+        self._held: dict[MoeExpert, _Holding] = {}
+        self._free = list(range(places - 1, -1, -1))  # the lowest is taken first
+        self._candidates: list[tuple[float, MoeExpert]] = []  # a heap; entries may be out of date
+        self._wishes = _Wishes()
+        self._in_flight = 0
+        self._passes = 0
+        self._layer = 0
+        self._counts = _Counts()
+
+    def handle(self, event: Event) -> tuple[Decision, ...]:
+        """What follows from an event: loads to begin, each behind the eviction that makes its room."""
+        match event:
+            case Needed(layer, numbers):
+                self._need(layer, numbers)
+            case Bypassed(layer, numbers):
+                self._bypass(layer, numbers)
+            case Predicted(layer, numbers):
+                self._wishes.predicted = dict.fromkeys(MoeExpert(layer, number) for number in numbers)
+            case Loaded(moe_expert):
+                self._loaded(moe_expert)
+            case NotLoaded(moe_expert):
+                self._in_flight -= 1
+                self._free.append(self._held.pop(moe_expert).place)
+            case Used(moe_expert):
+                self._unpin(moe_expert)
+            case PassEnded():
+                self._end_pass()
+        return tuple(self._begin_loads())
+
+    def place_of(self, moe_expert: MoeExpert) -> int | None:
+        """Where it lies; None while it is absent or on its way."""
+        holding = self._held.get(moe_expert)
+        return holding.place if holding is not None and holding.is_loaded else None
+
+    @property
+    def in_flight(self) -> int:
+        """Loads without an answer."""
+        return self._in_flight
+
+    def statistics(self) -> ResidencyStatistics:
+        """A frozen snapshot."""
+        counts = self._counts
+        return ResidencyStatistics(
+            self._places, len(self._held), counts.hits, counts.late, counts.misses, counts.ahead, counts.ahead_used,
+            counts.evictions,
+        )  # fmt: skip
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books are wrong."""
+        places = [*self._free, *(holding.place for holding in self._held.values())]
+        assert sorted(places) == list(range(self._places)), f"places are lost or held twice: {sorted(places)}"
+        loading = sum(not holding.is_loaded for holding in self._held.values())
+        assert loading == self._in_flight <= self._loads_at_once, f"{self._in_flight} in flight, {loading} loading"
+        assert not self._wishes.needed.keys() & self._held.keys(), "what is there is waited for"
+
+    def _need(self, layer: int, numbers: Iterable[int]) -> None:
+        self._layer = layer
+        self._wishes.predicted = {one: None for one in self._wishes.predicted if one.layer != layer}
+        for number in numbers:
+            moe_expert = MoeExpert(layer, number)
+            self._touch(moe_expert)
+            holding = self._held.get(moe_expert)
+            if holding is None:
+                self._counts.misses += 1
+                self._wishes.needed[moe_expert] = None
+                continue
+            if holding.is_loaded:
+                self._counts.hits += 1
+            else:
+                self._counts.late += 1
+            self._counts.ahead_used += holding.is_speculative
+            holding.is_pinned, holding.is_speculative = True, False
+
+    def _bypass(self, layer: int, numbers: Iterable[int]) -> None:
+        self._layer = layer
+        for number in numbers:
+            moe_expert = MoeExpert(layer, number)
+            self._touch(moe_expert)
+            self._counts.misses += 1
+            self._wishes.bypassed[moe_expert] = None
+
+    def _touch(self, moe_expert: MoeExpert) -> None:
+        """Count a pass that needs it: the logarithm of what all those that did weigh, as of pass 0."""
+        now = self._passes / self._half_life_passes
+        rank = self._ranks.get(moe_expert, -math.inf)
+        higher, lower = max(rank, now), min(rank, now)
+        self._ranks[moe_expert] = higher + math.log2(1.0 + 2.0 ** (lower - higher))
+
+    def _loaded(self, moe_expert: MoeExpert) -> None:
+        self._in_flight -= 1
+        holding = self._held[moe_expert]
+        holding.is_loaded = True
+        if not holding.is_pinned:
+            self._offer(moe_expert)
+
+    def _unpin(self, moe_expert: MoeExpert) -> None:
+        self._held[moe_expert].is_pinned = False
+        self._offer(moe_expert)
+
+    def _end_pass(self) -> None:
+        self._wishes.clear()
+        self._passes += 1
+        for moe_expert, holding in self._held.items():
+            if holding.is_pinned:  # the pass broke off
+                holding.is_pinned = False
+                if holding.is_loaded:
+                    self._offer(moe_expert)
+
+    def _begin_loads(self) -> Iterator[Decision]:
+        while self._in_flight < self._loads_at_once:
+            begun = self._begin_one()
+            if not begun:
+                return
+            yield from begun
+
+    def _begin_one(self) -> tuple[Decision, ...]:
+        """The first wish that may have a place. While a need finds none, nothing is loaded ahead."""
+        for moe_expert in self._wishes.needed:
+            begun = self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, _anybody)
+            if begun:
+                del self._wishes.needed[moe_expert]
+            return begun
+        for moe_expert in self._absent(self._wishes.predicted):
+            return self._begin(moe_expert, partial(self._is_later, moe_expert))
+        for moe_expert in self._absent(self._wishes.bypassed):
+            begun = self._begin(moe_expert, partial(self._is_worth_less, moe_expert))
+            if begun:
+                return begun
+        return ()
+
+    def _absent(self, wishes: dict[MoeExpert, None]) -> Iterator[MoeExpert]:
+        return (moe_expert for moe_expert in wishes if moe_expert not in self._held)
+
+    def _begin(self, moe_expert: MoeExpert, may_go: Callable[[MoeExpert], bool]) -> tuple[Decision, ...]:
+        """Load it into a free place, or into that of the lowest one that may go; nothing where there is none."""
+        evicted = None if self._free else self._take_lowest(may_go)
+        if not self._free and evicted is None:
+            return ()
+        is_needed = moe_expert in self._wishes.needed
+        freed: tuple[Decision, ...] = ()
+        if evicted is not None:
+            self._counts.evictions += 1
+            self._free.append(self._held.pop(evicted).place)
+            freed = (Evict(evicted, self._free[-1]),)
+        place = self._free.pop()
+        self._held[moe_expert] = _Holding(place, is_pinned=is_needed, is_speculative=not is_needed)
+        self._counts.ahead += not is_needed
+        self._in_flight += 1
+        return (*freed, Load(moe_expert, place, is_needed))
+
+    def _take_lowest(self, may_go: Callable[[MoeExpert], bool]) -> MoeExpert | None:
+        passed_over: list[tuple[float, MoeExpert]] = []
+        found = None
+        while self._candidates and found is None:
+            rank, moe_expert = heapq.heappop(self._candidates)
+            holding = self._held.get(moe_expert)
+            is_outdated = holding is None or rank != self._rank(moe_expert)
+            if is_outdated or holding.is_pinned or not holding.is_loaded:
+                continue
+            if may_go(moe_expert):
+                found = moe_expert
+            else:
+                passed_over.append((rank, moe_expert))
+        for entry in passed_over:
+            heapq.heappush(self._candidates, entry)
+        return found
+
+    def _offer(self, moe_expert: MoeExpert) -> None:
+        """It may be evicted from now on."""
+        heapq.heappush(self._candidates, (self._rank(moe_expert), moe_expert))
+        if len(self._candidates) > 2 * self._places:  # half of them, or more, are out of date
+            held = (one for one, holding in self._held.items() if holding.is_loaded and not holding.is_pinned)
+            self._candidates = [(self._rank(one), one) for one in held]
+            heapq.heapify(self._candidates)
+
+    def _rank(self, moe_expert: MoeExpert) -> float:
+        return self._ranks.get(moe_expert, -math.inf)
+
+    def _is_unpredicted(self, victim: MoeExpert) -> bool:
+        return victim not in self._wishes.predicted
+
+    def _is_later(self, moe_expert: MoeExpert, victim: MoeExpert) -> bool:
+        """Is the victim's layer's turn not before the other's? What is predicted itself never goes."""
+        return self._is_unpredicted(victim) and self._turns_until(victim.layer) >= self._turns_until(moe_expert.layer)
+
+    def _is_worth_less(self, moe_expert: MoeExpert, victim: MoeExpert) -> bool:
+        return self._is_unpredicted(victim) and self._rank(victim) < self._rank(moe_expert)
+
+    def _turns_until(self, layer: int) -> int:
+        """Layers until it is run: the one that runs now has its next turn in the next pass."""
+        return (layer - self._layer - 1) % self._layers
+
+
+def _anybody(_victim: MoeExpert) -> bool:
+    return True

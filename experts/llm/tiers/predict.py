@@ -1,0 +1,79 @@
+"""What is done ahead of a layer: which of its experts it will need, and whether their weights are worth moving.
+
+Gate-ahead: the hidden states of neighbouring layers are alike, so a later layer's gate, on the tokens as they are now,
+mostly chooses as it will. A wrong guess costs a load, never a token. Fiddler's rule (arXiv 2402.07033, section 3.2):
+where weights lie in host memory, few tokens may be taken to the weights sooner than the weights to the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from experts.llm.config import MoeSpec
+
+
+class Way(StrEnum):
+    """What is moved to bring tokens and a moe_expert together."""
+
+    WEIGHTS = "weights"
+    ACTIVATIONS = "activations"
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTime:
+    """Seconds that a processor takes for one moe_expert and so many rows: ``K_s * rows + B_s``."""
+
+    K_s: float
+    B_s: float
+
+    def at(self, rows: int) -> float:
+        """The prediction for so many."""
+        return self.K_s * rows + self.B_s
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCosts:
+    """Profiled constants of one model's moe_experts on one box. ``row_bytes``: one token's hidden state.
+
+    ``link_s``: what any copy over the link takes beside its bytes.
+    """
+
+    link_bytes_per_s: float
+    link_s: float
+    row_bytes: int
+    device: RowsTime
+    cpu: RowsTime
+
+    def weights_s(self, block_bytes: int, rows: int) -> float:
+        """Weights to the device, and run there."""
+        return self.link_s + block_bytes / self.link_bytes_per_s + self.device.at(rows)
+
+    def activations_s(self, rows: int) -> float:
+        """Hidden states to the host, run there, and back."""
+        return 2 * (self.link_s + rows * self.row_bytes / self.link_bytes_per_s) + self.cpu.at(rows)
+
+
+def cheaper_way(block_bytes: int, rows: int, costs: MoveCosts) -> Way:
+    """What to move for one moe_expert of so many bytes that lies in host memory; weights where both cost the same."""
+    moves_weights = costs.weights_s(block_bytes, rows) <= costs.activations_s(rows)
+    return Way.WEIGHTS if moves_weights else Way.ACTIVATIONS
+
+
+def gate_ahead(normed: Tensor, gate: Tensor, spec: MoeSpec) -> tuple[int, ...]:
+    """Who is likely needed, the likeliest first: those that a gate chooses for any token, by how many.
+
+    ``normed``: tokens (tokens, hidden) under the norm of the gate's own layer, as they are before it.
+    """
+    chosen = linear(normed, gate).topk(spec.per_token, dim=-1).indices  # softmax would not change the order
+    counts = torch.bincount(chosen.flatten(), minlength=spec.moe_experts)
+    order = torch.sort(counts, descending=True, stable=True).indices[: int(counts.count_nonzero())]
+    numbers: list[int] = order.tolist()
+    return tuple(numbers)

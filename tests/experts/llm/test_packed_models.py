@@ -1,0 +1,294 @@
+"""Language models as experts: packed from directories, held once where they are the same, bound to packed bytes."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experts.backends import backend_for
+from experts.errors import LoadError, ModelUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.expert import Expert, Precision
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import load_model
+from experts.llm.program import files_of, pack_program, read_program
+from experts.llm.token_batch import Chunk, TokenBatch
+from experts.packed.packing import pack_line
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (5, 3), (58,))
+
+
+def llm(name, directory, **more):
+    return Expert(name, "llm", directory, (), None, **more)
+
+
+def pack(store, experts, precision=Precision.FP32):
+    return pack_line(experts, lambda expert: {precision}, store)
+
+
+def packed_in(store, experts, precision=Precision.FP32):
+    report = pack(store, experts, precision)
+    assert report.failed == {}
+    return {name: forms[precision] for name, forms in report.packed.items()}
+
+
+def logits(model):
+    batch = TokenBatch.of([Chunk(number, 0, prompt) for number, prompt in enumerate(PROMPTS)])
+    return model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))
+
+
+def stored_bytes(store):
+    return sum(path.stat().st_size for path in (store.directory / "segments").iterdir())
+
+
+class TestBoundToPackedBytes:
+    @pytest.mark.parametrize("precision", list(DTYPES))
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_the_same_logits_as_the_directory(self, model_files, store, make_slot, family, precision):
+        expert = llm("llm/a", model_files.write(model_files.config(family)))
+        slot = make_slot(expert, packed_in(store, [expert], precision)[expert.id], store)
+        model = slot.skeleton.model
+        assert model.dtype is DTYPES[precision]
+        assert torch.equal(logits(model), logits(load_model(expert.weights, expert.id, DTYPES[precision])))
+
+    def test_overwriting_its_bytes_makes_it_another_model(self, model_files, store, make_slot):
+        values = model_files.config("qwen3_moe")
+        first, other = (
+            llm(f"llm/{seed}", model_files.write(values, model_files.tensors(values, seed=seed))) for seed in (0, 1)
+        )
+        packed = packed_in(store, [first, other])
+        assert packed["llm/0"].layout == packed["llm/1"].layout
+        slot = make_slot(first, packed["llm/0"], store)
+        model = slot.skeleton.model
+        slot.load(other, packed["llm/1"])
+        assert torch.equal(logits(model), logits(load_model(other.weights, other.id)))
+
+    def test_another_config_is_another_layout(self, model_files, store):
+        values = model_files.config("llama")
+        tensors = model_files.tensors(values)
+        experts = [
+            llm(f"llm/{theta}", model_files.write(values | {"rope_theta": theta}, tensors)) for theta in (1e4, 1e5)
+        ]
+        packed = packed_in(store, experts)
+        assert len({each.layout for each in packed.values()}) == 2
+
+    def test_before_it_is_bound_it_has_no_model(self, model_files, store):
+        expert = llm("llm/a", model_files.write(model_files.config("llama")))
+        program = store.program(packed_in(store, [expert])[expert.id])
+        skeleton = backend_for("llm").skeleton(expert, Precision.FP32, program, "cpu")
+        with pytest.raises(ValueError, match="bound to no memory"):
+            _ = skeleton.model
+
+    def test_images_are_refused(self, model_files, image, store, make_slot):
+        expert = llm("llm/a", model_files.write(model_files.config("llama")))
+        with pytest.raises(ValueError, match="takes texts, not images"):
+            backend_for("llm").prepare(expert, image)
+        slot = make_slot(expert, packed_in(store, [expert])[expert.id], store)
+        with pytest.raises(ValueError, match="takes texts, not images"):
+            slot.skeleton.infer(expert, [])
+
+    def test_a_tied_head_is_packed_once(self, model_files, store, make_slot):
+        values = model_files.config("qwen2", tie_word_embeddings=True)
+        tensors = model_files.tensors(values)
+        copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        expert = llm("llm/a", model_files.write(values, copied))
+        packed = packed_in(store, [expert])[expert.id]
+        assert "head" not in {spec.name for spec in packed.own.tensors}
+        slot = make_slot(expert, packed, store)
+        assert torch.equal(logits(slot.skeleton.model), logits(load_model(expert.weights, expert.id)))
+
+
+class TestOneBackbone:
+    def tuned(self, model_files, values, changed):
+        """Directories of one backbone, each with other values in the tensors whose names hold ``changed``."""
+        backbone = model_files.tensors(values)
+        for seed in (1, 2):
+            others = model_files.tensors(values, seed=seed)
+            mixed = {name: others[name] if changed in name else tensor for name, tensor in backbone.items()}
+            yield llm(f"llm/{seed}", model_files.write(values, mixed))
+
+    @pytest.fixture
+    def values(self, model_files):
+        return model_files.config("llama", vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=6)
+
+    def test_two_fine_tunes_take_little_more_than_one(self, model_files, store, values):
+        experts = list(self.tuned(model_files, values, "layers.5.mlp"))
+        packed = packed_in(store, experts)
+        one = stored_bytes_of(packed["llm/1"])
+        assert stored_bytes(store) < 1.2 * one
+        assert packed["llm/1"].shared == packed["llm/2"].shared
+        assert packed["llm/1"].layout == packed["llm/2"].layout
+        held = {segment.sha256: segment.slot_bytes for each in packed.values() for segment in each.segments}
+        assert sum(held.values()) < 1.2 * sum(segment.slot_bytes for segment in packed["llm/1"].segments)
+
+    @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+    def test_each_runs_as_its_own_directory(self, model_files, store, make_slot, values, precision):
+        experts = list(self.tuned(model_files, values, "layers.5.mlp"))
+        packed = packed_in(store, experts, precision)
+        answers = []
+        for expert in experts:
+            slot = make_slot(expert, packed[expert.id], store)
+            answers.append(logits(slot.skeleton.model))
+            assert torch.equal(answers[-1], logits(load_model(expert.weights, expert.id, DTYPES[precision])))
+        assert not torch.equal(*answers)
+
+    def test_a_second_one_that_comes_later_shares_what_lies_there(self, model_files, store, values):
+        experts = list(self.tuned(model_files, values, "layers.5.mlp"))
+        alone = packed_in(store, experts[:1])["llm/1"]
+        assert not alone.shared
+        both = packed_in(store, experts)
+        assert both["llm/1"].shared == both["llm/2"].shared != ()
+
+
+def stored_bytes_of(packed):
+    return sum(segment.size_bytes for segment in packed.segments)
+
+
+class TestADirectoryThatChanges:
+    @pytest.fixture
+    def expert(self, model_files):
+        values = model_files.config("llama")
+        expert = llm("llm/a", model_files.write_shards(values, model_files.tensors(values)))
+        (expert.weights / "tokenizer.json").write_text("{}")
+        return expert
+
+    def sources(self, store, expert):
+        return packed_in(store, [expert])[expert.id].source_sha256
+
+    def test_nothing_is_written_where_nothing_changed(self, store, expert):
+        first = packed_in(store, [expert])
+        before = {path: path.stat().st_mtime_ns for path in store.directory.rglob("*.*")}
+        assert packed_in(store, [expert]) == first
+        assert {path: path.stat().st_mtime_ns for path in store.directory.rglob("*.*")} == before
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00002-of-00003.safetensors"])
+    def test_touched_files_are_not_packed_again(self, store, expert, name):
+        before = self.sources(store, expert)
+        segments = {path: path.stat().st_mtime_ns for path in (store.directory / "segments").iterdir()}
+        os.utime(expert.weights / name, ns=(1, 1))
+        assert self.sources(store, expert) == before
+        assert {path: path.stat().st_mtime_ns for path in (store.directory / "segments").iterdir()} == segments
+
+    def test_any_shard(self, store, expert):
+        before = packed_in(store, [expert])[expert.id]
+        shard = expert.weights / "model-00002-of-00003.safetensors"
+        status = shard.stat()
+        save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard)
+        os.utime(shard, ns=(status.st_mtime_ns - 1, status.st_mtime_ns - 1))  # older than before, and as large
+        after = packed_in(store, [expert])[expert.id]
+        assert after.source_sha256 != before.source_sha256
+        assert after.own.sha256 != before.own.sha256
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+    def test_what_stands_beside_the_weights(self, store, expert, name):
+        before = packed_in(store, [expert])[expert.id]
+        (expert.weights / name).write_text('{"a": 1}')
+        after = packed_in(store, [expert])[expert.id]
+        assert files_of(store.program(after))[name] == b'{"a": 1}'
+        assert after.program_sha256 != before.program_sha256
+        assert after.own.sha256 == before.own.sha256
+
+    def test_what_is_none_of_it_changes_nothing(self, store, expert):
+        before = packed_in(store, [expert])
+        (expert.weights / "README.md").write_text("about it")
+        assert packed_in(store, [expert]) == before
+
+    def test_another_directory_in_its_place(self, store, expert, model_files):
+        before = self.sources(store, expert)
+        shutil.rmtree(expert.weights)
+        shutil.copytree(model_files.write(model_files.config("llama", num_hidden_layers=2)), expert.weights)
+        assert self.sources(store, expert) != before
+
+
+class TestWhatIsWrong:
+    def failure(self, store, expert):
+        sound = pack(store, [expert]).failed[expert.id]
+        assert sound.expert == expert.id
+        return sound
+
+    def test_one_broken_model_does_not_stop_the_others(self, model_files, store):
+        values = model_files.config("mixtral")
+        tensors = model_files.tensors(values)
+        del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+        broken = llm("llm/broken", model_files.write(values, tensors))
+        sound = llm("llm/sound", model_files.write(values))
+        report = pack(store, [broken, sound])
+        assert list(report.packed) == ["llm/sound"]
+        assert isinstance(report.failed["llm/broken"], WeightsMismatch)
+        assert "missing: model.layers.1.block_sparse_moe.experts.2.w3.weight" in str(report.failed["llm/broken"])
+
+    def test_an_architecture_that_is_not_served(self, model_files, store):
+        directory = model_files.write(model_files.config("llama"))
+        config = json.loads((directory / "config.json").read_text()) | {"model_type": "mamba"}
+        (directory / "config.json").write_text(json.dumps(config))
+        error = self.failure(store, llm("llm/a", directory))
+        assert isinstance(error, ModelUnsupported)
+        assert "model_type: 'mamba' is not served" in str(error)
+
+    def test_values_that_are_not_numbers(self, model_files, store):
+        values = model_files.config("llama")
+        tensors = model_files.tensors(values)
+        tensors["model.layers.2.mlp.down_proj.weight"][1, 1] = float("nan")
+        error = self.failure(store, llm("llm/a", model_files.write(values, tensors)))
+        assert isinstance(error, WeightsCorrupt)
+        assert "layers.2.mlp.down holds values that are not numbers" in str(error)
+
+    def test_values_that_the_precision_has_no_room_for(self, model_files, store):
+        values = model_files.config("llama")
+        tensors = model_files.tensors(values)
+        tensors["model.norm.weight"][1] = 1e6
+        expert = llm("llm/a", model_files.write(values, tensors))
+        assert "norm is too large for fp16: choose bf16" in str(pack(store, [expert], Precision.FP16).failed[expert.id])
+
+    def test_a_file_in_the_place_of_a_directory(self, tmp_path, store):
+        (tmp_path / "model").write_bytes(b"")
+        error = self.failure(store, llm("llm/a", tmp_path / "model"))
+        assert isinstance(error, LoadError)
+        assert "is a file: name the Hugging Face directory" in str(error)
+
+    def test_no_directory(self, tmp_path, store):
+        error = self.failure(store, llm("llm/a", tmp_path / "nowhere"))
+        assert isinstance(error, WeightsMissing)
+        assert "is not there: copy it there, or correct `weights`" in str(error)
+
+    def test_no_config(self, model_files, store):
+        directory = model_files.write(model_files.config("llama"))
+        (directory / "config.json").unlink()
+        assert "config.json is not there" in str(self.failure(store, llm("llm/a", directory)))
+
+    def test_a_pickle(self, model_files, store):
+        directory = model_files.write(model_files.config("llama"), name="other.bin")
+        (directory / "other.bin").rename(directory / "pytorch_model.bin")
+        assert isinstance(self.failure(store, llm("llm/a", directory)), WeightsRefused)
+
+    def test_a_precision_that_it_does_not_run_in(self, model_files, store):
+        expert = llm("llm/a", model_files.write(model_files.config("llama")))
+        error = pack(store, [expert], Precision.ONNXRUNTIME).failed[expert.id]
+        assert isinstance(error, WeightsMismatch)
+
+
+class TestPrograms:
+    def test_files_come_out_as_they_went_in(self, model_files):
+        directory = model_files.write(model_files.config("llama"))
+        (directory / "tokenizer.json").write_bytes("{\n\u00e9\n".encode())
+        (directory / "chat_template.jinja").write_bytes(b"")
+        (directory / "other.json").write_bytes(b"{}")
+        files = read_program(directory, "llm/a")
+        assert sorted(files) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+        assert files_of(pack_program(files)) == files
+
+    def test_the_order_makes_no_difference(self):
+        files = {"config.json": b"{}", "tokenizer.json": b"[]"}
+        assert pack_program(files) == pack_program(dict(reversed(files.items())))
+
+
+class TestWorkspace:
+    def test_it_grows_with_the_rows_and_shrinks_with_the_precision(self, model_files):
+        expert = llm("llm/a", model_files.write(model_files.config("qwen3_moe")))
+        one, two = (backend_for("llm").workspace_bytes(expert, Precision.FP32, rows) for rows in (1, 2))
+        assert 96 * 4 <= two - one <= 96 * 16  # a row's logits, and what sampling makes of them
+        assert backend_for("llm").workspace_bytes(expert, Precision.BF16, 1) < one

@@ -1,0 +1,257 @@
+"""The residency of moe_experts: properties over all passes through a model, and known cases."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.llm.tiers.moe_experts import (
+    Bypassed,
+    Evict,
+    Load,
+    Loaded,
+    MoeExpert,
+    MoeResidency,
+    Needed,
+    NotLoaded,
+    PassEnded,
+    Predicted,
+    Used,
+)
+
+LAYERS, NUMBERS = 3, 5
+
+
+class Cache:
+    """Plays the shell: carries loads out in some order, and holds the policy to what it promises."""
+
+    def __init__(self, places, *, loads_at_once=1, seed=0, prior=None):
+        self.policy = MoeResidency(places, LAYERS, prior, loads_at_once=loads_at_once)
+        self.places = places
+        self.random = random.Random(seed)
+        self.content = {}  # place -> what lies there
+        self.loading = {}
+        self.pinned = set()
+        self.told = []
+
+    def tell(self, event):
+        for decision in self.policy.handle(event):
+            self.told.append(decision)
+            if isinstance(decision, Evict):
+                assert decision.moe_expert not in self.pinned, "what is needed was evicted"
+                assert self.content.pop(decision.place) == decision.moe_expert
+            else:
+                assert decision.place not in self.content
+                assert decision.place not in self.loading.values()
+                self.loading[decision.moe_expert] = decision.place
+        assert len(self.content) + len(self.loading) <= self.places
+        self.policy.check_invariants()
+
+    def answer(self):
+        """One load comes to its end, any of those under way."""
+        moe_expert = self.random.choice(sorted(self.loading))
+        self.content[self.loading.pop(moe_expert)] = moe_expert
+        self.tell(Loaded(moe_expert))
+
+    def fail(self):
+        moe_expert = self.random.choice(sorted(self.loading))
+        del self.loading[moe_expert]
+        self.tell(NotLoaded(moe_expert))
+
+    def run_layer(self, layer, numbers):
+        """Everything that a layer needs, each used as soon as it is there."""
+        left = {MoeExpert(layer, number) for number in numbers}
+        self.pinned |= left
+        self.tell(Needed(layer, tuple(numbers)))
+        while left:
+            there = sorted(one for one in left if self.policy.place_of(one) is not None)
+            if not there:
+                assert self.loading, "something is needed, and nothing is on its way"
+                self.answer()
+                continue
+            assert self.content[self.policy.place_of(there[0])] == there[0]
+            left.discard(there[0])
+            self.pinned.discard(there[0])
+            self.tell(Used(there[0]))
+
+    def settle(self):
+        self.tell(PassEnded())
+        while self.loading:
+            self.answer()
+
+    def knows(self, layer, number):
+        return MoeExpert(layer, number) in self.held() | set(self.loading)
+
+    def held(self):
+        return set(self.content.values())
+
+
+numbers = st.lists(st.integers(0, NUMBERS - 1), unique=True, max_size=NUMBERS)
+passes = st.lists(st.lists(st.tuples(numbers, numbers, numbers), min_size=LAYERS, max_size=LAYERS), max_size=6)
+
+
+@settings(deadline=None)
+@given(passes, st.integers(1, 9), st.integers(1, 3), st.integers(0, 9))
+def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_at_once, seed):
+    cache = Cache(places, loads_at_once=loads_at_once, seed=seed)
+    for one in passes:
+        for layer, (needed, predicted, bypassed) in enumerate(one):
+            cache.tell(Predicted((layer + 1) % LAYERS, tuple(predicted)))
+            if cache.loading and cache.random.random() < 0.3:
+                cache.fail() if cache.random.random() < 0.3 else cache.answer()
+            cache.run_layer(layer, needed)
+            cache.tell(Bypassed(layer, tuple(number for number in bypassed if not cache.knows(layer, number))))
+        cache.settle()
+    statistics = cache.policy.statistics()
+    needs = sum(len(needed) for one in passes for needed, *_ in one)
+    assert statistics.hits + statistics.late + statistics.misses >= needs
+
+
+@settings(deadline=None)
+@given(passes, st.integers(1, 9), st.integers(0, 9))
+def test_the_same_events_give_the_same_decisions(passes, places, seed):
+    def play():
+        cache = Cache(places, seed=seed)
+        for one in passes:
+            for layer, (needed, predicted, _) in enumerate(one):
+                cache.tell(Predicted((layer + 1) % LAYERS, tuple(predicted)))
+                cache.run_layer(layer, needed)
+            cache.settle()
+        return cache.told
+
+    assert play() == play()
+
+
+@settings(deadline=None)
+@given(passes, st.integers(1, 9))
+def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, places):
+    cache = Cache(places)
+    for one in passes:
+        for layer, (needed, predicted, _) in enumerate(one):
+            cache.run_layer(layer, needed)
+            cache.told.clear()
+            ahead = (layer + 2) % LAYERS
+            cache.tell(Predicted(ahead, tuple(predicted)))
+            while cache.loading:
+                cache.answer()
+            between = (layer + 1) % LAYERS
+            gone = [decision.moe_expert for decision in cache.told if isinstance(decision, Evict)]
+            assert not [one for one in gone if one.layer == between]
+            assert not [one for one in gone if one.layer == ahead and one.number in predicted]
+        cache.settle()
+
+
+@settings(deadline=None)
+@given(passes)
+def test_a_cache_for_all_loads_each_once(passes):
+    cache = Cache(LAYERS * NUMBERS)
+    for one in passes:
+        for layer, (needed, _, _) in enumerate(one):
+            cache.run_layer(layer, needed)
+        cache.settle()
+    loaded = [decision.moe_expert for decision in cache.told if isinstance(decision, Load)]
+    assert len(loaded) == len(set(loaded))
+    assert cache.policy.statistics().evictions == 0
+
+
+def test_the_one_that_is_needed_most_stays():
+    cache = Cache(2)
+    for number in (1, 2, 3, 4):
+        cache.run_layer(0, [0])
+        cache.run_layer(0, [number])
+        cache.settle()
+    assert cache.held() == {MoeExpert(0, 0), MoeExpert(0, 4)}
+
+
+def test_what_was_needed_often_long_ago_goes_for_what_is_needed_now():
+    cache = Cache(1)
+    cache.policy = MoeResidency(2, LAYERS, half_life_passes=1.0)
+    cache.places = 2
+    for _ in range(8):
+        cache.run_layer(0, [0])
+        cache.settle()
+    for _ in range(4):
+        cache.run_layer(0, [1])
+        cache.settle()
+    cache.run_layer(0, [2])
+    assert cache.held() == {MoeExpert(0, 1), MoeExpert(0, 2)}
+
+
+def test_usage_probabilities_say_who_goes_before_anything_was_seen():
+    cache = Cache(2, prior={MoeExpert(0, 0): 0.9, MoeExpert(0, 1): 0.1, MoeExpert(0, 2): 0.5, MoeExpert(0, 3): 0.0})
+    cache.run_layer(0, [0, 1])
+    cache.run_layer(0, [2])
+    assert cache.held() == {MoeExpert(0, 0), MoeExpert(0, 2)}
+
+
+def test_what_is_predicted_comes_ahead_and_is_a_hit():
+    cache = Cache(3)
+    cache.run_layer(0, [0])
+    cache.tell(Predicted(1, (4,)))
+    cache.answer()
+    cache.run_layer(1, [4])
+    statistics = cache.policy.statistics()
+    assert (statistics.hits, statistics.misses, statistics.ahead, statistics.ahead_used) == (1, 1, 1, 1)
+    assert statistics.hit_rate == 0.5
+
+
+def test_a_need_goes_before_what_is_predicted():
+    cache = Cache(4)
+    cache.tell(Predicted(1, (0, 1)))
+    cache.tell(Needed(0, (2,)))
+    cache.answer()
+    loads = [(decision.moe_expert, decision.is_needed) for decision in cache.told]
+    assert loads == [(MoeExpert(1, 0), False), (MoeExpert(0, 2), True)]
+
+
+def test_a_late_one_is_waited_for_and_not_loaded_again():
+    cache = Cache(2)
+    cache.tell(Predicted(0, (3,)))
+    cache.run_layer(0, [3])
+    assert cache.policy.statistics().late == 1
+    assert len(cache.told) == 1
+
+
+def test_a_prediction_for_a_layer_that_began_is_dropped():
+    cache = Cache(4)
+    cache.tell(Predicted(1, (0, 1, 2)))
+    cache.run_layer(1, [4])
+    assert MoeExpert(1, 2) not in cache.held()
+
+
+def test_what_runs_elsewhere_comes_when_it_is_worth_more_than_what_is_there():
+    cache = Cache(1)
+    cache.run_layer(0, [0])
+    cache.settle()
+    for _ in range(3):
+        cache.tell(Bypassed(0, (1,)))
+        cache.settle()
+    assert cache.held() == {MoeExpert(0, 1)}
+    cache.tell(Bypassed(0, (0,)))
+    cache.settle()
+    assert cache.held() == {MoeExpert(0, 1)}
+
+
+def test_a_failed_load_leaves_its_place_free():
+    cache = Cache(1)
+    cache.tell(Needed(0, (0,)))
+    cache.fail()
+    cache.tell(PassEnded())
+    cache.run_layer(0, [1])
+    assert cache.held() == {MoeExpert(0, 1)}
+
+
+def test_a_pass_that_breaks_off_leaves_nothing_pinned():
+    cache = Cache(1)
+    cache.tell(Needed(0, (0, 1)))
+    cache.settle()
+    cache.run_layer(0, [2])
+    assert cache.held() == {MoeExpert(0, 2)}
+
+
+@pytest.mark.parametrize("wrong", [{"places": 0}, {"layers": 0}, {"loads_at_once": 0}, {"half_life_passes": 0.0}])
+def test_a_cache_of_nothing_is_refused(wrong):
+    given = {"places": 1, "layers": 1, **wrong}
+    with pytest.raises(ValueError, match="places"):
+        MoeResidency(given.pop("places"), given.pop("layers"), **given)

@@ -1,0 +1,85 @@
+"""Routes that branch: the label that a router answers with picks the expert that ends the route."""
+
+from __future__ import annotations
+
+import pytest
+
+from experts.expert import Prediction, Verdict
+from experts.graph import ExpertGraph, Judgement, RouteStep
+
+OK = frozenset({"ok"})
+BRANCHES = {"code": "coder", "maths": "solver", "sums": "solver"}
+ROUTER = RouteStep("router", frozenset(), 0.5, BRANCHES)
+
+
+@pytest.fixture
+def graph():
+    return ExpertGraph(
+        ["router", "coder", "solver", "eye"],
+        {"auto": (ROUTER,), "seen": (RouteStep("eye", OK), ROUTER), "plain": (RouteStep("eye", OK),)},
+    )
+
+
+@pytest.mark.parametrize(("label", "expert"), BRANCHES.items())
+def test_the_label_picks_the_expert_that_ends_the_route(graph, label, expert):
+    assert graph.judge("auto", 0, Prediction(label, 0.9)) == Judgement(label, 0.9, expert, None)
+
+
+@pytest.mark.parametrize("label", ["stop", "length", "anything"])
+def test_whatever_the_expert_says_that_was_picked_ends_the_route(graph, label):
+    assert graph.judge("auto", 1, Prediction(label, 0.1)) == Judgement(label, 0.1, None, Verdict.OK)
+    assert graph.judge("seen", 2, Prediction(label, 0.1)) == Judgement(label, 0.1, None, Verdict.OK)
+
+
+def test_a_label_that_picks_nobody_or_is_not_sure_enough_ends_the_route_as_any_that_does_not_pass(graph):
+    assert graph.judge("auto", 0, Prediction("manuals", 0.9)).verdict is Verdict.NG
+    assert graph.judge("auto", 0, Prediction("code", 0.4)).verdict is Verdict.NG
+
+
+def test_a_label_that_passes_and_picks_nobody_ends_the_route_well():
+    step = RouteStep("router", OK, then={"code": "coder"})
+    graph = ExpertGraph(["router", "coder"], {"auto": (step,)})
+    assert graph.judge("auto", 0, Prediction("ok", 0.9)).verdict is Verdict.OK
+
+
+def test_a_route_has_no_step_behind_a_last_one_that_does_not_branch(graph):
+    with pytest.raises(IndexError):
+        graph.judge("plain", 1, Prediction("ok", 1.0))
+
+
+def test_a_branch_depends_on_its_router(graph):
+    assert graph.subsequents("router") == ("coder", "solver")
+    assert graph.preliminaries("solver") == graph.preliminaries("coder") == {"router"}
+    assert graph.preliminaries("router") == {"eye"}
+
+
+def test_a_route_reaches_all_of_its_branches(graph):
+    assert graph.experts_of("seen") == ("eye", "router", "coder", "solver")
+    assert graph.experts_of("unknown") == ()
+
+
+def test_branches_are_as_likely_as_one_another_where_nothing_is_known(graph):
+    usage = graph.usage({"seen": 0.9}, {"eye": 0.5, "router": 0.8})
+    assert usage == pytest.approx({"eye": 0.9, "router": 0.45, "coder": 0.12, "solver": 0.24})
+
+
+def test_branches_are_as_likely_as_the_labels_that_pick_them(graph):
+    usage = graph.usage({"auto": 1.0}, {}, {"router": {"code": 0.7, "maths": 0.2}})
+    assert usage == pytest.approx({"router": 1.0, "coder": 0.7, "solver": 0.2})
+
+
+def test_a_route_branches_in_its_last_step_only():
+    with pytest.raises(ValueError, match="auto branches before its last step"):
+        ExpertGraph(["router", "coder", "solver", "eye"], {"auto": (ROUTER, RouteStep("eye", OK))})
+
+
+def test_a_branch_back_to_what_comes_before_it_is_a_circle():
+    with pytest.raises(ValueError, match="in a circle"):
+        ExpertGraph(
+            ["router", "coder"], {"auto": (RouteStep("coder", OK), RouteStep("router", OK, then={"a": "coder"}))}
+        )
+
+
+def test_a_step_under_other_names_asks_and_picks_the_same_experts():
+    names = {"router": "r2", "coder": "c2", "solver": "s2"}
+    assert ROUTER.renamed(names) == RouteStep("r2", frozenset(), 0.5, {"code": "c2", "maths": "s2", "sums": "s2"})
