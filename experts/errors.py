@@ -304,12 +304,18 @@ class Refusing(StrEnum):
 
 
 class OrderRefused(CoServeError):
-    """An order that was not taken, and left nothing behind. ``retry_s``: when to try again; None: never as it is."""
+    """An order that was not taken, and left nothing behind. ``retry_s``: when to try again; None: never as it is.
 
-    def __init__(self, reason: Refusing, message: str, retry_s: float | None = None) -> None:
+    ``field``: which one of the order is to blame, where one is.
+    """
+
+    def __init__(
+        self, reason: Refusing, message: str, retry_s: float | None = None, *, field: str | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_s = retry_s
+        self.field = field
 
 
 class AddressUnusable(CoServeError):
