@@ -17,6 +17,7 @@ from agent.runtime.texts import Reached
 from experts.backends import LLM, family
 from experts.llm.names import EMBEDDING
 from experts.llm.program import spec_of
+from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.engine import LlmEngine
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.kv import KvLayout
@@ -81,7 +82,9 @@ def text_engines(
 
 def arena_for(device: str, budget_bytes: int, *, keeps_prefixes: bool) -> KvArena:
     """Where keys and values lie that this device reads."""
-    return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
+    if device == "cpu":
+        return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
+    return BlockArena(budget_bytes, device, keeps_prefixes=keeps_prefixes)
 
 
 def layout_of(copy: ExpertCopy, segments: SegmentStore) -> KvLayout:
