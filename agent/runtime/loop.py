@@ -246,7 +246,7 @@ class AgentLoop:
         return request
 
     def _asked_text(self, source: TextSource, component: str | None, expert: str | None) -> AskedText:
-        reached = (expert,) if expert is not None else ()
+        reached: tuple[str, ...] = () if expert is None else (expert,)
         if component is not None and self._routes is not None:
             reached = self._routes.experts_of(component)
         copies = [copy for name in reached for copy in self._copies_of(name)]

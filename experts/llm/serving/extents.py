@@ -141,6 +141,17 @@ class ExtentArena:
                 raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
             return self._begin(request, layout, self.tokens_for(layout, tokens), prefix)
 
+    def grow(self, request: int, tokens: int) -> None:
+        with self._lock:
+            extent = self._extents[request]
+            if tokens > extent.layout.positions:
+                raise ValueError(f"request {request} wants {tokens} tokens, its context is {extent.layout.positions}")
+            promised = max(self.tokens_for(extent.layout, tokens), extent.promised)
+            further_bytes = self._bytes(extent.layout, promised - extent.promised)
+            self._make_room(further_bytes, spared=None)
+            extent.promised = promised
+            self._promised_bytes += further_bytes
+
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         with self._lock:
             self._swapped.pop(request, None)

@@ -100,6 +100,9 @@ class KvArena(Protocol):
         Raises MemoryExceeded, ValueError for a request that has begun or more tokens than the layout's positions.
         """
 
+    def grow(self, request: int, tokens: int) -> None:
+        """Promise room for so many tokens in all to one that has begun. Raises MemoryExceeded, as ``begin`` does."""
+
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         """Take the promise back; idempotent. ``prefix``: the tokens it holds, kept while nobody needs the room.
 
