@@ -209,7 +209,7 @@ class AgentLoop:
             effects.StandingChanged: self._log_standing,
             effects.FellBack: self._log_fall_back,
             effects.BudgetChanged: self._change_budget,
-            effects.LeasesChanged: self._log_leases,
+            effects.LeasesChanged: self._change_leases,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
         }
@@ -489,7 +489,8 @@ class AgentLoop:
             effect.pool, effect.before_bytes, effect.after_bytes, effect.reason, effect.pool,
         )  # fmt: skip
 
-    def _log_leases(self, effect: effects.LeasesChanged) -> None:
+    def _change_leases(self, effect: effects.LeasesChanged) -> None:
+        self._workshop.text_engines.set_budget(effect.pool, effect.after_bytes)
         logger.log(
             logging.ERROR if effect.after_bytes < effect.before_bytes else logging.WARNING,
             "memory_leases_changed pool=%s from_bytes=%d to_bytes=%d reason=%s: so much is for what texts hold",

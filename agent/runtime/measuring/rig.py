@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agent.core.effects import StartLoad
-from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
+from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progressed
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, watch_of
@@ -82,7 +82,9 @@ class MeasuringRig:
             )
             for pool in box.pools
         }
-        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed | Breakdown] = SimpleQueue()
+        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | Progressed | BatchFailed | Breakdown] = (
+            SimpleQueue()
+        )
         by_name = {copy.name: copy for copy in copies}
         staging = HostMemory(pinned=box.name == "cuda")
         watch = watch_of(box)
@@ -221,7 +223,7 @@ class MeasuringRig:
         assert isinstance(answer, Finished | BatchFailed), "no load is under way while batches run"
         return answer
 
-    def _next_answer(self) -> Loaded | LoadFailed | Finished | BatchFailed:
+    def _next_answer(self) -> Loaded | LoadFailed | Finished | Progressed | BatchFailed:
         answer = self._answers.get()
         if isinstance(answer, Breakdown):
             raise answer.error

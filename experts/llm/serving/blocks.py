@@ -94,6 +94,9 @@ class BlockArena:
     def budget_bytes(self) -> int:
         return self._count * self._block_bytes
 
+    def set_budget(self, budget_bytes: int) -> None:
+        self._count = min(budget_bytes // self._block_bytes, len(self._buffer))
+
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
         taken_bytes = self._blocks_for(layout, tokens) * self._block_bytes
         return -(-taken_bytes // layout.token_bytes)

@@ -91,6 +91,9 @@ class KvArena(Protocol):
     def budget_bytes(self) -> int:
         """What all that is promised may take."""
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """Keep to so much from now on, no more than at first: what is kept for nobody goes, what is promised stays."""
+
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
         """How many tokens are promised to whoever needs so many: at least those, in whole units of the arena."""
 

@@ -88,6 +88,20 @@ def test_nothing_grows_over_its_context(arena):
         arena.grow(1, 257)
 
 
+def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_promised(arena):
+    arena.begin(1, LAYOUT, 256)
+    arena.set_budget(BUDGET_BYTES // 4)
+    assert arena.statistics().promised_bytes == BUDGET_BYTES // 2
+    with pytest.raises(MemoryExceeded):
+        arena.begin(2, LAYOUT, 64)
+    arena.release(1)
+    with pytest.raises(MemoryExceeded):
+        arena.begin(2, LAYOUT, 256)
+    arena.begin(2, LAYOUT, 128)
+    arena.set_budget(2 * BUDGET_BYTES)
+    assert arena.budget_bytes == BUDGET_BYTES
+
+
 @pytest.mark.parametrize("leases", [(8, 20, 21, 30, 60), (64,), (1, 60), (25, 26, 60)])
 def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, leases):
     engine, writer = LlmEngine(arena), Writer()
