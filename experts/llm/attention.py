@@ -31,6 +31,8 @@ class Attention:
         self._batch = batch
         self._key_values = key_values
         self._decode_layouts = key_values.decode_layouts if batch.decode_rows else ()
+        rows = [layout.rows for layout in self._decode_layouts]
+        self._is_one_call = len(rows) == 1 and isinstance(rows[0], slice)  # of all decode rows, in their order
         self._masks = [_chunk_mask(row, batch.positions.device) for row in batch.prefill_rows]
 
     def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ class Attention:
         """
         batch = self._batch
         self._key_values.append(layer, keys, values)
-        if not batch.prefill_count and len(self._decode_layouts) == 1:
+        if not batch.prefill_count and self._is_one_call:
             return decode_attention(queries, self._key_values.decode(layer, 0), self._decode_layouts[0])
         attended = torch.empty_like(queries)
         for number, (row, start) in enumerate(zip(batch.prefill_rows, batch.starts, strict=False)):
