@@ -415,7 +415,7 @@ class Engine:
 
     def _without_room(self, requests: Iterable[int], performance: Performance) -> list[int]:
         """Of requests that go on, those whose leases would have to be larger than there is room; the others' are."""
-        tickets = sorted(((self._tickets[request].queued_s, request) for request in requests))
+        tickets = sorted((self._tickets[request].queued_s, request) for request in requests)
         return [
             request
             for since_s, request in tickets

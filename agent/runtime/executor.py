@@ -300,7 +300,6 @@ class BatchExecutor:
             infer_s=before.infer_s + infer_s,
         )
 
-
     def _record_texts(self, progressed: Progressed, busy_s: float, infer_s: float) -> None:
         before = self._statistics
         self._statistics = replace(

@@ -3,8 +3,8 @@
 What it asks for decisions is a Decider: an Engine, or something that times one or plays back what one decided.
 
 Guarantees: only this thread calls the Engine; every request that was submitted has its outcome delivered exactly once
-while the loop runs; an image or a text is kept from ``submit`` to its request's outcome and no longer, and what a text holds
-in memory is given back no later; what other threads read are frozen snapshots.
+while the loop runs; an image or a text, and what a text holds in memory, is kept from ``submit`` to its request's
+outcome and no longer; what other threads read are frozen snapshots.
 Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. If it does raise, or the Engine does,
 the loop has crashed: it takes nothing more, says so in the log and to whoever asked with ``when_crashed``, and
 ``wait_until_idle`` and ``stop`` raise AgentCrashed. So it does when a device is lost: nothing that is under way then
