@@ -95,4 +95,13 @@ class Backend(Protocol):
         """What decides on packed bytes beside the expert and its file, such as a runtime's version; mostly nothing."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        """An estimate, from shapes alone, of the memory one batch needs beside the weights; a profile overrides it."""
+        """An estimate, from shapes alone, of the memory one batch needs beside the weights; a profile overrides it.
+
+        Of language models: that of one iteration of so many texts.
+        """
+
+    def token_bytes(self, expert: Expert, precision: Precision) -> int:
+        """What each token of a text takes from when it is read until the text ends; 0 for experts of images.
+
+        Raises what ``pack`` raises where the directory says nothing that is served.
+        """

@@ -89,6 +89,9 @@ class LlmBackend:
         spec = read_spec(expert.weights, expert.id)
         return iteration_bytes(spec, DTYPES[precision].itemsize, batch_size)
 
+    def token_bytes(self, expert: Expert, precision: Precision) -> int:
+        return read_spec(expert.weights, expert.id).kv_bytes(DTYPES[precision].itemsize)
+
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
     """The memory that one iteration takes beside weights, keys and values, from shapes: see ``Backend``.

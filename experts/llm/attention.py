@@ -30,6 +30,9 @@ class Attention:
     def __init__(self, batch: TokenBatch, key_values: BatchKeyValues) -> None:
         self._batch = batch
         self._key_values = key_values
+        self._decode_layouts = key_values.decode_layouts if batch.decode_rows else ()
+        rows = [layout.rows for layout in self._decode_layouts]
+        self._is_one_call = len(rows) == 1 and isinstance(rows[0], slice)  # of all decode rows, in their order
         self._masks = [_chunk_mask(row, batch.positions.device) for row in batch.prefill_rows]
 
     def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -37,20 +40,22 @@ class Attention:
 
         ``queries`` (tokens, heads, head size), the others (tokens, kv heads, head size); gives queries' shape.
         """
-        batch, key_values = self._batch, self._key_values
-        key_values.append(layer, keys, values)
-        if not batch.prefill_count:
-            return decode_attention(queries, key_values.decode(layer), key_values.decode_layout)
+        batch = self._batch
+        self._key_values.append(layer, keys, values)
+        if not batch.prefill_count and self._is_one_call:
+            return decode_attention(queries, self._key_values.decode(layer, 0), self._decode_layouts[0])
         attended = torch.empty_like(queries)
         for number, (row, start) in enumerate(zip(batch.prefill_rows, batch.starts, strict=False)):
             tokens = slice(start, start + row.count)
-            stored = key_values.prefill(layer, number)
+            stored = self._key_values.prefill(layer, number)
             attended[tokens] = prefill_attention(queries[tokens], stored, self._masks[number])
-        if batch.decode_rows:
-            tokens = slice(batch.decode_start, None)
-            stored = key_values.decode(layer)
-            attended[tokens] = decode_attention(queries[tokens], stored, key_values.decode_layout)
+        self._decode(layer, queries[batch.decode_start :], attended[batch.decode_start :])
         return attended
+
+    def _decode(self, layer: int, queries: Tensor, attended: Tensor) -> None:
+        for number, layout in enumerate(self._decode_layouts):
+            stored = self._key_values.decode(layer, number)
+            attended[layout.rows] = decode_attention(queries[layout.rows], stored, layout)
 
 
 def decode_attention(queries: Tensor, stored: Stored, layout: DecodeLayout) -> Tensor:

@@ -10,7 +10,7 @@ sequence's room is used again; nobody reads memory that was never written, whose
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -37,21 +37,24 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """How the decode rows lie in what ``decode`` gives, the same for every layer.
+    """How some of the decode rows lie in what ``decode`` gives, the same for every layer.
 
     ``mask``: (sequences, 1, 1, positions), true where there is a token of the sequence; None where all are.
     ``places``: at which sequence each row stands; None: row i is sequence i, and there are no others.
+    ``rows``: which of the decode rows these are, counted from the first.
     """
 
     mask: Tensor | None
     places: Tensor | None
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))
 
 
 class BatchKeyValues(Protocol):
     """The keys and values that one batch writes and reads."""
 
     @property
-    def decode_layout(self) -> DecodeLayout: ...
+    def decode_layouts(self) -> Sequence[DecodeLayout]:
+        """How the decode rows are divided: each is in one, and each of these is one call of attention."""
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep those of the batch's tokens, (tokens, kv heads, head size), in its order."""
@@ -59,8 +62,8 @@ class BatchKeyValues(Protocol):
     def prefill(self, layer: int, row: int) -> Stored:
         """A prefill row's sequence up to the row's end: (kv heads, positions, head size)."""
 
-    def decode(self, layer: int) -> Stored:
-        """The decode rows' sequences, as ``decode_layout`` describes. Only where the batch has such rows."""
+    def decode(self, layer: int, number: int) -> Stored:
+        """The sequences of some decode rows, as this one of the ``decode_layouts`` describes."""
 
 
 class KeyValues(Protocol):
@@ -152,8 +155,8 @@ class BatchOfSlots:
         self._decode = _DecodeRange.of(batch.decode_rows, slots[batch.prefill_count :], batch.positions.device)
 
     @property
-    def decode_layout(self) -> DecodeLayout:
-        return self._decode.layout
+    def decode_layouts(self) -> Sequence[DecodeLayout]:
+        return (self._decode.layout,)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self._keys[layer][self._slot_of_token, :, self._positions] = keys
@@ -163,7 +166,7 @@ class BatchOfSlots:
         slot, end = self._slots[row], self._rows[row].end
         return Stored(self._keys[layer][slot, :, :end], self._values[layer][slot, :, :end])
 
-    def decode(self, layer: int) -> Stored:
+    def decode(self, layer: int, number: int) -> Stored:
         return Stored(self._decode.of_buffer(self._keys[layer]), self._decode.of_buffer(self._values[layer]))
 
 
@@ -182,18 +185,19 @@ class _DecodeRange:
         lengths = [row.end for row in rows]
         first, end = min(slots), max(slots) + 1
         if end - first > 2 * len(slots):
-            return cls(torch.tensor(slots, device=device), max(lengths), DecodeLayout(_mask(lengths, device), None))
+            return cls(torch.tensor(slots, device=device), max(lengths), DecodeLayout(mask_of(lengths, device), None))
         of_slot = dict(zip(slots, lengths, strict=True))
         in_range = [of_slot.get(slot, 1) for slot in range(first, end)]  # 1: a row without any is no number
         is_all = list(slots) == list(range(first, end))
         places = None if is_all else torch.tensor([slot - first for slot in slots], device=device)
-        return cls(slice(first, end), max(lengths), DecodeLayout(_mask(in_range, device), places))
+        return cls(slice(first, end), max(lengths), DecodeLayout(mask_of(in_range, device), places))
 
     def of_buffer(self, buffer: Tensor) -> Tensor:
         return buffer[self.slots, :, : self.longest]
 
 
-def _mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+def mask_of(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    """Where sequences of these lengths have tokens, as DecodeLayout has it."""
     longest = max(lengths)
     if min(lengths) == longest:
         return None

@@ -79,8 +79,10 @@ class LineDesk:
         agent = self._inspector.agent
         standing = standing_of(agent.loop.statistics().engine)
         catalog = agent.config.catalog
-        routes = {name: tuple(step.expert for step in steps) for name, steps in catalog.graph.routes.items()}
-        singles = {f"{EXPERT_PREFIX}{name}": (name,) for name in catalog.experts}
+        routes = {name: tuple(step.expert for step in steps) for name, steps in catalog.components.items()}
+        singles = {
+            f"{EXPERT_PREFIX}{name}": (name,) for name, expert in catalog.experts.items() if not expert.takes_texts
+        }
         return [_model(name, asked, agent, standing) for name, asked in (routes | singles).items()]
 
     def load(self, model: str) -> None:
@@ -161,7 +163,7 @@ class LineDesk:
         catalog = agent.config.catalog
         if subject in catalog.experts:
             return explained_expert(subject, agent, agent.loop.statistics().engine)
-        if subject in catalog.graph.routes:
+        if subject in catalog.components:
             return explained_component(subject, catalog, agent, agent.loop.statistics().engine)
         row = self._results.find(KEY_PREFIX + subject) or self._results.find(subject)
         if row is not None:
@@ -190,9 +192,9 @@ def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[
 def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
     if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
         return (model.removeprefix(EXPERT_PREFIX),)
-    if model not in catalog.graph.routes:
+    if model not in catalog.components:
         raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
-    return tuple(step.expert for step in catalog.graph.routes[model])
+    return tuple(step.expert for step in catalog.components[model])
 
 
 def standing_of(engine: EngineStatistics) -> dict[str, str]:

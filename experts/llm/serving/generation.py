@@ -6,7 +6,6 @@ context, its vocabulary) is refused by ``check_against``, which doors call befor
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -20,7 +19,13 @@ if TYPE_CHECKING:
     from experts.llm.config import ArchSpec
 
 MOST_ALTERNATIVES = 20
-MOST_SEED = 2**63 - 1
+MOST_WHOLE = 2**63 - 1
+NUMBERS = (
+    ("temperature", 0, 100), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, 100),
+    ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
+)  # fmt: skip
+ABOVE = ("top_p", "repetition_penalty")  # which may not be the least itself
+WHOLE_NUMBERS = (("top_k", 0, MOST_WHOLE), ("seed", -MOST_WHOLE, MOST_WHOLE), ("logprobs", 0, MOST_ALTERNATIVES))
 
 
 class Ending(StrEnum):
@@ -54,19 +59,16 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _expect(0 <= self.temperature <= 100, "temperature", self.temperature, "a number from 0 to 100")
-        _expect(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
-        _expect(_is_whole(self.top_k, 0, MOST_SEED), "top_k", self.top_k, "a whole number, 0 or more")
-        _expect(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
-        penalty = self.repetition_penalty
-        _expect(0 < penalty < math.inf, "repetition_penalty", penalty, "a number above 0")
-        _expect(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "a number from -2 to 2")
-        _expect(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "a number from -2 to 2")
-        if self.seed is not None:
-            _expect(_is_whole(self.seed, -MOST_SEED, MOST_SEED), "seed", self.seed, "a whole number of 63 bits")
-        if self.logprobs is not None:
-            is_few = _is_whole(self.logprobs, 0, MOST_ALTERNATIVES)
-            _expect(is_few, "logprobs", self.logprobs, f"a whole number from 0 to {MOST_ALTERNATIVES}")
+        for name, least, most in NUMBERS:
+            value = getattr(self, name)
+            if not _is_within(value, least, most) or (name in ABOVE and value <= least):
+                above = f"above {least} and up to {most}" if name in ABOVE else f"from {least} to {most}"
+                raise SamplingInvalid(name, value, f"a number {above}")
+        for name, least, whole_most in WHOLE_NUMBERS:
+            value = getattr(self, name)
+            is_left_out = value is None and name != "top_k"
+            if not is_left_out and not (isinstance(value, int) and _is_within(value, least, whole_most)):
+                raise SamplingInvalid(name, value, f"a whole number from {least} to {whole_most}")
 
     @property
     def is_greedy(self) -> bool:
@@ -77,9 +79,6 @@ class Sampling:
     def has_penalties(self) -> bool:
         """Whether what was read or written changes what may follow."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-
-GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +188,8 @@ def _check_choices(choices: Mapping[str, tuple[int, ...]]) -> None:
             raise PromptInvalid(f"choices.{label}", f"begins choices.{other} and would always be likelier: tell apart")
 
 
-def _expect(is_valid: bool, name: str, value: object, allowed: str) -> None:
-    if not is_valid:
-        raise SamplingInvalid(name, value, allowed)
+def _is_within(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_whole(value: object, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+GREEDY = Sampling(temperature=0.0)

@@ -1,0 +1,425 @@
+"""The engine of one executor: texts of any models, run iteration by iteration within a quantum.
+
+It has no thread of its own, and decides nothing that the agent's core decides: the turns that it is given have their
+leases, and what it is not given waits. It keeps each text's tokens, keys and values from one quantum to the next.
+
+Guarantees: an iteration runs everything but attention over all its rows at once; who finishes leaves it at once, and
+leaves no keys and values behind; a quantum has at least one iteration and ends on time, as far as times measured before
+tell; each request of a quantum is answered exactly once. A request's tokens do not depend on its neighbours. Whatever
+is wrong with a request (its prompt, its writer, what its expert answers) is its own. ``forget`` and ``preempt`` may
+come from any thread, and take effect between two iterations. What a model raises passes through: no text loses by it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.errors import MemoryExceeded, PromptInvalid
+from experts.expert import Prediction
+from experts.llm.serving.generation import Ending, Refused, check_against
+from experts.llm.serving.iteration import LEAST_CHUNK_TOKENS, Candidate, IterationLimits, IterationTimes, Pick, plan
+from experts.llm.serving.kv import KvLayout, Prefix
+from experts.llm.serving.output_lengths import OutputLengths
+from experts.llm.serving.sampling import sample
+from experts.llm.serving.texts import RoutedText, Text, WrittenText, text_of
+from experts.llm.token_batch import TokenBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+    from experts.llm.model import Model
+    from experts.llm.serving.generation import Sampled, TextRequest
+    from experts.llm.serving.kv import KvArena
+
+FORGOTTEN = "nobody waits for it any more"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request's part in a quantum. ``weights``: what equals for the very same weights only; None: no prefix is kept.
+
+    The ``model`` may be another object each time, of the same weights.
+    """
+
+    request: int
+    expert: str
+    model: Model
+    text: TextRequest
+    weights: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What an unfinished text still has before it, in tokens: to read, expected to write, and the most it may hold."""
+
+    prompt: int
+    output: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantum:
+    """What became of each turn. ``finished``: a text's label is its Ending, a router's the choice and its probability.
+
+    ``lacking``: those of the unfinished that the arena had no room for, against their lease; they hold nothing.
+    """
+
+    finished: tuple[tuple[int, Prediction | Refused], ...]
+    unfinished: tuple[tuple[int, Left], ...]
+    lacking: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """What an engine has done since it was made. ``tensor_s`` of ``busy_s`` were spent in the models and in sampling.
+
+    ``read_tokens``: of prompts, those read again included.
+    """
+
+    quanta: int = 0
+    iterations: int = 0
+    rows: int = 0
+    read_tokens: int = 0
+    written_tokens: int = 0
+    busy_s: float = 0.0
+    tensor_s: float = 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """Outside of tensor work, for each iteration."""
+        return (self.busy_s - self.tensor_s) / self.iterations if self.iterations else 0.0
+
+
+@dataclass(slots=True)
+class _Tally:
+    quanta: int = 0
+    iterations: int = 0
+    rows: int = 0
+    read_tokens: int = 0
+    written_tokens: int = 0
+    busy_s: float = 0.0
+    tensor_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Group:
+    """Texts of a quantum that run in one iteration: they are of one model."""
+
+    model: Model
+    layout: KvLayout
+    times: IterationTimes
+    texts: list[Text]
+
+    @property
+    def going(self) -> list[Text]:
+        return [text for text in self.texts if text.result is None and text.has_room]
+
+    @property
+    def ran(self) -> int:
+        """When it had its last iteration, as the one of its texts that waits longest has it."""
+        return min(text.ran for text in self.going)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A text's part in an iteration. ``wanted``: of how many of its last tokens the logits are asked for."""
+
+    text: Text
+    tokens: int
+    wanted: int
+
+    @classmethod
+    def of(cls, text: Text, tokens: int) -> _Row:
+        return cls(text, tokens, text.wanted(tokens))
+
+
+class _Asked(Enum):
+    """What may be asked of a request between two iterations."""
+
+    FORGET = auto()
+    PREEMPT = auto()
+    SWAP_OUT = auto()
+
+
+class LlmEngine:
+    """All texts of one executor. ``run`` is one thread's at a time."""
+
+    def __init__(
+        self, arena: KvArena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
+        lengths: OutputLengths | None = None,
+    ) -> None:  # fmt: skip
+        self._arena = arena
+        self._limits = limits or IterationLimits()
+        self._clock = clock
+        self._lengths = lengths or OutputLengths()
+        self._texts: dict[int, Text] = {}
+        self._weights: dict[int, str] = {}
+        self._times: dict[tuple[object, ...], IterationTimes] = {}
+        self._running = Lock()
+        self._asked: deque[tuple[int, _Asked]] = deque()
+        self._tally = _Tally()
+        self._came = 0
+
+    def run(self, turns: Sequence[Turn], quantum_s: float) -> Quantum:
+        """Iterate until the quantum is over, or all have finished."""
+        with self._running:
+            began_s = self._clock()
+            groups = self._groups(turns)
+            lacking = self._make_room(groups)
+            is_first = True
+            while groups and self._iterate_in_time(groups, began_s + quantum_s, is_first):
+                is_first = False
+            quantum = self._answer(turns, lacking)
+            self._tally.quanta += 1
+            self._tally.busy_s += self._clock() - began_s
+        self._do_what_was_asked_if_idle()
+        return quantum
+
+    def forget(self, request: int) -> None:
+        """Nobody waits for it any more, or it has its answer: give back what it holds. Idempotent, from any thread."""
+        self._asked.append((request, _Asked.FORGET))
+        self._do_what_was_asked_if_idle()
+
+    def preempt(self, request: int, *, is_swapped: bool = False) -> None:
+        """Take its room: what it had is read again when its next turn comes, or copied back where it ``is_swapped``.
+
+        What was written stays. From any thread.
+        """
+        self._asked.append((request, _Asked.SWAP_OUT if is_swapped else _Asked.PREEMPT))
+        self._do_what_was_asked_if_idle()
+
+    def left(self, request: int) -> Left | None:
+        """What it has before it; None for one that is not here. Between two quanta."""
+        text = self._texts.get(request)
+        return None if text is None else self._left(text)
+
+    def statistics(self) -> EngineStatistics:
+        """As of the last whole quantum."""
+        tally = self._tally
+        return EngineStatistics(
+            tally.quanta, tally.iterations, tally.rows, tally.read_tokens, tally.written_tokens, tally.busy_s,
+            tally.tensor_s,
+        )  # fmt: skip
+
+    def _groups(self, turns: Sequence[Turn]) -> list[_Group]:
+        groups: dict[int, _Group] = {}
+        for turn in turns:
+            text = self._enter(turn)
+            if text.result is not None:
+                continue
+            key = id(turn.model)
+            if key not in groups:
+                layout = KvLayout.of(turn.model.spec, turn.model.dtype)
+                groups[key] = _Group(turn.model, layout, self._times_of(turn.model), [])
+            groups[key].texts.append(text)
+        return list(groups.values())
+
+    def _enter(self, turn: Turn) -> Text:
+        text = self._texts.get(turn.request)
+        if text is not None and text.text is not turn.text:
+            self._drop(turn.request)  # a step of its own: what the one before left is not its
+            text = None
+        if text is None:
+            self._came += 1
+            text = self._texts[turn.request] = text_of(turn.request, turn.expert, turn.text, self._came)
+            if turn.weights is not None:
+                self._weights[turn.request] = turn.weights
+            try:
+                check_against(turn.text.generation, turn.model.spec)
+            except PromptInvalid as error:
+                text.refuse(f"expert {turn.expert}: {error}")
+        return text
+
+    def _times_of(self, model: Model) -> IterationTimes:
+        return self._times.setdefault((type(model), model.spec, model.dtype, model.device), IterationTimes())
+
+    def _make_room(self, groups: Iterable[_Group]) -> list[int]:
+        """Promise each text all that it may come to hold; returns those for which there is no room."""
+        lacking = []
+        homeless = [(text, group.layout) for group in groups for text in group.texts if not text.has_room]
+        for text, layout in homeless:
+            try:
+                self._begin(text, layout)
+            except MemoryExceeded as error:
+                lacking.append(text.request)
+                if error.wanted_bytes > self._arena.budget_bytes:
+                    text.refuse(f"expert {text.expert}: {text.most_tokens} tokens are more than there is room for")
+        return lacking
+
+    def _begin(self, text: Text, layout: KvLayout) -> None:
+        if text.is_swapped:
+            self._arena.swap_in(text.request)
+        else:
+            text.lost(self._arena.begin(text.request, layout, text.most_tokens, self._prefix(text, -1)))
+        text.has_room, text.is_swapped = True, False
+
+    def _prefix(self, text: Text, end: int | None) -> Prefix | None:
+        """The text's tokens up to ``end``, as a prefix."""
+        weights = self._weights.get(text.request)
+        return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
+
+    def _iterate_in_time(self, groups: Sequence[_Group], until_s: float, is_first: bool) -> bool:
+        """One iteration of the group that has waited longest; False where none is left, or no time."""
+        self._do_what_was_asked()
+        now_s = self._clock()
+        for text in [text for each in groups for text in each.going]:
+            if text.text.deadline_s is not None and now_s >= text.text.deadline_s:
+                text.end(Ending.DEADLINE)
+                self._give_back(text)
+        waiting = [group for group in groups if group.going]
+        if not waiting:
+            return False
+        group = min(waiting, key=lambda one: one.ran)
+        texts = {text.request: text for text in group.going}
+        picks = self._plan(group, texts.values(), until_s - now_s, is_first)
+        rows = [_Row.of(texts[pick.request], pick.tokens) for pick in picks]
+        if rows:
+            rows.sort(key=lambda row: (row.tokens == 1, self._arena.place(row.text.request)))
+            self._iterate(group, rows)
+        return bool(rows)
+
+    def _plan(self, group: _Group, texts: Iterable[Text], left_s: float, is_first: bool) -> list[Pick]:
+        candidates = [Candidate(text.request, text.unread, text.came, text.ran, text.is_whole) for text in texts]
+        writing = min(sum(one.unread == 1 for one in candidates), self._limits.rows)
+        room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
+        least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
+        if is_first:
+            room = max(room, least)
+        elif group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
+            return []
+        return plan(candidates, self._limits.rows, room)
+
+    def _iterate(self, group: _Group, rows: Sequence[_Row]) -> None:
+        began_s = self._clock()
+        batch = TokenBatch.of([row.text.chunk(row.tokens) for row in rows], group.model.device)
+        logits = self._forward(group, batch, rows)
+        for row in rows:
+            row.text.ran_for(row.tokens)
+        if logits is not None:
+            self._take([row for row in rows if row.wanted], logits)
+        self._tally.iterations += 1
+        for row in rows:
+            row.text.ran = self._tally.iterations
+            if row.text.result is not None:
+                self._give_back(row.text)
+        self._tally.rows += len(rows)
+        self._tally.read_tokens += sum(row.tokens for row in rows if row.tokens > 1)
+        group.times.ran(len(batch.token_ids), self._clock() - began_s)
+
+    def _forward(self, group: _Group, batch: TokenBatch, rows: Sequence[_Row]) -> Tensor | None:
+        """The logits of each row's last ``wanted`` tokens, rows one after the other."""
+        ends = [start + row.tokens for start, row in zip(batch.starts, rows, strict=True)]
+        places = [n for end, row in zip(ends, rows, strict=True) for n in range(end - row.wanted, end)]
+        index = torch.tensor(places, device=group.model.device)
+        began_s = self._clock()
+        hidden = group.model.hidden(batch, self._arena.key_values(group.layout))
+        logits = group.model.logits(hidden[index]) if places else None
+        self._tally.tensor_s += self._clock() - began_s
+        return logits
+
+    def _take(self, rows: Sequence[_Row], logits: Tensor) -> None:
+        """Let each text have what may follow its tokens."""
+        parts = logits.split([row.wanted for row in rows])
+        written = [(row.text, part) for row, part in zip(rows, parts, strict=True) if isinstance(row.text, WrittenText)]
+        if written:
+            began_s = self._clock()
+            together = logits if len(written) == len(rows) else torch.cat([part for _, part in written])
+            drawn = sample(together, [text.sampler for text, _ in written])
+            self._tally.tensor_s += self._clock() - began_s
+            for (text, _), sampled in zip(written, drawn, strict=True):
+                self._follow(text, sampled)
+        for row, part in zip(rows, parts, strict=True):
+            if isinstance(row.text, RoutedText):
+                self._weigh(row.text, part)
+
+    def _follow(self, text: WrittenText, sampled: Sampled | None) -> None:
+        if sampled is None:
+            text.refuse(_not_finite(text))
+            return
+        text.follows(sampled)
+        self._tally.written_tokens += 1
+
+    def _weigh(self, text: RoutedText, logits: Tensor) -> None:
+        if logits.isfinite().all():
+            text.weighs(logits)
+        else:
+            text.refuse(_not_finite(text))
+
+    def _give_back(self, text: Text) -> None:
+        """Its keys and values, once it has its result, or others need the room more."""
+        self._arena.release(text.request, self._prefix(text, text.held), is_sound=text.is_sound)
+        text.has_room = text.is_swapped = False
+        text.lost()
+
+    def _drop(self, request: int) -> None:
+        text = self._texts.pop(request, None)
+        if text is not None:
+            self._give_back(text)
+        self._weights.pop(request, None)
+
+    def _do_what_was_asked_if_idle(self) -> None:
+        """Whoever holds the lock does it otherwise: before its next iteration, or as it ends."""
+        while self._asked and self._running.acquire(blocking=False):
+            try:
+                self._do_what_was_asked()
+            finally:
+                self._running.release()
+
+    def _do_what_was_asked(self) -> None:
+        while self._asked:
+            request, asked = self._asked.popleft()
+            text = self._texts.get(request)
+            if text is None:
+                continue
+            if asked is _Asked.FORGET:
+                text.refuse(FORGOTTEN)
+                self._drop(request)
+            elif asked is _Asked.PREEMPT:
+                self._give_back(text)
+            elif text.has_room:
+                self._arena.swap_out(request)
+                text.has_room, text.is_swapped = False, True
+
+    def _answer(self, turns: Sequence[Turn], lacking: Sequence[int]) -> Quantum:
+        self._do_what_was_asked()
+        finished: list[tuple[int, Prediction | Refused]] = []
+        unfinished = []
+        for request in (turn.request for turn in turns):
+            text = self._texts.get(request)
+            if text is None:
+                finished.append((request, Refused(FORGOTTEN)))
+            elif text.result is None:
+                unfinished.append((request, self._left(text)))
+            else:
+                finished.append((request, text.result))
+                self._note_length(text)
+                self._drop(request)
+        still = {request for request, _ in unfinished}
+        return Quantum(tuple(finished), tuple(unfinished), tuple(one for one in lacking if one in still))
+
+    def _note_length(self, text: Text) -> None:
+        if isinstance(text.result, Prediction) and text.result.label in (Ending.STOP, Ending.LENGTH):
+            self._lengths.ended(text.expert, text.written)
+
+    def _left(self, text: Text) -> Left:
+        if isinstance(text, RoutedText):
+            return Left(text.left_to_read, 1, text.most_tokens)
+        reads = 0 if text.unread == 1 and text.held else text.unread
+        most_new = text.text.generation.most_new_tokens
+        return Left(reads, self._lengths.left(text.expert, text.written, most_new), text.most_tokens)
+
+
+def _not_finite(text: Text) -> str:
+    return (
+        f"expert {text.expert} answered with numbers that are none after {len(text.tokens)} tokens: "
+        "its weights are damaged, or its precision is too low for it"
+    )

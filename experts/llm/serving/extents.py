@@ -1,0 +1,474 @@
+"""Keys and values in contiguous extents, for CPUs: address space for a whole context, memory for what was promised.
+
+A gathered read costs a CPU 1.8 to 2.6 times a contiguous one, and extents that are contiguous in memory leave fragments
+when requests of different lengths come and go. So an extent is contiguous in addresses alone. A slab maps address space
+for many sequences of the longest context; a page of it becomes memory when it is first written, and is given back to
+the machine when its bytes are wanted elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every extent of a layout
+has the same stride: any range of them is one strided view, and decode attention reads it in one call.
+
+Guarantees, beside the arena's: what is promised to a request is counted in pages of each of its heads, so the memory
+that it can come to hold is what was counted; what was never written reads as zero; room that is not sound is wiped.
+Assumes Linux, where MADV_DONTNEED frees at once and leaves zeros; elsewhere room is wiped but stays with the process.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from bisect import insort
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.errors import MemoryExceeded
+from experts.llm.key_values import DecodeLayout, Stored, mask_of
+from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, KvStatistics, Prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from experts.llm.serving.kv import KvLayout
+    from experts.llm.token_batch import Row, TokenBatch
+
+EXTENTS_A_SLAB = 128
+MAP_NORESERVE = 0x4000  # of Linux, which Python does not name: address space is no promise of memory
+CALL_BYTES = 256 * 1024  # attention reads so much while another call of it begins
+
+
+class Slab:
+    """Address space for some extents of one layout: (extents, layers, keys and values, kv heads, positions, size)."""
+
+    def __init__(self, number: int, layout: KvLayout, positions: int, extents: int) -> None:
+        self.number = number
+        self._extent_bytes = positions * layout.token_bytes
+        self._map = mmap.mmap(-1, extents * self._extent_bytes, flags=_flags())
+        if sys.platform == "linux":
+            with suppress(OSError):  # of a kernel without huge pages
+                self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one is more than was promised
+        shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
+        self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
+        self.keys = [self.buffer[:, layer, 0] for layer in range(layout.layers)]
+        self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]
+        self.free = list(range(extents))  # the lowest is taken first: ranges stay short
+        self.touched = [0] * extents  # how many positions of each are memory
+
+    def give_back(self, extent: int) -> None:
+        """Leave zeros, and no memory."""
+        if sys.platform == "linux":
+            self._map.madvise(mmap.MADV_DONTNEED, extent * self._extent_bytes, self._extent_bytes)
+        else:
+            self.buffer[extent].zero_()
+        self.touched[extent] = 0
+
+
+@dataclass(slots=True)
+class Extent:
+    """Who has one of a slab's: how many tokens it was promised, and how many there are."""
+
+    layout: KvLayout
+    slab: Slab
+    number: int
+    promised: int
+    held: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.slab.number, self.number
+
+    @property
+    def tokens(self) -> Tensor:
+        """All that it holds: (layers, keys and values, kv heads, tokens, size)."""
+        return self.slab.buffer[self.number, :, :, :, : self.held]
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """What a request left behind, in the extent that it had."""
+
+    extent: Extent
+    prefix: Prefix
+    used: int  # when it was of use last, in uses of the arena
+
+    def common(self, layout: KvLayout, wanted: Prefix) -> int:
+        """How many tokens of the wanted one it has."""
+        if self.prefix.weights != wanted.weights or self.extent.layout != layout:
+            return 0
+        return common_length(self.prefix.tokens, wanted.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a request held, in the host's memory."""
+
+    layout: KvLayout
+    promised: int
+    tokens: Tensor
+
+
+class ExtentArena:
+    """All extents of one memory. ``keeps_prefixes``: whether what is released is kept while there is room."""
+
+    def __init__(self, budget_bytes: int, *, keeps_prefixes: bool = True) -> None:
+        self._budget_bytes = budget_bytes
+        self._keeps_prefixes = keeps_prefixes
+        self._lock = Lock()
+        self._slabs: dict[KvLayout, list[Slab]] = {}
+        self._extents: dict[int, Extent] = {}
+        self._swapped: dict[int, Swapped] = {}
+        self._cached: list[CachedPrefix] = []
+        self._slab_count = self._uses = self._hits = self._hit_tokens = 0
+        self._promised_bytes = self._cached_bytes = self._idle_bytes = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget_bytes
+
+    def tokens_for(self, layout: KvLayout, tokens: int) -> int:
+        unit = _unit(layout)
+        return math.ceil(tokens / unit) * unit
+
+    def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
+        with self._lock:
+            if request in self._extents or request in self._swapped:
+                raise ValueError(f"request {request} has begun")
+            if tokens > layout.positions:
+                raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
+            return self._begin(request, layout, self.tokens_for(layout, tokens), prefix)
+
+    def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
+        with self._lock:
+            self._swapped.pop(request, None)
+            extent = self._extents.pop(request, None)
+            if extent is None:
+                return
+            self._promised_bytes -= self._bytes(extent.layout, extent.promised)
+            if not is_sound:
+                extent.slab.give_back(extent.number)
+            if is_sound and prefix is not None and self._keeps_prefixes:
+                self._keep(extent, prefix)
+            else:
+                self._make_idle(extent)
+
+    def swap_out(self, request: int) -> None:
+        with self._lock:
+            extent = self._extents.pop(request)
+            self._swapped[request] = Swapped(extent.layout, extent.promised, extent.tokens.clone())
+            self._promised_bytes -= self._bytes(extent.layout, extent.promised)
+            self._make_idle(extent)
+
+    def swap_in(self, request: int) -> int:
+        with self._lock:
+            swapped = self._swapped[request]
+            self._begin(request, swapped.layout, swapped.promised, None)
+            extent = self._extents[request]
+            self._hold(extent, swapped.tokens.shape[3])
+            extent.tokens.copy_(swapped.tokens)
+            del self._swapped[request]
+            return extent.held
+
+    def place(self, request: int) -> tuple[int, int]:
+        return self._extents[request].place
+
+    def key_values(self, layout: KvLayout) -> ExtentKeyValues:
+        return ExtentKeyValues(self, layout)
+
+    def forget_prefixes(self, weights: str | None = None) -> None:
+        with self._lock:
+            for cached in [one for one in self._cached if weights in (None, one.prefix.weights)]:
+                self._drop(cached)
+
+    def statistics(self) -> KvStatistics:
+        with self._lock:
+            return KvStatistics(
+                self._budget_bytes, self._promised_bytes, self._cached_bytes, self._idle_bytes,
+                sum(one.tokens.nbytes for one in self._swapped.values()),
+                len(self._extents) + len(self._swapped), len(self._cached), self._hits, self._hit_tokens,
+            )  # fmt: skip
+
+    def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
+        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
+        with self._lock:
+            extents = [self._extent_for(layout, row) for row in batch.rows]
+            for extent, row in zip(extents, batch.rows, strict=True):
+                self._hold(extent, row.end)
+        return BatchOfExtents(layout, batch, extents)
+
+    def _extent_for(self, layout: KvLayout, row: Row) -> Extent:
+        extent = self._extents.get(row.sequence)
+        if extent is None or extent.layout != layout:
+            raise ValueError(f"request {row.sequence} has not begun with this layout")
+        if row.first > extent.held:
+            raise ValueError(f"request {row.sequence} holds {extent.held} tokens, a row begins at {row.first}")
+        if row.end > extent.promised:
+            raise ValueError(f"request {row.sequence} was promised {extent.promised} tokens, a row ends at {row.end}")
+        return extent
+
+    def _hold(self, extent: Extent, tokens: int) -> None:
+        extent.held = tokens
+        touched = extent.slab.touched
+        touched[extent.number] = max(touched[extent.number], self.tokens_for(extent.layout, tokens))
+
+    def _begin(self, request: int, layout: KvLayout, promised: int, prefix: Prefix | None) -> int:
+        best, common = self._best(layout, prefix)
+        wanted_bytes = self._bytes(layout, promised)
+        self._make_room(wanted_bytes, spared=best)
+        if best is not None and self._free_bytes < wanted_bytes:
+            extent = self._take_over(best, promised, common)  # there is room for one of the two
+        else:
+            extent = self._take(layout, promised)
+            if best is not None:
+                self._hold(extent, common)
+                extent.tokens.copy_(best.extent.slab.buffer[best.extent.number, :, :, :, :common])
+        self._extents[request] = extent
+        self._promised_bytes += wanted_bytes
+        self._hits += common > 0
+        self._hit_tokens += common
+        return common
+
+    @property
+    def _free_bytes(self) -> int:
+        return self._budget_bytes - self._promised_bytes - self._cached_bytes - self._idle_bytes
+
+    def _make_room(self, wanted_bytes: int, spared: CachedPrefix | None) -> None:
+        """Idle memory goes first, then prefixes, those not used for longest first. Raises MemoryExceeded."""
+        kept_bytes = 0 if spared is None else self._bytes(spared.extent.layout, spared.extent.promised)
+        if self._budget_bytes - self._promised_bytes < wanted_bytes:
+            raise MemoryExceeded("keys and values", wanted_bytes, self._budget_bytes - self._promised_bytes)
+        if self._free_bytes < wanted_bytes:
+            self._give_idle_back()
+        for cached in sorted(self._cached, key=lambda one: one.used):
+            if self._free_bytes >= wanted_bytes:
+                return
+            if cached is not spared:
+                self._drop(cached)
+        assert self._free_bytes + kept_bytes >= wanted_bytes, "nothing else is counted"
+
+    def _give_idle_back(self) -> None:
+        for slab in (slab for slabs in self._slabs.values() for slab in slabs):
+            for number in slab.free:
+                if slab.touched[number]:
+                    slab.give_back(number)
+        self._idle_bytes = 0
+
+    def _take(self, layout: KvLayout, promised: int) -> Extent:
+        slabs = self._slabs.setdefault(layout, [])
+        slab = next((slab for slab in slabs if slab.free), None)
+        if slab is None:
+            slab = self._new_slab(layout)
+            slabs.append(slab)
+        number = slab.free.pop(0)
+        self._idle_bytes -= self._bytes(layout, slab.touched[number])
+        if slab.touched[number] > promised:
+            slab.give_back(number)
+        return Extent(layout, slab, number, promised)
+
+    def _take_over(self, cached: CachedPrefix, promised: int, held: int) -> Extent:
+        self._cached.remove(cached)
+        self._cached_bytes -= self._bytes(cached.extent.layout, cached.extent.promised)
+        extent = cached.extent
+        if extent.slab.touched[extent.number] > promised:
+            kept = extent.slab.buffer[extent.number, :, :, :, :held].clone()
+            extent.slab.give_back(extent.number)
+            extent.slab.buffer[extent.number, :, :, :, :held] = kept
+        extent.promised = promised
+        self._hold(extent, held)
+        return extent
+
+    def _new_slab(self, layout: KvLayout) -> Slab:
+        """As many extents as the machine gives addresses for; each is as long as a request can ever be."""
+        most = min(layout.positions, self._budget_bytes // layout.token_bytes)
+        extents = EXTENTS_A_SLAB
+        while True:
+            try:
+                slab = Slab(self._slab_count, layout, max(self.tokens_for(layout, most), _unit(layout)), extents)
+            except OSError as error:
+                if extents == 1:
+                    wanted_bytes = most * layout.token_bytes
+                    raise MemoryExceeded("address space for keys and values", wanted_bytes, 0) from error
+                extents //= 2
+                continue
+            self._slab_count += 1
+            return slab
+
+    def _make_idle(self, extent: Extent) -> None:
+        insort(extent.slab.free, extent.number)
+        self._idle_bytes += self._bytes(extent.layout, extent.slab.touched[extent.number])
+
+    def _keep(self, extent: Extent, prefix: Prefix) -> None:
+        """Cache what a request held, instead of those that it contains, unless another contains it."""
+        held = min(extent.held, len(prefix.tokens))
+        kept = Prefix(prefix.weights, prefix.tokens[:held])
+        commons = [(one, one.common(extent.layout, kept)) for one in self._cached]
+        if held < LEAST_PREFIX_TOKENS or any(common == held for _, common in commons):
+            self._make_idle(extent)
+            return
+        for other, common in commons:
+            if common == len(other.prefix.tokens):
+                self._drop(other)
+        extent.held, extent.promised = held, extent.slab.touched[extent.number]
+        self._uses += 1
+        self._cached.append(CachedPrefix(extent, kept, self._uses))
+        self._cached_bytes += self._bytes(extent.layout, extent.promised)
+
+    def _drop(self, cached: CachedPrefix) -> None:
+        """Its memory goes back to the machine at once: it is dropped where room is short."""
+        self._cached.remove(cached)
+        self._cached_bytes -= self._bytes(cached.extent.layout, cached.extent.promised)
+        cached.extent.slab.give_back(cached.extent.number)
+        self._make_idle(cached.extent)
+
+    def _best(self, layout: KvLayout, wanted: Prefix | None) -> tuple[CachedPrefix | None, int]:
+        """Some hundred are looked through in less time than one of their pages takes to be copied."""
+        if wanted is None or len(wanted.tokens) < LEAST_PREFIX_TOKENS:
+            return None, 0
+        commons = ((one, one.common(layout, wanted)) for one in self._cached)
+        best, common = max(commons, key=lambda each: each[1], default=(None, 0))
+        if best is None or common < LEAST_PREFIX_TOKENS:
+            return None, 0
+        self._uses += 1
+        best.used = self._uses
+        return best, common
+
+    def _bytes(self, layout: KvLayout, tokens: int) -> int:
+        return tokens * layout.token_bytes
+
+
+class ExtentKeyValues:
+    """The arena as models of one layout see it."""
+
+    def __init__(self, arena: ExtentArena, layout: KvLayout) -> None:
+        self._arena = arena
+        self._layout = layout
+
+    def reserve(self, batch: TokenBatch) -> BatchOfExtents:
+        return self._arena.reserve(self._layout, batch)
+
+    def release(self, sequence: int) -> None:
+        self._arena.release(sequence)
+
+
+class BatchOfExtents:
+    """One batch's view of its extents."""
+
+    def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[Extent]) -> None:
+        self._extents = extents
+        self._rows = batch.rows
+        self._written = _Written.of(batch, extents)
+        first = batch.prefill_count
+        call_positions = CALL_BYTES // (2 * layout.kv_heads * layout.head_bytes)
+        self._ranges = _ranges(extents[first:], [row.end for row in batch.decode_rows], call_positions)
+        self._decode_layouts = tuple(one.layout() for one in self._ranges)
+
+    @property
+    def decode_layouts(self) -> Sequence[DecodeLayout]:
+        return self._decode_layouts
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for written in self._written:
+            mine = slice(None) if written.tokens is None else written.tokens
+            written.slab.keys[layer][written.extent, :, written.position] = keys[mine]
+            written.slab.values[layer][written.extent, :, written.position] = values[mine]
+
+    def prefill(self, layer: int, row: int) -> Stored:
+        slab, number, end = self._extents[row].slab, self._extents[row].number, self._rows[row].end
+        return Stored(slab.keys[layer][number, :, :end], slab.values[layer][number, :, :end])
+
+    def decode(self, layer: int, number: int) -> Stored:
+        one = self._ranges[number]
+        return Stored(one.of(one.slab.keys[layer]), one.of(one.slab.values[layer]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where the tokens of a batch go that go into one slab. ``tokens``: which these are; None: all."""
+
+    slab: Slab
+    tokens: Tensor | None
+    extent: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, batch: TokenBatch, extents: Sequence[Extent]) -> list[_Written]:
+        counts = torch.tensor([row.count for row in batch.rows])
+        numbers = torch.tensor([extent.number for extent in extents]).repeat_interleave(counts)
+        slabs = {extent.slab.number: extent.slab for extent in extents}
+        if len(slabs) == 1:
+            return [cls(extents[0].slab, None, numbers, batch.positions)]
+        slab_of_token = torch.tensor([extent.slab.number for extent in extents]).repeat_interleave(counts)
+        chosen = {number: (slab_of_token == number).nonzero().squeeze(1) for number in slabs}
+        return [cls(slabs[n], tokens, numbers[tokens], batch.positions[tokens]) for n, tokens in chosen.items()]
+
+
+@dataclass(slots=True)
+class _Range:
+    """Neighbouring extents that are read in one call: the decode rows in it, with their extents and lengths."""
+
+    slab: Slab
+    rows: list[int]
+    numbers: list[int]
+    lengths: list[int]
+
+    @property
+    def cost(self) -> int:
+        """The positions that are read: of the rows, and of what lies between."""
+        return (self.numbers[-1] - self.numbers[0] + 1) * max(self.lengths)
+
+    def joined(self, other: _Range) -> _Range:
+        return _Range(self.slab, self.rows + other.rows, self.numbers + other.numbers, self.lengths + other.lengths)
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return buffer[self.numbers[0] : self.numbers[-1] + 1, :, : max(self.lengths)]
+
+    def layout(self) -> DecodeLayout:
+        first = self.numbers[0]
+        lengths = [1] * (self.numbers[-1] - first + 1)  # a row without any position is no number
+        for number, length in zip(self.numbers, self.lengths, strict=True):
+            lengths[number - first] = length
+        is_all = len(lengths) == len(self.numbers)
+        places = None if is_all else torch.tensor([number - first for number in self.numbers])
+        is_run = self.rows == list(range(self.rows[0], self.rows[0] + len(self.rows)))
+        rows = slice(self.rows[0], self.rows[-1] + 1) if is_run else torch.tensor(self.rows)
+        return DecodeLayout(mask_of(lengths, torch.device("cpu")), places, rows)
+
+
+def _ranges(extents: Sequence[Extent], lengths: Sequence[int], call_positions: int) -> list[_Range]:
+    """Neighbours join where what is read beside their own costs less than another call."""
+    singles = [
+        _Range(extent.slab, [row], [extent.number], [length])
+        for row, (extent, length) in enumerate(zip(extents, lengths, strict=True))
+    ]
+    ranges: list[_Range] = []
+    for single in sorted(singles, key=lambda one: (one.slab.number, one.numbers[0])):
+        joined = ranges[-1].joined(single) if ranges and ranges[-1].slab is single.slab else None
+        if joined is not None and joined.cost <= ranges[-1].cost + single.cost + call_positions:
+            ranges[-1] = joined
+        else:
+            ranges.append(single)
+    return ranges
+
+
+def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """With how many equal tokens both begin."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first ``low`` are equal, the first ``high`` are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low
+
+
+def _unit(layout: KvLayout) -> int:
+    """The fewest tokens of which each head of each layer fills whole pages."""
+    return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, layout.head_bytes)
+
+
+def _flags() -> int:
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return anonymous | MAP_NORESERVE if sys.platform == "linux" else anonymous

@@ -1,0 +1,128 @@
+"""Who runs in an iteration, and for how long: pure decisions over numbers.
+
+Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks its rows anew, so whoever has finished
+leaves at once and whoever has come joins the next one. Long prompts are read in chunks beside those that write.
+
+Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each; those that write go on
+together, and take turns where there are more than rows; prompts are read in the order of their coming, so none waits
+for one that came later; one that is to be read always has a row, however many write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LEAST_CHUNK_TOKENS = 16  # fewer are not worth the pass over the weights
+FORGETTING = 0.9  # the weight that an iteration's time keeps with each later one
+GROWTH = 2  # how far beyond what was ever measured the next iteration may go
+
+
+@dataclass(frozen=True, slots=True)
+class IterationLimits:
+    """``rows``: requests in an iteration; ``tokens``: of the prompts that it reads."""
+
+    rows: int = 64
+    tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request that could run. ``unread``: its next tokens, in one piece if it ``is_whole``; 1: it writes.
+
+    ``came`` and ``ran``: in counts of the engine, when it came, and when it ran last.
+    """
+
+    request: int
+    unread: int
+    came: int
+    ran: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A request's part in an iteration, in tokens."""
+
+    request: int
+    tokens: int
+
+
+def plan(candidates: Sequence[Candidate], rows: int, prompt_tokens: int) -> list[Pick]:
+    """Who runs. ``prompt_tokens``: how many may be read beside those that write; at least one row runs anyway."""
+    writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.came))
+    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: one.came)
+    if reading and (prompt_tokens > 0 or not writing):
+        writing = writing[: max(rows - 1, 0)]
+    picks = [Pick(one.request, 1) for one in writing[:rows]]
+    left = max(prompt_tokens, 0 if picks else 1)
+    for one in reading[: rows - len(picks)]:
+        if left <= 0:
+            break
+        tokens = one.unread if one.is_whole else min(one.unread, left)
+        picks.append(Pick(one.request, tokens))
+        left -= tokens
+    return picks
+
+
+class IterationTimes:
+    """What an iteration of a model takes, ``B + K * tokens``, fitted to those that ran; later ones weigh more.
+
+    Where only one size was seen, all of its time is blamed on its tokens: more are thought dearer than they will be.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self._most_tokens = 0
+
+    def ran(self, tokens: int, seconds: float) -> None:
+        self._weight = FORGETTING * self._weight + 1
+        self._tokens = FORGETTING * self._tokens + tokens
+        self._seconds = FORGETTING * self._seconds + seconds
+        self._squares = FORGETTING * self._squares + tokens * tokens
+        self._products = FORGETTING * self._products + tokens * seconds
+        self._most_tokens = max(self._most_tokens, tokens)
+
+    @property
+    def is_known(self) -> bool:
+        return self._weight > 0
+
+    @property
+    def base_s(self) -> float:
+        """B: what an iteration takes whatever is in it."""
+        return self._line()[0]
+
+    @property
+    def token_s(self) -> float:
+        """K: what a token more takes."""
+        return self._line()[1]
+
+    def seconds(self, tokens: int) -> float:
+        """What an iteration of so many tokens is expected to take; 0 where none has run."""
+        base_s, token_s = self._line()
+        return base_s + token_s * tokens
+
+    def tokens_within(self, seconds: float) -> int:
+        """How many tokens an iteration may have to end in time, which can be less than none.
+
+        At most twice as many as were ever measured: a line is trusted near its points only.
+        """
+        if not self.is_known:
+            return LEAST_CHUNK_TOKENS
+        base_s, token_s = self._line()
+        most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)
+        return int(min((seconds - base_s) / token_s, most)) if token_s > 0 else most
+
+    def _line(self) -> tuple[float, float]:
+        if not self.is_known or not self._tokens:
+            return 0.0, 0.0
+        mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - mean_tokens**2
+        covariance = self._products / self._weight - mean_tokens * mean_s
+        if variance < (0.05 * mean_tokens) ** 2 or covariance <= 0:
+            return 0.0, mean_s / mean_tokens
+        token_s = min(covariance / variance, mean_s / mean_tokens)
+        return mean_s - token_s * mean_tokens, token_s

@@ -1,0 +1,124 @@
+"""One byte budget for the keys and values of all models in one memory, whoever they belong to.
+
+``KvArena`` is the seam: whoever schedules begins and releases requests by number, models read and write through
+``key_values``. Two keep it: ``ExtentArena`` (contiguous, for CPUs), ``BlockArena`` (blocks and tables, for CUDA); one
+contract suite holds for both.
+
+Guarantees: what requests were promised never exceeds the budget, at any step; where the budget has room for a request,
+it finds it, whatever was begun, released or kept before: nothing is lost to fragments, and cached prefixes go first. A
+prefix is shared between the very same weights only. What a request leaves behind nobody reads but as such a prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from experts.llm.config import ArchSpec
+    from experts.llm.key_values import KeyValues
+
+LEAST_PREFIX_TOKENS = 16  # what is shorter is read again in less time than is spent looking for it
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What a token's keys and values look like: models that have it in common can be read in one go.
+
+    ``positions``: the context, the most tokens of a sequence.
+    """
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    positions: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, spec: ArchSpec, dtype: torch.dtype) -> KvLayout:
+        return cls(len(spec.layers), spec.kv_heads, spec.head_size, spec.max_positions, dtype)
+
+    @property
+    def head_bytes(self) -> int:
+        """What one token's keys take in one head of one layer."""
+        itemsize: int = self.dtype.itemsize
+        return self.head_size * itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """What one token's keys and values take in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_bytes
+
+
+def kv_bytes_per_token(spec: ArchSpec, dtype: torch.dtype) -> int:
+    """What one token of this model takes in an arena."""
+    return KvLayout.of(spec, dtype).token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of a text. ``weights``: what these tokens were read by, equal for the very same weights only."""
+
+    weights: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvStatistics:
+    """One arena at one moment. ``promised_bytes`` + ``cached_bytes`` + ``idle_bytes`` never exceed ``budget_bytes``.
+
+    ``idle_bytes``: given back by requests, taken by the next ones or, where room is short, by the machine.
+    ``swapped_bytes``: in the host's memory, outside the budget. ``prefix_tokens``: not read again, thanks to prefixes.
+    """
+
+    budget_bytes: int
+    promised_bytes: int
+    cached_bytes: int
+    idle_bytes: int
+    swapped_bytes: int
+    requests: int
+    prefixes: int
+    prefix_hits: int
+    prefix_tokens: int
+
+
+class KvArena(Protocol):
+    """Safe to be asked from several threads; a request's keys and values are one thread's at a time."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What all that is promised may take."""
+
+    def tokens_for(self, layout: KvLayout, tokens: int) -> int:
+        """How many tokens are promised to whoever needs so many: at least those, in whole units of the arena."""
+
+    def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
+        """Promise room for so many tokens in all; returns how many of the prefix's are there already.
+
+        Raises MemoryExceeded, ValueError for a request that has begun or more tokens than the layout's positions.
+        """
+
+    def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
+        """Take the promise back; idempotent. ``prefix``: the tokens it holds, kept while nobody needs the room.
+
+        Not ``is_sound``: there may be numbers in it that are none, and nobody must ever meet them.
+        """
+
+    def swap_out(self, request: int) -> None:
+        """Copy what it holds to the host's memory, and take its promise back."""
+
+    def swap_in(self, request: int) -> int:
+        """Promise as much as it had, and copy back what it held: so many tokens. Raises MemoryExceeded, KeyError."""
+
+    def place(self, request: int) -> tuple[int, int]:
+        """Where it lies: rows of decoding are read together best if a batch has them in this order."""
+
+    def key_values(self, layout: KvLayout) -> KeyValues:
+        """What a model of this layout reads and writes; sequences are requests that have begun."""
+
+    def forget_prefixes(self, weights: str | None = None) -> None:
+        """Drop what is kept of texts that these weights read, or of all."""
+
+    def statistics(self) -> KvStatistics: ...

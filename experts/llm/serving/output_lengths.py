@@ -1,0 +1,52 @@
+"""How long an expert's texts become: learned from those that ended, corrected as a text goes on.
+
+A pure record: the median of what ended lately, among those at least as long as the text already is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from dataclasses import dataclass, field
+from threading import Lock
+
+REMEMBERED = 256  # texts of each expert: enough for a median, few enough to follow a change within a shift
+UNKNOWN_SHARE = 4  # of what it may write, a text of an expert that has ended none is expected to write a fourth
+
+
+@dataclass(slots=True)
+class _Ended:
+    lately: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    ordered: list[int] = field(default_factory=list)
+
+    def add(self, tokens: int) -> None:
+        if len(self.lately) == REMEMBERED:
+            self.ordered.remove(self.lately[0])
+        self.lately.append(tokens)
+        insort(self.ordered, tokens)
+
+
+class OutputLengths:
+    """Of all experts of an agent. Safe to be asked and told from several threads."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, _Ended] = {}
+        self._lock = Lock()
+
+    def ended(self, expert: str, tokens: int) -> None:
+        """A text of this expert ended by itself, or as long as it might be, with so many tokens written."""
+        with self._lock:
+            self._ended.setdefault(expert, _Ended()).add(tokens)
+
+    def left(self, expert: str, written: int, most: int) -> int:
+        """How many more a text is expected to write that has written so many and may write ``most``: 1 or more."""
+        with self._lock:
+            ended = self._ended.get(expert)
+            ordered = [] if ended is None else ended.ordered
+            longer = ordered[bisect_right(ordered, written) :]
+        expected = longer[len(longer) // 2] if longer else self._unknown(bool(ordered), written, most)
+        return max(min(expected, most) - written, 1)
+
+    def _unknown(self, has_ended_any: bool, written: int, most: int) -> int:
+        """Longer than all that are known: about as much again as there is."""
+        return 2 * written if has_ended_any else max(most // UNKNOWN_SHARE, 2 * written)

@@ -1,0 +1,179 @@
+"""Rows of logits to tokens, each row by its own Sampling, all rows at once where that matters.
+
+Guarantees: what is drawn for a request depends on its logits, its own tokens and its seed, on no neighbour: each token
+takes one number from the request's own generator and inverts the distribution there, and every step works within rows.
+A row whose logits are not finite is told, and takes nothing. Penalties come first, then temperature, top-k, top-p over
+what top-k left, min-p; logprobs are those of the model's own distribution, before all of these.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.llm.serving.generation import Sampled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from experts.llm.serving.generation import Sampling
+
+FIRST_CANDIDATES = 1024  # top-p looks at so many of the likeliest before it sorts a whole vocabulary
+FIRST_SEEN = 64
+
+
+class Sampler:
+    """How one request's tokens are drawn: its Sampling, its generator, and what it has read and written."""
+
+    def __init__(self, sampling: Sampling, prompt: Iterable[int]) -> None:
+        self.sampling = sampling
+        self._random = random.Random(sampling.seed)
+        self._seen = SeenTokens(prompt) if sampling.has_penalties else None
+
+    def draw(self) -> float:
+        """The next number of the request's own, in [0, 1)."""
+        return self._random.random()
+
+    def wrote(self, token: int) -> None:
+        """Remember a token, as penalties do."""
+        if self._seen is not None:
+            self._seen.wrote(token)
+
+    def penalise(self, logits: Tensor) -> None:
+        """Change a row of logits, in place, by what was read and written."""
+        if self._seen is None:
+            return
+        sampling, tokens = self.sampling, self._seen.tokens(logits.device)
+        own = logits[tokens]
+        if sampling.repetition_penalty != 1:
+            own = torch.where(own > 0, own / sampling.repetition_penalty, own * sampling.repetition_penalty)
+        counts = self._seen.counts(logits.device)
+        own = own - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
+        logits[tokens] = own
+
+
+class SeenTokens:
+    """The different tokens of a text, and how often each was written; a token more costs no walk over the others."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        room = max(FIRST_SEEN, 2 * len(self._places))
+        self._tokens = torch.zeros(room, dtype=torch.int64)
+        self._tokens[: len(self._places)] = torch.tensor(list(self._places), dtype=torch.int64)
+        self._counts = torch.zeros(room)
+
+    def wrote(self, token: int) -> None:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._tokens):
+            self._tokens = torch.cat((self._tokens, torch.zeros_like(self._tokens)))
+            self._counts = torch.cat((self._counts, torch.zeros_like(self._counts)))
+        self._tokens[place] = token
+        self._counts[place] += 1
+
+    def tokens(self, device: torch.device) -> Tensor:
+        return self._tokens[: len(self._places)].to(device)
+
+    def counts(self, device: torch.device) -> Tensor:
+        return self._counts[: len(self._places)].to(device)
+
+
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[Sampled | None]:
+    """The next token of each row, (rows, vocabulary); None where a row's logits are not finite."""
+    with torch.inference_mode():
+        raw = logits.float()
+        normaliser = raw.logsumexp(dim=-1)
+        tokens = _tokens(raw, normaliser.isfinite().tolist(), samplers)
+        logprobs = (raw.gather(1, tokens[:, None]).squeeze(1) - normaliser).tolist()
+        alternatives = _alternatives(raw, normaliser, samplers)
+    sound = normaliser.isfinite().tolist()
+    drawn = zip(tokens.tolist(), logprobs, alternatives, sound, strict=True)
+    return [Sampled(token, logprob, others) if is_sound else None for token, logprob, others, is_sound in drawn]
+
+
+def _tokens(raw: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> Tensor:
+    logits = raw
+    if any(sampler.sampling.has_penalties for sampler in samplers):
+        logits = raw.clone()
+        for row, sampler in zip(logits, samplers, strict=True):
+            sampler.penalise(row)
+    tokens = logits.argmax(dim=-1)
+    drawing = [n for n, sampler in enumerate(samplers) if sound[n] and not sampler.sampling.is_greedy]
+    for candidates, rows in groupby(
+        sorted(drawing, key=lambda n: _first_candidates(samplers[n])), key=lambda n: _first_candidates(samplers[n])
+    ):
+        chosen = list(rows)
+        tokens[chosen] = _drawn(logits[chosen], [samplers[n] for n in chosen], candidates)
+    return tokens
+
+
+def _first_candidates(sampler: Sampler) -> int:
+    """How many of the likeliest tokens are looked at; 0: all, in their own order.
+
+    By the row's own Sampling, not by its neighbours': among equal logits the choice may depend on it.
+    """
+    if sampler.sampling.top_k:
+        return sampler.sampling.top_k
+    return FIRST_CANDIDATES if sampler.sampling.top_p < 1 else 0
+
+
+def _drawn(logits: Tensor, samplers: Sequence[Sampler], candidates: int) -> Tensor:
+    """One token for each row, of those that its Sampling leaves; all look at equally many candidates."""
+    temperature = _column([sampler.sampling.temperature for sampler in samplers], logits)
+    shares = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    top_p = _column([sampler.sampling.top_p for sampler in samplers], logits)
+    min_p = _column([sampler.sampling.min_p for sampler in samplers], logits)
+    draws = torch.tensor([[sampler.draw()] for sampler in samplers], dtype=torch.float64, device=logits.device)
+    if not candidates:
+        return _inverted(_above(shares, min_p), draws)
+    likeliest = shares.topk(min(candidates, shares.shape[-1]), dim=-1)
+    is_cut_short = [not sampler.sampling.top_k for sampler in samplers]
+    lacking = [n for n, mass in enumerate(likeliest.values.sum(dim=-1).tolist()) if is_cut_short[n] and mass < top_p[n]]
+    places = _inverted(_above(_nucleus(likeliest.values, top_p, is_cut_short), min_p), draws)
+    tokens = likeliest.indices.gather(1, places[:, None]).squeeze(1)
+    if lacking and likeliest.values.shape[-1] < shares.shape[-1]:
+        ordered = shares[lacking].sort(dim=-1, descending=True, stable=True)
+        nucleus = _nucleus(ordered.values, top_p[lacking], [True] * len(lacking))
+        places = _inverted(_above(nucleus, min_p[lacking]), draws[lacking])
+        tokens[lacking] = ordered.indices.gather(1, places[:, None]).squeeze(1)
+    return tokens
+
+
+def _nucleus(shares: Tensor, top_p: Tensor, is_whole: Sequence[bool]) -> Tensor:
+    """Shares in descending order, zero behind the fewest that make up top-p (arXiv 1904.09751, section 3.1).
+
+    ``is_whole``: what a row's shares are shares of is the whole vocabulary, not these candidates alone.
+    """
+    sums = shares.double().cumsum(dim=-1)
+    whole = torch.tensor(is_whole, device=shares.device)[:, None]
+    total = torch.where(whole, torch.ones_like(sums[:, -1:]), sums[:, -1:])
+    return shares * (sums - shares < top_p * total)
+
+
+def _above(shares: Tensor, min_p: Tensor) -> Tensor:
+    return shares * (shares >= min_p * shares.amax(dim=-1, keepdim=True))
+
+
+def _inverted(shares: Tensor, draws: Tensor) -> Tensor:
+    """Where the draws fall in the rows' cumulative shares, which need not sum to 1. Never where a share is 0."""
+    sums = shares.double().cumsum(dim=-1)
+    places = torch.searchsorted(sums, draws * sums[:, -1:], right=True).squeeze(1)
+    last = (shares > 0).long().cumsum(dim=-1).argmax(dim=-1)  # a draw may round up to the sum itself
+    return torch.minimum(places, last)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+def _alternatives(raw: Tensor, normaliser: Tensor, samplers: Sequence[Sampler]) -> list[tuple[tuple[int, float], ...]]:
+    wanted = [sampler.sampling.logprobs or 0 for sampler in samplers]
+    if not any(wanted):
+        return [()] * len(wanted)
+    likeliest = (raw - normaliser[:, None]).topk(min(max(wanted), raw.shape[-1]), dim=-1)
+    rows = zip(likeliest.indices.tolist(), likeliest.values.tolist(), wanted, strict=True)
+    return [tuple(zip(tokens[:count], logprobs[:count], strict=True)) for tokens, logprobs, count in rows]

@@ -1,0 +1,183 @@
+"""One text's state between iterations: what it has read and written, and what it wants next.
+
+``WrittenText`` samples token by token; ``RoutedText`` reads its prompt, then each choice behind it, and weighs them.
+Both give the engine chunks, and take what the model made of them. Whatever becomes of keys and values, a text's tokens
+stay: one that lost them reads again from its beginning, what it wrote included, and goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.expert import Prediction
+from experts.llm.serving.generation import Ending, Refused
+from experts.llm.serving.sampling import Sampler
+from experts.llm.token_batch import Chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from experts.llm.serving.generation import Sampled, TextRequest
+
+
+class Text:
+    """What both kinds have in common. ``came`` and ``ran``: in counts of the engine."""
+
+    def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
+        self.request = request
+        self.expert = expert
+        self.text = text
+        self.came = came
+        self.ran = 0
+        self.tokens = list(text.generation.prompt)
+        self.held = 0  # tokens whose keys and values are there
+        self.checked = 0  # of those, how many were behind numbers that are some
+        self.has_room = False  # the arena has promised it what it may come to hold
+        self.is_swapped = False  # what it held lies in the host's memory
+        self.result: Prediction | Refused | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.text.generation.most_tokens
+
+    @property
+    def written(self) -> int:
+        return len(self.tokens) - len(self.text.generation.prompt)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all that it holds is known to be numbers."""
+        return self.checked == self.held
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what it wants next must run in one piece."""
+        return False
+
+    @property
+    def unread(self) -> int:
+        """How many tokens it wants to run next."""
+        return len(self.tokens) - self.held
+
+    def chunk(self, count: int) -> Chunk:
+        """The next tokens."""
+        return Chunk(self.request, self.held, self.tokens[self.held : self.held + count])
+
+    def wanted(self, count: int) -> int:
+        """Of how many of a chunk's last tokens it wants to know what may follow."""
+        return 1 if count == self.unread else 0
+
+    def ran_for(self, count: int) -> None:
+        self.held += count
+
+    def lost(self, held: int = 0) -> None:
+        """So many of its tokens' keys and values are there, from here on."""
+        self.held = self.checked = held
+
+    def end(self, ending: Ending) -> None:
+        self.result = Prediction(ending.value, 1.0)
+
+    def refuse(self, reason: str) -> None:
+        self.result = Refused(reason)
+
+
+class WrittenText(Text):
+    """A text that goes on by what is sampled."""
+
+    def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
+        super().__init__(request, expert, text, came)
+        self.sampler = Sampler(text.generation.sampling, text.generation.prompt)
+
+    def follows(self, sampled: Sampled) -> None:
+        """Take the next token. A stop token ends the text and is not written."""
+        self.checked = self.held
+        generation = self.text.generation
+        if sampled.token in generation.stop_tokens:
+            self.end(Ending.STOP)
+            return
+        self.tokens.append(sampled.token)
+        self.sampler.wrote(sampled.token)
+        try:
+            is_over = self.text.writer.write(sampled)
+        except Exception as error:  # noqa: BLE001 - the boundary to whoever reads: theirs ends, no other
+            self.refuse(f"whoever reads it failed: {type(error).__name__}: {error}")
+            return
+        if is_over:
+            self.end(Ending.STOP)
+        elif self.written >= generation.most_new_tokens:
+            self.end(Ending.LENGTH)
+
+
+class RoutedText(Text):
+    """A router's: after the prompt, each choice of several tokens is read in its place, one after the other."""
+
+    def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
+        super().__init__(request, expert, text, came)
+        assert text.generation.choices is not None, "a router has choices"
+        self._choices: Mapping[str, tuple[int, ...]] = text.generation.choices
+        self._logprobs: dict[str, float] = {}  # of those tokens of each choice that were weighed
+        self._pending = [label for label, tokens in self._choices.items() if len(tokens) > 1]
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self._logprobs) and self.held == len(self.tokens)
+
+    @property
+    def unread(self) -> int:
+        if self.held < len(self.tokens) or not self._pending:
+            return len(self.tokens) - self.held
+        return len(self._next_choice)
+
+    @property
+    def left_to_read(self) -> int:
+        """Of the prompt, and of all choices that were not yet weighed."""
+        return len(self.tokens) - self.held + sum(len(self._choices[label]) - 1 for label in self._pending)
+
+    def chunk(self, count: int) -> Chunk:
+        if self.held < len(self.tokens):
+            return super().chunk(count)
+        return Chunk(self.request, self.held, self._next_choice)
+
+    def wanted(self, count: int) -> int:
+        if self.held < len(self.tokens):
+            return 1 if count == self.unread and not self._logprobs else 0
+        return count
+
+    def ran_for(self, count: int) -> None:
+        if self.held < len(self.tokens):
+            self.held += count  # a choice's are forgotten: the next one begins in their place
+
+    def weighs(self, logits: Tensor) -> None:
+        """Take what may follow the prompt, or each token of a choice but its last; not finite: nothing is taken."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        self.checked = self.held
+        if not self._logprobs:
+            first = [tokens[0] for tokens in self._choices.values()]
+            self._logprobs = dict(zip(self._choices, logprobs[0, first].tolist(), strict=True))
+        else:
+            label = self._pending.pop(0)
+            later = torch.tensor(self._choices[label][1:], device=logits.device)
+            self._logprobs[label] += float(logprobs.gather(1, later[:, None]).sum())
+        if not self._pending:
+            self._choose()
+
+    @property
+    def _next_choice(self) -> tuple[int, ...]:
+        return self._choices[self._pending[0]][:-1]
+
+    def _choose(self) -> None:
+        label = max(self._logprobs, key=lambda one: self._logprobs[one])
+        best = self._logprobs[label]
+        among = sum(math.exp(logprob - best) for logprob in self._logprobs.values())
+        self.result = Prediction(label, 1 / among)
+
+
+def text_of(request: int, expert: str, text: TextRequest, came: int) -> Text:
+    """A text that has not begun."""
+    kind = WrittenText if text.generation.choices is None else RoutedText
+    return kind(request, expert, text, came)

@@ -1,0 +1,414 @@
+"""The contract of keys and values, over both arenas: budget, contents, prefixes, swapping, and nothing left behind."""
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.errors import MemoryExceeded
+from experts.llm.attention import Attention, reference_attention
+from experts.llm.key_values import KeyValues
+from experts.llm.serving.blocks import BlockArena
+from experts.llm.serving.extents import ExtentArena, common_length
+from experts.llm.serving.kv import KvLayout, Prefix
+from experts.llm.token_batch import Chunk, TokenBatch
+
+BUDGET_BYTES = 2**20
+SMALL = KvLayout(layers=2, kv_heads=2, head_size=16, positions=512, dtype=torch.float32)
+OTHER = KvLayout(layers=1, kv_heads=1, head_size=80, positions=300, dtype=torch.bfloat16)
+LAYOUTS = (SMALL, OTHER)
+HEADS = 4
+
+
+def extents(budget_bytes=BUDGET_BYTES, **options):
+    return ExtentArena(budget_bytes, **options)
+
+
+def blocks(budget_bytes=BUDGET_BYTES, **options):
+    return BlockArena(budget_bytes, "cpu", block_bytes=16 * 1024, **options)
+
+
+ARENAS = (extents, blocks)
+
+
+@pytest.fixture(params=ARENAS)
+def arena(request):
+    return request.param()
+
+
+class Texts:
+    """Requests that read random tokens: the arena under test, and beside it all keys and values as they were given."""
+
+    def __init__(self, arena, seed=0):
+        self.arena = arena
+        self.layouts = {}
+        self.most = {}
+        self.given = {}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def begin(self, request, layout, tokens, prefix=None, like=None):
+        held = self.arena.begin(request, layout, tokens, prefix)
+        self.layouts[request] = layout
+        shape = (layout.kv_heads, 0, layout.head_size)
+        self.given[request] = [[torch.zeros(shape, dtype=layout.dtype)] * 2 for _ in range(layout.layers)]
+        if held:
+            self.given[request] = [[one[:, :held] for one in layer] for layer in like]
+        return held
+
+    def length(self, request):
+        return self.given[request][0][0].shape[1]
+
+    def read(self, counts):
+        """So many tokens more of these requests of one layout: attention is that of all that was ever given."""
+        layout = self.layouts[next(iter(counts))]
+        chunks = [Chunk(one, self.length(one), [0] * count) for one, count in counts.items()]
+        batch = TokenBatch.of(sorted(chunks, key=lambda chunk: len(chunk.tokens) == 1))
+        attention = Attention(batch, self.arena.key_values(layout).reserve(batch))
+        for layer in range(layout.layers):
+            queries, keys, values = (
+                torch.randn(
+                    (len(batch.token_ids), heads, layout.head_size), generator=self.generator, dtype=torch.float32
+                ).to(layout.dtype)
+                for heads in (HEADS, layout.kv_heads, layout.kv_heads)
+            )
+            for row, start in zip(batch.rows, batch.starts, strict=True):
+                own, tokens = self.given[row.sequence][layer], slice(start, start + row.count)
+                for which, added in enumerate((keys, values)):
+                    own[which] = torch.cat((own[which], added[tokens].transpose(0, 1)), dim=1)
+            attended = attention.run(layer, queries, keys, values)
+            self.compare(layer, batch, queries, attended, layout)
+
+    def compare(self, layer, batch, queries, attended, layout):
+        whole = [
+            torch.cat([self.given[row.sequence][layer][which].transpose(0, 1) for row in batch.rows])
+            for which in (0, 1)
+        ]
+        tolerance = 1e-5 if layout.dtype is torch.float32 else 3e-2
+        expected = reference_attention(queries, *whole, batch.rows)
+        torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
+
+    def end(self, request, prefix=None, **options):
+        self.arena.release(request, prefix, **options)
+        self.layouts.pop(request, None)
+        return self.given.pop(request, None)
+
+
+def taken_bytes(arena):
+    told = arena.statistics()
+    return told.promised_bytes + told.cached_bytes + told.idle_bytes
+
+
+def prefix_of(tokens, weights="w"):
+    return Prefix(weights, tuple(range(tokens)))
+
+
+def test_both_are_what_a_model_reads_and_writes(arena):
+    key_values: KeyValues = arena.key_values(SMALL)
+    arena.begin(1, SMALL, 4)
+    key_values.reserve(TokenBatch.of([Chunk(1, 0, [1, 2])]))
+    key_values.release(1)
+    assert arena.statistics().requests == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.integers(0, 9), st.sampled_from(LAYOUTS), st.integers(1, 300)),
+        st.tuples(st.just("read"), st.sets(st.integers(0, 9), min_size=1), st.sampled_from([1, 1, 1, 3, 40])),
+        st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from(["keep", "drop", "wipe"])),
+        st.tuples(st.just("swap"), st.integers(0, 9)),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arena_of", ARENAS)
+@settings(deadline=None, max_examples=60)
+@given(STEPS, st.integers(0, 100))
+def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(arena_of, steps, seed):
+    arena = arena_of(150_000)
+    texts, promised, ended = Texts(arena, seed), {}, 0
+    for step in steps:
+        match step:
+            case "begin", request, layout, tokens if request not in promised:
+                counted = arena.tokens_for(layout, tokens) * layout.token_bytes
+                fits = sum(promised.values()) + counted <= arena.budget_bytes
+                try:
+                    assert texts.begin(request, layout, tokens, Prefix("w", tuple(range(9, 90)))) == 0
+                except MemoryExceeded:
+                    assert not fits
+                else:
+                    promised[request] = counted
+                    texts.most[request] = tokens
+            case "read", requests, count:
+                for layout in LAYOUTS:
+                    counts = {
+                        one: min(count, texts.most[one] - texts.length(one))
+                        for one in requests
+                        if texts.layouts.get(one) == layout
+                    }
+                    counts = {one: count for one, count in counts.items() if count > 0}
+                    if counts:
+                        texts.read(counts)
+            case "end", request, how:
+                ended += 1  # no two texts have a prefix in common
+                tokens = (-ended, *range(texts.length(request) - 1)) if request in promised else ()
+                texts.end(request, Prefix("w", tokens) if how == "keep" else None, is_sound=how != "wipe")
+                promised.pop(request, None)
+            case "swap", request if request in promised:
+                arena.swap_out(request)
+                assert arena.swap_in(request) == texts.length(request)
+        assert taken_bytes(arena) <= arena.budget_bytes <= 150_000
+        assert arena.statistics().promised_bytes <= sum(promised.values())
+        assert arena.statistics().requests == len(promised)
+
+
+def test_ten_thousand_cancels_leave_nothing_behind(arena):
+    chance = random.Random(3)
+    begun = set()
+    for request in range(10_000):
+        layout = chance.choice(LAYOUTS)
+        while True:
+            try:
+                arena.begin(request, layout, chance.randint(1, 200), prefix_of(chance.randint(0, 60)))
+                break
+            except MemoryExceeded:
+                arena.release(begun.pop())
+        begun.add(request)
+        if chance.random() < 0.3:
+            with suppress(ValueError):  # more than it was promised, or behind what it shares
+                arena.key_values(layout).reserve(TokenBatch.of([Chunk(request, 0, [0] * chance.randint(1, 60))]))
+        for one in chance.sample(sorted(begun), min(len(begun), chance.choice([0, 1, 2]))):
+            arena.release(one, prefix_of(40) if chance.random() < 0.5 else None, is_sound=chance.random() < 0.9)
+            begun.discard(one)
+    for one in begun:
+        arena.release(one)
+    arena.forget_prefixes()
+    told = arena.statistics()
+    assert (told.promised_bytes, told.cached_bytes, told.swapped_bytes, told.requests) == (0, 0, 0, 0)
+    whole = arena.budget_bytes // SMALL.token_bytes
+    assert arena.begin(0, replace(SMALL, positions=10**6), whole - whole % 64) == 0
+
+
+class TestPrefixes:
+    def test_what_was_read_is_not_read_again(self, arena):
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 200)
+        texts.read({1: 100})
+        read = texts.end(1, prefix_of(100))
+        held = texts.begin(2, SMALL, 200, prefix_of(150), like=read)
+        assert 64 <= held <= 100
+        texts.read({2: 20})
+        texts.read({2: 1})
+        assert arena.statistics().prefix_hits == 1
+        assert arena.statistics().prefix_tokens == held
+
+    def test_two_requests_go_on_from_it_apart(self, arena):
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 200)
+        texts.read({1: 128})
+        read = texts.end(1, prefix_of(128))
+        for request in (2, 3):
+            assert texts.begin(request, SMALL, 300, prefix_of(128), like=read) == 128
+        texts.read({2: 1, 3: 30})
+        texts.read({2: 1, 3: 1})
+        texts.end(2, prefix_of(128))
+        texts.read({3: 1})
+
+    def test_other_weights_and_other_layouts_share_nothing(self, arena):
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 200)
+        texts.read({1: 128})
+        texts.end(1, prefix_of(128))
+        assert texts.begin(2, SMALL, 200, prefix_of(128, "others")) == 0
+        assert texts.begin(3, replace(SMALL, layers=3), 200, prefix_of(128)) == 0
+
+    def test_other_tokens_share_nothing(self, arena):
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 200)
+        texts.read({1: 128})
+        texts.end(1, prefix_of(128))
+        assert texts.begin(2, SMALL, 200, Prefix("w", (7, *range(1, 128)))) == 0
+
+    def test_it_goes_when_a_request_needs_its_room(self, arena):
+        texts = Texts(arena)
+        wide = replace(SMALL, positions=10**6)
+        texts.begin(1, wide, 512)
+        texts.read({1: 512})
+        texts.end(1, prefix_of(512))
+        assert arena.statistics().cached_bytes > 0
+        whole = arena.budget_bytes // wide.token_bytes
+        assert texts.begin(2, wide, whole) == 0
+        assert arena.statistics().cached_bytes == 0
+        with pytest.raises(MemoryExceeded):
+            texts.begin(3, wide, 1)
+
+    def test_one_is_used_though_there_is_no_room_for_it_and_the_request(self, arena):
+        texts = Texts(arena)
+        wide = replace(SMALL, positions=10**6)
+        whole = arena.budget_bytes // wide.token_bytes
+        texts.begin(1, wide, whole)
+        texts.read({1: 256})
+        read = texts.end(1, prefix_of(256))
+        held = texts.begin(2, wide, whole, prefix_of(300), like=read)
+        assert held == 256
+        texts.read({2: 3})
+
+    def test_the_one_not_used_for_longest_goes_first(self, arena):
+        texts = Texts(arena)
+        wide = replace(SMALL, positions=10**6)
+        read = {}
+        for weights in ("old", "used", "young"):
+            texts.begin(1, wide, 128)
+            texts.read({1: 128})
+            read[weights] = texts.end(1, prefix_of(128, weights))
+        texts.begin(2, wide, 200, prefix_of(128, "used"), like=read["used"])
+        texts.end(2)
+        texts.begin(3, wide, arena.budget_bytes // wide.token_bytes - 256)
+        texts.end(3)
+        held = {}
+        for weights in read:
+            held[weights] = texts.begin(4, wide, 200, prefix_of(128, weights), like=read[weights])
+            texts.end(4)
+        assert held == {"old": 0, "used": 128, "young": 128}
+
+    def test_none_is_kept_where_none_is_wanted(self):
+        for arena_of in ARENAS:
+            arena = arena_of(keeps_prefixes=False)
+            texts = Texts(arena)
+            texts.begin(1, SMALL, 200)
+            texts.read({1: 128})
+            texts.end(1, prefix_of(128))
+            assert arena.statistics().cached_bytes == 0
+
+    def test_those_of_weights_that_go_are_forgotten(self, arena):
+        texts = Texts(arena)
+        for weights in ("going", "staying"):
+            texts.begin(1, SMALL, 200)
+            texts.read({1: 128})
+            read = texts.end(1, prefix_of(128, weights))
+        arena.forget_prefixes("going")
+        assert texts.begin(2, SMALL, 200, prefix_of(128, "going")) == 0
+        assert texts.begin(3, SMALL, 200, prefix_of(128, "staying"), like=read) == 128
+
+    def test_nothing_unsound_is_kept(self, arena):
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 200)
+        texts.read({1: 128})
+        texts.end(1, prefix_of(128), is_sound=False)
+        assert texts.begin(2, SMALL, 200, prefix_of(128)) == 0
+
+
+def test_numbers_that_are_none_do_not_outlive_their_request(arena):
+    texts = Texts(arena)
+    texts.begin(1, SMALL, 200)
+    batch = TokenBatch.of([Chunk(1, 0, [0] * 150)])
+    key_values = arena.key_values(SMALL).reserve(batch)
+    none = torch.full((150, SMALL.kv_heads, SMALL.head_size), float("nan"))
+    for layer in range(SMALL.layers):
+        key_values.append(layer, none, none)
+    arena.release(1, is_sound=False)
+    texts.begin(2, SMALL, 200)
+    texts.begin(3, SMALL, 200)
+    texts.read({2: 2, 3: 100})
+    texts.read({2: 1, 3: 1})
+
+
+def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena):
+    texts = Texts(arena)
+    for request in (1, 2, 3):
+        texts.begin(request, SMALL, 64)
+        texts.read({request: 20 * request})
+    batch = TokenBatch.of([Chunk(2, 40, [0])])
+    none = torch.full((1, SMALL.kv_heads, SMALL.head_size), float("nan"))
+    broken = arena.key_values(SMALL).reserve(batch)
+    for layer in range(SMALL.layers):
+        broken.append(layer, none, none)
+    texts.read({1: 1, 3: 1})
+
+
+class TestSwapping:
+    def test_what_is_swapped_out_takes_no_room_and_comes_back_whole(self, arena):
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 300)
+        texts.read({1: 90})
+        arena.swap_out(1)
+        assert arena.statistics().promised_bytes == 0
+        assert arena.statistics().swapped_bytes == 90 * SMALL.token_bytes
+        texts.begin(2, SMALL, 300)
+        texts.read({2: 100})
+        assert arena.swap_in(1) == 90
+        assert arena.statistics().swapped_bytes == 0
+        texts.read({1: 1, 2: 1})
+
+    def test_it_waits_where_there_is_no_room(self, arena):
+        texts = Texts(arena)
+        wide = replace(SMALL, positions=10**6)
+        texts.begin(1, wide, 300)
+        texts.read({1: 90})
+        arena.swap_out(1)
+        texts.begin(2, wide, arena.budget_bytes // wide.token_bytes)
+        with pytest.raises(MemoryExceeded):
+            arena.swap_in(1)
+        texts.end(2)
+        assert arena.swap_in(1) == 90
+        texts.read({1: 1})
+
+    def test_it_can_be_released_while_it_is_out(self, arena):
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 300)
+        arena.swap_out(1)
+        arena.release(1)
+        assert arena.statistics().requests == 0
+        with pytest.raises(KeyError):
+            arena.swap_in(1)
+
+
+class TestWhatIsRefused:
+    def test_more_than_the_budget(self, arena):
+        wide = replace(SMALL, positions=10**6)
+        with pytest.raises(MemoryExceeded, match=f"{arena.budget_bytes} free"):
+            arena.begin(1, wide, arena.budget_bytes // wide.token_bytes + 1)
+        assert arena.statistics().requests == 0
+
+    def test_to_begin_twice(self, arena):
+        arena.begin(1, SMALL, 10)
+        with pytest.raises(ValueError, match="request 1 has begun"):
+            arena.begin(1, SMALL, 10)
+
+    def test_more_than_the_context(self, arena):
+        with pytest.raises(ValueError, match="wants 513 tokens, its context is 512"):
+            arena.begin(1, SMALL, 513)
+
+    @pytest.mark.parametrize(
+        ("chunk", "told"),
+        [(Chunk(1, 3, [0]), "holds 0 tokens, a row begins at 3"), (Chunk(1, 0, [0] * 400), "was promised"),
+         (Chunk(7, 0, [0]), "request 7 has not begun")],
+    )  # fmt: skip
+    def test_rows_beyond_what_was_promised(self, arena, chunk, told):
+        arena.begin(1, SMALL, 100)
+        with pytest.raises(ValueError, match=told):
+            arena.key_values(SMALL).reserve(TokenBatch.of([chunk]))
+
+    def test_to_release_what_is_not_there_is_nothing(self, arena):
+        arena.release(5)
+        assert arena.statistics().requests == 0
+
+
+def test_more_requests_than_a_slab_has_extents():
+    arena = extents(64 * 2**20)
+    texts = Texts(arena)
+    for request in range(150):
+        texts.begin(request, SMALL, 5)
+    texts.read(dict.fromkeys(range(150), 2))
+    texts.read(dict.fromkeys(range(0, 150, 7), 1))
+    texts.read({3: 1, 149: 1, 20: 2, 130: 2})
+
+
+@given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
+def test_a_common_beginning_is_measured(one, other):
+    expected = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    assert common_length(tuple(one), tuple(other)) == expected
