@@ -339,6 +339,7 @@ class Engine:
         if self._fall_back(load.expert, load.pool, load.copy, event.reason, effects):
             if load.expert in self._homes:
                 self._place_pinned(load.expert)
+            self._discard_if_gone(load.expert, effects)
             return True
         probation = self._standings.load_failed(load.expert, load.copy, event.reason, setback.attempts, setback.retry_s)
         if probation is not None:
@@ -514,6 +515,7 @@ class Engine:
             self._leave_queue(request, self._tickets[request], effects)
             self._tickets[request].attempts = 0
             self._enqueue(request, self._tickets[request], expert, effects, home=executor)
+            self._discard_if_gone(expert, effects)
         self._pressure.lower_leases(pool, to_bytes, reason, self._now, effects)
 
     def _most_leased(self, pool: ModelPool) -> int:

@@ -87,10 +87,11 @@ def text_performance(draw) -> Performance:
 
 
 @st.composite
-def setups(draw, policies=tuple(PRESETS)):
-    classifiers = [f"cls/{n}" for n in range(draw(st.integers(1, 6)))]
-    detectors = [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
-    texts = [f"llm/{n}" for n in range(draw(st.sampled_from(TEXTS)))]
+def setups(draw, policies=tuple(PRESETS), texts_only=False):
+    """``texts_only``: of a family, with an expert of images beside them."""
+    classifiers = [f"cls/{n}" for n in range(1 if texts_only else draw(st.integers(1, 6)))]
+    detectors = [] if texts_only else [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
+    texts = [f"llm/{n}" for n in range(draw(st.integers(2, 3) if texts_only else st.sampled_from(TEXTS)))]
     experts = classifiers + detectors + texts
     routes = {f"t{number}": (RouteStep(text, OK),) for number, text in enumerate(texts)}
     for number, classifier in enumerate(classifiers):
@@ -105,7 +106,10 @@ def setups(draw, policies=tuple(PRESETS)):
         name: Footprint(draw(st.integers(1, 10)), (shared,) if draw(st.booleans()) else ()) for name in experts
     }
     performances = {name: text_performance(draw) if name in texts else image_performance(draw) for name in experts}
-    families = dict(zip(texts, draw(st.sampled_from(FAMILIES)), strict=False))
+    if texts_only:
+        most = draw(st.integers(3, 6))
+        performances |= {name: replace(performances[name], max_batch=most, workspace_bytes=0) for name in texts}
+    families = dict(zip(texts, draw(st.sampled_from(FAMILIES[texts_only:])), strict=False))
     same_precision = draw(st.booleans())
     processors = draw(st.sampled_from(BOXES))
     profiles = {}
@@ -120,7 +124,9 @@ def setups(draw, policies=tuple(PRESETS)):
         }
     executors = tuple(
         ExecutorSpec(number, processor, processors[processor])
-        for number, processor in enumerate(draw(st.lists(st.sampled_from(sorted(processors)), min_size=1, max_size=4)))
+        for number, processor in enumerate(
+            draw(st.lists(st.sampled_from(sorted(processors)), min_size=1, max_size=1 if texts_only else 4))
+        )
     )
     largest = 3 + max(footprint.own_bytes for footprint in footprints.values())  # of any line: see successor
     pinned = frozenset(draw(st.lists(st.sampled_from(experts), max_size=1)))
@@ -131,7 +137,7 @@ def setups(draw, policies=tuple(PRESETS)):
             workspace_bytes=3 * len(executors) + draw(st.integers(0, 8)),
             cache="host" if name == "device" else None,
             is_one_piece=name == "device" and draw(st.booleans()),
-            lease_bytes=draw(st.integers(6, 30)) if texts else 0,
+            lease_bytes=draw(st.integers(6, 90 if texts_only else 30)) if texts else 0,
         )
         for name in dict.fromkeys(processors.values())
     )
@@ -766,6 +772,13 @@ def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(s
 @given(setups(policies=("coserve",)), choosing())
 def test_nobody_is_overtaken_beyond_the_bound(setup, draw):
     play(setup, draw, may_fail=False, requests=60)
+
+
+@settings(SETTINGS, max_examples=60)
+@given(setups(policies=("coserve", "coserve", "paper"), texts_only=True), choosing(), st.booleans())
+def test_of_a_family_everybody_ends_and_nobody_is_overtaken_beyond_the_bound(setup, draw, may_fail):
+    shell = play(setup, draw, may_fail=may_fail, requests=50)
+    assert shell.ended.keys() == shell.arrived
 
 
 @settings(SETTINGS, max_examples=50)
