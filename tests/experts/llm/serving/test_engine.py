@@ -268,11 +268,12 @@ class TestWhatIsWrong:
         )
 
 
-class TestRouters:
-    CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
+CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
 
+
+class TestRouters:
     def test_the_likeliest_label_and_its_share(self, desk):
-        desk.ask(1, [9, 10], 0, choices=self.CHOICES).ask(2, [9, 11], 0, choices=self.CHOICES).finish()
+        desk.ask(1, [9, 10], 0, choices=CHOICES).ask(2, [9, 11], 0, choices=CHOICES).finish()
         assert desk.finished[1].label == "left"
         assert desk.finished[2].label == "right"
         # by the counting model: exp(8) for what follows, 1 for all others
@@ -306,7 +307,7 @@ class TestRouters:
 
     def test_numbers_that_are_none(self):
         desk = Desk(CountingModel(broken_after=10))
-        desk.ask(1, [10], 0, choices=self.CHOICES).finish()
+        desk.ask(1, [10], 0, choices=CHOICES).finish()
         assert "numbers that are none" in desk.finished[1].reason
 
     def test_what_is_left_to_read(self, desk):
