@@ -369,7 +369,7 @@ def check_config(
         else:
             sys.stderr.write("".join(f"{text}\n" for text in silent))
         raise typer.Exit(FAILED)
-    experts, routes = len(config.catalog.experts), len(config.catalog.graph.routes)
+    experts, routes = len(config.catalog.experts), len(config.catalog.components) + len(config.catalog.texts)
     if as_json:
         print(json.dumps({"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}))
     else:

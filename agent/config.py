@@ -28,6 +28,7 @@ from agent.line_file.machine import (
     SchedulingSection,
 )
 from agent.line_file.records import OutboxSection, RecordsSection
+from agent.line_file.texts import TextsSection, text_problems, text_routes_of
 from agent.line_file.values import AUTO, Name, shown_url
 from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems
 from experts.document import Document, key_text, read_document, suggestion
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from agent.line_file.values import SecretSection
 
 ENVIRONMENT_PREFIX = "COSERVE__"
-AUTOMATIC = frozenset({"memory.host", "memory.device", "memory.workspace", "precision", "executors"})  # None: auto
+AUTOMATIC = frozenset(
+    {"memory.host", "memory.device", "memory.workspace", "precision", "executors", "texts.kv"}
+)  # None: auto
 CREDENTIALS = "CREDENTIALS_DIRECTORY"  # where systemd puts what LoadCredential= names
 
 
@@ -70,6 +73,7 @@ class LineSections(CatalogSections):
         description="coserve, paper, samba, samba-fifo, samba-parallel, none, em or em-ra; default coserve",
     )
     scheduling: SchedulingSection = Field(SchedulingSection(), description="bounds of the scheduler")
+    texts: TextsSection = Field(TextsSection(), description="texts for language models: their memory, time and routes")
     intake: IntakeSection = Field(IntakeSection(), description="where images come from")
     api: ApiSection = Field(ApiSection(), description="addresses of the APIs; default none")
     records: RecordsSection = Field(RecordsSection(), description="what is kept, and for how long")
@@ -90,6 +94,7 @@ class LineConfig:
     executors: Mapping[str, int] | None
     policy: PolicyName
     scheduling: SchedulingSection
+    texts: TextsSection
     intake: IntakeSection
     api: ApiSection
     records: RecordsSection
@@ -148,6 +153,7 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
     sections = document.validate(LineSections)
     problems = [
         *catalog_problems(sections, document),
+        *text_problems(sections.texts, sections, document),
         *_board_problems(sections, document),
         *_folder_problems(sections, document),
         *_camera_problems(sections, document),
@@ -165,7 +171,7 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
     return LineConfig(
         line=sections.line,
         state=sections.state,
-        catalog=build_catalog(sections, document),
+        catalog=build_catalog(sections, document, text_routes_of(sections.texts, sections)),
         boards=MappingProxyType(sections.boards),
         memory=sections.memory,
         precision=sections.precision,
@@ -173,6 +179,7 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
         executors=None if sections.executors is None else MappingProxyType(sections.executors),
         policy=sections.policy,
         scheduling=sections.scheduling,
+        texts=sections.texts,
         intake=sections.intake,
         api=sections.api,
         records=sections.records,
@@ -311,22 +318,46 @@ def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | No
     """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5).
 
     A component's share is its quantity among all components of all board types, one board of each; without boards all
-    routes share alike. ``pass_rates`` as for ``ExpertGraph.usage``. An expert that no board uses has 0.
+    routes share alike. A route of texts counts as one component more, and of a language model that no route names
+    nothing is known. ``pass_rates`` as for ``ExpertGraph.usage``. An expert that nobody uses has 0.
     """
-    used = config.catalog.graph.usage(component_shares(config), pass_rates or {})
-    return dict.fromkeys(config.catalog.experts, 0.0) | used
+    quantities = _quantities(config) | dict.fromkeys(config.catalog.texts, 1)
+    total = sum(quantities.values())
+    used = dict.fromkeys(config.catalog.experts, 0.0)
+    for name, quantity in quantities.items():
+        for expert, share in _used_by(name, config, pass_rates or {}).items():
+            used[expert] += share * quantity / total
+    return used
 
 
 def component_shares(config: LineConfig) -> dict[str, float]:
-    """How likely a request is of each component: by quantity over one board of each type; without boards all alike."""
+    """How likely an image is of each component: by quantity over one board of each type; without boards all alike."""
+    quantities = _quantities(config)
+    total = sum(quantities.values())
+    return {component: quantity / total for component, quantity in quantities.items()}
+
+
+def _quantities(config: LineConfig) -> dict[str, int]:
     quantities: dict[str, int] = {}
     for board in config.boards.values():
         for component, quantity in board.components.items():
             quantities[component] = quantities.get(component, 0) + quantity
-    if not quantities:
-        quantities = dict.fromkeys(config.catalog.graph.routes, 1)
-    total = sum(quantities.values())
-    return {component: quantity / total for component, quantity in quantities.items()}
+    return quantities or dict.fromkeys(config.catalog.components, 1)
+
+
+def _used_by(route: str, config: LineConfig, pass_rates: Mapping[str, float]) -> dict[str, float]:
+    """Of one request of a route, how likely it uses each expert; a text's rules and what is left are taken alike."""
+    texts = config.catalog.texts.get(route)
+    if texts is None:
+        return config.catalog.graph.usage({route: 1.0}, pass_rates)
+    ways = len(texts.rules) + 1
+    used = config.catalog.graph.usage({route: 1 / ways}, pass_rates) if texts.steps else {}
+    ends = [rule.expert for rule in texts.rules]
+    if not texts.steps and texts.otherwise is not None:
+        ends.append(texts.otherwise)
+    for expert in ends:
+        used[expert] = used.get(expert, 0.0) + 1 / ways
+    return used
 
 
 def _board_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:

@@ -7,7 +7,7 @@ that are missing or broken quarantine their expert at run time and leave the oth
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,10 @@ from experts.sizes import SIZE, size_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from experts.text_routes import TextRoute
+
 WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
+NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 DETECTOR_STRIDE_PX = 32
 
@@ -218,11 +221,20 @@ class CatalogSections(Section):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The experts and routes of one line. ``sha256`` is that of the whole file's bytes."""
+    """The experts and routes of one line. ``sha256`` is that of the whole file's bytes.
+
+    ``graph`` has the routes of images, and those of texts that ask a router.
+    """
 
     experts: Mapping[str, Expert]
     graph: ExpertGraph
     sha256: str
+    texts: Mapping[str, TextRoute] = field(default_factory=dict)
+
+    @property
+    def components(self) -> Mapping[str, tuple[RouteStep, ...]]:
+        """The routes of images, by component type."""
+        return {name: steps for name, steps in self.graph.routes.items() if name not in self.texts}
 
 
 def read_catalog(file: Path) -> Catalog:
@@ -234,18 +246,24 @@ def read_catalog(file: Path) -> Catalog:
     return build_catalog(sections, document)
 
 
-def build_catalog(sections: CatalogSections, document: Document) -> Catalog:
-    """The catalog of sections in which ``catalog_problems`` finds nothing."""
+def build_catalog(sections: CatalogSections, document: Document, texts: Mapping[str, TextRoute] = NO_TEXTS) -> Catalog:
+    """The catalog of sections in which ``catalog_problems`` finds nothing. ``texts``: routes of texts, by name."""
     experts = {name: _expert(name, section) for name, section in sections.experts.items()}
     routes = {
         component: tuple(RouteStep(step.expert, frozenset(step.passing), step.min_score) for step in steps)
         for component, steps in sections.routes.items()
     }
-    return Catalog(MappingProxyType(experts), ExpertGraph(experts, routes), document.sha256)
+    routes |= {name: route.steps for name, route in texts.items() if route.steps}
+    return Catalog(
+        MappingProxyType(experts), ExpertGraph(experts, routes), document.sha256, MappingProxyType({**texts})
+    )
 
 
 def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
-    """What single keys cannot show: routes against experts, and the dependencies of all routes together."""
+    """What single keys cannot show: routes of images against experts, and the dependencies of all of them together.
+
+    A router of texts is asked first and by nobody else, so its routes depend in no circle.
+    """
     if not sections.routes and any(not is_llm(section) for section in sections.experts.values()):
         meaning = CatalogSections.model_fields["routes"].description
         yield document.error(f"is missing - {meaning}", "routes")

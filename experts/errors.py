@@ -14,6 +14,7 @@ CoServeError
 |  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks, or cannot be used
 |  |  +- TrainingUnsupported  a trainer's argument that an import needs is not known, or is one it cannot follow
 |  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
+|  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken: no words go in or out
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
@@ -178,6 +179,14 @@ class WeightsRefused(WeightsError):
     """A format that is never read at serve time, or a pickle that holds more than tensors."""
 
 
+class TokenizerUnusable(ExpertError):
+    """What turns words into a language model's tokens, and back, is missing or broken. ``file``: which one of it."""
+
+    def __init__(self, expert: str, file: str, message: str) -> None:
+        super().__init__(expert, f"{file}: {message}")
+        self.file = file
+
+
 class LoadError(ExpertError):
     """Reading or copying the weights failed this time."""
 
@@ -295,12 +304,18 @@ class Refusing(StrEnum):
 
 
 class OrderRefused(CoServeError):
-    """An order that was not taken, and left nothing behind. ``retry_s``: when to try again; None: never as it is."""
+    """An order that was not taken, and left nothing behind. ``retry_s``: when to try again; None: never as it is.
 
-    def __init__(self, reason: Refusing, message: str, retry_s: float | None = None) -> None:
+    ``field``: which one of the order is to blame, where one is.
+    """
+
+    def __init__(
+        self, reason: Refusing, message: str, retry_s: float | None = None, *, field: str | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_s = retry_s
+        self.field = field
 
 
 class AddressUnusable(CoServeError):

@@ -49,6 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "experts.llm.importing": ("experts.errors", "experts.importing", "experts.llm.checkpoint", "experts.llm.config"),
     "experts.llm": ("experts.errors",),
+    "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
     "experts.llm.tiers": ("experts.daemon_threads", "experts.errors", "experts.llm"),
     "agent.line_file": (),
@@ -63,7 +64,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.intake.files": ("agent.config", "agent.line_file"),
     "agent.intake": ("agent.config", "agent.line_file", "agent.intake.files"),
     "agent.records": ("agent.config", "agent.line_file"),
-    "agent.web": ("agent.line_file", "agent.unix_sockets"),
+    "agent.http": ("agent.line_file", "agent.unix_sockets"),
+    "agent.web": ("agent.http",),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
     "agent.api.proto": (),
@@ -72,6 +74,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.api": (
         "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.proto", "agent.api.calls",
         "agent.api.services",
+    ),
+    "agent.api.openai": (
+        "agent.config", "agent.line_file", "agent.http.exchange", "agent.api.calls",
     ),
     "agent.intake.cameras": ("agent.line_file",),
     "agent.intake.cameras.sources": (),
@@ -173,6 +178,9 @@ RULES = (
     *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES),
     Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),
     Rule("nouns need no runtime", NOUNS, RUNTIMES),
+    Rule("words are one room's business", ("",), ("tokenizers", "jinja2"), exempt=("experts.llm.text",)),
+    Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub"),
+         exempt=("profiler.bench",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),
 )  # fmt: skip

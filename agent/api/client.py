@@ -16,6 +16,7 @@ import grpc
 
 from agent.api.calls.messages import board_of, part_of, reload_of, status_of
 from agent.api.calls.refusals import PUSHBACK_MS, REASON
+from agent.api.calls.text_messages import text_request, told_of
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.line_file.api import UNIX
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
-    from agent.api.calls.desk import BoardView, Event, Part, ReloadView, StatusView
+    from agent.api.calls.desk import BoardView, Event, Part, ReloadView, StatusView, TextOrder
+    from agent.api.calls.texts import Told
 
 MESSAGE_BYTES = 64 * 2**20
 AT_ONCE = 16  # images that are sent before the first one is answered
@@ -55,6 +57,7 @@ class AgentClient:
         options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MESSAGE_BYTES))
         self._channel = self._opened(options)
         self._agent = inspection_pb2_grpc.InspectionStub(self._channel)
+        self._texts = inspection_pb2_grpc.TextsStub(self._channel)
         is_shown = self._access.token is not None and not address.startswith(UNIX)
         self._metadata = (("authorization", f"Bearer {self._access.token}"),) if is_shown else ()
 
@@ -106,6 +109,16 @@ class AgentClient:
                     yield board_of(event.board) if event.HasField("board") else part_of(event.result)
         finally:
             events.cancel()
+
+    def generate(self, order: TextOrder) -> Iterator[Told]:
+        """The pieces of a text as they are written, then its end. Raises OrderRefused; who stops asking cancels it."""
+        replies = self._texts.Generate(text_request(order), metadata=self._metadata)
+        try:
+            with self._explained():
+                for reply in replies:
+                    yield told_of(reply)
+        finally:
+            replies.cancel()
 
     def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
         """Have a camera take a frame; what the keys of its results begin with."""

@@ -22,9 +22,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from agent.api.calls.door import RECEIVED_AT_MOST, Door
 from agent.api.calls.orders import Orders
+from agent.api.calls.texts import Texts
 from agent.api.credentials import Certificates, TokenGuard
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
-from agent.api.services import health, inference, inspection
+from agent.api.services import health, inference, inspection, texts
 from agent.line_file.api import UNIX, is_loopback
 from agent.unix_sockets import UnixSocket
 from experts.errors import AddressUnusable
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICES = (inspection.SERVICE, inference.SERVICE)
+SERVICES = (inspection.SERVICE, texts.SERVICE, inference.SERVICE)
 LAST_WORDS_S = 1.0  # for answers that are on their way when all calls have ended
 KEEPALIVE_MS = 10_000  # until a silent caller is asked whether it is still there: its calls take others' places
 KEEPALIVE_ANSWER_MS = 20_000
@@ -60,6 +61,7 @@ class ApiServer:
         self.addresses: tuple[str, ...] = ()
         self._config = config
         self._orders = Orders(desk)
+        self._texts = Texts(desk)
         self._door = Door(config.limits)
         self._health = health.Health(SERVICES)
         self._certificates = None if config.tls is None else Certificates(config.tls)
@@ -74,7 +76,7 @@ class ApiServer:
     @property
     def orders_under_way(self) -> int:
         """Given to the desk for callers who wait for their end."""
-        return self._orders.under_way
+        return self._orders.under_way + self._texts.under_way
 
     def start(self) -> None:
         """Serve. Raises AddressUnusable, and then nothing is served."""
@@ -108,12 +110,14 @@ class ApiServer:
         self._thread.join()
         self._loop.close()
         self._orders.stop()
+        self._texts.stop()
         log.info("api_stopped all_answered=%s", is_idle)
         return is_idle
 
     async def _start(self) -> tuple[str, ...]:
         services = (
             inspection.InspectionService(self._orders, self._door),
+            texts.TextService(self._texts),
             inference.InferenceService(self._orders, self._door, self._config.limits),
         )
         for address in self._config.grpc:
@@ -179,8 +183,9 @@ class ApiServer:
         return is_idle
 
 
-def _add_services(served: _Served, inspecting: object, inferring: object, healthy: object) -> None:
+def _add_services(served: _Served, inspecting: object, writing: object, inferring: object, healthy: object) -> None:
     inspection_pb2_grpc.add_InspectionServicer_to_server(inspecting, served.server)
+    inspection_pb2_grpc.add_TextsServicer_to_server(writing, served.server)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inferring, served.server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, served.server)
     if is_loopback(served.address):

@@ -47,7 +47,10 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
             "size_bytes": packed_bytes(manifests[name]) if manifests[name] else None,
             "weights_bytes": stamp_of(expert).size_bytes if is_there(expert) else None,
             "usage": round(usage[name], 6),
-            "routes": [route for route in graph.routes if name in graph.experts_of(route)],
+            "routes": [
+                *(route for route in config.catalog.components if name in graph.experts_of(route)),
+                *(route for route, texts in config.catalog.texts.items() if name in texts.experts),
+            ],
             "pin": expert.pin,
         }
         for name, expert in config.catalog.experts.items()

@@ -37,8 +37,10 @@ def inspect_images(
     An agent may run on this line meanwhile. Raises ConfigError for a component without a route, and AgentCrashed; what
     is wrong with an image is its row's reason.
     """
-    if component not in config.catalog.graph.routes:
-        known = ", ".join(sorted(config.catalog.graph.routes))
+    if component not in config.catalog.components:
+        if component in config.catalog.texts or component in config.catalog.experts:
+            raise ConfigError(f"{component} is no component - ask language models with `coserve generate`")
+        known = ", ".join(sorted(config.catalog.components)) or "none, as no expert of it takes images"
         raise ConfigError(f"no route for component {component!r} - this line knows {known}")
     with _packed_weights(config, progress) as packed:
         outcomes = _outcomes(config, images, component, progress, packed)

@@ -1,7 +1,8 @@
 """Memory needs: what one memory must hold and can hold, experts against workspaces (CoServe, section 4.4).
 
 Guarantees: every share it hands out is one that an Engine accepts with these executors: the largest expert fits beside
-the pinned ones, and each executor has the workspace of one image; the two parts are the whole budget.
+the pinned ones, and each executor has the workspace of one image. Where language models run from a memory, the keys and
+values of their texts have a part of it that is neither experts' nor batches'; the parts are the whole budget.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, PerformanceMatrix
 
 WORKSPACE_FRACTION = 0.25  # of a memory, for batches, where nobody says (section 5.2)
+LEASE_FRACTION = 0.25  # of a memory that language models run from, for keys and values, where nobody says
+LEAST_LEASED_TOKENS = 256  # of the model with the largest: a question and an answer
 LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
     """One memory with so many executors. ``held_bytes[n - 1]``: what the n most used copies take together.
+
+    ``budget_bytes``: for experts and workspaces, beside the ``lease_bytes`` that texts have for keys and values.
 
     ``footprints``: of each expert, and whether it is pinned. ``largest``: the expert that needs most room,
     ``largest_bytes``, beside the pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at
@@ -42,6 +47,12 @@ class MemoryNeeds:
     largest_bytes: int
     one_image_bytes: int
     maximum_batch_bytes: int
+    lease_bytes: int = 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """The memory's budget with all of its parts."""
+        return self.budget_bytes + self.lease_bytes
 
     @property
     def is_enough(self) -> bool:
@@ -92,7 +103,8 @@ class MemoryNeeds:
 
     def spec(self, expert_bytes: int, workspace_bytes: int) -> PoolSpec:
         """This memory, split so. A device's, behind a cache, is an arena that is taken as a whole."""
-        return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, is_one_piece=self.cache is not None)
+        is_one_piece = self.cache is not None
+        return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, is_one_piece, self.lease_bytes)
 
 
 def memory_needs(
@@ -100,10 +112,12 @@ def memory_needs(
     executors: Sequence[ExecutorSpec],
     profile: PerformanceMatrix,
     pinned: frozenset[str],
+    kv_bytes: int | None = None,
 ) -> dict[str, MemoryNeeds]:
     """What these executors need of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
 
     A memory holds what runs from it and what those behind it are fed from; one that only feeds has no least size.
+    ``kv_bytes``: for keys and values, of each memory that language models run from; None: as much as suits it.
     """
     pools = tuple(budgets)
     homes = pinned_homes(pinned, executors, profile.experts)
@@ -114,19 +128,37 @@ def memory_needs(
         largest = max(sorted(needs), key=needs.__getitem__, default="")
         readers = [spec for spec in executors if pools.index(spec.pool) >= place]
         columns = [profile.experts[spec.processor].values() for spec in executors if spec.pool == pool]
+        one_image_bytes = sum(_largest_workspace(column, at_maximum=False) for column in columns)
+        spare_bytes = budgets[pool] - needs.get(largest, 0) - one_image_bytes
+        lease_bytes = _lease_bytes(columns, budgets[pool], spare_bytes, kv_bytes)
         found[pool] = MemoryNeeds(
             pool=pool,
             cache=pools[place - 1] if place else None,
-            budget_bytes=budgets[pool],
+            budget_bytes=budgets[pool] - lease_bytes,
             executors=len(columns),
             footprints=footprints,
             held_bytes=held_bytes(_most_used_first(readers, profile)),
             largest=largest,
             largest_bytes=needs.get(largest, 0),
-            one_image_bytes=sum(_largest_workspace(column, at_maximum=False) for column in columns),
+            one_image_bytes=one_image_bytes,
             maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
+            lease_bytes=lease_bytes,
         )
     return found
+
+
+def _lease_bytes(
+    columns: Sequence[Iterable[ExpertProfile]], budget_bytes: int, spare_bytes: int, kv_bytes: int | None
+) -> int:
+    """What a memory keeps for keys and values: nothing where no language model runs, else as configured.
+
+    Where nobody says, a quarter of it, or what the largest expert and an image on each executor leave, if that is less;
+    at least what one short text needs, so that a model which leaves no room for any is refused instead.
+    """
+    token_bytes = max((each.performance.lease_bytes for column in columns for each in column), default=0)
+    if not token_bytes or kv_bytes is not None:
+        return kv_bytes or 0 if token_bytes else 0
+    return max(min(int(budget_bytes * LEASE_FRACTION), spare_bytes), LEAST_LEASED_TOKENS * token_bytes)
 
 
 def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:

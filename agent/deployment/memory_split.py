@@ -1,5 +1,7 @@
 """How the memories are shared out: weights against workspaces, and how many executors, where the line file says auto.
 
+Where language models run, keys and values of texts have their part first; the others share what is left.
+
 What the line file gives comes first, then the allocation that a device profile searched, then the rules that need
 neither: the CoServe paper's casual choice (section 5.2), bounded by what the batches can use at most. Of a searched
 allocation the workspaces are taken, bounded alike by what today's executors can use, and experts get the rest of
@@ -56,7 +58,8 @@ def pool_specs(
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     specs = []
     problems: list[ConfigError] = []
-    for pool, needs in memory_needs(pool_budgets(config, box), executors, profile, pinned_experts(config)).items():
+    budgets, pinned = pool_budgets(config, box), pinned_experts(config)
+    for pool, needs in memory_needs(budgets, executors, profile, pinned, config.texts.kv).items():
         workspace_bytes = _workspace_bytes(config, needs)
         if config.memory.workspace is None and pool in searched:
             workspace_bytes = _searched_bytes(searched[pool], needs, workspace_bytes)
@@ -70,7 +73,9 @@ def pool_specs(
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
     """What the Engine of this line has to keep to."""
-    return Limits(pools, config.scheduling.max_overtake_s, pinned=pinned_experts(config))
+    return Limits(
+        pools, config.scheduling.max_overtake_s, quantum_s=config.texts.quantum_s, pinned=pinned_experts(config)
+    )
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
@@ -127,7 +132,9 @@ def _misfits(config: LineConfig, needs: MemoryNeeds, expert_bytes: int) -> Itera
     beside = " with all pinned experts" if pinned_experts(config) else ""
     given = config.memory.workspace
     lower = "" if given is None else f" lower memory.workspace, which takes {mib(given)},"
-    left = f"memory.{needs.pool} leaves {mib(expert_bytes)} of its {mib(needs.budget_bytes)} to experts"
+    if needs.lease_bytes:
+        lower += f" lower texts.kv, which takes {mib(needs.lease_bytes)},"
+    left = f"memory.{needs.pool} leaves {mib(expert_bytes)} of its {mib(needs.whole_bytes)} to experts"
     advice = f"raise memory.{needs.pool},{lower} or take a smaller model"
     for name, needed_bytes in needs.misfits(expert_bytes).items():
         yield config.document.error(f"needs {mib(needed_bytes)}{beside}, but {left} - {advice}", "experts", name)

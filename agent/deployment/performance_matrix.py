@@ -124,4 +124,7 @@ def _performance(kind: KindProfile, factor: float) -> Performance:
         max_batch=kind.max_batch,
         workspace_bytes=kind.workspace_bytes,
         workspace_base_bytes=kind.workspace_base_bytes,
+        K_prompt_s=kind.K_prompt_s * factor,
+        K_output_s=kind.K_output_s * factor,
+        lease_bytes=kind.lease_bytes,
     )

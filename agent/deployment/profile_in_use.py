@@ -148,11 +148,13 @@ def precision_of(
     """What the line file gives; where it says auto, what the profile chose for the expert's kind there, else fp32.
 
     ONNX graphs and fakes do not follow the line file: they are fp32, or what the profile chose. A form of the CPU only
-    is for executors that run on it; the others then are fp32.
+    is for executors that run on it; the others then are fp32. A language model may say its own.
     """
     described = config.catalog.experts[expert]
+    if described.precision is not None:
+        return described.precision
     if config.precision is not None:
-        is_elsewhere = config.precision.is_cpu_only and processor in ACCELERATORS
+        is_elsewhere = config.precision.is_cpu_only and (processor in ACCELERATORS or described.takes_texts)
         return Precision.FP32 if family(described.architecture) in GRAPH_FAMILIES or is_elsewhere else config.precision
     if profile is None:
         return Precision.FP32

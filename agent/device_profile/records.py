@@ -57,6 +57,9 @@ class KindProfile:
     ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a size's mean from that line over the sizes up
     to ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
     ``samples`` says what was run.
+
+    Of language models: beside those, seconds of each token that is read and of each that is written, and the bytes of
+    its keys and values; its ``batches`` are iterations of so many texts that write a token each.
     """
 
     kind: Text
@@ -74,6 +77,9 @@ class KindProfile:
     load_s: NumberByName
     batches: tuple[BatchTimes, ...]
     samples: Text
+    K_prompt_s: Number = 0.0
+    K_output_s: Number = 0.0
+    lease_bytes: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

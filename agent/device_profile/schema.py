@@ -143,6 +143,14 @@ def openmp_spinning(database: Database) -> None:
     )
 
 
+@migrations()
+def tokens_of_texts(database: Database) -> None:
+    """What language models take for each token; images' experts have none."""
+    for column in ("K_prompt_s REAL", "K_output_s REAL", "lease_bytes INTEGER"):
+        name = column.partition(" ")[0]
+        database.execute(f"ALTER TABLE kinds ADD COLUMN {column} NOT NULL DEFAULT 0 CHECK ({name} >= 0)")
+
+
 def open_for_writing(path: Path) -> Database:
     """A file that is there or is made; its tables up to date, every commit synced.
 

@@ -7,106 +7,131 @@ pile up neither questions nor threads.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from agent.http.exchange import Answer, Terms
 from agent.web.readings import Histogram, Kind
 from experts.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
-    from wsgiref.types import StartResponse, WSGIEnvironment
 
     from prometheus_client import Metric as Family
 
-    from agent.web.readings import Line, Metric
+    from agent.http.exchange import HttpRequest, Stream
+    from agent.web.readings import Condition, Line, Metric
 
 log = logging.getLogger(__name__)
 
 PREFIX = "coserve"
 PATIENCE_S = 5.0  # Prometheus and those who look after health wait for ten
+BODY_BYTES = 1024  # which no page wants
 FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
+PATHS = ("/metrics", "/health/live", "/health/ready")
 
-Answer = TypeVar("Answer")
+Asked = TypeVar("Asked")
 
 
 class Pages:
-    """A WSGI application. For any thread."""
+    """Keeps ``agent.http.exchange.Application``."""
 
-    def __init__(self, line: Line, patience_s: float) -> None:
+    def __init__(self, line: Line, patience_s: float, connection_s: float) -> None:
+        self.terms = Terms(BODY_BYTES, connection_s, connection_s)
         self._patience_s = patience_s
         self._condition = _Question(line.condition, "web-health")
         self._metrics = _Question(line.metrics, "web-metrics")
-        registry = CollectorRegistry()
-        registry.register(_Metrics(lambda: self._metrics.answer(patience_s)))
-        ProcessCollector(PREFIX, registry=registry)
-        self._pages = {"/metrics": make_wsgi_app(registry), "/health/live": self._live, "/health/ready": self._ready}
+        self._writing = DaemonThreads(1, "web-text")  # which takes a while, and keeps nobody else waiting
+        self._process = ProcessCollector(PREFIX, registry=None)
 
-    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        page = self._pages.get(environ["PATH_INFO"])
-        if page is None:
-            return _said("404 Not Found", f"no such page - there are {', '.join(self._pages)}", start_response)
-        if environ["REQUEST_METHOD"] != "GET":
-            return _said("405 Method Not Allowed", "only GET is answered", start_response, ("Allow", "GET"))
+    def serves(self, path: str) -> bool:
+        """See ``agent.http.exchange.Application``."""
+        return path in PATHS
+
+    async def answer(self, request: HttpRequest, stream: Stream) -> Answer:
+        """See ``agent.http.exchange.Application``."""
+        if not self.serves(request.path):
+            return _said(404, f"no such page - there are {', '.join(PATHS)}")
+        if request.method != "GET":
+            return _said(405, "only GET is answered", ("allow", "GET"))
         try:
-            return page(environ, start_response)
+            return await self._page(request)
         except TimeoutError:
-            return _unwell(f"no answer from the line within {self._patience_s:g} s: it hangs", start_response)
-        except Exception:  # the boundary of a caller's thread: one page's mistake is not the others'
-            log.exception("page_failed path=%s", environ["PATH_INFO"])
-            return _said("500 Internal Server Error", "see the agent's log", start_response)
+            return _said(503, f"no answer from the line within {self._patience_s:g} s: it hangs")
+        except Exception:  # the boundary of a caller's request: one page's mistake is not the others'
+            log.exception("page_failed path=%s", request.path)
+            return _said(500, "see the agent's log")
+
+    def refusal(self, status: int, reason: str) -> Answer:
+        """See ``agent.http.exchange.Application``."""
+        return _said(status, reason)
 
     def close(self) -> None:
         """Ask the line nothing more; a question that hangs is left behind."""
         self._condition.close()
         self._metrics.close()
+        self._writing.stop(0.0)
 
-    def _live(self, _: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        dead = self._condition.answer(self._patience_s).dead
-        return _said("200 OK", "alive", start_response) if dead is None else _unwell(dead, start_response)
+    async def _page(self, request: HttpRequest) -> Answer:
+        if request.path == "/metrics":
+            metrics = await self._metrics.answer(self._patience_s)
+            written = self._writing.submit(_written, metrics, self._process, request.headers.get("accept", ""))
+            return await asyncio.wrap_future(written)
+        condition: Condition = await self._condition.answer(self._patience_s)
+        wrong = condition.dead if request.path == "/health/live" else condition.dead or condition.unready
+        if wrong is not None:
+            return _said(503, " ".join(wrong.split()))
+        return _said(200, "alive" if request.path == "/health/live" else "ready")
 
-    def _ready(self, _: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        condition = self._condition.answer(self._patience_s)
-        reason = condition.dead or condition.unready
-        return _said("200 OK", "ready", start_response) if reason is None else _unwell(reason, start_response)
 
-
-class _Question(Generic[Answer]):
+class _Question(Generic[Asked]):
     """Something that is asked of the line on a thread of its own, once at a time."""
 
-    def __init__(self, ask: Callable[[], Answer], name: str) -> None:
+    def __init__(self, ask: Callable[[], Asked], name: str) -> None:
         self._ask = ask
         self._thread = DaemonThreads(1, name)
         self._lock = threading.Lock()
-        self._under_way: Future[Answer] | None = None
+        self._under_way: Future[Asked] | None = None
 
-    def answer(self, timeout_s: float) -> Answer:
+    async def answer(self, timeout_s: float) -> Asked:
         """Raises TimeoutError, and whatever the line does."""
         with self._lock:
             if self._under_way is None or self._under_way.done():
                 self._under_way = self._thread.submit(self._ask)
             under_way = self._under_way
-        return under_way.result(timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(asyncio.wrap_future(under_way))
 
     def close(self) -> None:
         self._thread.stop(0.0)
 
 
+def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> Answer:
+    """The metrics, and those of the process, in the form that whoever asks prefers."""
+    registry = CollectorRegistry()
+    registry.register(_Metrics(metrics))
+    registry.register(process)
+    encode, kind = choose_encoder(accepted)
+    return Answer(200, encode(registry), (("content-type", kind), ("cache-control", "no-store")))
+
+
 class _Metrics(Collector):
     """The line's metrics as families of the library's."""
 
-    def __init__(self, read: Callable[[], Sequence[Metric | Histogram]]) -> None:
-        self._read = read
+    def __init__(self, metrics: Sequence[Metric | Histogram]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Family]:
-        for metric in self._read():
+        for metric in self._metrics:
             name = f"{PREFIX}_{metric.name}"
             if isinstance(metric, Histogram):
                 yield _histogram(name, metric)
@@ -125,10 +150,7 @@ def _histogram(name: str, metric: Histogram) -> Family:
     return family
 
 
-def _unwell(reason: str, start_response: StartResponse) -> Iterable[bytes]:
-    return _said("503 Service Unavailable", " ".join(reason.split()), start_response)
-
-
-def _said(status: str, line: str, start_response: StartResponse, *headers: tuple[str, str]) -> Iterable[bytes]:
-    start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store"), *headers])
-    return [line.encode("utf-8", "backslashreplace") + b"\n"]
+def _said(status: int, line: str, *headers: tuple[str, str]) -> Answer:
+    content = line.encode("utf-8", "backslashreplace") + b"\n"
+    usual = (("content-type", "text/plain; charset=utf-8"), ("cache-control", "no-store"))
+    return Answer(status, content, (*usual, *headers))

@@ -25,10 +25,13 @@ class Packable:
 
     ``program`` is what a skeleton needs beside the tensors (ONNX: the graph without its weights), or is built for where
     the tensors do not show it; experts with equal programs and equal tensor tables share skeletons.
+    ``stacks``: names of tensors with one first dimension in common, that of the moe_experts of a layer: they are laid
+    so that what belongs to one of these can be read alone.
     """
 
     tensors: Mapping[str, Tensor]
     program: bytes = b""
+    stacks: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +98,13 @@ class Backend(Protocol):
         """What decides on packed bytes beside the expert and its file, such as a runtime's version; mostly nothing."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        """An estimate, from shapes alone, of the memory one batch needs beside the weights; a profile overrides it."""
+        """An estimate, from shapes alone, of the memory one batch needs beside the weights; a profile overrides it.
+
+        Of language models: that of one iteration of so many texts.
+        """
+
+    def token_bytes(self, expert: Expert, precision: Precision) -> int:
+        """What each token of a text takes from when it is read until the text ends; 0 for experts of images.
+
+        Raises what ``pack`` raises where the directory says nothing that is served.
+        """

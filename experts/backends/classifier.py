@@ -135,6 +135,9 @@ class ClassifierBackend:
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return runtime_recipe(precision) or _unseen_structure(expert).decode()
 
+    def token_bytes(self, expert: Expert, precision: Precision) -> int:
+        return 0
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         size = (expert.pixels.height, expert.pixels.width)
         return _workspace(_form(expert), size, precision).batch_bytes(batch_size)

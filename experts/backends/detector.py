@@ -186,6 +186,9 @@ class DetectorBackend:
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return runtime_recipe(precision)
 
+    def token_bytes(self, expert: Expert, precision: Precision) -> int:
+        return 0
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         _template_of(expert)  # refuses what it cannot be built for
         form = (expert.architecture, len(expert.labels))

@@ -111,6 +111,9 @@ class FakeBackend:
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return ""
 
+    def token_bytes(self, expert: Expert, precision: Precision) -> int:
+        return 0
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         return read_fake(expert).workspace_bytes * batch_size
 

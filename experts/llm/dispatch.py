@@ -11,12 +11,13 @@ run: what returns is written to places of its own, then summed over a token's ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
-from torch.nn.functional import gelu, grouped_mm, linear, silu
+from torch.nn.functional import gelu, grouped_mm, silu
 
 from experts.llm.config import Mlp
+from experts.llm.quant import Int8Matrix, project
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.gate import MappingTable
+    from experts.llm.quant import Matrix
 
 LOOPED_PAIRS = 64  # below, few experts have tokens, and a loop over those costs least
 PADDED_ROWS_A_PAIR = 3  # beyond, more is spent on padding than padding saves
@@ -40,8 +42,8 @@ class MlpWeights:
     """
 
     kind: Mlp
-    up: Tensor
-    down: Tensor
+    up: Matrix
+    down: Matrix
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -52,9 +54,23 @@ class MlpWeights:
         return MlpWeights(self.kind, self.up[moe_expert], self.down[moe_expert], up_bias, down_bias)
 
 
+class MoeExperts(Protocol):
+    """One layer's experts that are not all at hand: whoever holds them runs them."""
+
+    def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
+        """See ``run_moe_experts``, which gives the same."""
+
+
+def plain(matrices: Matrix) -> Tensor:
+    """Matrices that are not quantised, as what multiplies them together at once wants them."""
+    assert not isinstance(matrices, Int8Matrix), "quantised experts are run one by one"
+    return matrices
+
+
 def run_mlp(tokens: Tensor, weights: MlpWeights) -> Tensor:
     """(tokens, hidden) through one network."""
-    return linear(activate(linear(tokens, weights.up, weights.up_bias), weights.kind), weights.down, weights.down_bias)
+    raised = project(tokens, weights.up, weights.up_bias)
+    return project(activate(raised, weights.kind), weights.down, weights.down_bias)
 
 
 def activate(raised: Tensor, kind: Mlp) -> Tensor:
@@ -65,8 +81,10 @@ def activate(raised: Tensor, kind: Mlp) -> Tensor:
     return silu(gate) * up
 
 
-def run_moe_experts(tokens: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
+def run_moe_experts(tokens: Tensor, table: MappingTable, weights: MlpWeights | MoeExperts) -> Tensor:
     """(tokens, hidden) through the experts that the table names, weighed and summed."""
+    if not isinstance(weights, MlpWeights):
+        return weights.run(tokens, table)
     scattered = scatter(tokens, table)
     run = way_of_running(scattered, table, weights)
     return combine(run(scattered, table, weights), table, tokens.dtype)
@@ -91,8 +109,9 @@ def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) 
 
     On a CPU few pairs go through a loop. Padded experts are one multiplication, whose threads meet once instead of once
     for each expert: beside other work on the same cores that is four times faster (1024 tokens, 128 experts, 256 wide).
+    Quantised experts go through the loop, where each is multiplied as suits its own rows.
     """
-    if len(scattered) < LOOPED_PAIRS:
+    if len(scattered) < LOOPED_PAIRS or isinstance(weights.up, Int8Matrix) or isinstance(weights.down, Int8Matrix):
         return run_each
     if not scattered.is_cuda and _padded_rows(table) <= PADDED_ROWS_A_PAIR * len(scattered):
         return run_padded
@@ -128,10 +147,11 @@ def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Ten
 
 def run_grouped(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
     """All experts in one multiplication for each matrix."""
-    raised = grouped_mm(scattered, weights.up.transpose(1, 2), offs=table.ends)
+    up, down = plain(weights.up), plain(weights.down)
+    raised = grouped_mm(scattered, up.transpose(1, 2), offs=table.ends)
     if weights.up_bias is not None:
         raised += weights.up_bias[table.moe_expert]
-    computed = grouped_mm(activate(raised, weights.kind), weights.down.transpose(1, 2), offs=table.ends)
+    computed = grouped_mm(activate(raised, weights.kind), down.transpose(1, 2), offs=table.ends)
     if weights.down_bias is not None:
         computed += weights.down_bias[table.moe_expert]
     return computed
@@ -145,8 +165,8 @@ def run_padded(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> T
     places = torch.arange(len(scattered), device=scattered.device) - begins[table.moe_expert]
     places = places + table.moe_expert * rows
     padded = scattered.new_zeros((moe_experts * rows, scattered.shape[1])).index_copy_(0, places, scattered)
-    raised = _batched(padded.view(moe_experts, rows, scattered.shape[1]), weights.up, weights.up_bias)
-    computed = _batched(activate(raised, weights.kind), weights.down, weights.down_bias)
+    raised = _batched(padded.view(moe_experts, rows, scattered.shape[1]), plain(weights.up), weights.up_bias)
+    computed = _batched(activate(raised, weights.kind), plain(weights.down), weights.down_bias)
     return computed.flatten(0, 1).index_select(0, places)
 
 

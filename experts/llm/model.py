@@ -20,6 +20,7 @@ from experts.llm.config import QkNorm, Residual, read_spec
 from experts.llm.dispatch import MlpWeights, run_mlp, run_moe_experts
 from experts.llm.gate import route
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
+from experts.llm.quant import matrix_of, project
 from experts.llm.rope import Rope
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.config import ArchSpec, LayerSpec
+    from experts.llm.dispatch import MoeExperts
     from experts.llm.key_values import KeyValues
+    from experts.llm.quant import Matrix
     from experts.llm.rope import Rotation
     from experts.llm.token_batch import TokenBatch
 
@@ -39,8 +42,8 @@ class AttentionWeights:
     """One layer's attention. ``qkv``: queries', keys' and values' matrices, one below the other."""
 
     norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Matrix
+    output: Matrix
     qkv_bias: Tensor | None
     output_bias: Tensor | None
     q_norm: Tensor | None
@@ -55,7 +58,7 @@ class FeedForwardWeights:
     norm: Tensor
     mlp: MlpWeights | None
     gate: Tensor | None
-    moe_experts: MlpWeights | None
+    moe_experts: MlpWeights | MoeExperts | None
     shared_gate: Tensor | None
     coefficient: Tensor | None
     coefficient_bias: Tensor | None
@@ -63,17 +66,25 @@ class FeedForwardWeights:
 
 
 class Model:
-    """One language model over tensors that somebody else owns, by the model's names (``experts.llm.names``)."""
+    """One language model over tensors that somebody else owns, by the model's names (``experts.llm.names``).
 
-    def __init__(self, spec: ArchSpec, tensors: Mapping[str, Tensor]) -> None:
+    ``moe_experts``: by layer, those whose tensors are not among them; whoever holds them runs them.
+    """
+
+    def __init__(
+        self, spec: ArchSpec, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts] | None = None
+    ) -> None:
         self.spec = spec
         self._embedding = tensors[EMBEDDING]
         self._positions = tensors.get(POSITIONS)
         self._norm = tensors[FINAL_NORM]
         self._norm_bias = tensors.get(FINAL_NORM_BIAS)
-        self._head = self._embedding if spec.is_tied else tensors[HEAD]
+        self._head = self._embedding if spec.is_tied else matrix_of(tensors, HEAD)
         self._attention = [_attention_weights(tensors, f"layers.{n}") for n in range(len(spec.layers))]
-        self._feed_forward = [_feed_forward_weights(spec, tensors, f"layers.{n}") for n in range(len(spec.layers))]
+        elsewhere = moe_experts or {}
+        self._feed_forward = [
+            _feed_forward_weights(spec, tensors, f"layers.{n}", elsewhere.get(n)) for n in range(len(spec.layers))
+        ]
         self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._embedding.device)
 
     @property
@@ -103,7 +114,7 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """The head for some tokens: (tokens, vocabulary)."""
         with torch.inference_mode():
-            return linear(self._normed(hidden, self._norm, self._norm_bias), self._head)
+            return project(self._normed(hidden, self._norm, self._norm_bias), self._head)
 
     def _embedded(self, batch: TokenBatch) -> Tensor:
         tokens = embedding(batch.token_ids, self._embedding)
@@ -111,7 +122,7 @@ class Model:
 
     def _attend(self, layer: int, tokens: Tensor, rotation: Rotation | None, attention: Attention) -> Tensor:
         spec, weights = self.spec, self._attention[layer]
-        projected = linear(self._normed(tokens, weights.norm, weights.norm_bias), weights.qkv, weights.qkv_bias)
+        projected = project(self._normed(tokens, weights.norm, weights.norm_bias), weights.qkv, weights.qkv_bias)
         queries, keys, values = projected.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
         if spec.qk_norm is QkNorm.WHOLE:
             queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
@@ -125,7 +136,7 @@ class Model:
         if rotation is not None:
             queries, keys = rotation.turn(queries), rotation.turn(keys)
         attended = attention.run(layer, queries, keys, values)
-        return linear(attended.reshape(-1, spec.query_size), weights.output, weights.output_bias)
+        return project(attended.reshape(-1, spec.query_size), weights.output, weights.output_bias)
 
     def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"
@@ -167,8 +178,8 @@ def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -
 def _attention_weights(tensors: Mapping[str, Tensor], layer: str) -> AttentionWeights:
     return AttentionWeights(
         norm=tensors[f"{layer}.attention_norm"],
-        qkv=tensors[f"{layer}.qkv"],
-        output=tensors[f"{layer}.output"],
+        qkv=matrix_of(tensors, f"{layer}.qkv"),
+        output=matrix_of(tensors, f"{layer}.output"),
         qkv_bias=tensors.get(f"{layer}.qkv_bias"),
         output_bias=tensors.get(f"{layer}.output_bias"),
         q_norm=tensors.get(f"{layer}.q_norm"),
@@ -177,12 +188,14 @@ def _attention_weights(tensors: Mapping[str, Tensor], layer: str) -> AttentionWe
     )
 
 
-def _feed_forward_weights(spec: ArchSpec, tensors: Mapping[str, Tensor], layer: str) -> FeedForwardWeights:
+def _feed_forward_weights(
+    spec: ArchSpec, tensors: Mapping[str, Tensor], layer: str, elsewhere: MoeExperts | None
+) -> FeedForwardWeights:
     return FeedForwardWeights(
         norm=tensors[f"{layer}.mlp_norm"],
         mlp=_mlp_weights(spec, tensors, f"{layer}.mlp"),
         gate=tensors.get(f"{layer}.gate"),
-        moe_experts=_mlp_weights(spec, tensors, f"{layer}.experts"),
+        moe_experts=elsewhere or _mlp_weights(spec, tensors, f"{layer}.experts"),
         shared_gate=tensors.get(f"{layer}.shared_gate"),
         coefficient=tensors.get(f"{layer}.coefficient"),
         coefficient_bias=tensors.get(f"{layer}.coefficient_bias"),
@@ -194,4 +207,6 @@ def _mlp_weights(spec: ArchSpec, tensors: Mapping[str, Tensor], name: str) -> Ml
     if f"{name}.up" not in tensors:
         return None
     up_bias, down_bias = tensors.get(f"{name}.up_bias"), tensors.get(f"{name}.down_bias")
-    return MlpWeights(spec.mlp, tensors[f"{name}.up"], tensors[f"{name}.down"], up_bias, down_bias)
+    return MlpWeights(
+        spec.mlp, matrix_of(tensors, f"{name}.up"), matrix_of(tensors, f"{name}.down"), up_bias, down_bias
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import one_hot
 
-from experts.llm.dispatch import activate
+from experts.llm.dispatch import activate, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,10 +56,10 @@ def sparse_combine(computed: Tensor, masks: SparseMasks) -> Tensor:
 
 def run_sparse(tokens: Tensor, masks: SparseMasks, weights: MlpWeights) -> Tensor:
     """(tokens, hidden) through the experts that the masks name: every place of every expert is computed."""
-    raised = torch.bmm(sparse_scatter(tokens, masks), weights.up.transpose(1, 2))
+    raised = torch.bmm(sparse_scatter(tokens, masks), plain(weights.up).transpose(1, 2))
     if weights.up_bias is not None:
         raised = raised + weights.up_bias.unsqueeze(1)
-    computed = torch.bmm(activate(raised, weights.kind), weights.down.transpose(1, 2))
+    computed = torch.bmm(activate(raised, weights.kind), plain(weights.down).transpose(1, 2))
     if weights.down_bias is not None:
         computed = computed + weights.down_bias.unsqueeze(1)
     return sparse_combine(computed, masks)

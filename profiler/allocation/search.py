@@ -140,7 +140,7 @@ class _Search:
     def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
         """What each memory must and can hold."""
         pinned = pinned_experts(self.config)
-        return [*memory_needs(self.budgets, executors, self.device, pinned).values()]
+        return [*memory_needs(self.budgets, executors, self.device, pinned, self.config.texts.kv).values()]
 
     def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
         """The throughput of one configuration."""

@@ -113,7 +113,9 @@ class AllocationStep:
     def _casual(self, interim: StoredProfile) -> Allocation:
         """As an agent would take it. Raises ConfigError naming each expert that does not fit."""
         found = planned(self.config, self.box, interim, without=self.failed)
-        needs = memory_needs(interim.allocation.budget_bytes, found.executors, found.matrix, found.limits.pinned)
+        needs = memory_needs(
+            interim.allocation.budget_bytes, found.executors, found.matrix, found.limits.pinned, self.config.texts.kv
+        )
         pools = [
             PoolAllocation(
                 spec.name, spec.expert_bytes, spec.workspace_bytes, needs[spec.name].count_in(spec.expert_bytes)

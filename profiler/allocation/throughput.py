@@ -91,7 +91,7 @@ def drawn_shares(
     usage has no record counts as one request more than came would make it, were that spread evenly over the routes,
     and for no more than the rarest that has one.
     """
-    routes, quantities = config.catalog.graph.routes, component_shares(config)
+    routes, quantities = config.catalog.components, component_shares(config)
     able = [name for name in sorted(routes) if not any(step.expert in without for step in routes[name])]
     if usage is None or usage.origin == UsageOrigin.COMPUTED:
         return {component: quantities[component] for component in able if component in quantities}

@@ -245,12 +245,12 @@ def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
 
 
 def _budgets(setup: EngineSetup) -> dict[str, int]:
-    return {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in setup.pools}
+    return {pool.name: pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in setup.pools}
 
 
 def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
     """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
-    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned)
+    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
     return {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
 
 

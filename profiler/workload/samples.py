@@ -135,7 +135,7 @@ class _Search:
         for relpath in _files_below(folder):
             self._looked_at += 1
             parts = relpath.split("/")
-            if len(parts) > 2 and parts[0] in self._config.catalog.graph.routes:
+            if len(parts) > 2 and parts[0] in self._config.catalog.components:
                 sample = Sample(folder / relpath, parts[0], parts[1], self._shown(folder))
                 self._found[parts[0], parts[1]].append(sample)
                 continue
@@ -180,7 +180,7 @@ class _Search:
         listed = [f"{count} of them: {reason}" for reason, count in reasons.most_common(NAMED_PROBLEMS)]
         if broken:
             listed.append(f"{len(broken)} broken: {'; '.join(broken[:NAMED_PROBLEMS])}")
-        components = ", ".join(sorted(self._config.catalog.graph.routes)[:NAMED_PROBLEMS])
+        components = ", ".join(sorted(self._config.catalog.components)[:NAMED_PROBLEMS])
         return (
             f"{folder} holds no usable image: {self._looked_at} files were looked at"
             + "".join(f"; {each}" for each in listed)

@@ -83,9 +83,7 @@ def board_trace(
     if boards < 1:
         raise ValueError(f"{boards} boards are no trace")
     rng = random.Random(seed)
-    quantities = [board.components for board in config.boards.values()] or [
-        dict.fromkeys(config.catalog.graph.routes, 1)
-    ]
+    quantities = [board.components for board in config.boards.values()] or [dict.fromkeys(config.catalog.components, 1)]
     takts_s = [board.takt_s for board in config.boards.values()] or [len(quantities[0]) * image_interval_s]
     arrivals: list[Arrival] = []
     start_s = 0.0

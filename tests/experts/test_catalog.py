@@ -174,7 +174,11 @@ def mixed(text: str) -> str:
         ("models/code-1.5", "code.safetensors", "experts.llm/code: weights of llm are a Hugging Face directory, not a"),
         ("models/code-1.5", "code.gguf", "experts.llm/code: weights of llm are a Hugging Face directory, not a .gguf"),
         ("models/code-1.5", "code.bin", "experts.llm/code: weights of llm are a Hugging Face directory, not a .bin"),
-        ("precision: bf16", "input: {size: [8, 8]}", "experts.llm/code: input is for images, and llm takes texts - remove"),
+        (
+            "precision: bf16",
+            "input: {size: [8, 8]}",
+            "experts.llm/code: input is for images, and llm takes texts - remove",
+        ),
         ("pin: true", "stem: 3x3", "experts.llm/code: stem is for images, and llm takes texts - remove it"),
         ("precision: bf16", "precision: fp8", "experts.llm/code.precision: Input should be 'fp32', 'bf16', 'fp16' or"),
         ("moe_cache: 2GiB", "moe_cache: 2", "experts.llm/code.moe_cache: '2' is not a size"),

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from experts.llm.serving.generation import Sampling
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from experts.errors import OrderRefused
     from experts.expert import BoundingBox, Verdict
+    from experts.llm.serving.generation import Ending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +91,102 @@ class Ticket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TextOrder:
+    """A text to be written: what follows a prompt, or the next message of a chat; one of the two is given.
+
+    ``model``: an expert that takes texts, a route of texts, or AUTO. ``prompt``: words, or tokens of an expert's own.
+    ``messages``: each with its role and content, as the model's chat template wants them. ``most_tokens``: None for as
+    many as the context has. ``stop``: strings that end the text before them. ``deadline_s``: from now on; what was
+    written until then stands. A text is not journaled: its caller waits for it on the line, and nothing remains of it.
+    """
+
+    model: str
+    prompt: str | tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
+    most_tokens: int | None = None
+    sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
+    stop: tuple[str, ...] = ()
+    deadline_s: float | None = None
+
+
+AUTO = "auto"  # the model that is the only one, or the route of this name
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """A token that was written. ``content``: its bytes, which may be a part of a character; ``text``: as it is shown.
+
+    ``alternatives``: the likeliest ones in its place, where they were asked for.
+    """
+
+    text: str
+    content: bytes
+    logprob: float
+    alternatives: tuple[TokenView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """More of a text. ``tokens``: those that it is made of, where their probabilities were asked for."""
+
+    expert: str
+    text: str
+    tokens: tuple[TokenView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextEnd:
+    """How a text ended. ``ending``: None where it failed, and ``failure`` says why.
+
+    ``expert``: who wrote it; None where it did not come so far. ``label``, ``score``: of an expert that answers with
+    labels. ``queue_s``: before it was begun; ``first_token_s``: until something was shown; ``seconds``: in all.
+    """
+
+    ending: Ending | None
+    expert: str | None
+    read_tokens: int
+    written_tokens: int
+    seconds: float
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    label: str | None = None
+    score: float | None = None
+    failure: OrderRefused | None = None
+
+
+class TextListener(Protocol):
+    """Who has a text written."""
+
+    def wrote(self, piece: TextPiece) -> None:
+        """A piece more. On the thread that computes: it returns at once."""
+
+    def ended(self, end: TextEnd) -> None:
+        """The end, once, behind all pieces; unless it was cancelled."""
+
+
+class TextTicket(Ticket, Protocol):
+    """A text under way; cancelled it is written no further, and the memory that it holds is given back."""
+
+    @property
+    def due_s(self) -> float | None:
+        """When its time is over, by the monotonic clock; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextModelView:
+    """Somebody who writes texts: an expert, or a route. ``reason``: why it is not ready.
+
+    ``context_tokens``: what is read and written together, of the expert that has the smallest context.
+    """
+
+    name: str
+    experts: tuple[str, ...]
+    context_tokens: int | None
+    is_ready: bool
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """Something that can be asked: a component's route, or one expert. ``reason``: why it is not ready."""
 
@@ -129,12 +229,14 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """One memory: what it holds, of what it may."""
+    """One memory: what it holds, of what it may. ``lease_bytes``: what texts under way hold, beside the experts."""
 
     name: str
     used_bytes: int
     capacity_bytes: int
     experts: tuple[str, ...]
+    lease_bytes: int = 0
+    lease_capacity_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +250,18 @@ class SourceView:
     waiting: int = 0
     dropped: int = 0
     alarm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextsView:
+    """Texts since the start. ``first_token_s``: of those that showed something, all together; so many are ``shown``."""
+
+    under_way: int = 0
+    ended: int = 0
+    read_tokens: int = 0
+    written_tokens: int = 0
+    shown: int = 0
+    first_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +284,7 @@ class StatusView:
     sources: tuple[SourceView, ...] = ()
     standing: Mapping[str, str] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
+    texts: TextsView = TextsView()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +308,14 @@ class Desk(Protocol):
     def order(self, order: Order, listener: Listener) -> Ticket:
         """Have an image judged."""
 
+    def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
+        """Have a text written."""
+
+    def text_models(self) -> Sequence[TextModelView]:
+        """All that texts can be had from: routes and experts, by their names."""
+
     def models(self) -> Sequence[Model]:
-        """All that can be asked: routes by their component's name, experts as `expert:ID`."""
+        """All that images can be asked of: routes by their component's name, experts as `expert:ID`."""
 
     def load(self, model: str) -> None:
         """Bring a model's experts into memory, now if there is room that nobody needs sooner; returns at once."""

@@ -47,6 +47,7 @@ FIELDS = 1000  # of a message: one has a field for each of its images, outputs a
 QUESTION_BYTES = 2**20  # a message takes many times its bytes once it is parsed; names and numbers need few
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
+TEXTS = "/coserve.v1.Texts/"
 
 Call = Any  # gRPC has no types: a servicer's method, its context and its handlers
 
@@ -55,6 +56,7 @@ class _Kind(StrEnum):
     """Calls by what they cost."""
 
     IMAGE = "image"
+    TEXT = "text"
     STREAM = "stream"
     QUESTION = "question"
     CHECK = "health check"  # and reflection: also while the agent stops
@@ -120,7 +122,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         kind = _kind_of(method, is_stream)
         if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
-        most = self._limits.requests if kind is _Kind.IMAGE else OPEN_AT_MOST[kind]
+        most = OPEN_AT_MOST.get(kind, self._limits.requests)
         if self._open[kind] >= most:
             raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - ask again in a while", FULL_RETRY_S)
         self._count(kind, 1)
@@ -179,6 +181,8 @@ def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  #
 def _kind_of(method: str, is_stream: bool) -> _Kind:
     if method.startswith(ALWAYS_OPEN):
         return _Kind.CHECK
+    if method.startswith(TEXTS):
+        return _Kind.TEXT
     return _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
 
 

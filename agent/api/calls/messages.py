@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agent.api.calls.desk import BoardView, Order, Part, PoolView, QueueView, ReloadView, SourceView, StatusView
+from agent.api.calls.desk import (
+    BoardView,
+    Order,
+    Part,
+    PoolView,
+    QueueView,
+    ReloadView,
+    SourceView,
+    StatusView,
+    TextsView,
+)  # fmt: skip
 from agent.api.proto import inspection_pb2 as pb
 from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, Verdict
@@ -180,6 +190,7 @@ def status_message(status: StatusView) -> pb.StatusReply:
         sources=[pb.Source(**_fields(source)) for source in status.sources],
         standing={text(expert): text(why) for expert, why in status.standing.items()},
         alarms=[text(alarm) for alarm in status.alarms],
+        texts=pb.TextCounts(**{name: getattr(status.texts, name) for name in TextsView.__slots__}),
     )
 
 
@@ -198,12 +209,11 @@ def status_of(message: pb.StatusReply) -> StatusView:
         evictions=message.evictions,
         bytes_read=message.bytes_read,
         queues=tuple(_queue_of(queue) for queue in message.queues),
-        pools=tuple(
-            PoolView(each.name, each.used_bytes, each.capacity_bytes, tuple(each.experts)) for each in message.pools
-        ),
+        pools=tuple(_pool_of(each) for each in message.pools),
         sources=tuple(_source_of(source) for source in message.sources),
         standing=dict(message.standing),
         alarms=tuple(message.alarms),
+        texts=TextsView(**{name: getattr(message.texts, name) for name in TextsView.__slots__}),
     )
 
 
@@ -221,6 +231,17 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  # a field of any of them
 def _queue_of(message: pb.Queue) -> QueueView:
     running = message.running if message.HasField("running") else None
     return QueueView(message.executor, message.processor, message.requests, running)
+
+
+def _pool_of(message: pb.Pool) -> PoolView:
+    return PoolView(
+        message.name,
+        message.used_bytes,
+        message.capacity_bytes,
+        tuple(message.experts),
+        message.lease_bytes,
+        message.lease_capacity_bytes,
+    )
 
 
 def _source_of(message: pb.Source) -> SourceView:

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: 9701306f53187b0f1684d3ee4523abdbe558d0998f11b2e96638ec488ad921a2
+# sha256 of the source: cbb1379286cf72a01944ead21a7234022531b8049994b0e72a8f2e4c984a54e1
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -15,9 +15,20 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERDICT_UNKNOWN: _ClassVar[Verdict]
     VERDICT_OK: _ClassVar[Verdict]
     VERDICT_NG: _ClassVar[Verdict]
+
+class Ending(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENDING_UNKNOWN: _ClassVar[Ending]
+    ENDING_STOP: _ClassVar[Ending]
+    ENDING_LENGTH: _ClassVar[Ending]
+    ENDING_DEADLINE: _ClassVar[Ending]
 VERDICT_UNKNOWN: Verdict
 VERDICT_OK: Verdict
 VERDICT_NG: Verdict
+ENDING_UNKNOWN: Ending
+ENDING_STOP: Ending
+ENDING_LENGTH: Ending
+ENDING_DEADLINE: Ending
 
 class Pixels(_message.Message):
     __slots__ = ("height", "width", "rgb")
@@ -231,7 +242,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms")
+    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms", "texts")
     class StandingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +268,7 @@ class StatusReply(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
     line: str
     version: str
     uptime_s: float
@@ -275,7 +287,24 @@ class StatusReply(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[Source]
     standing: _containers.ScalarMap[str, str]
     alarms: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ...) -> None: ...
+    texts: TextCounts
+    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ..., texts: _Optional[_Union[TextCounts, _Mapping]] = ...) -> None: ...
+
+class TextCounts(_message.Message):
+    __slots__ = ("under_way", "ended", "read_tokens", "written_tokens", "shown", "first_token_s")
+    UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    under_way: int
+    ended: int
+    read_tokens: int
+    written_tokens: int
+    shown: int
+    first_token_s: float
+    def __init__(self, under_way: _Optional[int] = ..., ended: _Optional[int] = ..., read_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., shown: _Optional[int] = ..., first_token_s: _Optional[float] = ...) -> None: ...
 
 class Queue(_message.Message):
     __slots__ = ("executor", "processor", "requests", "running")
@@ -290,16 +319,20 @@ class Queue(_message.Message):
     def __init__(self, executor: _Optional[int] = ..., processor: _Optional[str] = ..., requests: _Optional[int] = ..., running: _Optional[str] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("name", "used_bytes", "capacity_bytes", "experts")
+    __slots__ = ("name", "used_bytes", "capacity_bytes", "experts", "lease_bytes", "lease_capacity_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     used_bytes: int
     capacity_bytes: int
     experts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., experts: _Optional[_Iterable[str]] = ...) -> None: ...
+    lease_bytes: int
+    lease_capacity_bytes: int
+    def __init__(self, name: _Optional[str] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., experts: _Optional[_Iterable[str]] = ..., lease_bytes: _Optional[int] = ..., lease_capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("name", "kind", "state", "received", "waiting", "dropped", "alarm")
@@ -350,3 +383,113 @@ class ReloadReply(_message.Message):
     removed: _containers.RepeatedScalarFieldContainer[str]
     needs_restart: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, is_applied: bool = ..., problems: _Optional[_Iterable[str]] = ..., added: _Optional[_Iterable[str]] = ..., replaced: _Optional[_Iterable[str]] = ..., removed: _Optional[_Iterable[str]] = ..., needs_restart: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("model", "prompt", "prompt_tokens", "messages", "max_tokens", "sampling", "stop", "deadline_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    prompt: str
+    prompt_tokens: Tokens
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    max_tokens: int
+    sampling: SamplingSettings
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    deadline_s: float
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_tokens: _Optional[_Union[Tokens, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content", "name")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    name: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class SamplingSettings(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+
+class GenerateReply(_message.Message):
+    __slots__ = ("piece", "end")
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    piece: TextPiece
+    end: TextEnd
+    def __init__(self, piece: _Optional[_Union[TextPiece, _Mapping]] = ..., end: _Optional[_Union[TextEnd, _Mapping]] = ...) -> None: ...
+
+class TextPiece(_message.Message):
+    __slots__ = ("expert", "text", "tokens")
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    expert: str
+    text: str
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    def __init__(self, expert: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
+
+class Token(_message.Message):
+    __slots__ = ("text", "content", "logprob", "alternatives")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    content: bytes
+    logprob: float
+    alternatives: _containers.RepeatedCompositeFieldContainer[Token]
+    def __init__(self, text: _Optional[str] = ..., content: _Optional[bytes] = ..., logprob: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
+
+class TextEnd(_message.Message):
+    __slots__ = ("ending", "expert", "read_tokens", "written_tokens", "seconds", "queue_s", "first_token_s", "label", "score")
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    ending: Ending
+    expert: str
+    read_tokens: int
+    written_tokens: int
+    seconds: float
+    queue_s: float
+    first_token_s: float
+    label: str
+    score: float
+    def __init__(self, ending: _Optional[_Union[Ending, str]] = ..., expert: _Optional[str] = ..., read_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., queue_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., label: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...

@@ -105,7 +105,7 @@ def naming_of(folder: FolderSection, config: LineConfig) -> Naming:
     """The naming of one configured folder of a line."""
     return Naming(
         pattern=None if folder.pattern is None else re.compile(folder.pattern),
-        components=frozenset(config.catalog.graph.routes),
+        components=frozenset(config.catalog.components),
         board_types=tuple(config.boards),
         component=folder.component,
         whole_board=folder.board_type,

@@ -2,20 +2,22 @@
 
 One expert of each kind is loaded over the real path and run by a real executor on each processor, alone and in one
 larger batch; two points give K and B (CoServe, section 4.2), with the preparation of images and the handing over of
-batches in them. Footprints are exact, workspaces estimated from shapes, and load times follow from the bytes and the
-measured speed of each link.
+batches in them. Of a language model, iterations that read tokens and that write them are timed. Footprints are exact,
+workspaces estimated from shapes, and load times follow from the bytes and the measured speed of each link.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.runtime.expert_copy import by_kind, footprint_of
+from agent.runtime.expert_copy import footprint_of
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
+from agent.runtime.measuring.text_times import text_times
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
+    from agent.runtime.measuring.text_times import TextTimes
     from experts.packed.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -62,7 +65,7 @@ def probe(
     experts: dict[str, dict[str, ExpertProfile]] = {}
     for processor, listed in copies.items():
         experts[processor] = {}
-        for kind_copies in by_kind(listed).values():
+        for kind_copies in _alike(listed):
             broken: dict[str, str] = {}
             performance = _measure_first(box, processor, kind_copies, segments, threads, broken)
             if performance is None:
@@ -77,6 +80,14 @@ def probe(
     able = {expert for column in experts.values() for expert in column}
     failed = {expert: reason for expert, reason in refused.items() if expert not in able}
     return Probed(PerformanceMatrix(experts, dict(usage)), failed)
+
+
+def _alike(copies: Sequence[ExpertCopy]) -> list[list[ExpertCopy]]:
+    """Copies of one kind in one precision: language models may each say theirs."""
+    found: defaultdict[tuple[str, str], list[ExpertCopy]] = defaultdict(list)
+    for copy in copies:
+        found[copy.kind, copy.packed.precision].append(copy)
+    return list(found.values())
 
 
 def estimated_matrix(
@@ -150,6 +161,10 @@ def _measure_first(
 
 
 def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
+    if copy.expert.takes_texts:
+        with rig.model_of(copy) as model:
+            times = text_times(copy.expert.id, model, rig.device, rig.threads, REPEATS, KIND_LIMIT_S)
+        return _performance_of_texts(copy, times)
     alone_s = larger_s = rig.fastest_s(copy, 1, repeats=1)
     larger = larger_batch(alone_s, KIND_LIMIT_S)
     if larger > 1:
@@ -159,7 +174,7 @@ def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
 
 
 def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_batch: int) -> Performance:
-    """A kind's row: these times, and workspaces as its backend estimates them from shapes."""
+    """A kind's row: these times, and bytes as its backend tells them from shapes."""
     backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
     workspace_of_one = backend.workspace_bytes(copy.expert, precision, 1)
     per_image_bytes = backend.workspace_bytes(copy.expert, precision, 2) - workspace_of_one
@@ -169,4 +184,13 @@ def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_bat
         max_batch=max_batch,
         workspace_bytes=per_image_bytes,
         workspace_base_bytes=max(workspace_of_one - per_image_bytes, 0),
+        lease_bytes=backend.token_bytes(copy.expert, precision),
+    )
+
+
+def _performance_of_texts(copy: ExpertCopy, times: TextTimes) -> Performance:
+    return replace(
+        performance_of(copy, LEAST_S, max(times.fixed_s, LEAST_S), times.max_batch),
+        K_prompt_s=times.per_prompt_token_s,
+        K_output_s=times.per_output_token_s,
     )

@@ -28,6 +28,7 @@ from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import Transfers
 from experts import errors
+from experts.backends.llm import LlmSkeleton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from experts.expert import Prediction
+    from experts.llm.model import Model
     from experts.packed.weights import SegmentStore
 
 LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
@@ -69,6 +71,8 @@ class MeasuringRig:
         budget_bytes = held * max((footprint_of(copy.packed).total_bytes for copy in copies), default=0)
         shelf = SkeletonShelf(segments)
         self.target = box.pool_of(processor)
+        self.device = torch_device(processor)
+        self.threads = threads
         self._stores: Mapping[str, SlotStore] = {
             pool: SlotStore(
                 memory_for(box, pool, budget_bytes),
@@ -149,6 +153,14 @@ class MeasuringRig:
         for store in self._stores.values():
             for name in store.ready():
                 store.evict(name)
+
+    @contextmanager
+    def model_of(self, copy: ExpertCopy) -> Iterator[Model]:
+        """A language model over the memory that it was brought to, which stays as it is meanwhile."""
+        with self._stores[self.target].using(copy.name) as slot:
+            skeleton = slot.skeleton(self.device)
+            assert isinstance(skeleton, LlmSkeleton), f"{copy.expert.id} takes images"
+            yield skeleton.model
 
     def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
         """The fastest of a few batches of noise, after one to warm up. Raises LoadFailed where it cannot be run."""

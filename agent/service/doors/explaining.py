@@ -26,7 +26,7 @@ def explained_expert(expert: str, agent: Agent, engine: EngineStatistics) -> lis
 def explained_component(component: str, catalog: Catalog, agent: Agent, engine: EngineStatistics) -> list[str]:
     """A component's route, and how its experts are."""
     sentences = []
-    for number, step in enumerate(catalog.graph.routes[component], start=1):
+    for number, step in enumerate(catalog.components[component], start=1):
         passing = ", ".join(sorted(step.passing))
         least = f" with at least {step.min_score:g}" if step.min_score else ""
         sentences.append(f"Step {number} asks {step.expert}; {passing}{least} goes on, all else is NG.")

@@ -245,7 +245,7 @@ class OrderTaker:
         if order.component is not None and order.expert is not None:
             raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
         if order.component is not None:
-            if order.component not in catalog.graph.routes:
+            if order.component not in catalog.components:
                 raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {order.component!r}")
             if board_type is not None and not ref:
                 raise OrderRefused(Refusing.INVALID, "an image of a board says which part it shows - give its ref")
@@ -253,6 +253,8 @@ class OrderTaker:
         if order.expert is not None:
             if order.expert not in catalog.experts:
                 raise OrderRefused(Refusing.NOT_FOUND, f"no expert {order.expert!r}")
+            if catalog.experts[order.expert].takes_texts:
+                raise OrderRefused(Refusing.INVALID, f"{order.expert} takes texts, not images")
             return (_Piece(key, None, order.expert, ref),), None
         layout = self._inspector.agent.config.layouts.get(board_type or "")
         if layout is None:

@@ -130,6 +130,9 @@ class OnnxBackend:
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return RECIPE
 
+    def token_bytes(self, expert: Expert, precision: Precision) -> int:
+        return 0
+
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size

@@ -9,7 +9,7 @@ Who is evicted: the lowest by LRFU (Lee et al., IEEE Trans. Computers 50(12), 20
 counts 1, and halves in weight with each ``half_life_passes``; usage probabilities count as passes before the first one.
 That ranking of two moe_experts does not change while neither is needed, so it is kept as one number each, in a heap.
 
-Assumes: no two Needed events of one pass overlap: what one layer needs was used, or its pass ended, before the next.
+Several may need the same one at once: it stays until each has used it.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class NotLoaded:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """One that was needed has run."""
+    """One that was needed has run, or whoever needed it does not any more."""
 
     moe_expert: MoeExpert
 
 
 @dataclass(frozen=True, slots=True)
 class PassEnded:
-    """All layers have run, or the pass broke off: nothing is needed any more, and nothing to be loaded ahead."""
+    """All layers have run: nothing is to be loaded ahead any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class _Holding:
 
     place: int
     is_loaded: bool = False
-    is_pinned: bool = False
+    pins: int = 0
     is_speculative: bool = False
 
 
@@ -151,16 +151,11 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Wishes:
-    """What is to be loaded, in this order: dictionaries are sets that keep their order."""
+    """What is to be loaded, in this order: dictionaries keep it. ``needed``: by how many."""
 
-    needed: dict[MoeExpert, None] = field(default_factory=dict)
+    needed: dict[MoeExpert, int] = field(default_factory=dict)
     predicted: dict[MoeExpert, None] = field(default_factory=dict)
     bypassed: dict[MoeExpert, None] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        self.needed.clear()
-        self.predicted.clear()
-        self.bypassed.clear()
 
 
 class MoeResidency:
@@ -207,8 +202,7 @@ class MoeResidency:
             case Loaded(moe_expert):
                 self._loaded(moe_expert)
             case NotLoaded(moe_expert):
-                self._in_flight -= 1
-                self._free.append(self._held.pop(moe_expert).place)
+                self._drop(moe_expert)
             case Used(moe_expert):
                 self._unpin(moe_expert)
             case PassEnded():
@@ -250,14 +244,14 @@ class MoeResidency:
             holding = self._held.get(moe_expert)
             if holding is None:
                 self._counts.misses += 1
-                self._wishes.needed[moe_expert] = None
+                self._wishes.needed[moe_expert] = self._wishes.needed.get(moe_expert, 0) + 1
                 continue
             if holding.is_loaded:
                 self._counts.hits += 1
             else:
                 self._counts.late += 1
             self._counts.ahead_used += holding.is_speculative
-            holding.is_pinned, holding.is_speculative = True, False
+            holding.pins, holding.is_speculative = holding.pins + 1, False
 
     def _bypass(self, layer: int, numbers: Iterable[int]) -> None:
         self._layer = layer
@@ -278,21 +272,35 @@ class MoeResidency:
         self._in_flight -= 1
         holding = self._held[moe_expert]
         holding.is_loaded = True
-        if not holding.is_pinned:
+        if not holding.pins:
             self._offer(moe_expert)
 
+    def _drop(self, moe_expert: MoeExpert) -> None:
+        """Its load failed: it is not tried again before somebody needs or predicts it again."""
+        self._in_flight -= 1
+        self._free.append(self._held.pop(moe_expert).place)
+        self._wishes.predicted.pop(moe_expert, None)
+        self._wishes.bypassed.pop(moe_expert, None)
+
     def _unpin(self, moe_expert: MoeExpert) -> None:
-        self._held[moe_expert].is_pinned = False
-        self._offer(moe_expert)
+        holding = self._held.get(moe_expert)
+        if holding is None:
+            self._unwish(moe_expert)
+            return
+        holding.pins = max(holding.pins - 1, 0)
+        if holding.is_loaded and not holding.pins:
+            self._offer(moe_expert)
+
+    def _unwish(self, moe_expert: MoeExpert) -> None:
+        """Nobody waits for it any more, or one less; nothing where its load failed."""
+        waiting = self._wishes.needed.pop(moe_expert, 0)
+        if waiting > 1:
+            self._wishes.needed[moe_expert] = waiting - 1
 
     def _end_pass(self) -> None:
-        self._wishes.clear()
+        self._wishes.predicted.clear()
+        self._wishes.bypassed.clear()
         self._passes += 1
-        for moe_expert, holding in self._held.items():
-            if holding.is_pinned:  # the pass broke off
-                holding.is_pinned = False
-                if holding.is_loaded:
-                    self._offer(moe_expert)
 
     def _begin_loads(self) -> Iterator[Decision]:
         while self._in_flight < self._loads_at_once:
@@ -304,10 +312,7 @@ class MoeResidency:
     def _begin_one(self) -> tuple[Decision, ...]:
         """The first wish that may have a place. While a need finds none, nothing is loaded ahead."""
         for moe_expert in self._wishes.needed:
-            begun = self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, _anybody)
-            if begun:
-                del self._wishes.needed[moe_expert]
-            return begun
+            return self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, _anybody)
         for moe_expert in self._absent(self._wishes.predicted):
             return self._begin(moe_expert, partial(self._is_later, moe_expert))
         for moe_expert in self._absent(self._wishes.bypassed):
@@ -324,17 +329,17 @@ class MoeResidency:
         evicted = None if self._free else self._take_lowest(may_go)
         if not self._free and evicted is None:
             return ()
-        is_needed = moe_expert in self._wishes.needed
+        pins = self._wishes.needed.pop(moe_expert, 0)
         freed: tuple[Decision, ...] = ()
         if evicted is not None:
             self._counts.evictions += 1
             self._free.append(self._held.pop(evicted).place)
             freed = (Evict(evicted, self._free[-1]),)
         place = self._free.pop()
-        self._held[moe_expert] = _Holding(place, is_pinned=is_needed, is_speculative=not is_needed)
-        self._counts.ahead += not is_needed
+        self._held[moe_expert] = _Holding(place, pins=pins, is_speculative=not pins)
+        self._counts.ahead += not pins
         self._in_flight += 1
-        return (*freed, Load(moe_expert, place, is_needed))
+        return (*freed, Load(moe_expert, place, pins > 0))
 
     def _take_lowest(self, may_go: Callable[[MoeExpert], bool]) -> MoeExpert | None:
         passed_over: list[tuple[float, MoeExpert]] = []
@@ -342,9 +347,8 @@ class MoeResidency:
         while self._candidates and found is None:
             rank, moe_expert = heapq.heappop(self._candidates)
             holding = self._held.get(moe_expert)
-            is_outdated = holding is None or rank != self._rank(moe_expert)
-            if is_outdated or holding.is_pinned or not holding.is_loaded:
-                continue
+            if holding is None or holding.pins or not holding.is_loaded or rank != self._rank(moe_expert):
+                continue  # the entry is out of date
             if may_go(moe_expert):
                 found = moe_expert
             else:
@@ -357,7 +361,7 @@ class MoeResidency:
         """It may be evicted from now on."""
         heapq.heappush(self._candidates, (self._rank(moe_expert), moe_expert))
         if len(self._candidates) > 2 * self._places:  # half of them, or more, are out of date
-            held = (one for one, holding in self._held.items() if holding.is_loaded and not holding.is_pinned)
+            held = (one for one, holding in self._held.items() if holding.is_loaded and not holding.pins)
             self._candidates = [(self._rank(one), one) for one in held]
             heapq.heapify(self._candidates)
 

@@ -242,12 +242,37 @@ def test_a_failed_load_leaves_its_place_free():
     assert cache.held() == {MoeExpert(0, 1)}
 
 
-def test_a_pass_that_breaks_off_leaves_nothing_pinned():
+def test_a_load_ahead_that_fails_is_not_tried_again():
+    cache = Cache(1)
+    cache.tell(Predicted(0, (0,)))
+    cache.fail()
+    assert not cache.loading
+    cache.tell(Predicted(0, (0,)))
+    assert cache.loading
+
+
+def test_a_pass_that_breaks_off_gives_up_what_it_needed():
     cache = Cache(1)
     cache.tell(Needed(0, (0, 1)))
+    for number in (0, 1):
+        cache.tell(Used(MoeExpert(0, number)))
     cache.settle()
+    assert cache.held() == {MoeExpert(0, 0)}
     cache.run_layer(0, [2])
     assert cache.held() == {MoeExpert(0, 2)}
+
+
+def test_what_two_need_stays_until_both_have_used_it():
+    cache = Cache(1)
+    for _ in range(2):
+        cache.tell(Needed(0, (0,)))
+    cache.answer()
+    cache.tell(Needed(0, (1,)))
+    cache.tell(Used(MoeExpert(0, 0)))
+    assert cache.held() == {MoeExpert(0, 0)}
+    cache.tell(Used(MoeExpert(0, 0)))
+    cache.answer()
+    assert cache.held() == {MoeExpert(0, 1)}
 
 
 @pytest.mark.parametrize("wrong", [{"places": 0}, {"layers": 0}, {"loads_at_once": 0}, {"half_life_passes": 0.0}])

@@ -1,0 +1,136 @@
+"""Texts between a loop and the desk: what is awaited here is told there, on the desk's threads.
+
+Guarantees: whoever stops waiting has the text cancelled; one whose time is over ends here also where it never began;
+the loop is never kept waiting by the desk, and a caller that reads slowly keeps nobody waiting but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
+
+from agent.api.calls.desk import TextEnd
+from experts.daemon_threads import DaemonThreads
+from experts.errors import OrderRefused
+from experts.llm.serving.generation import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from concurrent.futures import Future
+
+    from agent.api.calls.desk import Desk, TextListener, TextModelView, TextOrder, TextPiece, TextTicket
+
+LATE_S = 1.0  # for the end to be told by whoever writes
+
+Told: TypeAlias = "TextPiece | TextEnd"
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class Texts:
+    """The desk, as a loop stands before it. ``threads``: that give it orders, which takes as long as to tokenise."""
+
+    def __init__(self, desk: Desk, threads: int = 2) -> None:
+        self.under_way = 0
+        self._desk = desk
+        self._ordering = DaemonThreads(threads, "api_text")
+
+    async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
+        """What a call returns or raises that takes a while, without keeping the loop waiting."""
+        return await asyncio.wrap_future(self._ordering.submit(call, *given, **named))
+
+    async def models(self) -> Sequence[TextModelView]:
+        """All that texts can be had from."""
+        return await self.ask(self._desk.text_models)
+
+    @asynccontextmanager
+    async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[Told, None]]:
+        """The pieces of a text, then its end, once it was taken; it is cancelled unless it has ended inside.
+
+        Raises OrderRefused, at once or, inside, where the text fails.
+        """
+        listener = _Listener()
+        ticket = self._ordering.submit(_ordered, self._desk, order, listener)
+        self.under_way += 1
+        try:
+            taken = await asyncio.wrap_future(ticket)
+            if isinstance(taken, OrderRefused):
+                raise OrderRefused(taken.reason, str(taken), taken.retry_s, field=taken.field)
+            yield listener.told(taken.due_s)
+        finally:
+            self.under_way -= 1
+            if not listener.has_ended:
+                ticket.add_done_callback(_withdraw)
+
+    def stop(self) -> None:
+        """No more orders; what hangs ends with the process."""
+        self._ordering.stop(timeout_s=1.0)
+
+
+class _Listener:
+    """Keeps ``agent.api.calls.desk.TextListener``."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Told] = deque()
+        self._news = asyncio.Event()
+
+    def wrote(self, piece: TextPiece) -> None:
+        """On a thread of the desk's."""
+        self._call(piece)
+
+    def ended(self, end: TextEnd) -> None:
+        """On a thread of the desk's."""
+        self._call(end)
+
+    async def told(self, due_s: float | None) -> AsyncGenerator[Told, None]:
+        """Until the end, or its time is over. Raises OrderRefused where it fails."""
+        while True:
+            if not self._waiting and not await self._wait(due_s):
+                yield TextEnd(Ending.DEADLINE, None, 0, 0, 0.0)
+                return
+            one = self._waiting.popleft()
+            if isinstance(one, TextEnd):
+                self.has_ended = True
+                if one.failure is not None:
+                    raise one.failure
+                yield one
+                return
+            yield one
+
+    async def _wait(self, due_s: float | None) -> bool:
+        """Whether there is something."""
+        self._news.clear()
+        rest_s = None if due_s is None else max(due_s + LATE_S - time.monotonic(), 0.0)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), rest_s)
+        return bool(self._waiting)
+
+    def _call(self, told: Told) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._hear, told)
+
+    def _hear(self, told: Told) -> None:
+        self._waiting.append(told)
+        self._news.set()
+
+
+def _ordered(desk: Desk, order: TextOrder, listener: TextListener) -> TextTicket | OrderRefused:
+    """The refusal as a value: as the exception of a future it would hold all that its traceback's frames do."""
+    try:
+        return desk.generate(order, listener)
+    except OrderRefused as refused:
+        return refused.with_traceback(None)
+
+
+def _withdraw(ticket: Future[TextTicket | OrderRefused]) -> None:
+    """Of a text that was taken, now or when it is."""
+    if ticket.cancelled() or ticket.exception() is not None:
+        return
+    taken = ticket.result()
+    if not isinstance(taken, OrderRefused):
+        taken.cancel()

@@ -1,0 +1,1 @@
+"""HTTP for this machine, within bounds: connections, and what is served over them by whom."""

@@ -1,0 +1,190 @@
+"""One connection: a request is read, answered, and the connection closed.
+
+Guarantees: whatever the other side does or leaves undone, it ends within the terms of what was asked for, and before
+that within HEAD_S; no more is held of it than a head of HEAD_BYTES, the body that the terms allow, and what was read of
+it at once; what it sends too much is told with the status for that, as far as it still listens. h11 reads and writes
+the protocol, and has neither sockets nor time: both are here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import h11
+
+from agent.http.exchange import Answer, HttpRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.http.exchange import Application, Terms
+    from agent.http.places import Place
+
+log = logging.getLogger(__name__)
+
+HEAD_BYTES = 16 * 1024  # of a request's line and headers
+READ_BYTES = 64 * 1024  # at once
+LINGER_S = 1.0  # for who still sends when it is refused: a connection cut off takes the refusal along
+SURPLUS_BYTES = 64 * 1024  # of what comes behind the request while it is answered
+TEXT = ("content-type", "text/plain; charset=utf-8")
+
+
+class Connection:
+    """Keeps ``agent.http.exchange.Stream``. Of the loop's thread alone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, applications: Sequence[Application],
+                 place: Place, *, is_local_user: bool) -> None:  # fmt: skip
+        self._reader = reader
+        self._writer = writer
+        self._applications = applications
+        self._place = place
+        self._is_local_user = is_local_user
+        self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
+        self._stall_s: float | None = None
+        writer.transport.set_write_buffer_limits(0)  # so that whoever sends waits until it is sent
+
+    async def serve(self, head_s: float) -> None:
+        """To its end. ``head_s``: until a request's line and headers have come; what is asked for may take longer."""
+        came_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(head_s) as cut:
+                head = await self._head()
+                if head is not None:
+                    await self._asked(head, cut, came_s)
+        except h11.RemoteProtocolError as error:
+            await self._last_words(_plain(error.error_status_hint, str(error)))
+        except (TimeoutError, OSError, h11.LocalProtocolError):
+            pass  # it is gone, or cut off: there is nobody to tell
+        finally:
+            self._writer.transport.abort()
+
+    async def begin(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
+        """See ``agent.http.exchange.Stream``."""
+        reason = HTTPStatus(status).phrase.encode()
+        response = h11.Response(status_code=status, headers=[*headers, ("connection", "close")], reason=reason)
+        await self._send(response)
+
+    async def send(self, piece: bytes) -> None:
+        """See ``agent.http.exchange.Stream``."""
+        await self._send(h11.Data(data=piece))
+
+    async def _asked(self, head: h11.Request, cut: asyncio.Timeout, came_s: float) -> None:
+        path, _, query = head.target.decode("latin-1").partition("?")
+        application = next((each for each in self._applications if each.serves(path)), self._applications[-1])
+        terms = application.terms
+        self._stall_s = terms.stall_s
+        if not self._place.change(application):
+            busy = application.refusal(503, f"{terms.connections} callers are being answered - ask again in a while")
+            await self._say(busy)
+            return
+        body = await self._body(head, terms)
+        if body is None:
+            reason = f"a body of more than {terms.body_bytes} bytes, which are the most"
+            await self._say(application.refusal(413, reason))
+            await self._linger()
+            return
+        cut.reschedule(came_s + terms.longest_s)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+        method = head.method.decode("latin-1")
+        await self._answered(application, HttpRequest(method, path, query, headers, body, self._is_local_user))
+
+    async def _answered(self, application: Application, request: HttpRequest) -> None:
+        if not application.terms.withdraws:
+            await self._answer(application, request)
+            return
+        answering = asyncio.create_task(self._answer(application, request))
+        leaving = asyncio.create_task(self._gone())
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            ended = await asyncio.gather(answering, leaving, return_exceptions=True)
+        if isinstance(ended[0], Exception):
+            raise ended[0]
+
+    async def _answer(self, application: Application, request: HttpRequest) -> None:
+        try:
+            answer = await application.answer(request, self)
+        except OSError:
+            raise
+        except Exception:  # the boundary of a caller's request: one's mistake is not the others'
+            log.exception("http_request_failed path=%s", request.path)
+            answer = application.refusal(500, "a mistake of the agent's program, which its log tells more about")
+        if answer is not None and self._protocol.our_state is h11.SEND_RESPONSE:
+            await self._say(answer)
+        elif self._protocol.our_state is h11.SEND_BODY:
+            await self._send(h11.EndOfMessage())
+
+    async def _gone(self) -> None:
+        """Until the other side has closed, or sends more than anybody reads."""
+        surplus = 0
+        while surplus <= SURPLUS_BYTES and (content := await self._reader.read(READ_BYTES)):
+            surplus += len(content)
+
+    async def _head(self) -> h11.Request | None:
+        """The request's line and headers; None where it closes before that."""
+        event = await self._event()
+        return event if isinstance(event, h11.Request) else None
+
+    async def _body(self, head: h11.Request, terms: Terms) -> bytes | None:
+        """What it sends; None for more than it may."""
+        announced = next((int(value) for name, value in head.headers if name == b"content-length"), 0)
+        if announced > terms.body_bytes:
+            return None
+        if self._protocol.they_are_waiting_for_100_continue:
+            await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+        body = bytearray()
+        while isinstance(event := await self._event(), h11.Data):
+            body += event.data
+            if len(body) > terms.body_bytes:
+                return None
+        if isinstance(event, h11.ConnectionClosed):
+            raise ConnectionResetError
+        return bytes(body)
+
+    async def _event(self) -> object:
+        while (event := self._protocol.next_event()) is h11.NEED_DATA:
+            self._protocol.receive_data(await self._reader.read(READ_BYTES))
+        return event
+
+    async def _say(self, answer: Answer) -> None:
+        await self.begin(answer.status, (*answer.headers, ("content-length", str(len(answer.body)))))
+        if answer.body:
+            await self._send(h11.Data(data=answer.body))
+        await self._send(h11.EndOfMessage())
+
+    async def _last_words(self, answer: Answer) -> None:
+        """To a caller who speaks no HTTP, as far as it can be told anything."""
+        with suppress(OSError, TimeoutError, h11.LocalProtocolError):
+            if self._protocol.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                await self._say(answer)
+                await self._linger()
+
+    async def _linger(self) -> None:
+        """Until the other side has closed, for a while; whatever it sends is let go."""
+        self._writer.write_eof()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while await self._reader.read(READ_BYTES):
+                    continue
+
+    async def _send(self, event: h11.Event) -> None:
+        """Raises OSError, also where the other side takes nothing for too long."""
+        content = self._protocol.send(event)
+        if not content:
+            return
+        self._writer.write(content)
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._writer.drain()
+        except TimeoutError:
+            raise ConnectionAbortedError("the caller reads nothing") from None
+
+
+def _plain(status: int, reason: str) -> Answer:
+    return Answer(status, f"{reason}\n".encode("utf-8", "backslashreplace"), (TEXT,))

@@ -1,0 +1,61 @@
+"""How many may be connected at once: so many who have not said yet what they want, and more of whom that is granted.
+
+Guarantees: nobody is counted twice, or after the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent.http.exchange import Application
+
+
+class Places:
+    """Those of one address. Of the loop's thread alone."""
+
+    def __init__(self, arrivals: int) -> None:
+        self._arrivals = arrivals
+        self._taken: Counter[int | None] = Counter()  # by application; None: for those who come
+
+    def enter(self) -> Place | None:
+        """A place for somebody who comes; None where all are taken."""
+        return Place(self) if self.take(None, self._arrivals) else None
+
+    def take(self, kind: int | None, most: int) -> bool:
+        """Whether there is one more of this kind; if so it is taken."""
+        if self._taken[kind] >= most:
+            return False
+        self._taken[kind] += 1
+        return True
+
+    def give_back(self, kind: int | None) -> None:
+        """One of this kind is free."""
+        self._taken[kind] -= 1
+
+
+class Place:
+    """Somebody's, until it is left; once."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._kind: int | None = None
+        self._is_held = True
+
+    def change(self, application: Application) -> bool:
+        """For one of an application's own, if it has such; False where all of these are taken."""
+        most = application.terms.connections
+        if most is None:
+            return True
+        if not self._places.take(id(application), most):
+            return False
+        self._places.give_back(self._kind)
+        self._kind = id(application)
+        return True
+
+    def leave(self) -> None:
+        """It is free."""
+        if self._is_held:
+            self._is_held = False
+            self._places.give_back(self._kind)

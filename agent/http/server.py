@@ -1,0 +1,173 @@
+"""Applications at the line's HTTP addresses, all of which only this machine reaches.
+
+Guarantees: it starts at every address, or at none. A connection is one request (``agent.http.connection``); more than
+ARRIVALS that have not said what they want, or want what has no places of its own, are closed at once, so that no caller
+takes memory from the agent. No name is asked of the network. One thread serves all of it; when it stops, all
+connections are closed, and that thread has ended.
+Why its own: gRPC's server speaks no HTTP/1, the standard library's takes a thread for each connection and cuts none off
+that reads slowly, and frameworks bound neither heads nor slow readers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import ExitStack
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from agent.http.connection import READ_BYTES, Connection
+from agent.http.places import Places
+from agent.line_file.api import UNIX
+from agent.unix_sockets import UnixSocket
+from experts.errors import AddressUnusable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.http.exchange import Application
+
+log = logging.getLogger(__name__)
+
+ARRIVALS = 16  # of each address at a time
+STOP_S = 0.2  # for answers that are on their way: they take milliseconds, and the rest of a stop has little time
+BACKLOG = 64
+
+
+class HttpServer:
+    """Started once, stopped once. ``addresses``: where it answers; of a port 0 the one that was found.
+
+    ``applications``: the first that serves a path answers it, and the last one whatever nobody does.
+    """
+
+    def __init__(self, addresses: Sequence[str], applications: Sequence[Application], head_s: float) -> None:
+        self.addresses: tuple[str, ...] = ()
+        self._wanted = tuple(addresses)
+        self._applications = tuple(applications)
+        self._head_s = head_s
+        self._served: list[_Served] = []
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Serve. Raises AddressUnusable, and then nothing is served."""
+        try:
+            for address in self._wanted:
+                self._served.append(_bound(address))
+        except AddressUnusable:
+            self.stop()
+            raise
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="web", daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        self.addresses = tuple(served.address for served in self._served)
+        log.info("web_started addresses=%s", ",".join(self.addresses))
+
+    def stop(self) -> None:
+        """End; what is being answered has STOP_S. What was never started has nothing to end."""
+        if self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._thread = None
+        for served in self._served:
+            served.close()
+        self._served.clear()
+
+    async def _start(self) -> None:
+        for served in self._served:
+            await served.start(self._applications, self._head_s)
+
+    async def _stop(self) -> None:
+        for served in self._served:
+            served.take_no_more()
+        under_way = [task for served in self._served for task in served.connections]
+        if under_way:
+            _, late = await asyncio.wait(under_way, timeout=STOP_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+
+class _Served:
+    """One address that is served."""
+
+    def __init__(self, address: str, listening: socket.socket, place: UnixSocket | None = None) -> None:
+        self.address = address
+        self.connections: set[asyncio.Task[None]] = set()
+        self._listening = listening
+        self._place = place
+        self._places = Places(ARRIVALS)
+
+    async def start(self, applications: Sequence[Application], head_s: float) -> None:
+        """Take connections."""
+        self._applications = applications
+        self._head_s = head_s
+        self._server = await asyncio.start_server(self._serve, sock=self._listening, limit=READ_BYTES)
+
+    def take_no_more(self) -> None:
+        self._server.close()
+
+    def close(self) -> None:
+        self._listening.close()
+        if self._place is not None:
+            self._place.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        place = self._places.enter()
+        if place is None:
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self.connections.add(task)
+        is_local_user = self._place is not None
+        try:
+            await Connection(reader, writer, self._applications, place, is_local_user=is_local_user).serve(self._head_s)
+        except Exception:  # the boundary of a connection
+            log.exception("web_connection_failed")
+        finally:
+            self.connections.discard(task)
+            place.leave()
+
+
+def _bound(address: str) -> _Served:
+    """Raises AddressUnusable."""
+    return _at_path(address) if address.startswith(UNIX) else _at_port(address)
+
+
+def _at_path(address: str) -> _Served:
+    place = UnixSocket(address)
+    with ExitStack() as undoing:
+        undoing.callback(place.close)
+        listening = _listening(address, socket.AF_UNIX, place.to_bind.removeprefix(UNIX))
+        undoing.callback(listening.close)
+        place.show()
+        undoing.pop_all()
+    return _Served(address, listening, place)
+
+
+def _at_port(address: str) -> _Served:
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise AddressUnusable(address, error.strerror or str(error)) from error
+    listening = _listening(address, family, where)
+    return _Served(f"{host}:{listening.getsockname()[1]}", listening)
+
+
+def _listening(address: str, family: socket.AddressFamily, where: object) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family is not socket.AF_UNIX:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)  # type: ignore[arg-type]  # as getaddrinfo tells it
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise AddressUnusable(address, error.strerror or str(error)) from error
+    listening.setblocking(False)
+    return listening

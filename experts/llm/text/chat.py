@@ -1,0 +1,101 @@
+"""A model's chat template: messages become the one text that the model was trained to answer.
+
+Guarantees: a template comes with a model, from wherever that comes, so it runs in Jinja's immutable sandbox, which
+gives it values and no program, and within bounds of time and text (``experts.llm.text.bounded_sandbox``). What goes
+wrong is PromptInvalid where the template refuses the messages, and TokenizerUnusable where it is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jinja2 import TemplateError, TemplateRuntimeError, nodes
+from jinja2.ext import Extension, loopcontrols
+
+from experts.errors import PromptInvalid, TokenizerUnusable
+from experts.llm.text.bounded_sandbox import RENDER_S, BoundedSandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jinja2 import Template
+    from jinja2.parser import Parser
+
+MISTAKES = (
+    TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
+
+class ChatTemplate:
+    """One model's. For any thread."""
+
+    def __init__(
+        self, expert: str, file: str, source: str, special_tokens: Mapping[str, str], render_s: float = RENDER_S
+    ) -> None:
+        self._expert = expert
+        self._file = file
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+        self._sandbox = _sandbox(render_s)
+        self._compiled: Template | None = None
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text up to where the model's next message begins.
+
+        Raises PromptInvalid where the template refuses these messages, TokenizerUnusable where it is broken.
+        """
+        given = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
+        try:
+            return self._sandbox.render(self._template(), given)
+        except _Refused as refused:
+            raise PromptInvalid("messages", f"the chat template of {self._expert} refuses them: {refused}") from None
+        except MISTAKES as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise TokenizerUnusable(
+                self._expert, self._file, f"the chat template fails for these messages: {reason}"
+            ) from error
+
+    def _template(self) -> Template:
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = self._sandbox.compiled(self._source)
+            return self._compiled
+
+
+class _Refused(TemplateRuntimeError):
+    """What a template says by raise_exception: the messages are none of its."""
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what a model is trained to write, and changes nothing of what is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """See ``jinja2.ext.Extension``."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _sandbox(render_s: float) -> BoundedSandbox:
+    """As transformers has it for chat templates, which are written for that: what it trims, its globals, its tags."""
+    sandbox = BoundedSandbox(render_s, trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+    sandbox.give(filters={"tojson": _json}, calls={"raise_exception": _refuse, "strftime_now": _time_now})
+    return sandbox
+
+
+def _json(value: Any, indent: int | None = None, **options: Any) -> str:  # noqa: ANN401 - JSON
+    """Jinja's own escapes what would be HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _Refused(str(message))
+
+
+def _time_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)

@@ -1,0 +1,160 @@
+"""TextWriter: tokens as they come become text as it may be shown.
+
+Guarantees: the pieces joined are the text, however it was cut into tokens; a piece ends in no half of a character
+(unless PATIENCE tokens in a row complete none: then there is none); of a stop string, and of what follows it, nothing
+is shown, wherever in tokens it begins and ends. What may be the beginning of one is held back until it is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts.errors import PromptInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from experts.llm.serving.generation import Sampled
+    from experts.llm.text.tokenizer import TextModel
+
+PATIENCE = 16  # tokens without a whole character among them, which has four bytes at most
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 500  # as many are held back at most
+HALF = "\ufffd"  # what a decoder shows of bytes that are no character, or not yet
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More of a text, with the tokens that were written since the last piece. Either may be empty."""
+
+    text: str
+    tokens: tuple[Sampled, ...] = ()
+
+
+class TextWriter:
+    """Keeps ``experts.llm.serving.generation.Writer``; ``tell`` is called where that is, and must not raise.
+
+    ``written``: tokens so far, those of a stop string included.
+    """
+
+    def __init__(
+        self, model: TextModel, prompt: Sequence[int], stops: Sequence[str], tell: Callable[[Piece], None]
+    ) -> None:
+        """``prompt``: what the text follows. Raises PromptInvalid for stop strings that are none."""
+        self.written = 0
+        self.is_stopped = False
+        self._model = model
+        self._words = Words(model.decode, prompt[-PATIENCE:])
+        self._stops = StopStrings(check_stops(stops))
+        self._tell = tell
+        self._untold: list[Sampled] = []
+
+    def write(self, sampled: Sampled) -> bool:
+        """One more token; True where a stop string is complete: the text ends before it."""
+        if self.is_stopped:
+            return True
+        self.written += 1
+        self._untold.append(sampled)
+        self._show(self._stops.add(self._words.add(sampled.token)))
+        self.is_stopped = self._stops.is_complete
+        return self.is_stopped
+
+    def finish(self) -> None:
+        """No more come: what was held back is shown, unless a stop string has ended the text."""
+        if not self.is_stopped:
+            self._show(self._stops.add(self._words.rest()) + self._stops.rest())
+
+    def _show(self, text: str) -> None:
+        if text:
+            told, self._untold = tuple(self._untold), []
+            self._tell(Piece(text, told))
+
+
+class Words:
+    """A text that grows token by token. ``decode``: tokens to text; ``before``: tokens that it follows.
+
+    What one token adds may depend on those before it, as a space between words does. So a few are kept: those of the
+    last text that was given out, and those that came since.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._given = _whole(before, decode)
+        self._shown = decode(self._given)
+        self._waiting: list[int] = []
+
+    def add(self, token: int) -> str:
+        """What this token completes; empty while it is a half of something."""
+        self._waiting.append(token)
+        more = self._more()
+        if not more or (more.endswith(HALF) and len(self._waiting) < PATIENCE):
+            return ""
+        return self._give(more)
+
+    def rest(self) -> str:
+        """What waited for its other half, when none comes any more."""
+        return self._give(self._more())
+
+    def _more(self) -> str:
+        all_of_it = self._decode([*self._given, *self._waiting])
+        # A decoder that changes its mind about what was shown already is asked about the rest alone.
+        return all_of_it[len(self._shown) :] if all_of_it.startswith(self._shown) else self._decode(self._waiting)
+
+    def _give(self, more: str) -> str:
+        self._given, self._waiting = self._waiting, []
+        self._shown = self._decode(self._given)
+        return more
+
+
+def _whole(before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """As many of the tokens at the end as begin with a whole character: half a one would spoil those behind it."""
+    ends = (list(before[start:]) for start in range(len(before)))
+    return next((end for end in ends if HALF not in decode(end)), [])
+
+
+class StopStrings:
+    """A text that ends before the first of some strings to be complete in it; the longest of those that are at once."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.is_complete = False
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """What may be shown now. Nothing more once a stop string is complete."""
+        if self.is_complete:
+            return ""
+        self._held += text
+        found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            self.is_complete = True
+            return self._held[: min(found)[1]]
+        shown = len(self._held) - self._begun()
+        text, self._held = self._held[:shown], self._held[shown:]
+        return text
+
+    def rest(self) -> str:
+        """What was held back, when nothing comes any more."""
+        text, self._held = self._held, ""
+        return "" if self.is_complete else text
+
+    def _begun(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        return next(
+            (size for size in range(min(longest, len(self._held)), 0, -1) if self._begins(self._held[-size:])), 0
+        )
+
+    def _begins(self, end: str) -> bool:
+        return any(stop.startswith(end) and stop != end for stop in self._stops)
+
+
+def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    """The same strings. Raises PromptInvalid for too many, and for one that is empty or too long."""
+    if len(stops) > MOST_STOPS:
+        raise PromptInvalid("stop", f"has {len(stops)} strings, where {MOST_STOPS} are the most")
+    for stop in stops:
+        if not 0 < len(stop) <= MOST_STOP_CHARACTERS:
+            raise PromptInvalid("stop", f"has a string of {len(stop)} characters: give 1 to {MOST_STOP_CHARACTERS}")
+    return tuple(stops)

@@ -1,0 +1,190 @@
+"""TextModel: what of a Hugging Face directory turns words into a model's tokens, and its tokens into words.
+
+Guarantees: it is made of the bytes of the directory's small files alone, so nothing is looked for on disk or in the
+network; whatever a file lacks, or holds that cannot be used, is told with the file's name (TokenizerUnusable), and a
+chat template that is broken spoils chats only. Immutable, and for any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from experts.errors import PromptInvalid, TokenizerUnusable
+from experts.llm.text.chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TEXT_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers like SentencePiece's, for what their words do not spell
+WORD_START = "\u2581"  # where those have a space
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """See the module. ``stop_tokens``: those after which the model has no more to say."""
+
+    expert: str
+    context_tokens: int
+    stop_tokens: frozenset[int]
+    chat: ChatTemplate | None
+    _tokenizer: Tokenizer
+    _is_byte_level: bool
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes], expert: str) -> TextModel:
+        """Of a directory's files by their names, TEXT_FILES, of which two must be there. Raises TokenizerUnusable."""
+        config = _object(files, CONFIG, expert, is_needed=True)
+        settings = _object(files, TOKENIZER_CONFIG, expert)
+        description = _object(files, TOKENIZER, expert, is_needed=True)
+        tokenizer = _tokenizer(files[TOKENIZER], expert)
+        return cls(
+            expert,
+            _context_tokens(config, expert),
+            _stop_tokens(config, _object(files, GENERATION_CONFIG, expert), settings, tokenizer),
+            _chat(files, settings, expert),
+            tokenizer,
+            '"ByteLevel"' in json.dumps(description.get("decoder")),
+        )
+
+    def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
+        """The tokens of a text. ``adds_special``: with those that the model wants around it, as its beginning."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens, without special ones."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def prompt_of(self, text: str) -> tuple[int, ...]:
+        """The tokens to have this text continued. Raises PromptInvalid for none, or for more than the context has."""
+        return self.checked(self.encode(text), "prompt")
+
+    def chat_prompt_of(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The tokens to have a chat's next message written. Raises PromptInvalid; TokenizerUnusable without a template.
+
+        ``messages``: each with a role and its content, as the template wants them.
+        """
+        if self.chat is None:
+            raise TokenizerUnusable(
+                self.expert, TOKENIZER_CONFIG, "the model has no chat template: give it a prompt to continue instead"
+            )
+        return self.checked(self.encode(self.chat.render(messages), adds_special=False), "messages")
+
+    def checked(self, prompt: tuple[int, ...], field: str) -> tuple[int, ...]:
+        """The same prompt. Raises PromptInvalid, naming this field, for one that the model cannot continue."""
+        if not prompt:
+            raise PromptInvalid(field, "is empty: there is nothing to continue")
+        if len(prompt) >= self.context_tokens:
+            raise PromptInvalid(
+                field,
+                f"has {len(prompt)} tokens, and the context of {self.expert} is {self.context_tokens}, "
+                "of which one at least is for the answer: shorten it",
+            )
+        if max(prompt) >= self.tokens or min(prompt) < 0:
+            raise PromptInvalid(field, f"has a token that {self.expert} does not know: they are 0 to {self.tokens - 1}")
+        return prompt
+
+    @cached_property
+    def tokens(self) -> int:
+        """How many tokens there are to tell apart: one more than the largest."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for; it may be a part of a character. Special ones are spelled out."""
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._is_byte_level and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
+        if found := BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        return str(piece).replace(WORD_START, " ").encode("utf-8")
+
+
+def _object(files: Mapping[str, bytes], name: str, expert: str, *, is_needed: bool = False) -> dict[str, Any]:
+    if name not in files:
+        if is_needed:
+            raise TokenizerUnusable(expert, name, "is not there: add it to the model's directory, and pack it again")
+        return {}
+    try:
+        values = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise TokenizerUnusable(expert, name, f"cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise TokenizerUnusable(expert, name, "holds no JSON object")
+    return values
+
+
+def _tokenizer(content: bytes, expert: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerUnusable(expert, TOKENIZER, f"describes no tokenizer that is known here: {error}") from error
+    tokenizer.no_truncation()  # which a file may ask for: a prompt that is too long is refused, not cut
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _context_tokens(config: Mapping[str, Any], expert: str) -> int:
+    found = config.get("max_position_embeddings")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise TokenizerUnusable(expert, CONFIG, f"max_position_embeddings: is {found!r}: a whole number is needed")
+    return found
+
+
+def _stop_tokens(
+    config: Mapping[str, Any], generation: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Tokenizer
+) -> frozenset[int]:
+    """Where the model says in which order: its generation_config.json, or else config.json; and the tokenizer's own."""
+    named = generation.get("eos_token_id", config.get("eos_token_id"))
+    several = named if isinstance(named, list) else [named]
+    spelled = _spelled(settings.get("eos_token"))
+    own = None if spelled is None else tokenizer.token_to_id(spelled)
+    return frozenset(one for one in (*several, own) if isinstance(one, int) and not isinstance(one, bool))
+
+
+def _spelled(token: object) -> str | None:
+    """A special token as a tokenizer_config.json has it: a string, or an object that says more of it."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _chat(files: Mapping[str, bytes], settings: Mapping[str, Any], expert: str) -> ChatTemplate | None:
+    source, file = _template_source(settings), TOKENIZER_CONFIG
+    if CHAT_TEMPLATE in files:
+        source, file = files[CHAT_TEMPLATE].decode("utf-8", "replace"), CHAT_TEMPLATE
+    if source is None:
+        return None
+    spelled = {name: _spelled(settings.get(name)) or "" for name in SPECIAL_TOKENS}
+    return ChatTemplate(expert, file, source, spelled)
+
+
+def _template_source(settings: Mapping[str, Any]) -> str | None:
+    """One template, or the one that is called default of several."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE spells each byte as one visible character (Radford et al. 2019, `bytes_to_unicode`).
+
+    Visible ones of Latin-1 stand for themselves, the others for those from 256 on, in their order.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+BYTE_OF = _bytes_of_characters()

@@ -1,0 +1,57 @@
+"""Where a text goes that names a route instead of an expert: to whom a rule says, else to whom its router says.
+
+Guarantees: every text has a destination, and the same text always the same one as far as rules decide. What a route's
+router may answer, and whom each answer means, stands in the line's graph as a branching route of the same name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts.graph import RouteStep
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class TextRule:
+    """Texts in which ``matches`` is found go to this expert."""
+
+    matches: re.Pattern[str]
+    expert: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextRoute:
+    """One name that texts may be sent to. ``branches``: of each of the router's labels, who answers then.
+
+    ``otherwise`` answers what no rule matches where there is no router; then it is not None.
+    """
+
+    name: str
+    rules: tuple[TextRule, ...]
+    router: str | None
+    branches: Mapping[str, str]
+    otherwise: str | None
+
+    def expert_for(self, text: str) -> str | None:
+        """The expert that a rule, the first that matches, or ``otherwise`` names; None: the router has to be asked."""
+        for rule in self.rules:
+            if rule.matches.search(text):
+                return rule.expert
+        return None if self.router is not None else self.otherwise
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Whoever may answer a text that is sent here, and the router; each once."""
+        last = () if self.otherwise is None else (self.otherwise,)
+        router = () if self.router is None else (self.router,)
+        return tuple(dict.fromkeys([*(rule.expert for rule in self.rules), *router, *self.branches.values(), *last]))
+
+    @property
+    def steps(self) -> tuple[RouteStep, ...]:
+        """The same as a route of the line's graph; none where there is no router to be asked."""
+        return () if self.router is None else (RouteStep(self.router, frozenset(), then=self.branches),)

@@ -1,0 +1,265 @@
+"""Agents of lines with language models: what they decide with, what they measure, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from agent.config import read_line
+from agent.deployment.build import build_agent
+from agent.deployment.line_change import plan_change
+from agent.deployment.memory_needs import LEAST_LEASED_TOKENS
+from agent.deployment.profile_in_use import precision_of
+from experts.errors import ConfigError
+from experts.expert import Precision
+from experts.llm.config import read_spec
+from tests.experts.llm.conftest import ModelFiles
+
+MIB = 2**20
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6}
+
+
+DOCUMENT = {
+    "line": "test",
+    "state": "./state",
+    "experts": {
+        "llm/a": {"architecture": "llm", "weights": "a"},
+        "llm/b": {"architecture": "llm", "weights": "b"},
+        "llm/router": {"architecture": "llm", "weights": "router", "labels": ["a", "b"]},
+        "cls/f": {"architecture": "fake", "weights": "f.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}},
+    },
+    "routes": {"part": [{"expert": "cls/f", "pass": ["ok"]}]},
+    "texts": {
+        "kv": "2MiB",
+        "quantum_s": 0.02,
+        "routes": {"assistant": {"router": "llm/router", "experts": {"a": "llm/a", "b": "llm/b"}}},
+    },
+    "device": "cpu",
+    "executors": {"cpu": 1},
+    "memory": {"host": "64MiB"},
+}
+
+
+class Line:
+    """llm/a and llm/b on one backbone, a router, and an image's expert, on a CPU."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.document = deepcopy(DOCUMENT)
+
+    @property
+    def config(self):
+        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
+        return read_line(self.folder / "line.yaml", {})
+
+    @contextmanager
+    def built(self):
+        agent = build_agent(self.config, lambda request, outcome: None, lambda stage, done, total: None)
+        try:
+            yield agent
+        finally:
+            agent.stop()
+
+    def refusal(self):
+        with pytest.raises(ConfigError) as caught, self.built():
+            pass
+        return str(caught.value)
+
+    def spec(self, name):
+        return read_spec(self.folder / name, name)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    files = ModelFiles(folder)
+    values = files.config("llama", **SIZES)
+    backbone = files.tensors(values)
+    for name, seed in (("a", 1), ("b", 2)):
+        own = files.tensors(values, seed=seed)
+        mixed = {key: own[key] if "layers.5.mlp" in key else tensor for key, tensor in backbone.items()}
+        files.write(values, mixed).rename(folder / name)
+    files.write(files.config("olmoe")).rename(folder / "router")
+    (folder / "f.yaml").write_text(json.dumps({"weight_bytes": 100_000, "label": "ok", "workspace_bytes": 1000}))
+    return folder
+
+
+@pytest.fixture
+def line(weights, tmp_path):
+    shutil.copytree(weights, tmp_path / "line")
+    return Line(tmp_path / "line")
+
+
+@pytest.fixture(scope="module")
+def setup(weights, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built") / "line"
+    shutil.copytree(weights, folder)
+    line = Line(folder)
+    with line.built() as agent:
+        return line, agent.setup
+
+
+class TestWhatAnAgentDecidesWith:
+    def test_times_of_tokens_are_measured_and_their_bytes_are_exact(self, setup):
+        line, found = setup
+        for name in ("a", "b", "router"):
+            performance = found.matrix.experts["cpu"][f"llm/{name}"].performance
+            assert performance.runs_in_quanta
+            assert performance.lease_bytes == line.spec(name).kv_bytes(4)
+            assert min(performance.K_s, performance.B_s, performance.K_prompt_s, performance.K_output_s) > 0
+            assert performance.max_batch >= 4
+            assert performance.workspace_for(2) > performance.workspace_for(1) > 0
+
+    def test_models_of_one_config_are_measured_once(self, setup):
+        column = setup[1].matrix.experts["cpu"]
+        assert column["llm/a"].performance is column["llm/b"].performance
+        assert column["llm/router"].performance != column["llm/a"].performance
+
+    def test_images_have_no_tokens(self, setup):
+        performance = setup[1].matrix.experts["cpu"]["cls/f"].performance
+        assert (performance.lease_bytes, performance.K_prompt_s, performance.K_output_s) == (0, 0.0, 0.0)
+
+    def test_what_they_share_is_held_once(self, setup):
+        one, other = (setup[1].matrix.experts["cpu"][name].footprint for name in ("llm/a", "llm/b"))
+        assert one.shared == other.shared != ()
+        assert one.total_bytes + other.own_bytes < 1.2 * one.total_bytes
+
+    def test_keys_and_values_have_their_part_of_the_memory(self, setup):
+        (pool,) = setup[1].pools
+        assert pool.lease_bytes == 2 * MIB
+        assert pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes == 64 * MIB
+
+    def test_quanta_are_as_long_as_the_line_says(self, setup):
+        assert setup[1].limits.quantum_s == 0.02
+
+    def test_routes_of_texts_branch(self, setup):
+        (step,) = setup[1].graph.routes["assistant"]
+        assert step.then == {"a": "llm/a", "b": "llm/b"}
+
+    def test_its_engine_can_be_built(self, setup):
+        setup[1].engine().check_invariants()
+
+
+class TestMemoryOfTexts:
+    def test_automatic_it_is_a_quarter(self, line):
+        del line.document["texts"]["kv"]
+        with line.built() as agent:
+            assert agent.setup.pools[0].lease_bytes == 16 * MIB
+
+    def test_automatic_it_leaves_room_for_the_largest_model(self, line):
+        del line.document["experts"]["llm/router"], line.document["texts"]
+        with line.built() as agent:
+            largest = max(row.footprint.total_bytes for row in agent.setup.matrix.experts["cpu"].values())
+            one = max(row.performance.workspace_for(1) for row in agent.setup.matrix.experts["cpu"].values())
+        line.document["memory"]["host"] = f"{largest + one + MIB}B"
+        with line.built() as agent:
+            (pool,) = agent.setup.pools
+            assert pool.lease_bytes == MIB
+            assert pool.expert_bytes >= largest
+
+    def test_a_line_of_images_alone_has_none(self, line):
+        for name in ("llm/a", "llm/b", "llm/router"):
+            del line.document["experts"][name]
+        del line.document["texts"]
+        with line.built() as agent:
+            assert agent.setup.pools[0].lease_bytes == 0
+
+    def test_a_model_that_never_fits_is_refused_with_its_size_and_what_takes_the_room(self, line):
+        line.document["memory"]["host"] = "6MiB"
+        text = line.refusal()
+        assert "experts.llm/a: needs" in text
+        assert "MiB of its 6.0 MiB to experts" in text
+        assert "lower texts.kv, which takes 2.0 MiB" in text
+
+    def test_automatic_it_keeps_what_a_short_text_needs(self, line):
+        del line.document["texts"]["kv"]
+        line.document["memory"]["host"] = "6MiB"
+        least_mib = LEAST_LEASED_TOKENS * line.spec("a").kv_bytes(4) / MIB
+        assert f"lower texts.kv, which takes {least_mib:.1f} MiB" in line.refusal()
+
+
+class TestWhatIsWrongWithOne:
+    def test_only_that_one_is_broken(self, line):
+        config = json.loads((line.folder / "b" / "config.json").read_text())
+        (line.folder / "b" / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+        with line.built() as agent:
+            assert agent.setup.broken.keys() == {"llm/b"}
+            assert "config.json: hidden_act: 'gelu' is not served" in agent.setup.broken["llm/b"]
+            assert agent.setup.matrix.experts["cpu"].keys() == {"llm/a", "llm/router", "cls/f"}
+
+    def test_one_that_answers_no_numbers(self, line):
+        """Weights may be numbers each, and too large together."""
+        path = line.folder / "router" / "model.safetensors"
+        tensors = load_file(path)
+        for name in ("model.norm.weight", "lm_head.weight"):
+            tensors[name] *= 1e30
+        save_file(tensors, path)
+        with line.built() as agent:
+            assert agent.setup.broken.keys() == {"llm/router"}
+            assert "what it answers is not a number" in agent.setup.broken["llm/router"]
+
+
+class TestPrecisions:
+    @pytest.mark.parametrize(
+        ("of_line", "own", "expected"),
+        [
+            ("auto", None, "fp32"),
+            ("bf16", None, "bf16"),
+            ("bf16", "fp32", "fp32"),
+            ("auto", "bf16", "bf16"),
+            ("onnxruntime", None, "fp32"),
+            ("fp32", "int8", "int8"),
+        ],
+    )
+    def test_its_own_comes_before_the_line_s(self, line, of_line, own, expected):
+        line.document["precision"] = of_line
+        if own is not None:
+            line.document["experts"]["llm/a"]["precision"] = own
+        assert precision_of(line.config, "llm/a", "cpu", None, None) == Precision(expected)
+
+    def test_in_bf16_tokens_take_half_the_bytes(self, line):
+        line.document["experts"]["llm/a"]["precision"] = "bf16"
+        with line.built() as agent:
+            rows = agent.setup.matrix.experts["cpu"]
+            assert rows["llm/a"].performance.lease_bytes * 2 == rows["llm/b"].performance.lease_bytes
+            assert rows["llm/a"].copy == "llm/a@bf16"
+
+
+class TestReload:
+    def test_a_model_that_comes_and_one_that_changed(self, line):
+        del line.document["texts"]["routes"]
+        router = line.document["experts"].pop("llm/router")
+        with line.built() as agent:
+            line.document["experts"]["llm/router"] = router
+            path = line.folder / "b" / "model.safetensors"
+            save_file({name: tensor * 1.5 for name, tensor in load_file(path).items()}, path)
+            change = plan_change(agent, line.config, lambda stage, done, total: None)
+        assert (change.added, change.replaced, change.removed) == (("llm/router",), ("llm/a", "llm/b"), ())
+        assert change.event.matrix.experts["cpu"]["llm/router"].performance.runs_in_quanta
+        assert change.quarantined == {}
+
+    def test_a_tokenizer_that_changed_is_another_expert(self, line):
+        with line.built() as agent:
+            (line.folder / "b" / "tokenizer.json").write_text("{}")
+            change = plan_change(agent, line.config, lambda stage, done, total: None)
+        assert change.replaced == ("llm/b",)
+
+    def test_a_route_of_texts_that_changed(self, line):
+        with line.built() as agent:
+            line.document["texts"]["routes"]["assistant"]["experts"] = {"a": "llm/b", "b": "llm/a"}
+            change = plan_change(agent, line.config, lambda stage, done, total: None)
+        (step,) = change.event.graph.routes["assistant"]
+        assert step.then == {"a": "llm/b", "b": "llm/a"}
+
+
+def test_a_line_of_texts_alone_is_built(line):
+    del line.document["experts"]["cls/f"], line.document["routes"]
+    with line.built() as agent:
+        assert agent.setup.matrix.experts["cpu"].keys() == {"llm/a", "llm/b", "llm/router"}
+        assert agent.setup.broken == {}

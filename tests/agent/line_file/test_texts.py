@@ -1,0 +1,149 @@
+"""Texts on a line: who answers what is sent to a route, and how it is told what is wrong with one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.config import LineConfig, read_line, usage_probabilities
+from experts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXTS = """\
+line: top
+state: state
+experts:
+  llm/code: {architecture: llm, weights: code}
+  llm/maths: {architecture: llm, weights: maths}
+  llm/manuals: {architecture: llm, weights: manuals}
+  llm/router: {architecture: llm, weights: router, labels: [code, maths, other]}
+texts:
+  kv: 64MiB
+  quantum_s: 0.02
+  deadline_s: 30.0
+  routes:
+    assistant:
+      rules:
+        - {matches: '(?i)torque', expert: llm/manuals}
+        - {matches: '^def ', expert: llm/code}
+      router: llm/router
+      experts: {code: llm/code, maths: llm/maths}
+      otherwise: llm/manuals
+    by-rule:
+      rules: [{matches: '[0-9]', expert: llm/maths}]
+      otherwise: llm/manuals
+"""
+IMAGES = """\
+  cls/r: {architecture: resnet18, weights: r.safetensors, labels: [ok, bad], input: {size: [64, 64]}}
+routes:
+  resistor: [{expert: cls/r, pass: [ok]}]
+boards:
+  main: {components: {resistor: 8}}
+"""
+MIXED = TEXTS.replace("texts:\n", IMAGES + "texts:\n")
+
+
+def line_of(folder: Path, text: str) -> LineConfig:
+    file = folder / "line.yaml"
+    file.write_text(text)
+    return read_line(file, {})
+
+
+def problems_of(folder: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        line_of(folder, text)
+    return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
+
+
+def test_a_line_of_texts_alone_is_one(tmp_path: Path) -> None:
+    config = line_of(tmp_path, TEXTS)
+    assert config.texts.kv == 64 * 2**20
+    assert (config.texts.quantum_s, config.texts.deadline_s, config.texts.prefix_cache) == (0.02, 30.0, True)
+    assert config.catalog.components == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expert"),
+    [
+        ("which TORQUE?", "llm/manuals"),
+        ("def f(): ...", "llm/code"),
+        ("def torque(): ...", "llm/manuals"),
+        (" def f(): ...", None),
+        ("", None),
+    ],
+)
+def test_the_first_rule_that_matches_decides_else_the_router(tmp_path: Path, text: str, expert: str | None) -> None:
+    assert line_of(tmp_path, TEXTS).catalog.texts["assistant"].expert_for(text) == expert
+
+
+def test_without_a_router_what_no_rule_matches_goes_to_one_expert(tmp_path: Path) -> None:
+    route = line_of(tmp_path, TEXTS).catalog.texts["by-rule"]
+    assert [route.expert_for(text) for text in ("7", "seven")] == ["llm/maths", "llm/manuals"]
+
+
+def test_a_route_with_a_router_branches_in_the_graph_and_others_are_not_there(tmp_path: Path) -> None:
+    catalog = line_of(tmp_path, MIXED).catalog
+    assert sorted(catalog.graph.routes) == ["assistant", "resistor"]
+    assert catalog.components.keys() == {"resistor"}
+    (step,) = catalog.graph.routes["assistant"]
+    assert step.expert == "llm/router"
+    assert step.then == {"code": "llm/code", "maths": "llm/maths", "other": "llm/manuals"}
+    assert catalog.texts["assistant"].experts == ("llm/manuals", "llm/code", "llm/router", "llm/maths")
+
+
+def test_a_route_of_texts_counts_as_one_component(tmp_path: Path) -> None:
+    usage = usage_probabilities(line_of(tmp_path, MIXED))
+    assert usage["cls/r"] == pytest.approx(0.8)
+    assert usage["llm/router"] == pytest.approx(0.1 / 3)  # two rules, and what they leave
+    assert usage["llm/maths"] == pytest.approx(0.1 / 3 / 3 + 0.1 / 2)
+    assert sum(usage.values()) == pytest.approx(1 + usage["llm/router"])  # whom a router asks comes on top of it
+
+
+def test_nothing_is_known_of_models_that_no_route_names(tmp_path: Path) -> None:
+    assert set(usage_probabilities(line_of(tmp_path, TEXTS.partition("texts:")[0])).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        ("'(?i)torque'", "'(torque'", "texts.routes.assistant.rules[0].matches: '(torque' is no regular"),
+        ("'(?i)torque'", "''", "texts.routes.assistant.rules[0].matches: String should have at least 1 character"),
+        ("expert: llm/code}", "expert: llm/cod}", "texts.routes.assistant.rules[1].expert: no expert 'llm/cod' - did"),
+        ("expert: llm/code}", "expert: cls/r}", "rules[1].expert: cls/r takes images, not texts - "),
+        ("expert: llm/code}", "expert: llm/router}", "rules[1].expert: llm/router answers with its labels, not with"),
+        ("router: llm/router", "router: llm/rooter", "texts.routes.assistant.router: no expert 'llm/rooter' - did you"),
+        ("router: llm/router", "router: cls/r", "texts.routes.assistant.router: cls/r takes images, not texts"),
+        ("router: llm/router", "router: llm/code", "router: llm/code has no labels to answer with - give it some"),
+        ("      router: llm/router\n", "", "texts.routes.assistant.experts: whose labels are these? - add router:"),
+        ("{code: llm/code, ", "{cod: llm/code, ", "experts.cod: llm/router has no label 'cod' - did"),
+        ("{code: llm/code, ", "{code: llm/x, ", "texts.routes.assistant.experts.code: no expert 'llm/x' - "),
+        ("maths}\n      otherwise: llm/manuals\n", "maths}\n", "assistant: who answers for other? - add that"),
+        ("maths}]\n      otherwise: llm/manuals\n", "maths}]\n", "by-rule: who answers what no rule matches? - "),
+        ("otherwise: llm/manuals", "otherwise: cls/r", "assistant.otherwise: cls/r takes images, not texts"),
+        ("    by-rule:", "    resistor:", "texts.routes.resistor: is a route of images, too - give it another name"),
+        ("    by-rule:", "    llm/code:", "texts.routes.llm/code: 'llm/code' is no name of a route"),
+        ("kv: 64MiB", "kv: 64", "texts.kv: '64' is not a size"),
+        ("quantum_s: 0.02", "quantum_s: 0", "texts.quantum_s: Input should be greater than or equal"),
+        ("quantum_s: 0.02", "quantum_s: 60.0", "texts.quantum_s: Input should be less than or equal to 10"),
+        ("deadline_s: 30.0", "deadline: 30.0", "texts.deadline: unknown key - did you mean 'deadline_s'?"),
+        ("      otherwise: llm/manuals\n    by", "      otherwis: llm/manuals\n    by", "otherwis: unknown key"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_is_told_with_its_place_and_remedy(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+    assert good in MIXED
+    found = problems_of(tmp_path, MIXED.replace(good, bad))
+    assert any(expected in problem for problem in found), found
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    text = MIXED.replace("expert: llm/maths}]", "expert: llm/x}]").replace("router: llm/router", "router: llm/y")
+    assert len(problems_of(tmp_path, text)) == 2
+
+
+def test_texts_without_a_language_model_are_a_mistake(tmp_path: Path) -> None:
+    text = "line: top\nstate: state\nexperts:\n" + IMAGES + "texts: {kv: 1GiB}\n"
+    (problem,) = problems_of(tmp_path, text)
+    assert "texts: no expert takes texts - add one of architecture: llm" in problem

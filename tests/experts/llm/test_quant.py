@@ -1,0 +1,158 @@
+"""Int8 weights: each number within half a step, both ways of multiplying alike, and what a model's output loses."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import Mlp, MoeSpec, read_spec
+from experts.llm.difference import output_difference
+from experts.llm.dispatch import MlpWeights, run_each, run_mlp, run_moe_experts, way_of_running
+from experts.llm.gate import route
+from experts.llm.model import Model
+from experts.llm.quant import (
+    FEW_ROWS,
+    SCALE,
+    Int8Tensors,
+    dequantise,
+    has_int8_kernel,
+    is_quantised,
+    matrix_of,
+    project,
+    quantise,
+    weight_bytes,
+)
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 50), st.floats(1e-3, 1e3), st.sampled_from(DTYPES))
+def test_every_number_is_within_half_a_step_of_its_channel(outputs, inputs, seed, size, dtype):
+    matrix = draw(outputs, inputs, seed=seed) * size
+    quantised = quantise(matrix, dtype)
+    # where rounding made a scale smaller, the channel's largest is cut off: by as much as bf16 rounds, a 256th
+    room = quantised.scale.float() / 2 + matrix.abs().amax(dim=-1) * (2**-8 if dtype is torch.bfloat16 else 1e-6)
+    assert ((dequantise(quantised) - matrix).abs() <= room.unsqueeze(-1)).all()
+    assert (quantised.values.dtype, quantised.scale.dtype) == (torch.int8, dtype)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50))
+def test_what_is_quantised_already_stays_as_it_is(seed):
+    once = quantise(draw(6, 32, seed=seed), torch.float32)
+    again = quantise(dequantise(once), torch.float32)
+    torch.testing.assert_close(dequantise(again), dequantise(once))
+
+
+def test_a_channel_of_zeros_is_zeros():
+    matrix = draw(3, 16)
+    matrix[1] = 0
+    quantised = quantise(matrix, torch.bfloat16)
+    assert not dequantise(quantised)[1].any()
+    assert torch.isfinite(project(draw(2, 16, dtype=torch.bfloat16), quantised)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_and_many_give_what_the_matrix_stands_for(rows, dtype, has_bias):
+    quantised = quantise(draw(48, 64, seed=1) / 8, dtype)
+    tokens, bias = draw(rows, 64, seed=2, dtype=dtype), draw(48, seed=3, dtype=dtype) if has_bias else None
+    expected = tokens.float() @ dequantise(quantised).T + (0 if bias is None else bias.float())
+    found = project(tokens, quantised, bias)
+    assert found.dtype is dtype
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_rows_need_not_lie_one_behind_the_other():
+    quantised = quantise(draw(8, 64), torch.float32)
+    tokens = draw(64, 3, seed=1).T
+    torch.testing.assert_close(project(tokens, quantised), tokens @ dequantise(quantised).T, rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_kernel_the_copy_multiplies(monkeypatch):
+    quantised, tokens = quantise(draw(8, 64), torch.float32), draw(2, 64, seed=1)
+    expected = project(tokens, quantised)
+    monkeypatch.delattr(torch, "_weight_int8pack_mm", raising=False)
+    has_int8_kernel.cache_clear()
+    try:
+        assert not has_int8_kernel("cpu", torch.float32)
+        torch.testing.assert_close(project(tokens, quantised), expected, rtol=1e-5, atol=1e-5)
+    finally:
+        has_int8_kernel.cache_clear()
+
+
+def test_experts_in_int8_run_one_by_one_and_give_what_they_stand_for():
+    up, down = (
+        quantise(draw(*shape, seed=seed) / 4, torch.float32) for seed, shape in ((1, (5, 32, 16)), (2, (5, 16, 16)))
+    )
+    weights = MlpWeights(Mlp.SWIGLU, up, down)
+    exact = MlpWeights(Mlp.SWIGLU, dequantise(up), dequantise(down))
+    tokens, spec = draw(40, 16, seed=3), MoeSpec(5, 2, 16, is_normalised=True)
+    table = route(draw(40, 5, seed=4), spec)
+    assert way_of_running(tokens[table.source], table, weights) is run_each
+    expected = run_moe_experts(tokens, table, exact)
+    torch.testing.assert_close(run_moe_experts(tokens, table, weights), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run_mlp(tokens, weights.of(2)), run_mlp(tokens, exact.of(2)), rtol=1e-4, atol=1e-4)
+
+
+class TestAModel:
+    def tensors(self, model_files, family, **changes):
+        directory = model_files.write(model_files.config(family, **changes))
+        spec = read_spec(directory, "tiny")
+        return spec, open_checkpoint(directory, "tiny", spec).read_all()
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "pr_moe"])
+    def test_its_matrices_are_int8_and_all_else_is_as_it_was(self, model_files, family):
+        _, tensors = self.tensors(model_files, family)
+        quantised = dict(Int8Tensors(tensors))
+        assert {name for name in quantised if not name.endswith(SCALE)} == tensors.keys()
+        for name, tensor in tensors.items():
+            if is_quantised(name):
+                assert quantised[name].dtype is torch.int8
+                close = {"rtol": 1e-2, "atol": 2e-2}
+                torch.testing.assert_close(dequantise(matrix_of(quantised, name)), tensor, **close)
+            else:
+                torch.testing.assert_close(quantised[name], tensor.to(torch.bfloat16))
+        kept = {name.rpartition(".")[2] for name in tensors if not is_quantised(name)}
+        assert {"embedding", "norm", "attention_norm", "mlp_norm"} <= kept
+        assert not {"gate", "shared_gate", "coefficient"} & {
+            name.rpartition(".")[2] for name in tensors if is_quantised(name)
+        }
+
+    @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "pr_moe"])
+    def test_its_output_is_close_and_the_difference_is_told(self, model_files, family):
+        spec, tensors = self.tensors(model_files, family)
+        texts = [list(range(1, 40)), list(range(90, 60, -1)), [7]]
+        found = output_difference(Model(spec, tensors), Model(spec, dict(Int8Tensors(tensors))), texts)
+        assert found.tokens == 38 + 29
+        assert 0 < found.relative_error < 0.15
+        assert 0 < found.divergence < 0.02
+        assert found.same_best > 0.8
+        assert found.loss == pytest.approx(found.reference_loss, abs=0.05)
+        assert "divergence" in str(found)
+
+    def test_a_model_does_not_differ_from_itself(self, model_files):
+        spec, tensors = self.tensors(model_files, "qwen3_moe")
+        model = Model(spec, tensors)
+        found = output_difference(model, model, [[1, 2, 3]])
+        assert (found.largest, found.relative_error, found.divergence, found.same_best) == (0, 0, 0, 1)
+
+    def test_nothing_to_compare_is_refused(self, model_files):
+        spec, tensors = self.tensors(model_files, "llama")
+        model = Model(spec, tensors)
+        with pytest.raises(ValueError, match="two tokens"):
+            output_difference(model, model, [[1]])
+
+    def test_its_memory_halves(self, model_files):
+        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "moe_intermediate_size": 256}
+        _, tensors = self.tensors(model_files, "qwen3_moe", **sizes)
+        matrices = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        assert weight_bytes(Int8Tensors(tensors).values()) < 0.52 * weight_bytes(matrices.values())

@@ -1,0 +1,147 @@
+"""Text as it grows: the pieces joined are the text, no half a character, nothing of a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.errors import PromptInvalid
+from experts.llm.serving.generation import Sampled
+from experts.llm.text.text_writer import (
+    HALF,
+    MOST_STOP_CHARACTERS,
+    MOST_STOPS,
+    PATIENCE,
+    StopStrings,
+    TextWriter,
+    Words,
+)  # fmt: skip
+from experts.llm.text.tokenizer import TextModel
+from tests.experts.llm.text.conftest import byte_level, like_sentencepiece, text_files
+
+MODELS = {
+    "byte level": TextModel.of(text_files(byte_level()), "llm/a"),
+    "like SentencePiece": TextModel.of(text_files(like_sentencepiece()), "llm/b"),
+}
+KINDS = pytest.mark.parametrize("kind", MODELS)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=HALF), max_size=30)
+FEW = st.text("ab ", max_size=20)
+
+
+def written(model, tokens, *, prompt=(), stops=()):
+    """The pieces, and whether a stop string ended them."""
+    pieces = []
+    writer = TextWriter(model, prompt, stops, pieces.append)
+    for token in tokens:
+        if writer.write(Sampled(token, -0.5)):
+            break
+    writer.finish()
+    return pieces, writer
+
+
+@KINDS
+@given(text=TEXTS)
+@settings(deadline=None)
+def test_the_pieces_joined_are_the_text_and_none_ends_in_half_a_character(kind, text):
+    model = MODELS[kind]
+    pieces, _ = written(model, model.encode(text))
+    assert "".join(piece.text for piece in pieces) == text
+    assert not any(HALF in piece.text for piece in pieces)
+
+
+@KINDS
+@given(before=TEXTS.filter(bool), text=TEXTS)
+@settings(deadline=None)
+def test_a_text_that_follows_a_prompt_keeps_the_space_that_it_begins_with(kind, before, text):
+    model = MODELS[kind]
+    prompt, both = model.encode(before), model.encode(before + text)
+    if both[: len(prompt)] != prompt:  # the prompt's end and the text's beginning are one token
+        return
+    pieces, _ = written(model, both[len(prompt) :], prompt=prompt)
+    assert "".join(piece.text for piece in pieces) == text
+
+
+@KINDS
+@given(data=st.data())
+@settings(deadline=None)
+def test_whatever_tokens_come_something_is_shown_soon(kind, data):
+    model = MODELS[kind]
+    tokens = data.draw(st.lists(st.integers(0, model.tokens - 1), max_size=60))
+    words = Words(model.decode)
+    waited = 0
+    for token in tokens:
+        waited = 0 if words.add(token) or not model.decode([token]) else waited + 1
+        assert waited < PATIENCE
+
+
+@KINDS
+def test_a_character_of_four_bytes_is_shown_once_it_is_whole(kind):
+    model = MODELS[kind]
+    tokens = model.encode("𐍈")  # which no word of theirs spells: a token for each byte
+    assert len(tokens) >= 4
+    words = Words(model.decode)
+    assert [words.add(token) for token in tokens if model.decode([token])] == [*[""] * 3, "𐍈"]
+
+
+def test_half_a_character_at_the_end_is_told_as_such():
+    model = MODELS["byte level"]
+    pieces, _ = written(model, model.encode("fox𐍈")[:-1])
+    assert "".join(piece.text for piece in pieces) == f"fox{HALF}"
+
+
+@given(text=FEW, stops=st.lists(st.text("ab ", min_size=1, max_size=4), max_size=3), data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_nothing_of_a_stop_string_is_shown_however_the_text_is_cut(text, stops, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    matcher = StopStrings(stops)
+    shown = []
+    for part in parts:
+        shown.append(matcher.add(part))
+        assert not matcher.is_complete or matcher.add("more") == ""
+        if matcher.is_complete:
+            break
+    shown.append(matcher.rest())
+    assert "".join(shown) == expected(text, stops)
+    assert matcher.is_complete == any(stop in text for stop in stops)
+
+
+def expected(text, stops):
+    """Letter by letter: the text ends before the longest stop string that the first complete end is of."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))]
+    return text
+
+
+@KINDS
+def test_a_stop_string_begins_in_one_token_and_ends_in_another(kind):
+    model = MODELS[kind]
+    pieces, writer = written(model, model.encode("the quick fox jumps"), stops=["ck fo"])
+    assert "".join(piece.text for piece in pieces) == "the qui"
+    assert writer.is_stopped
+    assert writer.write(Sampled(0, 0.0)) is True
+
+
+def test_what_looked_like_a_stop_string_is_shown_when_it_is_none():
+    model = MODELS["byte level"]
+    pieces, writer = written(model, model.encode("the lazy do"), stops=["dog"])
+    assert "".join(piece.text for piece in pieces) == "the lazy do"
+    assert not writer.is_stopped
+
+
+def test_each_token_is_told_once_with_the_text_that_it_completes():
+    model = MODELS["byte level"]
+    tokens = model.encode("fox 𐍈 dog")
+    pieces, writer = written(model, tokens)
+    assert [sampled.token for piece in pieces for sampled in piece.tokens] == list(tokens)
+    assert writer.written == len(tokens)
+    assert all(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("stops", [[""], ["x" * (MOST_STOP_CHARACTERS + 1)], ["x"] * (MOST_STOPS + 1)])
+def test_stop_strings_that_are_none_are_refused(stops):
+    with pytest.raises(PromptInvalid, match="stop: has"):
+        TextWriter(MODELS["byte level"], (), stops, lambda _: None)

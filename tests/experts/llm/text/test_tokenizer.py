@@ -1,0 +1,141 @@
+"""What is read of a model's tokenizer files, and what is told of those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from experts.errors import PromptInvalid, TokenizerUnusable
+from experts.llm.text.tokenizer import TextModel
+from tests.experts.llm.text.conftest import CHAT, byte_level, text_files
+
+ROOT = Path(__file__).parents[4]
+
+
+def model(tokenizer, **files):
+    return TextModel.of(text_files(tokenizer, **files), "llm/a")
+
+
+@pytest.mark.parametrize("kind", ["byte level", "like SentencePiece"])
+@pytest.mark.parametrize("text", ["the quick fox", "  two  spaces\n\n", "你好 🙂 naïve", "\x00\x7f", ""])
+def test_text_comes_back_from_its_tokens(tokenizers, kind, text):
+    made = model(tokenizers[kind])
+    assert made.decode(made.encode(text)) == text
+
+
+def test_stop_tokens_are_those_of_all_files(byte_level_tokenizer):
+    end = byte_level_tokenizer.token_to_id("<|end|>")
+    generation = {"generation_config.json": json.dumps({"eos_token_id": [7, 9]})}
+    assert model(byte_level_tokenizer).stop_tokens == {end}
+    assert model(byte_level_tokenizer, config={"eos_token_id": 5}).stop_tokens == {5, end}
+    assert model(byte_level_tokenizer, config={"eos_token_id": 5}, **generation).stop_tokens == {7, 9, end}
+    named = {"eos_token": {"content": "<|user|>", "lstrip": False}}
+    assert model(byte_level_tokenizer, settings=named).stop_tokens == {byte_level_tokenizer.token_to_id("<|user|>")}
+    assert model(byte_level_tokenizer, settings={"eos_token": None}).stop_tokens == frozenset()
+
+
+def test_a_prompt_is_not_cut_where_the_file_would_have_it_cut(tokenizers):
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=40)
+    text = "the quick brown fox"
+    assert model(tokenizer).encode(text) == tuple(tokenizers["byte level"].encode(text).ids)
+
+
+def test_what_the_model_wants_around_a_text_is_added_to_prompts_and_not_to_chats():
+    tokenizer = byte_level()
+    begin = tokenizer.token_to_id("<|user|>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", begin)])
+    made = model(tokenizer, settings={"chat_template": CHAT})
+    assert made.prompt_of("fox")[0] == begin
+    chat = made.chat_prompt_of([{"role": "user", "content": "fox"}])
+    assert list(chat).count(begin) == 1
+    assert made.decode(chat) == "fox<|assistant|>"
+
+
+def test_a_chats_special_tokens_are_the_files(byte_level_tokenizer):
+    made = model(byte_level_tokenizer, settings={"chat_template": "{{ eos_token }}|{{ bos_token }}|{{ missing }}"})
+    assert made.chat.render([]) == "<|end|>||"
+
+
+def test_the_templates_file_stands_before_the_settings_and_default_before_others(byte_level_tokenizer):
+    several = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    assert model(byte_level_tokenizer, settings={"chat_template": several}).chat.render([]) == "D"
+    own = {"chat_template.jinja": "F"}
+    assert model(byte_level_tokenizer, settings={"chat_template": several}, **own).chat.render([]) == "F"
+
+
+@pytest.mark.parametrize(("tokens", "is_taken"), [(1, True), (63, True), (64, False), (1000, False)])
+def test_a_prompt_leaves_room_for_one_token_at_least(byte_level_tokenizer, tokens, is_taken):
+    made = model(byte_level_tokenizer)
+    if is_taken:
+        assert len(made.checked((0,) * tokens, "prompt")) == tokens
+        return
+    with pytest.raises(PromptInvalid, match=rf"prompt: has {tokens} tokens.*llm/a is 64") as refused:
+        made.checked((0,) * tokens, "prompt")
+    assert refused.value.field == "prompt"
+
+
+def test_an_empty_prompt_and_strange_tokens_are_refused(byte_level_tokenizer):
+    made = model(byte_level_tokenizer)
+    for prompt, why in [((), "is empty"), ((made.tokens,), "does not know"), ((-1,), "does not know")]:
+        with pytest.raises(PromptInvalid, match=why):
+            made.checked(prompt, "prompt")
+    with pytest.raises(PromptInvalid, match="prompt: is empty"):
+        made.prompt_of("")
+
+
+def test_a_chat_without_a_template_says_what_to_do(byte_level_tokenizer):
+    with pytest.raises(TokenizerUnusable, match=r"llm/a: tokenizer_config.json: .*no chat template.*prompt"):
+        model(byte_level_tokenizer).chat_prompt_of([{"role": "user", "content": "fox"}])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        ("tokenizer.json", None, "is not there: add it"),
+        ("config.json", None, "is not there: add it"),
+        ("tokenizer.json", b"{", "cannot be read as JSON"),
+        ("tokenizer.json", b"[]", "holds no JSON object"),
+        ("tokenizer.json", b"{}", "describes no tokenizer"),
+        ("tokenizer.json", b"\xff\xfe", "cannot be read as JSON"),
+        ("tokenizer_config.json", b"nothing", "cannot be read as JSON"),
+        ("generation_config.json", b"[" * 100_000, "cannot be read as JSON"),
+        ("config.json", b"{}", "max_position_embeddings: is None"),
+        ("config.json", b'{"max_position_embeddings": 0}', "max_position_embeddings: is 0"),
+    ],
+)
+def test_what_a_directory_lacks_is_told_with_the_file(byte_level_tokenizer, file, content, why):
+    files = text_files(byte_level_tokenizer)
+    if content is None:
+        del files[file]
+    else:
+        files[file] = content
+    with pytest.raises(TokenizerUnusable, match=why) as error:
+        TextModel.of(files, "llm/a")
+    assert (error.value.expert, error.value.file) == ("llm/a", file)
+
+
+@pytest.mark.parametrize("text", ["the 你好 fox", "🙂"])
+@pytest.mark.parametrize("kind", ["byte level", "like SentencePiece"])
+def test_the_bytes_of_tokens_are_the_bytes_of_the_text(tokenizers, kind, text):
+    made = model(tokenizers[kind])
+    spelled = b"".join(made.token_bytes(token) for token in made.encode(text)).decode()
+    assert spelled.removeprefix(" " if kind == "like SentencePiece" else "") == text
+
+
+def test_a_token_that_is_none_has_no_bytes(byte_level_tokenizer):
+    assert model(byte_level_tokenizer).token_bytes(10**6) == b""
+    assert model(byte_level_tokenizer).token_bytes(byte_level_tokenizer.token_to_id("<|end|>")) == b"<|end|>"
+
+
+def test_words_need_no_runtime_and_no_network():
+    heavy = ("torch", "numpy", "transformers", "huggingface_hub", "requests", "socket")
+    code = f"import experts.llm.text.tokenizer, sys; print(sorted(set({heavy}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
