@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends.base import Packable
-from experts.backends.state_dict import DTYPES
 from experts.backends.weight_files import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
@@ -22,6 +21,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import Model
 from experts.llm.program import pack_program, read_program, spec_of
+from experts.llm.quant import Int8Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +34,13 @@ if TYPE_CHECKING:
     from experts.llm.checkpoint import Checkpoint
     from experts.llm.config import ArchSpec
 
-EXECUTABLE = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
-TOKENS_AT_ONCE = 256  # of an iteration, as far as its workspace is estimated: a chunk of a prompt, and rows that write
+COMPUTED_IN = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.INT8: torch.bfloat16,
+}
+TOKENS_AT_ONCE = 512  # of prompts that an iteration reads at most
 FP32_BYTES = 4
 
 
@@ -63,15 +68,20 @@ class LlmSkeleton:
 class LlmBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = EXECUTABLE
+    precisions = frozenset(COMPUTED_IN)
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
-        if precision not in EXECUTABLE:
-            raise WeightsMismatch(expert.id, f"language models do not run in {precision}: choose fp32, bf16 or fp16")
+        if precision not in COMPUTED_IN:
+            raise WeightsMismatch(expert.id, f"language models do not run in {precision}: choose fp32, bf16 or int8")
         program = read_program(expert.weights, expert.id)
         checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
         checkpoint.check_tied_head()
-        return Packable(_PackedTensors(checkpoint, precision), pack_program(program))
+        tensors: Mapping[str, Tensor]
+        if precision is Precision.INT8:
+            tensors = Int8Tensors(_PackedTensors(checkpoint, Precision.FP32), COMPUTED_IN[precision])
+        else:
+            tensors = _PackedTensors(checkpoint, precision)
+        return Packable(tensors, pack_program(program))
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return spec_of(program, expert.id)
@@ -87,10 +97,10 @@ class LlmBackend:
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)
-        return iteration_bytes(spec, DTYPES[precision].itemsize, batch_size)
+        return iteration_bytes(spec, COMPUTED_IN[precision].itemsize, batch_size)
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
-        return read_spec(expert.weights, expert.id).kv_bytes(DTYPES[precision].itemsize)
+        return read_spec(expert.weights, expert.id).kv_bytes(COMPUTED_IN[precision].itemsize)
 
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
@@ -134,7 +144,7 @@ class _PackedTensors(Mapping[str, "Tensor"]):
         stored = self._checkpoint.read(name)
         if not is_finite(stored):
             raise WeightsCorrupt(self._checkpoint.expert, f"{name} holds values that are not numbers")
-        tensor = stored.to(DTYPES[self._precision])
+        tensor = stored.to(COMPUTED_IN[self._precision])
         if tensor.dtype is torch.float16 and not is_finite(tensor):
             raise WeightsMismatch(
                 self._checkpoint.expert, f"{name} is too large for {self._precision}: choose bf16 or fp32 as precision"

@@ -18,6 +18,7 @@ from agent.device_profile.identity import packed_sha256
 from agent.runtime.expert_copy import by_kind
 from experts.expert import Precision
 from profiler.microbench.agreement import choose_precision, compare, image_s
+from profiler.microbench.texts import TEXTS_SHA256, compare_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -73,7 +74,7 @@ class PrecisionChoice:
                 measured[each.kind].append(each)
         chosen = {
             kind: self._given(bench.processor, measured[kind], listed)
-            if self._config.precision is not None
+            if self._config.precision is not None or listed[0].expert.precision is not None
             else self._fastest_that_agrees(bench, measured[kind], listed)
             for kind, listed in by_kind(references).items()
             if measured[kind]
@@ -94,7 +95,7 @@ class PrecisionChoice:
         self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]
     ) -> str | None:
         is_fp32_able = any(profile.precision == Precision.FP32 for profile in profiles)
-        sampled = [copy for copy in references if bench.samples.of(copy.expert.id)]
+        sampled = [copy for copy in references if copy.expert.takes_texts or bench.samples.of(copy.expert.id)]
         agreements: list[Agreement] = []
         for profile in sorted(profiles, key=image_s):
             if profile.precision == Precision.FP32:
@@ -125,7 +126,9 @@ class PrecisionChoice:
         kind = sampled[0].kind
         key = (kind, bench.processor, str(form))
         earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)
-        terms = (self._tolerance, bench.samples.sha256(copy.expert.id for copy in sampled))
+        are_texts = sampled[0].expert.takes_texts
+        samples = TEXTS_SHA256 if are_texts else bench.samples.sha256(copy.expert.id for copy in sampled)
+        terms = (self._tolerance, samples)
         if earlier is not None and earlier.images and (earlier.tolerance, earlier.samples_sha256) == terms:
             return earlier
         wanted = {copy.expert.id: {form} for copy in sampled}
@@ -135,7 +138,11 @@ class PrecisionChoice:
             return None
         stage = f"compare {form} on {bench.processor}: {kind}"
         self._progress(stage, 0, 1)
-        agreement = compare(bench, sampled, others, self._tolerance)
+        if are_texts:
+            agreement, told = compare_texts(bench, sampled, others, self._tolerance)
+            self.notes.append(f"{kind} in {form} on {bench.processor} against fp32: {told}")
+        else:
+            agreement = compare(bench, sampled, others, self._tolerance)
         self._draft.save_agreement(agreement)
         self._progress(stage, 1, 1)
         return agreement
