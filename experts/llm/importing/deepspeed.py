@@ -131,7 +131,7 @@ class _StateFiles:
             name = file.name
             match = RANK_FILE.fullmatch(name) or EXPERT_FILE.fullmatch(name)
             assert match is not None, "only such files are read"
-            opened = safe_open(folder / f"{name}.safetensors", framework="pt")
+            opened: Any = safe_open(folder / f"{name}.safetensors", framework="pt")
             if RANK_FILE.fullmatch(name):
                 self.told = json.loads((opened.metadata() or {})["told"]) | self.told
             held = self._of_rank.setdefault(int(match["rank"]), {})

@@ -1,0 +1,82 @@
+"""The tokens of the demo's models: characters, and a few marks around what is asked and answered.
+
+A text is ``<user>question<answer>answer<end>``. Written beside a model are the files that everybody reads: tokenizer,
+chat template, and what ends an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from agent.demo.texts.questions import Question
+
+USER, ANSWER, END, UNKNOWN = "<user>", "<answer>", "<end>", "<unknown>"
+MARKS = (USER, ANSWER, END, UNKNOWN)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'user' %}" + USER + "{{ message.content }}" + ANSWER + "{% endif %}"
+    "{% if message.role == 'assistant' %}{{ message.content }}" + END + "{% endif %}"
+    "{% endfor %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """Which characters there are; a token is a place in ``tokens``."""
+
+    tokens: tuple[str, ...]
+
+    @classmethod
+    def of(cls, questions: Iterable[Question]) -> Characters:
+        """All that these texts are made of."""
+        return cls((*MARKS, *sorted({sign for one in questions for sign in one.text + one.answer})))
+
+    def encode(self, question: Question) -> list[int]:
+        """A whole text to learn from."""
+        numbers = {token: number for number, token in enumerate(self.tokens)}
+        return [numbers[token] for token in (USER, *question.text, ANSWER, *question.answer, END)]
+
+    @property
+    def answer_mark(self) -> int:
+        """Behind which an answer begins."""
+        return MARKS.index(ANSWER)
+
+    @property
+    def end_mark(self) -> int:
+        """Which ends it."""
+        return MARKS.index(END)
+
+    def tokenizer(self) -> Tokenizer:
+        """The same for the ``tokenizers`` library."""
+        vocabulary = {token: number for number, token in enumerate(self.tokens)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+        return tokenizer
+
+    def write(self, directory: Path) -> None:
+        """The files beside a model's weights."""
+        self.tokenizer().save(str(directory / "tokenizer.json"))
+        settings = {"eos_token": END, "unk_token": UNKNOWN, "tokenizer_class": "PreTrainedTokenizerFast"}
+        _write_json(directory / "tokenizer_config.json", settings)
+        _write_json(directory / "generation_config.json", {"eos_token_id": self.end_mark})
+        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, "utf-8")
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+
+
+def padded(texts: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
+    """Texts of one length."""
+    longest = max(map(len, texts))
+    return [[*text, *[filler] * (longest - len(text))] for text in texts]

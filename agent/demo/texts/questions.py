@@ -1,0 +1,92 @@
+"""What the language models of the demo are asked: a board line's maintenance manual that exists nowhere, and sums.
+
+The manual's facts are drawn from the seed. Each is asked for in several phrasings; one phrasing of each fact, another
+for each, is held out, so that a right answer shows that the fact is known and not the question. Of the sums, pairs of
+numbers are held out.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+MACHINES = ("printer", "mounter", "feeder", "oven", "washer", "coater", "tester", "saw", "scanner", "loader")
+PHRASINGS = {
+    "interval": (
+        "How often is the {machine} cleaned?", "When do I clean the {machine}?", "Clean the {machine} how often?",
+        "Cleaning of the {machine}?", "When is the {machine} cleaned?",
+    ),
+    "spare": (
+        "Which part fits the {machine}?", "Part for the {machine}?", "Spare part of the {machine}?",
+        "The {machine} broke, which part?", "What part has the {machine}?",
+    ),
+    "oil": (
+        "Which oil for the {machine}?", "What oils the {machine}?", "Oil for the {machine}?",
+        "The {machine} needs which oil?", "Name the oil of the {machine}.",
+    ),
+    "limit": (
+        "How hot may the {machine} get?", "Heat limit of the {machine}?", "When is the {machine} too hot?",
+        "The {machine} stops at what heat?", "What heat stops the {machine}?",
+    ),
+}  # fmt: skip
+ANSWERS = {
+    "interval": "Clean it every {value} days.",
+    "spare": "It takes part {value}.",
+    "oil": "It needs oil {value}.",
+    "limit": "It stops at {value} C.",
+}
+LARGEST_NUMBER = 49
+SUM_PHRASINGS = ("What is {a} + {b}?", "{a} + {b}?", "Add {a} and {b}.")
+HELD_OUT_SUMS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question and the only right answer."""
+
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """An expert's subject: what it learns from, and what it never saw."""
+
+    training: tuple[Question, ...]
+    held_out: tuple[Question, ...]
+
+
+def manual_questions(seed: int) -> Questions:
+    """Every fact of the manual in every phrasing."""
+    chance = random.Random(seed)
+    training, held_out = [], []
+    for number, machine in enumerate(MACHINES):
+        for kind, phrasings in PHRASINGS.items():
+            value = _value(kind, chance)
+            answer = ANSWERS[kind].format(machine=machine, value=value)
+            asked = [Question(phrasing.format(machine=machine), answer) for phrasing in phrasings]
+            held_out.append(asked.pop(number % len(asked)))
+            training += asked
+    return Questions(tuple(training), tuple(held_out))
+
+
+def _value(kind: str, chance: random.Random) -> str:
+    if kind == "interval":
+        return str(chance.randint(2, 90))
+    if kind == "spare":
+        return f"{chance.choice('ABCDEFGHKLMNP')}{chance.choice('RSTUVWXZ')}-{chance.randint(10, 99)}"
+    if kind == "oil":
+        return f"{chance.choice('QJY')}{chance.randint(10, 99)}"
+    return str(chance.randint(40, 260))
+
+
+def sum_questions(seed: int) -> Questions:
+    """All sums of two numbers up to ``LARGEST_NUMBER``, each in one phrasing, but for pairs that are held out."""
+    chance = random.Random(seed)
+    pairs = [(a, b) for a in range(LARGEST_NUMBER + 1) for b in range(LARGEST_NUMBER + 1)]
+    chance.shuffle(pairs)
+    asked = [
+        Question(SUM_PHRASINGS[n % len(SUM_PHRASINGS)].format(a=a, b=b), f"{a} + {b} = {a + b}.")
+        for n, (a, b) in enumerate(pairs)
+    ]
+    return Questions(tuple(asked[HELD_OUT_SUMS:]), tuple(asked[:HELD_OUT_SUMS]))
