@@ -36,10 +36,13 @@ def kind_name(expert: Expert, program_sha256: str | None) -> str:
     """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
 
     A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
-    is executed is its precision. Language models are alike where all that their directories say beside the weights is.
+    is executed is its precision. Language models are alike where all that their directories say beside the weights is,
+    and where they are to run in the same precision, if the line says one of each.
     """
     if expert.takes_texts:
-        return expert.architecture if program_sha256 is None else f"{expert.architecture} {_program(program_sha256)}"
+        own = None if expert.precision is None else f"precision={expert.precision}"
+        program = None if program_sha256 is None else _program(program_sha256)
+        return " ".join(part for part in (expert.architecture, program, own) if part)
     size = f"{expert.pixels.height}x{expert.pixels.width}"
     parts = [expert.architecture, size, expert.pixels.normalize]
     if expert.stem is not None:

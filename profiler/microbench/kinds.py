@@ -29,6 +29,7 @@ from agent.runtime.measuring.rig import MeasuringRig
 from experts.errors import ExpertError
 from profiler.microbench.batches import BatchOptions, BatchRuns, ImageCycle
 from profiler.microbench.fits import fit_latency, fit_workspace, plateau
+from profiler.microbench.texts import measure_texts
 from profiler.workload.samples import described
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ def measure_speedups(
 
 
 def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy]) -> KindProfile:
+    if copy.expert.takes_texts:
+        return measure_texts(rig, bench, copy, copies, bench.meter(bench.processor))
     load_s = measure_loads(rig, alike(copy, copies))
     rig.bring(copy)
     samples = bench.samples.of(copy.expert.id)
