@@ -75,6 +75,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.proto", "agent.api.calls",
         "agent.api.services",
     ),
+    "agent.api.openai": (
+        "agent.config", "agent.line_file", "agent.http.exchange", "agent.api.calls",
+    ),
     "agent.intake.cameras": ("agent.line_file",),
     "agent.intake.cameras.sources": (),
     "agent.service.judging": (

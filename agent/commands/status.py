@@ -13,7 +13,7 @@ from rich.table import Table
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from agent.api.calls.desk import StatusView
+    from agent.api.calls.desk import StatusView, TextsView
 
 EXPERTS_SHOWN = 8  # of a memory, on a line for people
 
@@ -51,7 +51,17 @@ def _summary(status: StatusView) -> list[str]:
         f"line {status.line}, coserve {status.version}, {doing} for {uptime}",
         f"{status.requests_in_flight} images under way; judged {verdicts}; {status.boards_open} boards open",
         f"{status.switches} switches, {status.loads} loads, {status.evictions} evictions, {read} read",
+        *_texts(status.texts),
     ]
+
+
+def _texts(texts: TextsView) -> list[str]:
+    """Nothing on a line that never wrote one."""
+    if not texts.under_way + texts.ended:
+        return []
+    first = f", the first after {texts.first_token_s / texts.shown:.2f} s" if texts.shown else ""
+    tokens = f"{texts.read_tokens} tokens read, {texts.written_tokens} written{first}"
+    return [f"{texts.under_way} texts under way, {texts.ended} ended; {tokens}"]
 
 
 def _queues(status: StatusView) -> Table:
@@ -62,11 +72,13 @@ def _queues(status: StatusView) -> Table:
 
 
 def _pools(status: StatusView) -> Table:
-    table = Table("memory", "used", "of", "experts", "", box=None, header_style="bold")
+    leases = ("texts", "of") if any(pool.lease_capacity_bytes for pool in status.pools) else ()
+    table = Table("memory", "used", "of", *leases, "experts", "", box=None, header_style="bold")
     for pool in status.pools:
         shown = ", ".join(pool.experts[:EXPERTS_SHOWN])
         more = f" and {len(pool.experts) - EXPERTS_SHOWN} more" if len(pool.experts) > EXPERTS_SHOWN else ""
-        sizes = (mib(pool.used_bytes), mib(pool.capacity_bytes))
+        sizes = [mib(pool.used_bytes), mib(pool.capacity_bytes)]
+        sizes += [mib(pool.lease_bytes), mib(pool.lease_capacity_bytes)] if leases else []
         table.add_row(escape(pool.name), *sizes, str(len(pool.experts)), escape(shown + more))
     return table
 

@@ -34,6 +34,15 @@ class StartBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempt:
+    """What a request that has begun holds there is others' from now on. What it has written stays its own: when its
+    turn comes again, there or on another executor, it reads that after its prompt, and goes on."""
+
+    request: int
+    executor: int
+
+
+@dataclass(frozen=True, slots=True)
 class EvictionDecision:
     """Why something left: for whom (nobody where the memory ran short), how many bytes short, and whom it was weighed
     against, first to go first."""
@@ -122,6 +131,16 @@ class BudgetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class LeasesChanged:
+    """What begun requests hold in a memory keeps to so much from now on, for the same reasons as ``BudgetChanged``."""
+
+    pool: str
+    before_bytes: int
+    after_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """A request has its outcome: OK, NG, or UNKNOWN with a reason."""
 
@@ -137,4 +156,16 @@ class Fail:
     outcome: Outcome
 
 
-Effect = StartLoad | StartBatch | Evict | Assigned | StandingChanged | FellBack | BudgetChanged | Complete | Fail
+Effect = (
+    StartLoad
+    | StartBatch
+    | Preempt
+    | Evict
+    | Assigned
+    | StandingChanged
+    | FellBack
+    | BudgetChanged
+    | LeasesChanged
+    | Complete
+    | Fail
+)

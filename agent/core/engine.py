@@ -9,7 +9,8 @@ Guarantees, whatever comes and in whatever order:
     an expert whose failures may pass is on probation and tried again, the pauses bounded; only what cannot pass is for
     good, and a batch that failed for want of memory, or that nobody waits for any more, says nothing of its expert;
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
-    a lease is held exactly by who has begun and is not done, and whoever has begun can go on to the end;
+    a lease is held exactly by who has begun and is not done, and whoever has begun can go on to the end: one whose
+    lease turns out too small, with no room for a larger one, gives it back and waits for that;
     ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
     the same events at the same times give the same effects;
     with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
@@ -24,7 +25,8 @@ Guarantees, whatever comes and in whatever order:
     of images that follows a quantum; while its expert is on its way, others may run meanwhile; no lease is taken of
     what those need who have waited for so long.
 Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
-another event, a Tick comes; each quantum leaves its requests less work than they had.
+another event, a Tick comes; each quantum leaves its requests less work than they had, or tells of a larger lease, and
+none of more than the most that was told when they arrived.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core import events
-from agent.core.effects import Complete, Fail, FellBack, Standing, StandingChanged, StartBatch
+from agent.core.effects import Complete, Fail, FellBack, Preempt, Standing, StandingChanged, StartBatch
 from agent.core.leases import Leases
 from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
@@ -51,7 +53,7 @@ from experts.errors import MemoryExceeded
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from agent.core.effects import Effect
     from agent.core.events import Event
@@ -296,7 +298,7 @@ class Engine:
         if event.request in self._tickets:
             return self._unexpected()
         self._counts["arrived"] += 1
-        ticket = Ticket(event.component, self._graph, work=event.work)
+        ticket = Ticket(event.component, self._graph, work=event.work, left=event.work)
         self._tickets[event.request] = ticket
         if self._is_draining:
             return self._fail(event.request, "the agent is stopping", effects)
@@ -375,11 +377,12 @@ class Engine:
         was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in finished)
         if was_asked and self._standings.batch_ran(batch.expert):
             self._released(batch.expert, "a batch went well", effects)
+        if batch.quantum_s is not None:
+            for request, _ in finished:
+                self._leases.end(request)
         if unfinished:
             self._go_on(batch, profile, unfinished, effects)
         for request, result in finished:
-            if batch.quantum_s is not None:
-                self._leases.end(request)
             self._one_step_done(request, batch.expert, result, effects)
         self._discard_if_gone(batch.expert, effects)
         return True
@@ -388,7 +391,7 @@ class Engine:
         self, batch: Batch, profile: ExpertProfile, unfinished: tuple[tuple[int, Work], ...], effects: list[Effect]
     ) -> None:
         """Whoever is not done waits for its next quantum, unless nobody wants it any more, or its expert is not to be
-        asked."""
+        asked, or there is no room for the larger lease that it needs."""
         queue, reason = self._queues[batch.executor], self._standings.reason(batch.expert)
         tokens_s: dict[int, float] = {}
         for request, left in unfinished:
@@ -400,10 +403,38 @@ class Engine:
             else:
                 self._leases.end(request)
                 self._fail(request, ending, effects)
+        without_room = self._without_room(tokens_s, profile.performance)
+        for request in without_room:
+            del tokens_s[request]
         if tokens_s:
             group = queue.go_on(batch.expert, profile, tokens_s, self._now)
             for request in tokens_s:
                 self._tickets[request].queue, self._tickets[request].group = queue, group
+        for request in without_room:
+            self._preempt(request, batch.expert, batch.executor, effects)
+
+    def _without_room(self, requests: Iterable[int], performance: Performance) -> list[int]:
+        """Of requests that go on, those whose leases would have to be larger than there is room; the others' are."""
+        tickets = sorted((self._tickets[request].queued_s, request) for request in requests)
+        return [
+            request
+            for since_s, request in tickets
+            if not self._leases.grow(request, performance.lease_for(self._tickets[request].left), since_s)
+        ]
+
+    def _preempt(self, request: int, expert: str, executor: int, effects: list[Effect]) -> None:
+        """Whoever has begun loses what it holds, and waits to begin anew, there where what it has written is."""
+        ticket = self._tickets[request]
+        self._lose(request, executor, effects)
+        ticket.attempts = 0
+        self._enqueue(request, ticket, expert, effects, home=executor)
+
+    def _lose(self, request: int, executor: int, effects: list[Effect]) -> None:
+        """A request that has begun holds nothing there any more; it has done so much less then."""
+        self._leases.end(request)
+        ticket = self._tickets[request]
+        ticket.left = ticket.left.anew()
+        effects.append(Preempt(request, executor))
 
     def _batch_failed(self, event: events.BatchFailed, effects: list[Effect]) -> bool:
         batch = self._batches.get(event.batch)
@@ -412,7 +443,7 @@ class Engine:
         profile = self._end_batch(batch)
         if batch.quantum_s is not None:
             for request in batch.requests:
-                self._leases.end(request)  # what they had got done is lost
+                self._lose(request, batch.executor, effects)
         if event.out_of_memory:
             self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
         probation = self._probation_for(batch, event)
@@ -455,10 +486,12 @@ class Engine:
         ticket = self._tickets.get(event.request)
         if ticket is None or ticket.group is None or not ticket.group.is_ongoing:
             return self._unexpected()
-        expert = ticket.group.expert
+        expert, home = ticket.group.expert, ticket.queue
+        assert home is not None, "its group is in one"
         self._leave_queue(event.request, ticket)
         ticket.attempts = 0
-        self._enqueue(event.request, ticket, expert, effects)
+        ticket.left = ticket.left.anew() if event.work is None else event.work
+        self._enqueue(event.request, ticket, expert, effects, home=home.spec.id)
         self._discard_if_gone(expert, effects)
         return True
 
@@ -517,13 +550,20 @@ class Engine:
 
     # -- requests --
 
-    def _enqueue(self, request: int, ticket: Ticket, expert: str, effects: list[Effect]) -> bool:
-        """Queue a request's next step. True if its executor, or a load, may have to start for it."""
+    def _enqueue(
+        self, request: int, ticket: Ticket, expert: str, effects: list[Effect], home: int | None = None
+    ) -> bool:
+        """Queue what is left of a request's step. True if its executor, or a load, may have to start for it.
+
+        ``home``: the executor that it stays with, if that one is able.
+        """
         refusal = self._standings.refusal(request, expert, self._now)
         if refusal is not None:
             return self._fail(request, refusal, effects)
-        work = ticket.left = ticket.work
+        work = ticket.left
         unable = () if work is IMAGE else self._unable(expert, work)
+        if home is not None and home not in unable:
+            unable = tuple(executor for executor in self._queues if executor != home)
         placed = self._scheduler.place(request, expert, self._now, work, unable)
         if placed is None:
             reason = self._too_much(expert, work) if unable else f"no executor of this box can run {expert}"
@@ -542,11 +582,11 @@ class Engine:
             queue.spec.id
             for queue in self._scheduler.queues
             if (row := self._matrix.experts[queue.spec.processor].get(expert)) is not None
-            and row.performance.lease_for(work) > self._pools[queue.spec.pool].spec.lease_bytes
+            and row.performance.most_for(work) > self._pools[queue.spec.pool].lease_bytes
         )
 
     def _too_much(self, expert: str, work: Work) -> str:
-        largest = max(pool.spec.lease_bytes for pool in self._pools.values())
+        largest = max(pool.lease_bytes for pool in self._pools.values())
         return (
             f"{expert}: what {work.most} tokens hold fits in no memory that it could run from (the largest share for "
             f"that has {largest} bytes) - ask for fewer tokens"
@@ -555,7 +595,7 @@ class Engine:
     def _wait_for_lease(self, request: int, ticket: Ticket, queue: ExecutorQueue, group: Group) -> None:
         performance = group.profile.performance
         if performance.runs_in_quanta:
-            self._leases.wait(request, queue.spec.pool, performance.lease_for(ticket.work), ticket.queued_s)
+            self._leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
 
     def _one_step_done(self, request: int, expert: str, result: Prediction | Rejected, effects: list[Effect]) -> None:
         ticket = self._tickets[request]
@@ -580,6 +620,7 @@ class Engine:
         elif judgement.next_expert is not None:
             ticket.step += 1
             ticket.attempts = ticket.moves = 0
+            ticket.left = ticket.work
             self._enqueue(request, ticket, judgement.next_expert, effects)
         elif judgement.verdict is not None:
             outcome = Outcome(judgement.verdict, judgement.label, judgement.score, tuple(ticket.steps))
@@ -596,10 +637,13 @@ class Engine:
         self._counts["completed" if isinstance(effect, Complete) else "failed"] += 1
         effects.append(effect)
 
-    def _leave_queue(self, request: int, ticket: Ticket) -> None:
+    def _leave_queue(self, request: int, ticket: Ticket, effects: list[Effect] | None = None) -> None:
+        """``effects``: where it goes on to stand in another queue, without what it holds in this one's memory."""
         assert ticket.queue is not None
         assert ticket.group is not None
         ticket.queue.remove(ticket.group, request)
+        if effects is not None and ticket.group.is_ongoing:
+            self._lose(request, ticket.queue.spec.id, effects)
         ticket.queue = ticket.group = None
         self._leases.end(request)
 
@@ -704,11 +748,11 @@ class Engine:
         if batch.quantum_s is not None:  # those that had begun were taken by turns
             requests = sorted(requests, key=lambda request: (self._tickets[request].queued_s, request))
         queued_s = {request: self._tickets[request].queued_s for request in requests}
-        tokens_s = {request: profile.performance.tokens_s(self._tickets[request].work) for request in requests}
+        tokens_s = {request: profile.performance.tokens_s(self._tickets[request].left) for request in requests}
         group = queue.give_back(batch.expert, profile, queued_s, self._now, tokens_s)
         for request in queued_s:
             ticket = self._tickets[request]
-            ticket.queue, ticket.group, ticket.left = queue, group, ticket.work
+            ticket.queue, ticket.group = queue, group
             self._wait_for_lease(request, ticket, queue, group)
 
     def _runs_alone(self, request: int) -> bool:
@@ -894,7 +938,7 @@ class Engine:
         retry_s = self._placement.retry_s(pool, copy) - self._now
         effects.append(FellBack(expert, copy, pool, len(moving), reason, retry_s))
         for request in moving:
-            self._leave_queue(request, self._tickets[request])
+            self._leave_queue(request, self._tickets[request], effects)
             self._move(request, expert, reason, effects)
         return True
 

@@ -64,7 +64,8 @@ class Finished:
 class Progressed:
     """A batch's quantum is over. ``unfinished``: who goes on in a later one, with the work that each has left.
 
-    Together the two name each request of the batch once.
+    Together the two name each request of the batch once. Whose work tells of a larger lease than it has goes on with
+    that one, or is preempted.
     """
 
     batch: int
@@ -90,9 +91,13 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A request that has begun and waits between two quanta lost what it held: it begins anew when its turn comes."""
+    """A request that has begun and waits between two quanta lost what it held: it begins anew when its turn comes.
+
+    ``work``: what it has to do then, and the lease that it needs for that; None: what it held is to be read again.
+    """
 
     request: int
+    work: Work | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Leases: which requests wait to begin, and which have begun and hold bytes of a memory until their step ends.
 
-A request of an expert that counts in tokens comes to hold more with each of them. Its lease is the worst case, taken
-when its first batch starts and given back when its step ends, however it does (Orca, section 4.2: whoever has begun
-never lacks room for going on, so nobody waits for another in a circle).
+A request of an expert that counts in tokens comes to hold more with each of them. Its lease is taken when its first
+batch starts and given back when its step ends, however it does. One for the worst case lacks no room for going on
+(Orca, section 4.2). One for less may turn out too small: it grows where there is room for that, and is given back
+where there is not, so that nobody holds anything while it waits, and nobody waits for another in a circle.
 
 Guarantees: no memory's leases exceed its share; a request that waits holds none, one that has begun holds exactly its
 own. With a bounded policy nobody takes what all those together need who wait in the same memory and were queued
@@ -65,18 +66,7 @@ class Leases:
     def can_begin(self, request: int) -> bool:
         """Is there room for its lease, beside that of those who waited long before it came?"""
         name, waiting = self._waiting[request]
-        room_bytes = self._pools[name].free_lease_bytes - waiting.size_bytes
-        if room_bytes < 0:
-            return False
-        if not waiting.size_bytes:
-            return True
-        for older in self._queues[name]:
-            if older.since_s + self._max_overtake_s > waiting.since_s:
-                break
-            room_bytes -= older.size_bytes
-            if room_bytes < 0:
-                return False
-        return True
+        return self._has_room(name, waiting.size_bytes, waiting.since_s)
 
     def begin(self, request: int) -> None:
         """Its first batch starts. Raises MemoryExceeded where there is no room."""
@@ -84,6 +74,17 @@ class Leases:
         self._pools[name].take_lease(request, waiting.size_bytes)
         self._stop_waiting(request)
         self._begun[request] = name
+
+    def grow(self, request: int, size_bytes: int, since_s: float) -> bool:
+        """Whether one that has begun, and was queued at ``since_s``, may come to hold so much in all from now on."""
+        name = self._begun[request]
+        further_bytes = size_bytes - self._pools[name].leased_bytes(request)
+        if further_bytes <= 0:
+            return True
+        if not self._has_room(name, further_bytes, since_s):
+            return False
+        self._pools[name].grow_lease(request, size_bytes)
+        return True
 
     def end(self, request: int) -> None:
         """Its step ended, it was lost, or it leaves its queue: it waits for nothing and holds nothing any more."""
@@ -101,6 +102,21 @@ class Leases:
             assert self._queues[name] == expected, f"{name}: those who wait for a lease are miscounted"
         both = self._waiting.keys() & self._begun.keys()
         assert not both, f"requests {both} hold a lease and wait for one"
+
+    def _has_room(self, name: str, size_bytes: int, since_s: float) -> bool:
+        """Is there, for somebody queued then, beside those who wait and came long before it?"""
+        room_bytes = self._pools[name].free_lease_bytes - size_bytes
+        if room_bytes < 0:
+            return False
+        if not size_bytes:
+            return True
+        for older in self._queues[name]:
+            if older.since_s + self._max_overtake_s > since_s:
+                break
+            room_bytes -= older.size_bytes
+            if room_bytes < 0:
+                return False
+        return True
 
     def _stop_waiting(self, request: int) -> None:
         name, waiting = self._waiting.pop(request)

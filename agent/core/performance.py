@@ -42,7 +42,8 @@ class Performance:
     """One architecture on one processor. A batch of n takes ``K_s * n + B_s``. Source: CoServe, section 4.2.
 
     What its requests have in tokens comes on top of that, per token; and what each of them may come to hold from its
-    first batch to its end is a lease of so many bytes per token, reserved at the start. Source: Orca, section 4.2.
+    first batch on is a lease of so many bytes per token, reserved at the start (Orca, section 4.2), for the worst case
+    or for what is expected.
     An expert without leases runs its batches to their end; one with leases runs in quanta.
     """
 
@@ -73,7 +74,11 @@ class Performance:
         return self.K_s + self.tokens_s(work)
 
     def lease_for(self, work: Work) -> int:
-        """Bytes that a request may come to hold until it ends: the worst case."""
+        """Bytes that a request may come to hold under its lease."""
+        return self.lease_bytes * work.leased
+
+    def most_for(self, work: Work) -> int:
+        """Bytes that it may come to hold until it ends: the worst case."""
         return self.lease_bytes * work.most
 
     def workspace_for(self, batch_size: int) -> int:

@@ -88,6 +88,7 @@ class ModelPool:
     _leases: dict[int, int] = field(default_factory=dict)  # request -> bytes
     _order: int = 0
     missing_bytes: int = 0  # of what the spec says: the box has less
+    missing_lease_bytes: int = 0
 
     @property
     def expert_bytes(self) -> int:
@@ -101,6 +102,19 @@ class ModelPool:
         if expert_bytes < self.used_bytes:
             raise MemoryExceeded(self.name, self.used_bytes, expert_bytes)
         self.missing_bytes = self.spec.expert_bytes - expert_bytes
+
+    @property
+    def lease_bytes(self) -> int:
+        """What may be leased here: as planned, or less."""
+        return self.spec.lease_bytes - self.missing_lease_bytes
+
+    def set_lease_budget(self, lease_bytes: int) -> None:
+        """Lease so much from now on. Raises MemoryExceeded for more than was planned, or less than what is leased."""
+        if lease_bytes > self.spec.lease_bytes:
+            raise MemoryExceeded(f"{self.name} leases", lease_bytes, self.spec.lease_bytes)
+        if lease_bytes < self.lease_used_bytes:
+            raise MemoryExceeded(f"{self.name} leases", self.lease_used_bytes, lease_bytes)
+        self.missing_lease_bytes = self.spec.lease_bytes - lease_bytes
 
     @property
     def name(self) -> str:
@@ -216,7 +230,7 @@ class ModelPool:
     @property
     def free_lease_bytes(self) -> int:
         """Room for leases."""
-        return self.spec.lease_bytes - self.lease_used_bytes
+        return self.lease_bytes - self.lease_used_bytes
 
     @property
     def lessees(self) -> KeysView[int]:
@@ -231,6 +245,18 @@ class ModelPool:
             raise MemoryExceeded(f"{self.name} leases", size_bytes, self.free_lease_bytes)
         self._leases[request] = size_bytes
         self.lease_used_bytes += size_bytes
+
+    def leased_bytes(self, request: int) -> int:
+        """The lease of a request that has begun."""
+        return self._leases[request]
+
+    def grow_lease(self, request: int, size_bytes: int) -> None:
+        """A request that has begun may come to hold so much in all. Raises MemoryExceeded."""
+        further_bytes = size_bytes - self._leases[request]
+        if further_bytes > self.free_lease_bytes:
+            raise MemoryExceeded(f"{self.name} leases", further_bytes, self.free_lease_bytes)
+        self._leases[request] = size_bytes
+        self.lease_used_bytes += further_bytes
 
     def return_lease(self, request: int) -> None:
         """It holds nothing any more."""
@@ -247,7 +273,7 @@ class ModelPool:
             peak_used_bytes=self.peak_used_bytes,
             resident=tuple(entry.copy for entry in self._entries.values() if entry.is_resident),
             loading=tuple(entry.copy for entry in self._entries.values() if not entry.is_resident),
-            lease_bytes=self.spec.lease_bytes,
+            lease_bytes=self.lease_bytes,
             lease_used_bytes=self.lease_used_bytes,
         )
 
@@ -259,7 +285,7 @@ class ModelPool:
         _require(self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget")
         _require(self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget")
         _require(sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted")
-        _require(self.lease_used_bytes <= self.spec.lease_bytes, f"{self.name}: leases over budget")
+        _require(self.lease_used_bytes <= self.lease_bytes, f"{self.name}: leases over budget")
         _require(sum(self._leases.values()) == self.lease_used_bytes, f"{self.name}: leases miscounted")
         _require(parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted")
         for entry in self._entries.values():

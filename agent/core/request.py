@@ -4,7 +4,7 @@ business.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,16 +15,29 @@ if TYPE_CHECKING:
 class Work:
     """How much a request is, in tokens: to be read, expected to be written, and the most that it may ever hold.
 
-    An image has none. Raises ValueError for less than none.
+    ``lease``: how many it may hold for now; None: the most. One that needs more while it runs tells of more. ``held``:
+    how many it holds; they are to be read again where they are lost. An image has none. Raises ValueError for less
+    than none.
     """
 
     prompt: int = 0
     output: int = 0
     most: int = 0  # the prompt and the most that may be written after it
+    lease: int | None = None
+    held: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.prompt, self.output, self.most) < 0:
+        if min(self.prompt, self.output, self.most, self.held, self.lease or 0) < 0:
             raise ValueError(f"{self} - give numbers of tokens, 0 or more")
+
+    @property
+    def leased(self) -> int:
+        """How many tokens its lease is for."""
+        return self.most if self.lease is None else min(self.lease, self.most)
+
+    def anew(self) -> Work:
+        """The same once what it held is lost."""
+        return replace(self, prompt=self.prompt + self.held, held=0) if self.held else self
 
 
 IMAGE = Work()

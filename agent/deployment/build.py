@@ -137,7 +137,7 @@ def build_agent(
         )  # fmt: skip
         loop = assemble(
             options.decider(setup.engine()), ground.box, setup.executors, setup.limits, by_name, segments, on_outcome,
-            options.loop, setup.matrix,
+            replace(options.loop, keeps_prefixes=config.texts.prefix_cache), setup.matrix, routes=config.catalog.graph,
         )  # fmt: skip
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 HEAD_BYTES = 16 * 1024  # of a request's line and headers
 READ_BYTES = 64 * 1024  # at once
+LINGER_S = 1.0  # for who still sends when it is refused: a connection cut off takes the refusal along
 SURPLUS_BYTES = 64 * 1024  # of what comes behind the request while it is answered
 TEXT = ("content-type", "text/plain; charset=utf-8")
 
@@ -84,6 +85,7 @@ class Connection:
         if body is None:
             reason = f"a body of more than {terms.body_bytes} bytes, which are the most"
             await self._say(application.refusal(413, reason))
+            await self._linger()
             return
         cut.reschedule(came_s + terms.longest_s)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
@@ -161,6 +163,15 @@ class Connection:
         with suppress(OSError, TimeoutError, h11.LocalProtocolError):
             if self._protocol.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 await self._say(answer)
+                await self._linger()
+
+    async def _linger(self) -> None:
+        """Until the other side has closed, for a while; whatever it sends is let go."""
+        self._writer.write_eof()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while await self._reader.read(READ_BYTES):
+                    continue
 
     async def _send(self, event: h11.Event) -> None:
         """Raises OSError, also where the other side takes nothing for too long."""

@@ -67,10 +67,11 @@ class Forecast:
         return other
 
     def batch_s(self, effect: StartBatch) -> float:
-        """Section 4.2's prediction of one batch."""
+        """Section 4.2's prediction of one batch; its quantum where it has one, as it has an iteration at least."""
         batch = effect.batch
         row = self._columns.get(self._processors.get(batch.executor, ""), {}).get(batch.expert)
-        return 0.0 if row is None else row.performance.latency_s(len(batch.requests))
+        batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
+        return batch_s if batch.quantum_s is None else max(batch_s, batch.quantum_s)
 
     def load_s(self, effect: StartLoad, waiting_bytes: int) -> float:
         """Of one load behind others of the same link; ``waiting_bytes`` of all of them, where the link is held back."""

@@ -1,8 +1,9 @@
 """Executors: one thread each, which runs batches; and the preparation of images that they share.
 
-Guarantees: every batch that was started is answered exactly once, with Finished (one Prediction or Rejected per
-request, in order) or with BatchFailed; a broken image, or one that an expert answers with something that is not a
-number, rejects its own request only and never becomes a label; no failure ends an executor's thread. A device that is
+Guarantees: every batch that was started is answered exactly once: with Finished (one Prediction or Rejected per
+request, in order), with Progressed where it has a quantum, or with BatchFailed; a broken image or text, or one that an
+expert answers with something that is not a number, rejects its own request only and never becomes a label; so does an
+image for an expert of texts, and a text for one of images; no failure ends an executor's thread. A device that is
 lost is no failure of the batch: it is answered with a Breakdown, and none of its requests is judged by that.
 Assumes: the Engine starts a batch on a resident copy, and the next one on this executor after the answer.
 
@@ -14,38 +15,44 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from agent.core.events import BatchFailed, Finished
+from agent.core.events import BatchFailed, Finished, Progressed
 from agent.core.request import Rejected
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.image_sources import image_name, pixels_of
 from agent.runtime.machine.box import torch_device
+from agent.runtime.text_sources import TextSource
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.daemon_threads import DaemonThreads
-from experts.errors import CoServeError, ImageError, MemoryExceeded, OutputInvalid
+from experts.errors import BackendUnavailable, CoServeError, ImageError, MemoryExceeded, OutputInvalid
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from agent.core.performance import ExecutorSpec
     from agent.core.request import Batch
+    from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from agent.runtime.slots import SlotStore
+    from agent.runtime.texts import Texts
     from experts.backends.base import Skeleton
     from experts.expert import Expert, Prediction
+    from experts.llm.model import Model
+
+    RequestSource = ImageSource | TextSource
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +62,10 @@ OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
-    """One executor, since the start. ``busy_s``: from taking a batch to its answer; ``infer_s``: the model alone."""
+    """One executor, since the start. ``busy_s``: from taking a batch to its answer; ``infer_s``: the model alone.
+
+    ``texts``: those that have ended, not counted among the images; ``read_tokens``, ``written_tokens``: of all texts.
+    """
 
     executor: int
     processor: str
@@ -65,14 +75,34 @@ class ExecutorStatistics:
     failed: int
     busy_s: float
     infer_s: float
+    texts: int = 0
+    read_tokens: int = 0
+    written_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Images:
     """A batch with its images, which may be in preparation already."""
 
     batch: Batch
     prepared: tuple[Future[Prepared | Rejected], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantum:
+    """A batch of texts, with the copy that each is for."""
+
+    batch: Batch
+    copies: tuple[ExpertCopy, ...]
+
+
+@runtime_checkable
+class RunsTexts(Protocol):
+    """A skeleton of a language model."""
+
+    @property
+    def model(self) -> Model:
+        """The model over the bytes that it is bound to."""
 
 
 class ByteGate:
@@ -134,16 +164,20 @@ class Preparation:
 
 
 class BatchExecutor:
-    """One executor: a queue of at most one batch, and the thread that runs it."""
+    """One executor: a queue of at most one batch, and the thread that runs it.
+
+    ``texts``: what its quanta run with; None where no expert of its memory takes texts.
+    """
 
     def __init__(
         self,
         spec: ExecutorSpec,
         store: SlotStore,
         preparation: Preparation,
-        post: Callable[[Finished | BatchFailed | Breakdown], None],
+        post: Callable[[Finished | Progressed | BatchFailed | Breakdown], None],
         threads: int,
         watch: DeviceWatch | None = None,
+        texts: Texts | None = None,
     ) -> None:
         self.spec = spec
         self._store = store
@@ -151,8 +185,9 @@ class BatchExecutor:
         self._post = post
         self._torch_threads = threads
         self._watch = watch or DeviceWatch()
+        self._texts = texts
         self._device = torch_device(spec.processor)
-        self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Images | _Quantum | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
         self._lock = Lock()
         self._statistics = ExecutorStatistics(spec.id, spec.processor, 0, 0, 0, 0, 0.0, 0.0)
@@ -161,17 +196,23 @@ class BatchExecutor:
         """Begin to take batches."""
         self._thread.start()
 
-    def start_batch(self, batch: Batch, expert: Expert, images: Sequence[ImageSource]) -> None:
+    def start_batch(self, batch: Batch, expert: Expert, images: Sequence[RequestSource]) -> None:
         """Run a batch on its images, in order; preparing them begins at once. The answer comes through ``post``."""
         prepared = tuple(
-            self._preparation.start(expert, image, image_name(image, request))
-            for request, image in zip(batch.requests, images, strict=True)
+            self._prepare(expert, image, request) for request, image in zip(batch.requests, images, strict=True)
         )
-        self._inbox.put(_Work(batch, prepared))
+        self._inbox.put(_Images(batch, prepared))
+
+    def start_quantum(self, batch: Batch, copies: Sequence[ExpertCopy]) -> None:
+        """Run a batch of texts for its quantum; ``copies``: what each is for. The answer comes through ``post``."""
+        self._inbox.put(_Quantum(batch, tuple(copies)))
 
     def statistics(self) -> ExecutorStatistics:
         """A frozen snapshot."""
-        return self._statistics
+        engine = None if self._texts is None else self._texts.statistics(self.spec.id)
+        if engine is None:
+            return self._statistics
+        return replace(self._statistics, read_tokens=engine.read_tokens, written_tokens=engine.written_tokens)
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Finish the batch that runs, then end the thread; False if that took longer."""
@@ -179,6 +220,13 @@ class BatchExecutor:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _prepare(self, expert: Expert, image: RequestSource, request: int) -> Future[Prepared | Rejected]:
+        if not isinstance(image, TextSource):
+            return self._preparation.start(expert, image, image_name(image, request))
+        rejected: Future[Prepared | Rejected] = Future()
+        rejected.set_result(Rejected(f"{expert.id} takes images, and request {request} is a text"))
+        return rejected
 
     def _run(self) -> None:
         try:
@@ -190,11 +238,13 @@ class BatchExecutor:
             logger.exception("executor_broke executor=%d", self.spec.id)
             self._post(Breakdown(self._watch.lost_by(error) or error))
 
-    def _answer(self, work: _Work) -> Finished | BatchFailed | Breakdown:
+    def _answer(self, work: _Images | _Quantum) -> Finished | Progressed | BatchFailed | Breakdown:
         """The boundary of this thread: whatever a batch does, it has an answer."""
         batch = work.batch
         started = time.monotonic()
         try:
+            if isinstance(work, _Quantum):
+                return self._run_quantum(work, started)
             results, infer_s = self._execute(work)
         except Exception as error:
             lost = self._watch.lost_by(error)
@@ -211,7 +261,22 @@ class BatchExecutor:
         self._record(results, time.monotonic() - started, infer_s)
         return Finished(batch.id, results)
 
-    def _execute(self, work: _Work) -> tuple[tuple[Prediction | Rejected, ...], float]:
+    def _run_quantum(self, work: _Quantum, started: float) -> Progressed:
+        if self._texts is None:
+            raise BackendUnavailable("texts", f"executor {self.spec.id} has no memory for keys and values")
+        with ExitStack() as in_use:
+            slots = {
+                name: in_use.enter_context(self._store.using(name))
+                for name in dict.fromkeys(copy.name for copy in work.copies)
+            }
+            models = {name: model_of(slot.skeleton(self._device)) for name, slot in slots.items()}
+            began = time.monotonic()
+            progressed = self._texts.run(work.batch, work.copies, models)
+            infer_s = time.monotonic() - began
+        self._record_texts(progressed, time.monotonic() - started, infer_s)
+        return progressed
+
+    def _execute(self, work: _Images) -> tuple[tuple[Prediction | Rejected, ...], float]:
         """The results in order of the batch's requests, and how long the model took."""
         prepared = [future.result() for future in work.prepared]
         good = [each for each in prepared if isinstance(each, Prepared)]
@@ -234,6 +299,23 @@ class BatchExecutor:
             busy_s=before.busy_s + busy_s,
             infer_s=before.infer_s + infer_s,
         )
+
+    def _record_texts(self, progressed: Progressed, busy_s: float, infer_s: float) -> None:
+        before = self._statistics
+        self._statistics = replace(
+            before,
+            batches=before.batches + 1,
+            texts=before.texts + len(progressed.finished),
+            rejected=before.rejected + sum(isinstance(result, Rejected) for _, result in progressed.finished),
+            busy_s=before.busy_s + busy_s,
+            infer_s=before.infer_s + infer_s,
+        )
+
+
+def model_of(skeleton: Skeleton) -> Model:
+    """The language model of a skeleton that is bound."""
+    assert isinstance(skeleton, RunsTexts), "only language models run in quanta"
+    return skeleton.model
 
 
 def own_stream(device: str) -> AbstractContextManager[object]:

@@ -3,8 +3,8 @@
 What it asks for decisions is a Decider: an Engine, or something that times one or plays back what one decided.
 
 Guarantees: only this thread calls the Engine; every request that was submitted has its outcome delivered exactly once
-while the loop runs; an image is kept from ``submit`` to its request's outcome and no longer; what other threads read
-are frozen snapshots.
+while the loop runs; an image or a text, and what a text holds in memory, is kept from ``submit`` to its request's
+outcome and no longer; what other threads read are frozen snapshots.
 Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. If it does raise, or the Engine does,
 the loop has crashed: it takes nothing more, says so in the log and to whoever asked with ``when_crashed``, and
 ``wait_until_idle`` and ``stop`` raise AgentCrashed. So it does when a device is lost: nothing that is under way then
@@ -26,6 +26,7 @@ from threading import Condition, Thread, current_thread
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
+from agent.core.request import IMAGE
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
@@ -33,6 +34,9 @@ from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
+from agent.runtime.text_engines import TextEngines, text_engines
+from agent.runtime.text_sources import TextSource
+from agent.runtime.texts import Texts, expert_name
 from agent.runtime.transfer import Transfers
 from experts.errors import AgentCrashed
 
@@ -44,12 +48,13 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.core.request import Outcome
-    from agent.runtime.executor import ExecutorStatistics
+    from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from agent.runtime.slots import SlotStatistics
+    from agent.runtime.texts import AskedText
     from agent.runtime.transfer import TransferStatistics
+    from experts.graph import ExpertGraph
     from experts.packed.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
@@ -86,6 +91,7 @@ class LoopOptions:
     preparation_threads: int = 2
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000
+    keeps_prefixes: bool = True  # what a text has read is kept for the next that begins alike, while there is room
     ages: AgeLimits = field(default_factory=AgeLimits)
 
 
@@ -124,7 +130,10 @@ class BatchWatch:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``."""
+    """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``.
+
+    ``routes``: of the line as it is at the start; None where nobody asks for a route with a text.
+    """
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
@@ -132,6 +141,9 @@ class Workshop:
     preparation: Preparation
     copies: Mapping[str, ExpertCopy]
     executors: Mapping[int, BatchExecutor]
+    texts: Texts
+    text_engines: TextEngines
+    routes: ExpertGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +179,13 @@ class AgentLoop:
         self._clock = clock
         self._workshop = workshop
         self._copies = workshop.copies
+        self._texts = workshop.texts
+        self._routes = workshop.routes
         self._forecast = forecast
         self._inbox = inbox
         self._on_outcome = on_outcome
         self._options = options
-        self._images: dict[int, ImageSource] = {}
+        self._sources: dict[int, RequestSource] = {}
         self._numbers = count(1)
         self._open = OpenWork(options.ages, forecast)
         self._has_started = False
@@ -189,11 +203,13 @@ class AgentLoop:
         self._carry_out: dict[type, Callable[..., None]] = {
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
+            effects.Preempt: lambda effect: self._texts.preempt(effect.request, effect.executor),
             effects.Evict: self._evict,
             effects.Assigned: lambda _: None,  # tells why, and asks for nothing
             effects.StandingChanged: self._log_standing,
             effects.FellBack: self._log_fall_back,
             effects.BudgetChanged: self._change_budget,
+            effects.LeasesChanged: self._log_leases,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
         }
@@ -211,16 +227,33 @@ class AgentLoop:
         """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
         self._watch = watch
 
-    def submit(self, image: ImageSource, *, component: str | None = None, expert: str | None = None) -> int:
-        """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given."""
+    def submit(self, source: RequestSource, *, component: str | None = None, expert: str | None = None) -> int:
+        """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given.
+
+        Raises whatever a text's source raises for the expert that it comes to first.
+        """
         if (component is None) == (expert is None):
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
         if self._is_stopped or self._crash is not None:
             raise RuntimeError("the agent has stopped and takes no requests") from self._crash
+        asked = self._asked_text(source, component, expert) if isinstance(source, TextSource) else None
         request = next(self._numbers)
-        self._images[request] = image
-        self._inbox.put(events.Arrived(request, component=component, expert=expert))
+        self._sources[request] = source
+        if asked is not None:
+            self._texts.take(request, asked)
+        work = IMAGE if asked is None else asked.work
+        self._inbox.put(events.Arrived(request, component=component, expert=expert, work=work))
         return request
+
+    def _asked_text(self, source: TextSource, component: str | None, expert: str | None) -> AskedText:
+        reached = (expert,) if expert is not None else ()
+        if component is not None and self._routes is not None:
+            reached = self._routes.experts_of(component)
+        copies = [copy for name in reached for copy in self._copies_of(name)]
+        return self._texts.begin(source, self._workshop.text_engines.reached(copies))
+
+    def _copies_of(self, expert: str) -> list[ExpertCopy]:
+        return [copy for copy in self._copies.values() if expert_name(copy) == expert]
 
     def cancel(self, request: int) -> None:
         """Its answer is not wanted any more; the outcome is delivered all the same, UNKNOWN if it did not run."""
@@ -266,7 +299,7 @@ class AgentLoop:
     @property
     def requests_in_flight(self) -> int:
         """Submitted, and without an outcome yet."""
-        return len(self._images)
+        return len(self._sources)
 
     def statistics(self) -> LoopStatistics:
         """A frozen snapshot, taken between two events."""
@@ -299,7 +332,7 @@ class AgentLoop:
         with ExitStack() as ending:  # in the order from below; what a lost device refuses does not hide that it is lost
             ending.callback(self._raise_crash)
             ending.callback(self._heap_keeper.stop)
-            ending.callback(self._images.clear)
+            ending.callback(self._sources.clear)
             self.leaves_threads = not self._end_threads()
             if self._crash is not None:
                 self._crash.leaves_threads |= self.leaves_threads
@@ -379,7 +412,7 @@ class AgentLoop:
             return events.Tick()
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, events.Finished | events.BatchFailed):
+        if isinstance(event, events.Finished | events.Progressed | events.BatchFailed):
             self._batch_answered(event.batch)
         started = time.perf_counter()
         decided = self._engine.handle(event, self._clock())
@@ -392,6 +425,7 @@ class AgentLoop:
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._copies = dict(self._copies) | dict(copies)
+        self._routes = change.graph
         self._workshop.transfers.know(copies)
         self._open.predict_by(self._forecast.of(change.matrix))
         self._handle(change)
@@ -405,9 +439,11 @@ class AgentLoop:
         batch = effect.batch
         if self._watch is not None:
             self._watch.begun(batch.requests)
-        expert = self._copies[batch.copy].expert
-        images = [self._images[request] for request in batch.requests]
-        self._workshop.executors[batch.executor].start_batch(batch, expert, images)
+        executor, copy = self._workshop.executors[batch.executor], self._copies[batch.copy]
+        if batch.quantum_s is not None:
+            executor.start_quantum(batch, [copy] * len(batch.requests))
+        else:
+            executor.start_batch(batch, copy.expert, [self._sources[request] for request in batch.requests])
 
     def _batch_answered(self, batch: int) -> None:
         answered = self._open.close_batch(batch)
@@ -453,15 +489,23 @@ class AgentLoop:
             effect.pool, effect.before_bytes, effect.after_bytes, effect.reason, effect.pool,
         )  # fmt: skip
 
+    def _log_leases(self, effect: effects.LeasesChanged) -> None:
+        logger.log(
+            logging.ERROR if effect.after_bytes < effect.before_bytes else logging.WARNING,
+            "memory_leases_changed pool=%s from_bytes=%d to_bytes=%d reason=%s: so much is for what texts hold",
+            effect.pool, effect.before_bytes, effect.after_bytes, effect.reason,
+        )  # fmt: skip
+
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
+        self._texts.forget(effect.request)
         self._on_outcome(effect.request, effect.outcome)
-        del self._images[effect.request]
+        del self._sources[effect.request]
 
     def _is_idle(self) -> bool:
-        return self._has_started and not (self._images or self._open.loads or self._open.batches)
+        return self._has_started and not (self._sources or self._open.loads or self._open.batches)
 
     def _is_drained(self) -> bool:
-        return not (self._images or self._open.batches)
+        return not (self._sources or self._open.batches)
 
     def _look_around(self) -> None:
         """If nothing is under way any more, tell whoever waits for that."""
@@ -491,7 +535,7 @@ class AgentLoop:
             slots=tuple(store.statistics() for store in workshop.stores),
             executors=tuple(executor.statistics() for executor in workshop.executors.values()),
             skeletons_constructed=workshop.shelf.constructed,
-            requests_in_flight=len(self._images),
+            requests_in_flight=len(self._sources),
             oldest_batch_s=self._open.oldest_batch_s(now),
             oldest_load_s=self._open.oldest_load_s(now),
         )
@@ -519,11 +563,14 @@ def assemble(
     options: LoopOptions,
     matrix: PerformanceMatrix | None = None,
     clock: Callable[[], float] = time.monotonic,
+    routes: ExpertGraph | None = None,
+    engines: TextEngines | None = None,
 ) -> AgentLoop:
     """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.
 
     ``copies`` by name, all that the Engine's matrix mentions. ``on_outcome`` runs on the loop's thread: see AgentLoop.
     ``matrix``: by which the ages of batches and loads are judged; None where nothing is known of their times.
+    ``routes``: the Engine's, where texts are asked of them. ``engines``: in the place of those that run texts.
     Raises BackendUnavailable when the box cannot provide a memory.
     """
     inbox: SimpleQueue[Message] = SimpleQueue()
@@ -545,10 +592,13 @@ def assemble(
         watch=watch,
     )
     preparation = Preparation(options.preparation_threads, options.max_pixels)
+    engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
+    texts = Texts(engines.by_executor, engines.lengths)
     running = {
-        spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads, watch) for spec in executors
+        spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads, watch, texts)
+        for spec in executors
     }
-    workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running)
+    workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running, texts, engines, routes)
     forecast = Forecast(matrix, executors, options.ssd_bytes_per_s)
     return AgentLoop(engine, workshop, inbox, on_outcome, options, forecast, clock)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from experts.llm.generation import TextRequest
+    from experts.llm.serving.generation import TextRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from agent.service.doors.folder_door import FolderDoor
     from agent.service.doors.journal_door import JournalDoor
     from agent.service.doors.tally import Tally
+    from agent.service.doors.text_door import TextDoor
     from agent.service.judging.inspector import Inspector
     from agent.service.judging.line_boards import LineBoards
     from agent.service.judging.verdicts import Verdicts
     from agent.service.upkeep import Upkeep
-    from agent.web.readings import Labels
+    from agent.web.readings import Distribution, Labels
 
 Name = TypeVar("Name", bound=str)
 Known = TypeVar("Known")
@@ -72,6 +73,8 @@ EXECUTOR: Table[ExecutorStatistics] = (
     (COUNTER, "executor_batches", "Batches that an executor has run.", lambda one: one.batches),
     (COUNTER, "executor_failed_batches", "Batches that failed.", lambda one: one.failed),
     (COUNTER, "executor_images", "Images that an executor has run.", lambda one: one.images),
+    (COUNTER, "executor_read_tokens", "Tokens of texts that an executor has read.", lambda one: one.read_tokens),
+    (COUNTER, "executor_written_tokens", "Tokens that an executor has written.", lambda one: one.written_tokens),
     (COUNTER, "executor_busy_seconds", "How long an executor was at work.", lambda one: one.busy_s),
 )
 POOL: Table[PoolStatistics] = (
@@ -80,6 +83,8 @@ POOL: Table[PoolStatistics] = (
     (GAUGE, "memory_peak_bytes", "The most that weights took since the start.", lambda one: one.peak_used_bytes),
     (GAUGE, "workspace_used_bytes", "What running batches take of a memory.", lambda one: one.workspace_used_bytes),
     (GAUGE, "workspace_budget_bytes", "What batches may take of a memory.", lambda one: one.workspace_bytes),
+    (GAUGE, "lease_used_bytes", "What texts under way hold of a memory.", lambda one: one.lease_used_bytes),
+    (GAUGE, "lease_budget_bytes", "What texts may hold of a memory.", lambda one: one.lease_bytes),
     (GAUGE, "experts_resident", "Experts in a memory.", lambda one: len(one.resident)),
 )
 FOLDER: Table[FolderDoor] = (
@@ -110,8 +115,8 @@ IMAGES: Table[KeeperStatistics] = (
     (COUNTER, "images_not_kept", "Images that should have been kept, and could not.", lambda one: one.not_kept),
 )
 ADMISSION: Table[Admission] = (
-    (GAUGE, "admitted_images", "Callers' images under way.", lambda one: one.images),
-    (GAUGE, "admitted_bytes", "Bytes of callers' images under way.", lambda one: one.size_bytes),
+    (GAUGE, "admitted_images", "Callers' images and texts under way.", lambda one: one.images),
+    (GAUGE, "admitted_bytes", "Bytes of callers' images and texts under way.", lambda one: one.size_bytes),
 )
 RESULTS: Table[Path] = (
     (GAUGE, "results_bytes", "Size of the results file.", lambda file: _size_bytes(file)),
@@ -132,6 +137,7 @@ class Instruments:
     upkeep: Upkeep
     tally: Tally
     cameras: Mapping[str, CameraDoor]
+    texts: TextDoor
     folders: Callable[[], Sequence[FolderDoor]]
     alarms: Callable[[], Sequence[str]]
     phase: Callable[[], str | None]
@@ -170,6 +176,7 @@ class LineMetrics:
             *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
             *_each(POOL, "pool", {pool.name: pool for pool in loop.engine.pools}),
             *_told(ADMISSION, line.admission),
+            *self._texts(),
             *_each(FOLDER, "folder", folders),
             *self._cameras(),
             *_each(RECEIVER, "receiver", receivers),
@@ -199,6 +206,13 @@ class LineMetrics:
         yield Metric(GAUGE, "journal_requests", "Accepted, and not judged yet.", {(): line.journal.unfinished})
         yield Metric(COUNTER, "orders_accepted", "Callers' orders taken.", {(): tally.accepted})
         yield Metric(COUNTER, "orders_refused", "Callers' orders refused.", _by_name(tally.refused), ("reason",))
+
+    def _texts(self) -> Iterator[Metric | Histogram]:
+        texts = self._line.texts.statistics()
+        yield Metric(GAUGE, "texts_under_way", "Texts taken that have not ended.", {(): texts.under_way})
+        yield Metric(COUNTER, "texts_ended", "Texts that have ended, by why.", _by_name(texts.ended), ("ending",))
+        first: dict[Labels, Distribution] = {(): texts.first_token_s}
+        yield Histogram("text_first_token_seconds", "Until something of a text was shown.", first, ())
 
     def _cameras(self) -> Iterator[Metric]:
         seen = {name: door.camera.statistics() for name, door in self._line.cameras.items()}

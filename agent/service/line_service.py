@@ -26,6 +26,7 @@ from agent.service.doors.journal_door import JournalDoor
 from agent.service.doors.line_desk import Controls, LineDesk
 from agent.service.doors.order_taker import OrderTaker
 from agent.service.doors.tally import Tally
+from agent.service.doors.text_door import TextDoor
 from agent.service.housekeeping import Housekeeper
 from agent.service.judging.drift import DriftAlarm
 from agent.service.judging.inspector import Inspector
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.api.calls.desk import SourceView
+    from agent.api.openai.endpoint import OpenAiEndpoint
     from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
@@ -109,11 +111,13 @@ class LineService:
         self._verdicts = Verdicts(self._store, self._boards)
         self._journal = JournalDoor(self._inspector, self._verdicts, self._store, self._upkeep.images)
         admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
+        self._texts = TextDoor(self._inspector, admission)
         tally = Tally()
         self._verdicts.subscribe(tally.stored)
         self.desk = LineDesk(
             self._inspector,
             OrderTaker(self._inspector, self._journal, admission),
+            self._texts,
             self._verdicts,
             self._boards,
             self._store,
@@ -128,9 +132,11 @@ class LineService:
         self._phase: str | None = "it starts"
         instruments = Instruments(
             self._inspector, admission, self._journal, self._verdicts, self._boards, self._upkeep, tally, self._cameras,
+            self._texts,
             folders=lambda: self._folders, alarms=self._alarms, phase=lambda: self._phase,
         )  # fmt: skip
-        self.web = _web_of(config, LineMetrics(instruments))
+        self._openai = _openai_of(config, self.desk)
+        self.web = _web_of(config, LineMetrics(instruments), self._openai)
         self._reloading = threading.Lock()
         self._housekeeper = Housekeeper(
             {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
@@ -260,13 +266,17 @@ class LineService:
 
     def _stop_api(self) -> None:
         """Callers are told not to come any more; whoever waits has its answer while there is time."""
+        deadline_s = time.monotonic() + API_STOP_S
         if self.api is not None and not self.api.stop(API_STOP_S):
             log.warning("api_not_drained orders=%d they are judged all the same", self.api.orders_under_way)
+        self._texts.stop(max(deadline_s - time.monotonic(), 0.0))
 
     def _stop_web(self) -> None:
         """After all that is worth watching: it says so long that nothing is taken any more."""
         if self.web is not None:
             self.web.stop()
+        if self._openai is not None:
+            self._openai.stop()
 
     def _drain(self) -> None:
         if not self._inspector.drain(DRAIN_S):
@@ -331,6 +341,8 @@ class LineService:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
         if self.api is not None:  # once nothing else can be refused: a reload that is not applied changes nothing
             self.api.reload(config.api)
+        if self._openai is not None:
+            self._openai.reload(config.api)
         self._inspector.change_line(change)
         self._config = config
         self._boards.change(config.boards)
@@ -393,12 +405,21 @@ def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:
     return ApiServer(config.api, desk)
 
 
-def _web_of(config: LineConfig, line: LineMetrics) -> WebServer | None:
+def _openai_of(config: LineConfig, desk: LineDesk) -> OpenAiEndpoint | None:
+    if not config.api.http:
+        return None
+    from agent.api.calls.texts import Texts
+    from agent.api.openai.endpoint import OpenAiEndpoint
+
+    return OpenAiEndpoint(config.api, Texts(desk))
+
+
+def _web_of(config: LineConfig, line: LineMetrics, openai: OpenAiEndpoint | None) -> WebServer | None:
     if not config.api.http:
         return None
     from agent.web.server import WebServer
 
-    return WebServer(config.api.http, line)
+    return WebServer(config.api.http, line, also=() if openai is None else (openai,))
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:

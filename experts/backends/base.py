@@ -25,10 +25,13 @@ class Packable:
 
     ``program`` is what a skeleton needs beside the tensors (ONNX: the graph without its weights), or is built for where
     the tensors do not show it; experts with equal programs and equal tensor tables share skeletons.
+    ``stacks``: names of tensors with one first dimension in common, that of the moe_experts of a layer: they are laid
+    so that what belongs to one of these can be read alone.
     """
 
     tensors: Mapping[str, Tensor]
     program: bytes = b""
+    stacks: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends.base import Packable
-from experts.backends.state_dict import DTYPES
 from experts.backends.weight_files import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import Model
+from experts.llm.names import expert_stacks
 from experts.llm.program import pack_program, read_program, spec_of
+from experts.llm.quant import Int8Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,8 +34,16 @@ if TYPE_CHECKING:
     from experts.expert import Expert, Prediction
     from experts.llm.checkpoint import Checkpoint
     from experts.llm.config import ArchSpec
+    from experts.llm.dispatch import MoeExperts
 
-EXECUTABLE = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
+COMPUTED_IN = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.INT8: torch.bfloat16,  # what tokens, norms and embeddings are in beside int8 matrices
+}
+EXECUTABLE = frozenset(COMPUTED_IN)
+PACKED_AS = "moe_experts in blocks"  # what decides on packed bytes beside the directory
 TOKENS_AT_ONCE = 256  # of an iteration, as far as its workspace is estimated: a chunk of a prompt, and rows that write
 FP32_BYTES = 4
 
@@ -47,6 +56,11 @@ class LlmSkeleton:
         self._model: Model | None = None
 
     @property
+    def spec(self) -> ArchSpec:
+        """What it is a skeleton of."""
+        return self._spec
+
+    @property
     def model(self) -> Model:
         """The model over the bytes that it is bound to. Raises ValueError before ``bind``."""
         if self._model is None:
@@ -55,6 +69,10 @@ class LlmSkeleton:
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
         self._model = Model(self._spec, tensors)
+
+    def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
+        """The same, where ``tensors`` are the dense part alone, and somebody else runs the experts of these layers."""
+        self._model = Model(self._spec, tensors, moe_experts)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         raise ValueError(f"{expert.id} takes texts, not images")
@@ -67,11 +85,15 @@ class LlmBackend:
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         if precision not in EXECUTABLE:
-            raise WeightsMismatch(expert.id, f"language models do not run in {precision}: choose fp32, bf16 or fp16")
+            raise WeightsMismatch(
+                expert.id, f"language models do not run in {precision}: choose fp32, bf16, fp16 or int8"
+            )
         program = read_program(expert.weights, expert.id)
         checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
         checkpoint.check_tied_head()
-        return Packable(_PackedTensors(checkpoint, precision), pack_program(program))
+        exact = _PackedTensors(checkpoint, None if precision is Precision.INT8 else precision)
+        tensors = Int8Tensors(exact, COMPUTED_IN[precision]) if precision is Precision.INT8 else exact
+        return Packable(tensors, pack_program(program), expert_stacks(tensors))
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return spec_of(program, expert.id)
@@ -83,14 +105,14 @@ class LlmBackend:
         raise ValueError(f"{expert.id} takes texts, not images")
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return ""
+        return PACKED_AS
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)
-        return iteration_bytes(spec, DTYPES[precision].itemsize, batch_size)
+        return iteration_bytes(spec, COMPUTED_IN[precision].itemsize, batch_size)
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
-        return read_spec(expert.weights, expert.id).kv_bytes(DTYPES[precision].itemsize)
+        return read_spec(expert.weights, expert.id).kv_bytes(COMPUTED_IN[precision].itemsize)
 
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
@@ -116,11 +138,13 @@ def _layer_width(spec: ArchSpec, number: int) -> int:
 class _PackedTensors(Mapping[str, "Tensor"]):
     """A checkpoint's tensors in execution dtype, each read when asked for: a model need not fit into memory beside it.
 
+    ``precision`` None: in their own dtype.
+
     Asking raises LoadError, WeightsCorrupt for values that are not numbers, WeightsMismatch for those that the dtype
     has no room for.
     """
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision) -> None:
+    def __init__(self, checkpoint: Checkpoint, precision: Precision | None) -> None:
         self._checkpoint = checkpoint
         self._precision = precision
 
@@ -134,8 +158,8 @@ class _PackedTensors(Mapping[str, "Tensor"]):
         stored = self._checkpoint.read(name)
         if not is_finite(stored):
             raise WeightsCorrupt(self._checkpoint.expert, f"{name} holds values that are not numbers")
-        tensor = stored.to(DTYPES[self._precision])
-        if tensor.dtype is torch.float16 and not is_finite(tensor):
+        tensor = stored if self._precision is None else stored.to(COMPUTED_IN[self._precision])
+        if self._precision is Precision.FP16 and not is_finite(tensor):
             raise WeightsMismatch(
                 self._checkpoint.expert, f"{name} is too large for {self._precision}: choose bf16 or fp32 as precision"
             )

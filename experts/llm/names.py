@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from experts.llm.config import Family, Mlp, Norm, QkNorm, Residual
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from experts.llm.config import ArchSpec, LayerSpec, MoeSpec
 
@@ -27,6 +27,7 @@ HEAD_STORED = "lm_head.weight"
 FINAL_NORM = "norm"
 FINAL_NORM_BIAS = "norm_bias"
 POSITIONS = "positions"
+EXPERTS = ".experts."  # between a layer's name and that of a tensor of all its experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,16 @@ class Assembly:
         for form in self.forms:
             laid = sum(math.prod(part.shape) for part in form)
             assert laid == math.prod(self.shape), f"{self.name}: {laid} numbers do not make {self.shape}"
+
+
+def expert_stacks(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Of a model's tensors those that hold all of a layer's experts, by layer."""
+    stacks: dict[str, list[str]] = {}
+    for name in names:
+        layer, found, _ = name.partition(EXPERTS)
+        if found:
+            stacks.setdefault(layer, []).append(name)
+    return tuple(tuple(stack) for stack in stacks.values())
 
 
 def assemblies(spec: ArchSpec) -> Iterator[Assembly]:

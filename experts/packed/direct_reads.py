@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 READERS = 4  # parallel preadv of one file: what it took to reach the device's limit
 CLOSE_S = 5.0  # a read that the drive does not answer by then is left behind
+PIECE_BYTES = 1024 * 1024  # of a range that somebody waits for: short, so that several threads share it
 PART_BYTES = 8 * 1024 * 1024  # one read: long enough for the drive, short enough to hash while the next one runs
 
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
@@ -65,6 +66,10 @@ class FilePart:
     content: memoryview
 
 
+class _DirectRefusedError(Exception):
+    """The filesystem takes no direct reads of this file."""
+
+
 class DirectReader:
     """A few threads that read parts of files. Several callers may read at once; they share the threads."""
 
@@ -89,6 +94,39 @@ class DirectReader:
                 if not is_direct or error.errno != errno.EINVAL:
                     raise _load_failed(path, expert, error) from error
         return self._read_through_cache(path, target, expert, on_part)
+
+    def read_part(self, path: Path, start_bytes: int, target: memoryview, size_bytes: int, expert: str) -> FileStamp:
+        """Fill ``target`` from the middle of a file of that size; both start and length are aligned as the file is."""
+        try:
+            return self._read_range(path, start_bytes, target, size_bytes, expert, direct=True)
+        except _DirectRefusedError:
+            return self._read_range(path, start_bytes, target, size_bytes, expert, direct=False)
+
+    def _read_range(
+        self, path: Path, start_bytes: int, target: memoryview, size_bytes: int, expert: str, *, direct: bool
+    ) -> FileStamp:
+        with _opened(path, expert, direct=direct) as (file, is_direct):
+            try:
+                stamp = _stamp_of(file, path, size_bytes, expert)
+                self._fill(file, path, start_bytes, target, expert)
+                if not is_direct:
+                    _drop_from_cache(file)
+            except OSError as error:
+                if is_direct and error.errno == errno.EINVAL:
+                    raise _DirectRefusedError from error
+                raise _load_failed(path, expert, error) from error
+        return stamp
+
+    def _fill(self, file: int, path: Path, start_bytes: int, target: memoryview, expert: str) -> None:
+        """A range in pieces for all threads, in the caller's own where it is but one piece."""
+        pieces = [(at, target[at : at + PIECE_BYTES]) for at in range(0, len(target), PIECE_BYTES)]
+        reads = [self._threads.submit(_read_part, file, start_bytes + at, piece) for at, piece in pieces[1:]]
+        try:
+            counts = [_read_part(file, start_bytes, pieces[0][1]), *(read.result() for read in reads)]
+        finally:
+            _settle(reads)
+        if counts != [len(piece) for _, piece in pieces]:
+            raise WeightsCorrupt(expert, f"{path} ended while it was read: pack it again")
 
     def stream(
         self, path: Path, size_bytes: int, staging: memoryview, expert: str, on_part: Callable[[FilePart], None]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from experts.filesystem import sync_folder
 from experts.packed.sources import SourceStamp
-from experts.packed.weights import PackedExpert, Segment, TensorSpec
+from experts.packed.weights import Blocks, PackedExpert, Segment, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,7 +39,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One packed expert, its source, and the sha256 of each tensor by name (how shared ones are found)."""
+    """One packed expert, its source, and the sha256 of each tensor by name (how shared ones are found).
+
+    Tensors that are laid over blocks have none: their segments are equal or not as a whole.
+    """
 
     packed: PackedExpert
     source: Source
@@ -118,4 +121,6 @@ def _segment(document: dict[str, Any]) -> Segment:
         TensorSpec(spec["name"], spec["dtype"], tuple(spec["shape"]), tuple(spec["stride"]), spec["offset_bytes"])
         for spec in document["tensors"]
     )
-    return Segment(document["sha256"], document["size_bytes"], tensors)
+    found = document.get("blocks")  # which no manifest named before there were any
+    blocks = None if found is None else Blocks(found["size_bytes"], tuple(found["sha256"]))
+    return Segment(document["sha256"], document["size_bytes"], tensors, blocks)

@@ -27,13 +27,13 @@ from experts.errors import ExpertError, LoadError, WeightsCorrupt
 from experts.filesystem import sync_folder
 from experts.importing import import_weights
 from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing
-from experts.packed.segment_writer import SegmentWriter
+from experts.packed.segment_writer import SegmentWriter, Stacked
 from experts.packed.sharing import TensorKey, plan_sharing
 from experts.packed.sources import sha256_of, stamp_of
 from experts.packed.weights import PackedExpert, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -226,11 +226,15 @@ class _Packing:
         program_sha256 = self._write_program(packable)
         path = self._staging / f"{len(self._drafts[job.precision])}.{job.precision}.whole"
         digests: dict[str, str] = {}
+        stacked = frozenset(name for stack in packable.stacks for name in stack)
         with SegmentWriter(path) as writer:
-            for name, tensor in packable.tensors.items():
-                dense = _dense(tensor)
-                dtype = str(dense.dtype).removeprefix("torch.")
-                digests[name] = writer.append(name, dtype, tuple(dense.shape), dense.stride(), _bytes_of(dense))
+            for name in packable.tensors:
+                if name in stacked:
+                    continue
+                dense = _dense(packable.tensors[name])
+                digests[name] = writer.append(
+                    name, _dtype_name(dense), tuple(dense.shape), dense.stride(), _bytes_of(dense)
+                )
             own = writer.finish()
         packed = PackedExpert(
             expert=job.expert.id,
@@ -239,10 +243,26 @@ class _Packing:
             layout="",
             source_sha256=source.sha256,
             own=own,
-            shared=(),
+            shared=tuple(self._stage_stack(packable.tensors, stack) for stack in packable.stacks),
             program_sha256=program_sha256,
         )
         return _Draft(Manifest(packed, source, digests), staged=path)
+
+    def _stage_stack(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Segment:
+        """The blocks of one layer, in a file that is named by what it holds, as it will be."""
+        stack = {name: tensors[name].contiguous() for name in names}
+        path = self._staging / "stack"
+        with SegmentWriter(path) as writer:
+            writer.append_blocks(
+                [Stacked(name, _dtype_name(tensor), tuple(tensor.shape)) for name, tensor in stack.items()],
+                lambda name, number: next(_bytes_of(stack[name][number])),
+            )
+            segment = writer.finish()
+        path.replace(self._staged_stack(segment))
+        return segment
+
+    def _staged_stack(self, segment: Segment) -> Path:
+        return self._staging / f"{segment.sha256}.stack"
 
     def _write_program(self, packable: Packable) -> str | None:
         if not packable.program:
@@ -260,7 +280,7 @@ class _Packing:
         packed = replace(
             draft.manifest.packed,
             own=self._own_segment(draft, partition),
-            shared=tuple(shared[group] for group in partition.shared),
+            shared=(*(shared[group] for group in partition.shared), *self._finish_stacks(draft)),
         )
         manifest = replace(draft.manifest, packed=replace(packed, layout=layout_digest(packed)))
         if manifest != draft.manifest:
@@ -276,6 +296,15 @@ class _Packing:
         if draft.staged is not None:
             self._finish(draft.staged, own)
         return own
+
+    def _finish_stacks(self, draft: _Draft) -> Iterator[Segment]:
+        """Layers in blocks: never divided; equal ones of several experts are one file, as any equal bytes are."""
+        for segment in draft.manifest.packed.shared:
+            if segment.blocks is not None:
+                staged = self._staged_stack(segment)
+                if draft.staged is not None and staged.exists():
+                    self._finish(staged, segment)
+                yield segment
 
     def _write_segment(self, draft: _Draft, keys: tuple[TensorKey, ...]) -> Segment:
         """A new segment of tensors that the draft's files hold."""
@@ -349,13 +378,22 @@ def _source(job: _Job) -> Source:
 
 def _shared_segments(drafts: Iterable[_Draft]) -> dict[tuple[TensorKey, ...], Segment]:
     """Shared segments that lie on disk already, by what they hold."""
-    return {draft.keys_of(segment): segment for draft in drafts for segment in draft.manifest.packed.shared}
+    return {
+        draft.keys_of(segment): segment
+        for draft in drafts
+        for segment in draft.manifest.packed.shared
+        if segment.blocks is None
+    }
 
 
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor itself if its bytes lie without gaps in one of the two memory formats, else a copy that does."""
     is_dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     return tensor if is_dense else tensor.contiguous()
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bytes_of(dense: Tensor) -> Iterator[memoryview]:

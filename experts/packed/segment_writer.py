@@ -1,21 +1,43 @@
-"""Writes one segment file: tensors one behind the other, aligned, padded, hashed on the way, synced at the end."""
+"""Writes one segment file: tensors one behind the other, or in blocks; aligned, padded, hashed on the way, synced."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from experts.packed.weights import ALIGNMENT_BYTES, Segment, TensorSpec
+from experts.packed.weights import ALIGNMENT_BYTES, DTYPE_BYTES, Blocks, Segment, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from experts.packed.sharing import TensorKey
 
 TENSOR_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A tensor whose first dimension is that of the blocks; the rest of it lies without gaps in each."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def part_bytes(self) -> int:
+        """What it has in each block."""
+        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+
+    def spec(self, offset_bytes: int, block_bytes: int) -> TensorSpec:
+        """Its place in blocks of that size, of which it begins there."""
+        inner = [math.prod(self.shape[place + 1 :]) for place in range(1, len(self.shape))]
+        stride = (block_bytes // DTYPE_BYTES[self.dtype], *inner)
+        return TensorSpec(self.name, self.dtype, self.shape, stride, offset_bytes)
 
 
 class SegmentWriter:
@@ -26,6 +48,7 @@ class SegmentWriter:
         self._digest = hashlib.sha256()
         self._size_bytes = 0
         self._tensors: list[TensorSpec] = []
+        self._blocks: Blocks | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -52,6 +75,27 @@ class SegmentWriter:
         """The same for a tensor that was packed before."""
         return self.append(key.name, key.dtype, key.shape, key.stride, parts)
 
+    def append_blocks(self, tensors: Sequence[Stacked], part: Callable[[str, int], memoryview]) -> None:
+        """Write a whole segment of blocks: of each tensor its first part, then of each its second one, and so on.
+
+        ``part``: the bytes of a tensor, by its name, at one index of its first dimension.
+        """
+        assert self._size_bytes == 0, "blocks are a segment of their own"
+        offsets_bytes, end = [], 0
+        for one in tensors:
+            offsets_bytes.append(-(-end // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES)
+            end = offsets_bytes[-1] + one.part_bytes
+        block_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._tensors = [one.spec(offset, block_bytes) for one, offset in zip(tensors, offsets_bytes, strict=True)]
+        digests = []
+        for number in range(tensors[0].shape[0]):
+            block = bytearray(block_bytes)
+            for one, offset in zip(tensors, offsets_bytes, strict=True):
+                block[offset : offset + one.part_bytes] = part(one.name, number)
+            digests.append(hashlib.sha256(block).hexdigest())
+            self._write(memoryview(block))
+        self._blocks = Blocks(block_bytes, tuple(digests))
+
     def finish(self) -> Segment:
         """Pad, sync, and say what was written. A segment has at least one block, so that every slot has an address."""
         if self._size_bytes == 0:
@@ -61,7 +105,7 @@ class SegmentWriter:
         os.fsync(self._file.fileno())
         if hasattr(os, "posix_fadvise"):  # packing must not push the line's images out of the page cache
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return Segment(self._digest.hexdigest(), self._size_bytes, tuple(self._tensors))
+        return Segment(self._digest.hexdigest(), self._size_bytes, tuple(self._tensors), self._blocks)
 
     def _pad_to(self, alignment_bytes: int) -> None:
         missing = -self._size_bytes % alignment_bytes

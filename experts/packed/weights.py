@@ -5,7 +5,8 @@ On disk, under a line's ``state/packed``:
     programs/<sha256>.bin            what a skeleton needs beside its tensors (ONNX: the graph without its weights)
     manifests/<kind>/<name>.<precision>.json   a PackedExpert and the source it was packed from
     packing.lock                     held by whoever packs
-A segment is an expert's own tensors, or tensors that several experts share (stored, read and held once).
+A segment is an expert's own tensors, or tensors that several experts share (stored, read and held once), or the
+moe_experts of one layer of a language model: blocks of equal size, one for each, of which any can be read alone.
 
 Guarantees: bytes handed out by ``SegmentStore.read`` had the recorded sha256 when this process first read that file,
 and the file has not been replaced or written since (inode, size and time of change). Hashing each time would cost more
@@ -57,7 +58,10 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor's place in its segment. ``stride`` in elements; the memory format lives in it."""
+    """One tensor's place in its segment. ``stride`` in elements; the memory format lives in it.
+
+    One that is laid over blocks has the block as first dimension, and its part of the first one at ``offset_bytes``.
+    """
 
     name: str
     dtype: str
@@ -67,8 +71,19 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes without padding; a packed tensor has no gaps."""
+        """Its bytes without padding; a packed tensor has no gaps but between blocks."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a segment consists of that can be read in parts: ``size_bytes`` each, a multiple of ALIGNMENT_BYTES.
+
+    ``sha256``: of each, in their order.
+    """
+
+    size_bytes: int
+    sha256: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,7 @@ class Segment:
     sha256: str
     size_bytes: int
     tensors: tuple[TensorSpec, ...]
+    blocks: Blocks | None = None
 
     @property
     def slot_bytes(self) -> int:
@@ -156,6 +172,7 @@ class SegmentStore:
         self.directory = directory
         self._reader = DirectReader()
         self._verified: dict[str, FileStamp] = {}
+        self._verified_blocks: dict[str, tuple[FileStamp, set[int]]] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -212,6 +229,30 @@ class SegmentStore:
         hashing = _HashedParts(on_part)
         stamp = self._reader.stream(path, segment.size_bytes, staging.view, expert, hashing.pass_on)
         self._settle(segment, stamp, hashing.digest.hexdigest(), expert)
+
+    def read_block(self, segment: Segment, number: int, buffer: memoryview, expert: str) -> None:
+        """Fill the head of ``buffer`` with one block of a segment that has blocks: a direct read of no more than that.
+
+        Its own sha256 is checked when this process reads it for the first time since the file changed, unless the whole
+        was. Raises as ``read`` does.
+        """
+        blocks = segment.blocks
+        assert blocks is not None, "the segment can only be read as a whole"
+        path = self.segment_path(segment.sha256)
+        target = _head_of(buffer, blocks.size_bytes)
+        stamp = self._reader.read_part(path, number * blocks.size_bytes, target, segment.size_bytes, expert)
+        if self._is_block_verified(segment, number, stamp):
+            return
+        if hashlib.sha256(target).hexdigest() != blocks.sha256[number]:
+            with self._lock:
+                self._verified_blocks.pop(segment.sha256, None)
+            raise WeightsCorrupt(
+                expert, f"block {number} of {path} does not have the sha256 it was packed with: delete it, start again"
+            )
+        with self._lock:
+            known = self._verified_blocks.get(segment.sha256)
+            numbers = known[1] if known is not None and known[0] == stamp else set()
+            self._verified_blocks[segment.sha256] = (stamp, numbers | {number})
 
     def verify(self, segment: Segment, expert: str) -> None:
         """Hash the file whatever is known of it. Raises WeightsMissing, WeightsCorrupt, LoadFailed."""
@@ -291,6 +332,13 @@ class SegmentStore:
             raise WeightsCorrupt(
                 expert, f"{path} does not have the sha256 it was packed with: delete it and start again"
             )
+
+    def _is_block_verified(self, segment: Segment, number: int, stamp: FileStamp) -> bool:
+        with self._lock:
+            if self._verified.get(segment.sha256) == stamp:
+                return True
+            known = self._verified_blocks.get(segment.sha256)
+            return known is not None and known[0] == stamp and number in known[1]
 
     def _stamp_now(self, segment: Segment, expert: str) -> FileStamp:
         path = self.segment_path(segment.sha256)

@@ -2,7 +2,8 @@
 
 Guarantees: a quantum's seconds are shared evenly among the requests of a batch, and what one does not need goes to the
 others; each reads its prompt before it writes; each gets one token further at least, as an iteration does (Orca,
-section 3.1), so that every request ends.
+section 3.1), or its lease is full and it asks for one that is twice as large, up to the most that it may hold: so
+every request ends.
 """
 
 from __future__ import annotations
@@ -37,19 +38,37 @@ def run_quantum(left: Mapping[int, Work], performance: Performance, quantum_s: f
         used_s = performance.tokens_s(work) - performance.tokens_s(after[request])
         remaining_s = max(remaining_s - used_s, 0.0)
         seconds += used_s
-    return Quantum(seconds, {request: after[request] for request in left if not _is_done(after[request])})
+    unfinished = {request: after[request] for request in left if not _is_done(after[request])}
+    return Quantum(seconds, {request: _with_room(work) for request, work in unfinished.items()})
 
 
 def _advanced(work: Work, performance: Performance, share_s: float) -> Work:
-    """The work that is left after so many seconds of it, or after one token if that takes longer."""
-    read = _tokens(work.prompt, performance.K_prompt_s, share_s)
+    """The work that is left after so many seconds of it, or after one token if that takes longer, within its lease."""
+    room = _room(work)
+    most_read = min(work.prompt, room)
+    read = _tokens(most_read, performance.K_prompt_s, share_s)
     written = 0
     if read == work.prompt:
         share_s -= read * performance.K_prompt_s
-        written = _tokens(work.output, performance.K_output_s, share_s)
+        written = _tokens(min(work.output, room - read), performance.K_output_s, share_s)
     if not read + written:
-        read, written = min(work.prompt, 1), min(work.output, 0 if work.prompt else 1)
-    return replace(work, prompt=work.prompt - read, output=work.output - written)
+        read = min(most_read, 1)
+        written = 0 if work.prompt else min(work.output, room, 1)
+    return replace(work, prompt=work.prompt - read, output=work.output - written, held=work.held + read + written)
+
+
+def _room(work: Work) -> int:
+    """How many tokens more its lease is for; one that is to hold more than its most is held back by nothing."""
+    if work.lease is None or work.held >= work.most:
+        return work.prompt + work.output
+    return max(work.leased - work.held, 0)
+
+
+def _with_room(work: Work) -> Work:
+    """One whose lease is full needs a larger one."""
+    if work.lease is None or _room(work):
+        return work
+    return replace(work, lease=max(2 * work.lease, 1))
 
 
 def _tokens(most: int, token_s: float, share_s: float) -> int:

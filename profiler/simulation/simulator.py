@@ -12,7 +12,7 @@ goes at ``speedups[m - 1] / m`` of its speed alone, and whoever starts or finish
 that moment on. On any other processor batches do not feel one another.
 
 Quanta. A batch of requests that count in tokens ends when its quantum is over, or earlier if all of them are done; how
-far each comes in it, ``quanta`` says. One whose batch was lost would begin anew; here nothing is lost.
+far each comes in it, ``quanta`` says. One that is preempted reads again what it held, and what it has written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from agent.core.effects import Complete, Fail, StartBatch, StartLoad
+from agent.core.effects import Complete, Fail, Preempt, StartBatch, StartLoad
 from agent.core.events import Arrived, Finished, Loaded, Progressed, Started, Tick
 from agent.core.request import IMAGE
 from experts.expert import Prediction
@@ -190,6 +190,8 @@ class Simulator:
             self._post(self._load_end_s(effect, now), Loaded(effect.load))
         elif isinstance(effect, StartBatch):
             self._start_batch(effect.batch, now)
+        elif isinstance(effect, Preempt):
+            self._left[effect.request] = self._left[effect.request].anew()
         elif isinstance(effect, Complete | Fail):
             self._outcomes[effect.request] = effect.outcome
             self._finished_s[effect.request] = now - self._start_s

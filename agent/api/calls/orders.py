@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from agent.api.calls.desk import Desk, Order, Part, Ticket
+    from experts.errors import GenerationInvalid
 
 NAME_CHARACTERS = 512  # of a serial, a reference, a key: what is longer is none
 
@@ -136,6 +137,16 @@ def check_names(**names: str | None) -> None:
     for what, name in names.items():
         if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
             raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
+
+
+def invalid(field: str, message: str) -> OrderRefused:
+    """A refusal that names the field to blame."""
+    return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
+
+
+def refusal_of(error: GenerationInvalid) -> OrderRefused:
+    """The same error, as a caller is told."""
+    return OrderRefused(Refusing.INVALID, str(error), field=error.field)
 
 
 async def first_of(*awaited: Awaitable[object]) -> None:

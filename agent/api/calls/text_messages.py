@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import TextEnd, TextOrder, TextPiece, TokenView
 from agent.api.calls.messages import text
+from agent.api.calls.orders import invalid, refusal_of
 from agent.api.proto import inspection_pb2 as pb
-from experts.errors import GenerationInvalid, OrderRefused, Refusing
+from experts.errors import GenerationInvalid
 from experts.llm.serving.generation import Ending, Sampling
 
 if TYPE_CHECKING:
@@ -98,16 +99,6 @@ def told_of(message: pb.GenerateReply) -> Told:
         end.label if end.HasField("label") else None,
         end.score if end.HasField("score") else None,
     )
-
-
-def invalid(field: str, message: str) -> OrderRefused:
-    """A refusal that names the field to blame."""
-    return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
-
-
-def refusal_of(error: GenerationInvalid) -> OrderRefused:
-    """The same error, as a caller is told."""
-    return OrderRefused(Refusing.INVALID, str(error), field=error.field)
 
 
 def _is_given(request: pb.GenerateRequest, name: str) -> bool:

@@ -18,7 +18,7 @@ from experts.errors import OrderRefused
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
     from concurrent.futures import Future
 
     from agent.api.calls.desk import Desk, TextListener, TextModelView, TextOrder, TextPiece, TextTicket
@@ -47,7 +47,7 @@ class Texts:
         return await self.ask(self._desk.text_models)
 
     @asynccontextmanager
-    async def written(self, order: TextOrder) -> AsyncIterator[AsyncIterator[Told]]:
+    async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[Told, None]]:
         """The pieces of a text, then its end, once it was taken; it is cancelled unless it has ended inside.
 
         Raises OrderRefused, at once or, inside, where the text fails.
@@ -87,7 +87,7 @@ class _Listener:
         """On a thread of the desk's."""
         self._call(end)
 
-    async def told(self, due_s: float | None) -> AsyncIterator[Told]:
+    async def told(self, due_s: float | None) -> AsyncGenerator[Told, None]:
         """Until the end, or its time is over. Raises OrderRefused where it fails."""
         while True:
             if not self._waiting and not await self._wait(due_s):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from agent.api.calls.orders import check_names
@@ -26,6 +27,6 @@ class TextService:
     async def Generate(self, request: pb.GenerateRequest, room: Room) -> AsyncIterator[pb.GenerateReply]:
         """A text; cancelled if its caller gives up."""
         check_names(model=request.model)
-        async with self._texts.written(text_order_of(request)) as told:
-            async for one in told:
+        async with self._texts.written(text_order_of(request)) as told, aclosing(told) as pieces:
+            async for one in pieces:
                 yield told_message(one)

@@ -6,12 +6,13 @@ stored.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import Model, PoolView, QueueView, StatusView
+from agent.api.calls.desk import Model, PoolView, QueueView, StatusView, TextsView
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.results import Result
 from agent.service.doors.explaining import explained_component, explained_expert, explained_result
@@ -21,14 +22,30 @@ from experts.errors import OrderRefused, Refusing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agent.api.calls.desk import BoardView, Event, Listener, Order, Part, ReloadView, SourceView, Ticket
+    from agent.api.calls.desk import (
+        BoardView,
+        Event,
+        Listener,
+        Order,
+        Part,
+        ReloadView,
+        SourceView,
+        TextListener,
+        TextModelView,
+        TextOrder,
+        TextTicket,
+        Ticket,
+    )
     from agent.core.engine import EngineStatistics, QueueStatistics
+    from agent.core.pool import PoolStatistics
     from agent.deployment.build import Agent
     from agent.records.boards import BoardVerdict
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded
+    from agent.runtime.executor import ExecutorStatistics
     from agent.service.doors.order_taker import OrderTaker
     from agent.service.doors.tally import Tally
+    from agent.service.doors.text_door import TextDoor, TextStatistics
     from agent.service.judging.inspector import Inspector
     from agent.service.judging.line_boards import LineBoards
     from agent.service.judging.verdicts import Verdicts
@@ -54,6 +71,7 @@ class LineDesk:
         self,
         inspector: Inspector,
         orders: OrderTaker,
+        texts: TextDoor,
         verdicts: Verdicts,
         boards: LineBoards,
         store: ResultStore,
@@ -62,6 +80,7 @@ class LineDesk:
     ) -> None:
         self._inspector = inspector
         self._orders = orders
+        self._texts = texts
         self._verdicts = verdicts
         self._boards = boards
         self._results = store
@@ -73,6 +92,15 @@ class LineDesk:
         """See ``agent.api.calls.desk.Desk``."""
         with self._tally.ordering():
             return self._orders.order(order, listener)
+
+    def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
+        """See ``agent.api.calls.desk.Desk``."""
+        with self._tally.ordering():
+            return self._texts.generate(order, listener)
+
+    def text_models(self) -> Sequence[TextModelView]:
+        """See ``agent.api.calls.desk.Desk``."""
+        return self._texts.models()
 
     def models(self) -> Sequence[Model]:
         """See ``agent.api.calls.desk.Desk``."""
@@ -149,12 +177,11 @@ class LineDesk:
             evictions=engine.evictions,
             bytes_read=engine.bytes_read,
             queues=tuple(_queue_view(queue) for queue in engine.queues),
-            pools=tuple(
-                PoolView(pool.name, pool.used_bytes, pool.expert_bytes, pool.resident) for pool in engine.pools
-            ),
+            pools=tuple(_pool_view(pool) for pool in engine.pools),
             sources=tuple(self._controls.sources()),
             standing=standing_of(engine),
             alarms=tuple(self._controls.alarms()),
+            texts=_texts_view(self._texts.statistics(), statistics.executors),
         )
 
     def explain(self, subject: str) -> Sequence[str]:
@@ -201,6 +228,24 @@ def standing_of(engine: EngineStatistics) -> dict[str, str]:
     """Experts that are not asked at the moment, as the line calls them, and why."""
     reasons = engine.on_probation | engine.quarantined
     return {line_name(expert): with_line_names(reason) for expert, reason in reasons.items()}
+
+
+def _pool_view(pool: PoolStatistics) -> PoolView:
+    return PoolView(
+        pool.name, pool.used_bytes, pool.expert_bytes, pool.resident, pool.lease_used_bytes, pool.lease_bytes
+    )
+
+
+def _texts_view(texts: TextStatistics, executors: Sequence[ExecutorStatistics]) -> TextsView:
+    shown = texts.first_token_s
+    return TextsView(
+        under_way=texts.under_way,
+        ended=sum(texts.ended.values()),
+        read_tokens=sum(each.read_tokens for each in executors),
+        written_tokens=sum(each.written_tokens for each in executors),
+        shown=shown.counts[math.inf],
+        first_token_s=shown.sum_s,
+    )
 
 
 def _queue_view(queue: QueueStatistics) -> QueueView:

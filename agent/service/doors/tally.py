@@ -7,20 +7,17 @@ back meanwhile, no time has passed.
 
 from __future__ import annotations
 
-import math
 import threading
-from bisect import bisect_left
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from agent.records.results import Result
 from agent.service.doors.camera_door import KEY_PREFIX as CAMERA_PREFIX
+from agent.service.doors.durations import Durations
 from agent.service.doors.views import KEY_PREFIX as API_PREFIX
 from agent.service.judging.line_boards import wall_clock
-from agent.web.readings import Distribution
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -30,8 +27,8 @@ if TYPE_CHECKING:
 
     from agent.records.boards import BoardVerdict
     from agent.records.results import Recorded
+    from agent.web.readings import Distribution
 
-BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, math.inf)
 FOLDER = "folder"
 SOURCES = {CAMERA_PREFIX: "camera", API_PREFIX: "api"}  # by how keys begin; a folder's begin otherwise
 ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused there, before they are orders
@@ -57,8 +54,7 @@ class Tally:
         self._lock = threading.Lock()  # over all below
         self._boards: Counter[Verdict] = Counter()
         self._orders: Counter[Refusing | None] = Counter()  # None: accepted
-        self._counts = {source: [0] * len(BOUNDS_S) for source in (FOLDER, *SOURCES.values())}
-        self._seconds = dict.fromkeys(self._counts, 0.0)
+        self._seconds = {source: Durations() for source in (FOLDER, *SOURCES.values())}
 
     def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
         """Something is on the disk."""
@@ -81,10 +77,7 @@ class Tally:
     def statistics(self) -> TallyStatistics:
         """A frozen snapshot."""
         with self._lock:
-            seconds = {
-                source: Distribution(dict(zip(BOUNDS_S, accumulate(counts), strict=True)), self._seconds[source])
-                for source, counts in self._counts.items()
-            }
+            seconds = {source: durations.distribution() for source, durations in self._seconds.items()}
             refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}
             return TallyStatistics({each: self._boards[each] for each in Verdict}, seconds, self._orders[None], refused)
 
@@ -96,5 +89,4 @@ class Tally:
         seconds = max((self._wall() - result.arrived_at).total_seconds(), 0.0)
         source = next((name for start, name in SOURCES.items() if result.key.startswith(start)), FOLDER)
         with self._lock:
-            self._counts[source][bisect_left(BOUNDS_S, seconds)] += 1
-            self._seconds[source] += seconds
+            self._seconds[source].add(seconds)

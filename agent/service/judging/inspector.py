@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.deployment.line_change import LineChange
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.executor import RequestSource
     from agent.service.judging.drift import DriftStatistics
     from experts.errors import AgentCrashed
 
@@ -55,17 +55,20 @@ class Course:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One image to be judged, by a component's route or by one expert. ``ended`` runs on the agent's thread, once.
+    """One image to be judged, or text to be written, by a component's route or by one expert. ``ended`` runs on the
+    agent's thread, once.
 
-    ``key`` identifies it across restarts; ``name`` is what the log calls its image.
+    ``key`` identifies it across restarts; ``name`` is what the log calls its image. ``is_counted``: how often it was
+    tried, for the next start offers it again.
     """
 
     key: str
     name: str
-    image: ImageSource
+    image: RequestSource
     ended: Callable[[Outcome, Course], None]
     component: str | None = None
     expert: str | None = None
+    is_counted: bool = True
     number: int | None = None  # the agent's; None until it was let in
     is_cancelled: bool = False
     let_in_s: float = 0.0
@@ -237,7 +240,7 @@ class Inspector:
 
     def _batch_begun(self, requests: Sequence[int]) -> None:
         tasks, now_s = self._tasks_of(requests), time.monotonic()
-        self._attempts.begun([task.key for task in tasks])
+        self._attempts.begun([task.key for task in tasks if task.is_counted])
         for task in tasks:
             task.batch_since_s = now_s
             if task.queue_s is None:
@@ -245,7 +248,7 @@ class Inspector:
 
     def _batch_ended(self, requests: Sequence[int]) -> None:
         tasks, now_s = self._tasks_of(requests), time.monotonic()
-        self._attempts.ended([task.key for task in tasks])
+        self._attempts.ended([task.key for task in tasks if task.is_counted])
         for task in tasks:
             if task.batch_since_s is not None:
                 task.compute_s += now_s - task.batch_since_s

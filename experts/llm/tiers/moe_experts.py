@@ -202,8 +202,7 @@ class MoeResidency:
             case Loaded(moe_expert):
                 self._loaded(moe_expert)
             case NotLoaded(moe_expert):
-                self._in_flight -= 1
-                self._free.append(self._held.pop(moe_expert).place)
+                self._drop(moe_expert)
             case Used(moe_expert):
                 self._unpin(moe_expert)
             case PassEnded():
@@ -275,6 +274,13 @@ class MoeResidency:
         holding.is_loaded = True
         if not holding.pins:
             self._offer(moe_expert)
+
+    def _drop(self, moe_expert: MoeExpert) -> None:
+        """Its load failed: it is not tried again before somebody needs or predicts it again."""
+        self._in_flight -= 1
+        self._free.append(self._held.pop(moe_expert).place)
+        self._wishes.predicted.pop(moe_expert, None)
+        self._wishes.bypassed.pop(moe_expert, None)
 
     def _unpin(self, moe_expert: MoeExpert) -> None:
         holding = self._held.get(moe_expert)

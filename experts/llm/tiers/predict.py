@@ -67,13 +67,35 @@ def cheaper_way(block_bytes: int, rows: int, costs: MoveCosts) -> Way:
     return Way.WEIGHTS if moves_weights else Way.ACTIVATIONS
 
 
-def gate_ahead(normed: Tensor, gate: Tensor, spec: MoeSpec) -> tuple[int, ...]:
-    """Who is likely needed, the likeliest first: those that a gate chooses for any token, by how many.
+@dataclass(frozen=True, slots=True)
+class GateAhead:
+    """A later layer's gate, for tokens as an earlier layer's norm has left them: (experts, hidden), and a bias.
 
-    ``normed``: tokens (tokens, hidden) under the norm of the gate's own layer, as they are before it.
+    Both norms scale the same normalised token, so the gate takes the one's scale out and the other's in.
     """
-    chosen = linear(normed, gate).topk(spec.per_token, dim=-1).indices  # softmax would not change the order
-    counts = torch.bincount(chosen.flatten(), minlength=spec.moe_experts)
-    order = torch.sort(counts, descending=True, stable=True).indices[: int(counts.count_nonzero())]
-    numbers: list[int] = order.tolist()
-    return tuple(numbers)
+
+    spec: MoeSpec
+    gate: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def between(
+        cls, spec: MoeSpec, gate: Tensor, here: tuple[Tensor, Tensor | None], there: tuple[Tensor, Tensor | None]
+    ) -> GateAhead:
+        """``here`` and ``there``: the two norms' scales and biases. A channel without scale here tells nothing."""
+        (scale_here, bias_here), (scale_there, bias_there) = here, there
+        ratio = (scale_there.float() / scale_here.float()).masked_fill(scale_here == 0, 0.0)
+        adjusted = gate.float() * ratio
+        bias = None
+        if bias_here is not None and bias_there is not None:
+            bias = (gate.float() @ bias_there.float() - adjusted @ bias_here.float()).to(gate.dtype)
+        return cls(spec, adjusted.to(gate.dtype), bias)
+
+    def likely(self, normed: Tensor) -> tuple[int, ...]:
+        """Who is likely needed, the likeliest first: those that it chooses for any of the tokens, by for how many."""
+        logits = linear(normed, self.gate, self.bias)
+        chosen = logits.topk(self.spec.per_token, dim=-1).indices  # softmax would not change the order
+        counts = torch.bincount(chosen.flatten(), minlength=self.spec.moe_experts)
+        order = torch.sort(counts, descending=True, stable=True).indices[: int(counts.count_nonzero())]
+        numbers: list[int] = order.tolist()
+        return tuple(numbers)

@@ -6,6 +6,7 @@ results numbered, stored before they are told, and told in order.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from threading import Condition, RLock
@@ -21,16 +22,52 @@ from agent.api.calls.desk import (
     ReloadView,
     SourceView,
     StatusView,
+    TextEnd,
+    TextListener,
+    TextModelView,
+    TextOrder,
+    TextPiece,
+    TextsView,
+    TokenView,
 )  # fmt: skip
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, Verdict
+from experts.llm.serving.generation import Ending
 
 START = datetime(2026, 3, 1, 6, 0, tzinfo=UTC)
 DEADLINE_S = 30.0
 ROUTES = {"resistor": ("cls/resistor", "det/alignment"), "capacitor": ("cls/capacitor",)}
 EXPERTS = ("cls/resistor", "cls/capacitor", "det/alignment")
 BOARD_TYPES = ("main",)
+WRITERS = ("llm/code", "llm/maths", "helpdesk", "auto")
+PROSE = ("Hello", ", ", "wörld", " 🙂")  # what they all write
+
+
+@dataclass(eq=False)
+class FakeText:
+    """A text under way, which its desk writes, or a test piece by piece."""
+
+    desk: FakeDesk
+    order: TextOrder
+    listener: TextListener
+    due_s: float | None = None
+    written: int = 0
+
+    def cancel(self) -> None:
+        self.desk.cancel_text(self)
+
+    def write(self, text: str) -> None:
+        self.written += 1
+        other = TokenView("Bye", b"Bye", -2.5)
+        tokens = (TokenView(text, text.encode(), -0.5, (other,) * (self.order.sampling.logprobs or 0)),)
+        shown = tokens if self.order.sampling.logprobs is not None else ()
+        self.listener.wrote(TextPiece("llm/code", text, shown))
+
+    def end(self, ending: Ending | None = Ending.STOP, failure: OrderRefused | None = None) -> None:
+        self.desk.end_text(self)
+        end = TextEnd(ending, "llm/code", 7, self.written, 0.5, 0.125, 0.25, failure=failure)
+        self.listener.ended(end)
 
 
 @dataclass(eq=False)
@@ -59,6 +96,9 @@ class FakeDesk:
     is_stopping: bool = False
     most_under_way: int = 0
     reload_view: ReloadView | None = None
+    text_orders: list[TextOrder] = field(default_factory=list)
+    texts: list[FakeText] = field(default_factory=list)  # under way
+    cancelled_texts: list[TextOrder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._lock = RLock()
@@ -91,6 +131,49 @@ class FakeDesk:
             raise OrderRefused(Refusing.TOO_LARGE, "more pixels than an image may have")
         if len(self.under_way) >= self.most:
             raise OrderRefused(Refusing.QUEUE_FULL, f"{self.most} images are under way", 0.25)
+
+    def generate(self, order: TextOrder, listener: TextListener) -> FakeText:
+        with self._lock:
+            self._check_text(order)
+            due_s = None if order.deadline_s is None else time.monotonic() + order.deadline_s
+            text = FakeText(self, order, listener, due_s)
+            self.text_orders.append(order)
+            self.texts.append(text)
+            self.changed.notify_all()
+        if not self.holds:
+            self._threads.submit(self._write, text)
+        return text
+
+    def _check_text(self, order: TextOrder) -> None:
+        if self.is_stopping:
+            raise OrderRefused(Refusing.STOPPING, "stopping", 0.5)
+        if order.model not in WRITERS:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {order.model!r} writes texts", field="model")
+        if not order.prompt and not order.messages:
+            raise OrderRefused(Refusing.INVALID, "prompt: is empty", field="prompt")
+        if len(self.texts) >= self.most:
+            raise OrderRefused(Refusing.QUEUE_FULL, f"{self.most} texts are under way", 0.25)
+
+    def _write(self, text: FakeText) -> None:
+        for piece in PROSE:
+            text.write(piece)
+        text.end()
+
+    def end_text(self, text: FakeText) -> None:
+        with self._lock:
+            self.texts.remove(text)
+            self.changed.notify_all()
+
+    def cancel_text(self, text: FakeText) -> None:
+        with self._lock:
+            if text in self.texts:
+                self.texts.remove(text)
+                self.cancelled_texts.append(text.order)
+                self.changed.notify_all()
+
+    def text_models(self) -> list[TextModelView]:
+        views = [TextModelView(name, (name,), 64, True) for name in WRITERS[:2]]
+        return [*views, TextModelView("helpdesk", WRITERS[:2], None, False, "quarantined")]
 
     def release(self) -> None:
         """Judge what was held, and hold no more."""
@@ -243,11 +326,12 @@ class FakeDesk:
                 evictions=5,
                 bytes_read=123_456_789,
                 queues=(QueueView(0, "cpu", 3, "cls/resistor"), QueueView(1, "cpu", 0, None)),
-                pools=(PoolView("host", 50 * 2**20, 100 * 2**20, ("cls/resistor", "cls/capacitor")),),
+                pools=(PoolView("host", 50 * 2**20, 100 * 2**20, ("cls/resistor", "cls/capacitor"), 2**20, 2**21),),
                 sources=(SourceView("inbox", "folder", "ONLINE", 12, 1, 0, None),
                          SourceView("top", "camera", "STALLED", 5, 0, 2, "no frame for 10 s")),
                 standing={"det/alignment": "quarantined: its weights are not as they were packed"},
                 alarms=("the disk is nearly full",),
+                texts=TextsView(1, 2, 300, 40, 2, 0.5),
             )  # fmt: skip
 
     def explain(self, subject: str) -> list[str]:

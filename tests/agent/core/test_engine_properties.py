@@ -9,7 +9,17 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from agent.core import events
-from agent.core.effects import Assigned, Complete, Evict, Fail, Standing, StandingChanged, StartBatch, StartLoad
+from agent.core.effects import (
+    Assigned,
+    Complete,
+    Evict,
+    Fail,
+    Preempt,
+    Standing,
+    StandingChanged,
+    StartBatch,
+    StartLoad,
+)
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -33,7 +43,15 @@ CPU_ONLY, SPLIT, UNIFIED = {"cpu": "host"}, {"cpu": "host", "gpu": "device"}, {"
 BOXES = (CPU_ONLY, SPLIT, UNIFIED)
 ANSWERS_PER_REQUEST = 50  # three times what any needs
 TEXTS = (0, 0, 1, 2)  # experts whose requests count in tokens
-WORKS = (IMAGE, Work(2, 1, 3), Work(1, 3, 6), Work(0, 2, 2), Work(1, 2, 12))  # the last fits in few memories
+WORKS = (
+    IMAGE,
+    Work(2, 1, 3),
+    Work(1, 3, 6),
+    Work(0, 2, 2),
+    Work(1, 2, 12),  # it fits in few memories
+    Work(1, 3, 6, lease=2),  # they may need more than they begin with
+    Work(2, 4, 10, lease=3),
+)
 
 
 @dataclass(frozen=True)
@@ -194,7 +212,7 @@ class Shell:
     assigned: dict[int, tuple[int, str, float]] = field(default_factory=dict)  # the same, since it came to its expert
     work: dict[int, Work] = field(default_factory=dict)
     begun: dict[int, tuple[str, int]] = field(default_factory=dict)  # request -> memory and bytes of its lease
-    left: dict[int, Work] = field(default_factory=dict)  # of those that have begun
+    left: dict[int, Work] = field(default_factory=dict)  # of the step that each is at
     passed: dict[tuple[int, str], list[bool]] = field(default_factory=dict)  # who goes on -> is each past it a quantum?
     kinds: dict[int, bool] = field(default_factory=dict)  # executor -> was its last batch a quantum?
     standings: dict[str, tuple[Standing, float]] = field(default_factory=dict)  # of experts, and until when they pause
@@ -246,9 +264,13 @@ class Shell:
             self.begin(effect.batch)
         elif isinstance(effect, Assigned):
             self.check_is_asked(effect.expert)
-            self.begun.pop(effect.request, None)
+            assert effect.request not in self.begun
             self.assigned[effect.request] = (effect.executor, effect.expert, self.now)
             self.queued[effect.request] = self.assigned[effect.request]
+        elif isinstance(effect, Preempt):
+            pool, _ = self.begun.pop(effect.request)
+            assert pool == self.pool_of(effect.executor)
+            self.left[effect.request] = self.left[effect.request].anew()
         elif isinstance(effect, Complete | Fail):
             assert effect.request in self.arrived
             assert effect.request not in self.ended
@@ -263,7 +285,6 @@ class Shell:
             assert (executor, expert) == (batch.executor, batch.expert)
             if self.runs_in_quanta(executor, expert) and request not in self.begun:
                 self.begun[request] = self.pool_of(executor), self.lease_of(request, executor, expert)
-                self.left[request] = self.work[request]
         self.check_leases(self.pool_of(batch.executor))
 
     def performance_of(self, executor: int, expert: str) -> Performance:
@@ -274,7 +295,7 @@ class Shell:
         return self.performance_of(executor, expert).lease_bytes > 0
 
     def lease_of(self, request: int, executor: int, expert: str) -> int:
-        return self.performance_of(executor, expert).lease_bytes * self.work[request].most
+        return self.performance_of(executor, expert).lease_bytes * self.left[request].leased
 
     def leased(self, pool: str) -> int:
         return sum(size for name, size in self.begun.values() if name == pool)
@@ -505,7 +526,6 @@ class Shell:
         if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
             for request in batch.requests:
                 self.queued[request] = self.assigned[request]
-                self.begun.pop(request, None)
         if fate <= 2:
             self.handle(events.BatchFailed(key, "broke", out_of_memory=fate == 0))
             return
@@ -521,15 +541,23 @@ class Shell:
         for request in batch.requests:
             left = self.left[request]
             if left.output and self.draw(st.booleans()):
-                self.left[request] = Work(0, left.output - 1, left.most)
+                self.left[request] = self.further(left)
+                pool, size = self.begun[request]
+                self.begun[request] = pool, max(size, self.lease_of(request, batch.executor, batch.expert))
                 unfinished.append((request, self.left[request]))
                 self.queued[request] = batch.executor, batch.expert, self.now
             else:
                 finished.append((request, self.result(fate)))
+                self.left[request] = self.work[request]
                 del self.begun[request]
         if not unfinished and self.draw(st.booleans()):
             return events.Finished(batch.id, tuple(result for _, result in finished))
         return events.Progressed(batch.id, tuple(finished), tuple(unfinished))
+
+    def further(self, left: Work) -> Work:
+        """A token was written; one that has not the largest lease may need a larger one."""
+        lease = left.lease if left.lease is None else left.lease + self.draw(st.sampled_from((0, 0, 1, 4)))
+        return Work(0, left.output - 1, left.most, lease, left.held + left.prompt + 1)
 
     def mistold(self, batch):
         """One is missing, or told of twice."""
@@ -538,8 +566,8 @@ class Shell:
 
     def preempt(self, request: int) -> None:
         """What it held is gone, if it has begun and waits."""
-        if request in self.queued:
-            self.begun.pop(request, None)
+        if request in self.queued and self.begun.pop(request, None):
+            self.left[request] = self.left[request].anew()
         self.handle(events.Preempted(request))
 
     def fate(self, pool: str) -> int:
@@ -557,7 +585,7 @@ class Shell:
 
     def arrive(self, number: int, component: str, work: Work = IMAGE) -> None:
         self.arrived.add(number)
-        self.work[number] = work
+        self.work[number] = self.left[number] = work
         self.handle(events.Arrived(number, component, work=work))
 
 

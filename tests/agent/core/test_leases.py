@@ -91,6 +91,28 @@ def test_who_takes_nothing_waits_for_nobody(leases):
     assert set(leases.begun) == {1, 3}
 
 
+def test_a_lease_grows_up_to_the_last_byte_and_no_further(leases, pools):
+    for request, size in ((1, 4), (2, 3)):
+        leases.wait(request, "host", size, since_s=0.0)
+        leases.begin(request)
+    assert not leases.grow(1, 8, since_s=0.0)
+    assert leases.grow(1, 7, since_s=0.0)
+    assert leases.grow(1, 2, since_s=0.0)  # it has that already
+    assert pools["host"].free_lease_bytes == 0
+    leases.check_invariants()
+    leases.end(1)
+    assert pools["host"].lease_used_bytes == 3
+
+
+@pytest.mark.parametrize(("since_s", "may_grow"), [(4.9, True), (5.0, False)])
+def test_what_an_older_one_needs_is_kept_for_it_by_those_who_have_begun_too(leases, since_s, may_grow):
+    leases.wait(2, "host", 2, since_s=since_s)
+    leases.begin(2)
+    leases.wait(1, "host", 7, since_s=0.0)  # its batch failed
+    assert leases.grow(2, 4, since_s=since_s) is may_grow
+    assert leases.grow(2, 2, since_s=since_s)
+
+
 def test_nothing_is_kept_for_anybody_where_nothing_is_bounded(pools):
     leases = Leases(pools, math.inf)
     leases.wait(1, "host", 10, since_s=0.0)

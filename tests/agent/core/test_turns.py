@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent.core import events
-from agent.core.effects import Assigned, Complete, Evict, Fail, FellBack, StartBatch, StartLoad
+from agent.core.effects import Assigned, Complete, Evict, Fail, FellBack, Preempt, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -27,7 +27,7 @@ QUANTUM_S, BOUND_S, SHARE = 4.0, 100.0, 20
 PICTURES = Performance(K_s=1.0, B_s=1.0, max_batch=4, workspace_bytes=1)
 TEXTS = Performance(0.0, 1.0, 3, 1, K_prompt_s=0.5, K_output_s=2.0, lease_bytes=1)
 ASK = Work(prompt=2, output=3, most=6)
-LEFT = Work(prompt=0, output=2, most=6)
+LEFT = Work(prompt=0, output=2, most=6, held=3)
 
 
 class Line:
@@ -69,11 +69,11 @@ class Line:
         text = ASK if work is None else work
         return self.tell(events.Arrived(request, expert=expert, work=text if expert in "tu" else IMAGE))
 
-    def quantum_ends(self, finished=(), executor=0):
-        """Who of the batch is not among the finished has ``LEFT`` left."""
+    def quantum_ends(self, finished=(), executor=0, left=LEFT):
+        """Who of the batch is not among the finished has so much left."""
         batch = self.running.pop(executor)
         ended = tuple((request, PASS) for request in batch.requests if request in finished)
-        others = tuple((request, LEFT) for request in batch.requests if request not in finished)
+        others = tuple((request, left) for request in batch.requests if request not in finished)
         return self.tell(events.Progressed(batch.id, ended, others))
 
     def images_end(self, executor=0):
@@ -86,6 +86,10 @@ class Line:
     def wait(self, until_s):
         self.now = until_s
         self.tell(events.Tick())
+
+    @property
+    def preempted(self):
+        return [(each.request, each.executor) for each in self.effects if isinstance(each, Preempt)]
 
     @property
     def leased(self):
@@ -403,7 +407,84 @@ def test_who_is_preempted_begins_anew_behind_those_who_wait():
     assert line.leased == 0
     assert line.images_end()[-1:] == [("u", (2,))]
     assert line.quantum_ends(finished=[2]) == [(Complete, 2), ("t", (0,))]
-    assert line.length_s == 8.0  # all of its work is left
+    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0  # what it held is read again, what is written stays written
+
+
+def test_the_shell_says_what_somebody_preempted_has_to_do_and_needs():
+    line = Line()
+    line.ask(0, "t", Work(2, 3, 6, lease=3))
+    line.ask(1, "a")
+    line.quantum_ends()
+    line.tell(events.Preempted(0, Work(4, 1, 6, lease=5)))
+    assert line.leased == 0
+    line.images_end()
+    assert line.leased == 5
+    assert line.length_s == 1.0 + 4 * 0.5 + 1 * 2.0
+
+
+def test_a_lease_that_turns_out_too_small_grows_where_there_is_room():
+    line = Line(share=6)
+    line.ask(0, "t", Work(2, 3, 6, lease=3))
+    assert line.leased == 3
+    assert line.quantum_ends(left=Work(0, 2, 6, lease=5, held=3)) == [("t", (0,))]
+    assert line.leased == 5
+    assert not line.preempted
+
+
+def test_nobody_has_a_larger_lease_than_the_most_that_it_may_hold():
+    line = Line(share=6)
+    line.ask(0, "t", Work(2, 3, 6, lease=3))
+    line.quantum_ends(left=Work(0, 2, 6, lease=50, held=3))
+    assert line.leased == 6
+
+
+def test_whoever_has_no_room_for_a_larger_lease_gives_it_back_and_waits_for_that_one():
+    line = Line(share=10)
+    line.ask(0, "t", Work(2, 3, 6, lease=3))
+    line.ask(1, "u", Work(2, 3, 6))
+    line.quantum_ends(left=Work(0, 2, 6, lease=3, held=3))
+    assert (line.running[0].expert, line.leased) == ("u", 9)
+    line.quantum_ends()
+    assert (line.running[0].expert, line.leased) == ("t", 9)
+    line.quantum_ends(left=Work(0, 2, 6, lease=5, held=3))
+    assert line.preempted == [(0, 0)]
+    assert (line.running[0].expert, line.leased) == ("u", 6)
+    assert line.quantum_ends(finished=[1]) == [(Complete, 1), ("t", (0,))]
+    assert line.leased == 5
+    assert line.length_s == 1.0 + 3 * 0.5 + 2 * 2.0
+
+
+def test_whoever_ends_makes_room_for_the_larger_leases_of_its_own_batch_the_oldest_first():
+    line = Line(share=9)
+    for request in (0, 1, 2):
+        line.now += 1.0
+        line.ask(request, "t", Work(2, 3, 6, lease=3))
+    line.quantum_ends(left=Work(0, 2, 6, lease=3, held=3))
+    assert line.running[0].requests == (0, 1, 2)
+    line.quantum_ends(finished=[1], left=Work(0, 2, 6, lease=5, held=3))
+    assert line.preempted == [(2, 0)]
+    assert (line.running[0].requests, line.leased) == ((0,), 5)
+
+
+def test_whoever_fails_or_goes_elsewhere_holds_nothing_where_it_was():
+    line = Line()
+    line.ask(0, "t")
+    line.ask(1, "t")
+    line.quantum_ends()
+    line.breaks()
+    assert line.preempted == [(0, 0), (1, 0)]
+
+
+def test_whoever_is_preempted_stays_with_the_executor_that_has_what_it_wrote():
+    line = Line(executors=2)
+    line.ask(0, "t")
+    for request in range(1, 20):
+        line.ask(request, "ab"[request % 2])
+    stays = next(number for number, batch in line.running.items() if batch.expert == "t")
+    line.quantum_ends(executor=stays)
+    assert line.running[stays].quantum_s is None  # it would be sooner on the other one
+    line.tell(events.Preempted(0))
+    assert [each.executor for each in line.effects if isinstance(each, Assigned)] == [stays]
 
 
 def test_whoever_was_in_a_batch_that_failed_begins_anew_and_alone():
@@ -412,10 +493,10 @@ def test_whoever_was_in_a_batch_that_failed_begins_anew_and_alone():
     for request in (0, 1, 2):
         line.ask(request, "t", Work(0, 3, 4))
     line.images_end()
-    line.quantum_ends()
+    line.quantum_ends(left=Work(0, 2, 4))
     assert line.breaks() == [("t", (0,))]
     assert line.leased == 4
-    runs = [line.quantum_ends() for _ in range(5)]
+    runs = [line.quantum_ends(left=Work(0, 2, 4)) for _ in range(5)]
     assert runs == [[("t", (each,))] for each in (1, 0, 2, 1, 0)]
     assert line.leased == 12
     assert line.breaks()[0][0] is Fail  # it ran alone: nobody else is to blame

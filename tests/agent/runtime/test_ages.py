@@ -95,3 +95,10 @@ def test_nothing_ends_the_agent_that_was_not_told_long_before():
     work.look(10_039.9)
     with pytest.raises(WorkOverdue, match="10040 s"):
         work.look(10_040.0)
+
+
+def test_a_quantum_is_expected_to_last_as_long_as_it_may_or_as_one_batch_takes():
+    for quantum_s, due_s in ((60.0, 120.0), (1.0, 68.0)):
+        work = open_work()
+        work.open_batch(StartBatch(Batch(1, 0, "cls/slow", "cls/slow", tuple(range(8)), 0, quantum_s)), 0.0)
+        assert work.next_due_s() == due_s

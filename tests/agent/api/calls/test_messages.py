@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.api.calls.desk import BoardView, Part, PoolView, QueueView, ReloadView, SourceView, StatusView
+from agent.api.calls.desk import BoardView, Part, PoolView, QueueView, ReloadView, SourceView, StatusView, TextsView
 from agent.api.calls.messages import (
     board_message,
     board_of,
@@ -48,11 +48,12 @@ statuses = st.builds(
     StatusView, line=texts, version=texts, uptime_s=numbers, is_draining=st.booleans(), requests_in_flight=counts,
     verdicts=verdict_counts, boards_open=counts, switches=counts, loads=counts, evictions=counts, bytes_read=counts,
     queues=st.lists(st.builds(QueueView, st.integers(0, 64), texts, counts, maybe), max_size=2).map(tuple),
-    pools=st.lists(st.builds(PoolView, texts, counts, counts, names), max_size=2).map(tuple),
+    pools=st.lists(st.builds(PoolView, texts, counts, counts, names, counts, counts), max_size=2).map(tuple),
     sources=st.lists(
         st.builds(SourceView, texts, texts, texts, counts, counts, counts, maybe), max_size=2
     ).map(tuple),
     standing=st.dictionaries(texts, texts, max_size=2), alarms=names,
+    texts=st.builds(TextsView, counts, counts, counts, counts, counts, numbers),
 )  # fmt: skip
 
 

@@ -242,6 +242,15 @@ def test_a_failed_load_leaves_its_place_free():
     assert cache.held() == {MoeExpert(0, 1)}
 
 
+def test_a_load_ahead_that_fails_is_not_tried_again():
+    cache = Cache(1)
+    cache.tell(Predicted(0, (0,)))
+    cache.fail()
+    assert not cache.loading
+    cache.tell(Predicted(0, (0,)))
+    assert cache.loading
+
+
 def test_a_pass_that_breaks_off_gives_up_what_it_needed():
     cache = Cache(1)
     cache.tell(Needed(0, (0, 1)))

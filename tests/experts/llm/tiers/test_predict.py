@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from experts.llm.config import MoeSpec
 from experts.llm.gate import route
-from experts.llm.tiers.predict import MoveCosts, RowsTime, Way, cheaper_way, gate_ahead
+from experts.llm.tiers.predict import GateAhead, MoveCosts, RowsTime, Way, cheaper_way
 
 COSTS = MoveCosts(1e9, 1e-5, 4096, device=RowsTime(1e-7, 1e-5), cpu=RowsTime(1e-4, 1e-4))
 BLOCK_BYTES = 10_000_000
@@ -34,12 +34,28 @@ def test_the_way_is_that_which_is_predicted_to_take_less(block_bytes, rows):
     assert moved[cheaper_way(block_bytes, rows, COSTS)] <= min(moved.values()) * (1 + 1e-9)
 
 
-@given(st.integers(1, 20), st.integers(1, 3), st.integers(0, 100))
-def test_the_gate_of_the_tokens_themselves_names_exactly_those_that_are_chosen(tokens, per_token, seed):
+@given(st.integers(1, 20), st.integers(1, 3), st.booleans(), st.integers(0, 100))
+def test_a_gate_ahead_names_those_that_the_gate_behind_its_own_norm_chooses(tokens, per_token, has_bias, seed):
     generator = torch.Generator().manual_seed(seed)
-    hidden, gate = torch.randn((tokens, 8), generator=generator), torch.randn((6, 8), generator=generator)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    normalised, gate = draw(tokens, 8), draw(6, 8)
+    here, there = ((1 + draw(8).abs(), draw(8) if has_bias else None) for _ in range(2))
     spec = MoeSpec(6, per_token, 4, is_normalised=False)
-    predicted = gate_ahead(hidden, gate, spec)
-    counts = torch.bincount(route(hidden @ gate.T, spec).moe_expert, minlength=6)
+    predicted = GateAhead.between(spec, gate, here, there).likely(under(normalised, here))
+    counts = torch.bincount(route(under(normalised, there) @ gate.T, spec).moe_expert, minlength=6)
     assert set(predicted) == set(counts.nonzero().flatten().tolist())
     assert [int(counts[one]) for one in predicted] == sorted((int(one) for one in counts if one), reverse=True)
+
+
+def under(normalised, norm):
+    scale, bias = norm
+    return normalised * scale if bias is None else normalised * scale + bias
+
+
+def test_a_channel_that_the_norm_here_drops_is_left_out():
+    gate, scale = torch.ones((2, 2)), torch.tensor([0.0, 1.0])
+    ahead = GateAhead.between(MoeSpec(2, 1, 4, is_normalised=False), gate, (scale, None), (torch.ones(2), None))
+    assert ahead.gate.tolist() == [[0.0, 1.0], [0.0, 1.0]]

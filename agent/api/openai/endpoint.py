@@ -1,0 +1,154 @@
+"""`/v1/models`, `/v1/completions`, `/v1/chat/completions`: what OpenAI's clients ask, answered by the desk.
+
+Guarantees: a request is refused before its answer begins, with the status and the field, or it is taken; a stream that
+fails later says so in an event of its own. Who goes away, or does not read, has the text cancelled. Where the line has
+a token, callers at HOST:PORT show it, as OpenAI's clients show their key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from agent.api.calls.desk import TextEnd
+from agent.api.calls.orders import check_names
+from agent.api.openai.replies import (
+    EVENTS,
+    TextReply,
+    answer,
+    error_values,
+    event,
+    model_values,
+    models_answer,
+    plain_error,
+    refused_answer,
+)  # fmt: skip
+from agent.api.openai.requests import chat_of, completion_of
+from agent.config import read_secret
+from agent.http.exchange import Terms
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from agent.api.calls.texts import Texts
+    from agent.api.openai.requests import TextAsked
+    from agent.http.exchange import Answer, HttpRequest, Stream
+    from agent.line_file.api import ApiSection
+
+BEARER = "Bearer "
+ROOT = "/v1/"
+MODELS, COMPLETIONS, CHATS = f"{ROOT}models", f"{ROOT}completions", f"{ROOT}chat/completions"
+READERS = {COMPLETIONS: completion_of, CHATS: chat_of}
+TERMS = Terms(
+    body_bytes=2 * 2**20,  # a context of two hundred thousand tokens, by their numbers
+    longest_s=3600.0,
+    stall_s=30.0,
+    connections=128,  # of each address; with all bodies as large as they may be, 256 MiB
+    withdraws=True,
+)
+
+
+class OpenAiEndpoint:
+    """Keeps ``agent.http.exchange.Application``."""
+
+    def __init__(self, config: ApiSection, texts: Texts, terms: Terms = TERMS) -> None:
+        """Raises SecretMissing."""
+        self.terms = terms
+        self._texts = texts
+        self._token = _token(config)
+        self._created = int(time.time())
+
+    def serves(self, path: str) -> bool:
+        """See ``agent.http.exchange.Application``."""
+        return path.startswith(ROOT)
+
+    def reload(self, config: ApiSection) -> None:
+        """Read the token anew, for requests to come. Raises SecretMissing, and then nothing has changed."""
+        if self._token is not None:
+            self._token = _token(config) or self._token
+
+    def stop(self) -> None:
+        """No more orders."""
+        self._texts.stop()
+
+    def refusal(self, status: int, reason: str) -> Answer:
+        """See ``agent.http.exchange.Application``."""
+        return plain_error(status, reason)
+
+    async def answer(self, request: HttpRequest, stream: Stream) -> Answer | None:
+        """See ``agent.http.exchange.Application``."""
+        try:
+            self._check_token(request)
+            if request.path == MODELS or request.path.startswith(f"{MODELS}/"):
+                return await self._models(request)
+            if request.path not in READERS:
+                known = ", ".join((MODELS, *READERS))
+                return plain_error(404, f"nothing is served at {request.path} - there are {known}", "unknown_url")
+            if wrong := _wrong_form(request, "POST"):
+                return wrong
+            return await self._written(request, stream)
+        except OrderRefused as refused:
+            return refused_answer(refused)
+
+    def _check_token(self, request: HttpRequest) -> None:
+        if self._token is None or request.is_local_user:
+            return
+        shown = request.headers.get("authorization", "")
+        token = shown[len(BEARER) :] if shown[: len(BEARER)].lower() == BEARER.lower() else ""
+        if not hmac.compare_digest(token.encode(), self._token):
+            raise OrderRefused(
+                Refusing.UNAUTHENTICATED, "this address wants the line's token - give it as the client's api_key"
+            )
+
+    async def _models(self, request: HttpRequest) -> Answer:
+        if wrong := _wrong_form(request, "GET"):
+            return wrong
+        models = await self._texts.models()
+        if request.path == MODELS:
+            return models_answer(models, self._created)
+        name = unquote(request.path.removeprefix(f"{MODELS}/"))
+        found = next((model for model in models if model.name == name), None)
+        if found is None:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no model {name!r} writes texts here", field="model")
+        return answer(200, model_values(found, self._created))
+
+    async def _written(self, request: HttpRequest, stream: Stream) -> Answer | None:
+        asked = await self._texts.ask(READERS[request.path], request.body)
+        check_names(model=asked.order.model)
+        reply = TextReply(asked, is_chat=request.path == CHATS)
+        if asked.is_streamed:
+            await self._streamed(asked, reply, stream)
+            return None
+        async with self._texts.written(asked.order) as told, aclosing(told) as pieces:
+            async for one in pieces:
+                if isinstance(one, TextEnd):
+                    return reply.whole(one)
+                reply.add(one)
+        raise AssertionError("a text ends")
+
+    async def _streamed(self, asked: TextAsked, reply: TextReply, stream: Stream) -> None:
+        async with self._texts.written(asked.order) as told, aclosing(told) as pieces:
+            await stream.begin(200, EVENTS)
+            try:
+                async for one in pieces:
+                    events = reply.last_events(one) if isinstance(one, TextEnd) else reply.events(one)
+                    await stream.send(b"".join(events))
+            except OrderRefused as refused:
+                await stream.send(event(error_values(refused)))
+
+
+def _wrong_form(request: HttpRequest, method: str) -> Answer | None:
+    """What is said to a request in another form; JSON said to be something else may come from any page of a browser."""
+    if request.method != method:
+        wrong = plain_error(405, f"{request.path} is asked by {method}", "method_not_allowed")
+        return type(wrong)(wrong.status, wrong.body, (*wrong.headers, ("allow", method)))
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method == "POST" and kind != "application/json":
+        return plain_error(400, "the body is wanted as JSON - send content-type: application/json", "content_type")
+    return None
+
+
+def _token(config: ApiSection) -> bytes | None:
+    return None if config.token is None else read_secret(config.token).encode()

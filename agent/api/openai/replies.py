@@ -1,0 +1,196 @@
+"""Texts as OpenAI's clients read them: whole, or as events of a stream; and what went wrong, as its errors."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agent.http.exchange import Answer
+from experts.errors import Refusing
+from experts.llm.serving.generation import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from agent.api.calls.desk import TextEnd, TextModelView, TextPiece, TokenView
+    from agent.api.openai.requests import TextAsked
+    from experts.errors import OrderRefused
+
+JSON = ("content-type", "application/json")
+EVENTS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
+DONE = b"data: [DONE]\n\n"
+OWNER = "coserve"
+# OpenAI knows no deadline: what it ended is as long as it became.
+FINISHES = {Ending.STOP: "stop", Ending.LENGTH: "length", Ending.DEADLINE: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What an error is to OpenAI's clients, which raise by the status and tell the rest. ``is_worth``: trying again."""
+
+    status: int
+    type: str
+    code: str | None = None
+    is_worth: bool = False
+
+
+KINDS = {
+    Refusing.QUEUE_FULL: _Kind(429, "rate_limit_error", "queue_full", is_worth=True),
+    Refusing.TOO_LARGE: _Kind(413, "invalid_request_error", "too_large"),
+    Refusing.MESSAGE_TOO_LARGE: _Kind(413, "invalid_request_error", "too_large"),
+    Refusing.NOT_FOUND: _Kind(404, "invalid_request_error", "model_not_found"),
+    Refusing.INVALID: _Kind(400, "invalid_request_error"),
+    Refusing.NOT_NOW: _Kind(503, "server_error", "not_now"),
+    Refusing.STOPPING: _Kind(503, "server_error", "stopping", is_worth=True),
+    Refusing.UNAUTHENTICATED: _Kind(401, "invalid_request_error", "invalid_api_key"),
+}
+
+
+@dataclass(slots=True)
+class TextReply:
+    """One text's, piece by piece. ``is_chat``: the next message of a chat, else a completion.
+
+    The model that it names is who writes, once that is known.
+    """
+
+    asked: TextAsked
+    is_chat: bool
+    texts: list[str] = field(default_factory=list)
+    tokens: list[TokenView] = field(default_factory=list)
+    _length: int = 0  # characters before the next piece
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _model: str | None = None
+    _has_begun: bool = False
+
+    def add(self, piece: TextPiece) -> None:
+        """One more, of an answer that is sent as a whole."""
+        self._model = piece.expert
+        self.texts.append(piece.text)
+        self.tokens += piece.tokens
+
+    def whole(self, end: TextEnd) -> Answer:
+        """The answer, once all pieces are there."""
+        text = "".join(self.texts)
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": self._logprobs(self.tokens), "finish_reason": _finish(end)}
+        name = "chat.completion" if self.is_chat else "text_completion"
+        return answer(200, {**self._head(name, end), "choices": [choice], "usage": _usage(end)})
+
+    def events(self, piece: TextPiece) -> Iterator[bytes]:
+        """One more, of an answer that is streamed."""
+        self._model = piece.expert
+        yield from self._beginning()
+        delta = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
+        yield self._event({**delta, "logprobs": self._logprobs(piece.tokens), "finish_reason": None})
+        self._length += len(piece.text)
+
+    def last_events(self, end: TextEnd) -> Iterator[bytes]:
+        """Its end."""
+        yield from self._beginning()
+        nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)})
+        if self.asked.includes_usage:
+            yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
+        yield DONE
+
+    @property
+    def _chunk(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _beginning(self) -> Iterator[bytes]:
+        """A chat's message begins with whose it is."""
+        if self.is_chat and not self._has_begun:
+            self._has_begun = True
+            yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if self.asked.includes_usage else {}
+        return event({**self._head(self._chunk), "choices": [{"index": 0, **choice}], **usage})
+
+    def _head(self, name: str, end: TextEnd | None = None) -> dict[str, Any]:
+        model = self._model or (end and end.expert) or self.asked.order.model
+        begins = "chatcmpl" if self.is_chat else "cmpl"
+        return {"id": f"{begins}-{self._id}", "object": name, "created": self._created, "model": model}
+
+    def _logprobs(self, tokens: Sequence[TokenView]) -> dict[str, Any] | None:
+        if not self.asked.shows_logprobs:
+            return None
+        if self.is_chat:
+            return {"content": [_chat_token(token) for token in tokens], "refusal": None}
+        offsets, offset = [], self._length
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{other.text: other.logprob for other in token.alternatives} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _chat_token(token: TokenView) -> dict[str, Any]:
+    return {**_one(token), "top_logprobs": [_one(other) for other in token.alternatives]}
+
+
+def _one(token: TokenView) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.content)}
+
+
+def _finish(end: TextEnd) -> str | None:
+    return None if end.ending is None else FINISHES[end.ending]
+
+
+def _usage(end: TextEnd) -> dict[str, int]:
+    read, written = end.read_tokens, end.written_tokens
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def models_answer(models: Sequence[TextModelView], created: int) -> Answer:
+    """All that may be named as a model."""
+    return answer(200, {"object": "list", "data": [model_values(model, created) for model in models]})
+
+
+def model_values(model: TextModelView, created: int) -> dict[str, Any]:
+    """One of them. ``context_length`` and ``ready`` are ours, and more than OpenAI tells."""
+    ours = {"context_length": model.context_tokens, "ready": model.is_ready}
+    return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
+
+
+def refused_answer(refused: OrderRefused) -> Answer:
+    """A refusal, with its status."""
+    kind = KINDS[refused.reason]
+    hint: tuple[tuple[str, str], ...] = (("x-should-retry", "true" if kind.is_worth else "false"),)
+    if refused.retry_s is not None:
+        hint = (*hint, ("retry-after-ms", str(max(round(refused.retry_s * 1000), 1))))
+    return answer(kind.status, error_values(refused), *hint)
+
+
+def error_values(refused: OrderRefused) -> dict[str, Any]:
+    """A refusal as OpenAI's clients read it, also in the middle of a stream."""
+    kind = KINDS[refused.reason]
+    return {"error": {"message": str(refused), "type": kind.type, "param": refused.field, "code": kind.code}}
+
+
+def plain_error(status: int, message: str, code: str | None = None) -> Answer:
+    """What is wrong with a request before anybody knows what it is about."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def answer(status: int, values: dict[str, Any], *headers: tuple[str, str]) -> Answer:
+    """JSON."""
+    return Answer(status, _json(values), (JSON, *headers))
+
+
+def event(values: dict[str, Any]) -> bytes:
+    """One event of a stream, as server-sent events are."""
+    return b"data: " + _json(values) + b"\n\n"
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")

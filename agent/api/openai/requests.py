@@ -1,0 +1,212 @@
+"""What OpenAI's clients send, as orders for texts.
+
+Guarantees: a body is taken as it is meant or refused, naming its field: what would change the answer and is not served
+(several answers, tools, JSON schemas, biases) is never passed over; what changes no answer (a user's name, metadata)
+is. Values are not converted: a number in quotes is none.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent.api.calls.desk import TextOrder
+from agent.api.calls.orders import invalid
+from experts.errors import GenerationInvalid
+from experts.llm.serving.generation import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+USUAL_COMPLETION_TOKENS = 16  # where a completion says nothing, as with OpenAI; a chat's message has the context
+PASSED_OVER = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+})  # fmt: skip
+# Field -> what it may be, for whatever is not served otherwise.
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
+    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TextAsked:
+    """An order, and how its answer is wanted. ``shows_logprobs``: with each token's probability."""
+
+    order: TextOrder
+    is_streamed: bool
+    includes_usage: bool
+    shows_logprobs: bool
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _StreamOptions(_Section):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # noise against listeners on the wire, of which there are none here
+
+
+class _Text(_Section):
+    """What both kinds have in common; ``top_k``, ``min_p`` and ``repetition_penalty`` come in `extra_body`."""
+
+    model: str = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class _Completion(_Text):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+
+class _ContentPart(_Section):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Section):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[_ContentPart]
+    name: str | None = None
+    refusal: None = None
+    tool_call_id: str | None = None
+
+
+class _Chat(_Text):
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+Kind = TypeVar("Kind", bound=_Text)
+
+
+def completion_of(body: bytes) -> TextAsked:
+    """A body of /v1/completions. Raises OrderRefused."""
+    asked = _read(body, _Completion)
+    sampling = _sampling(asked, asked.logprobs)
+    most = asked.max_tokens or USUAL_COMPLETION_TOKENS
+    order = TextOrder(asked.model, _prompt(asked.prompt), most_tokens=most, sampling=sampling, stop=_stops(asked))
+    return _asked(order, asked, shows_logprobs=asked.logprobs is not None)
+
+
+def chat_of(body: bytes) -> TextAsked:
+    """A body of /v1/chat/completions. Raises OrderRefused."""
+    asked = _read(body, _Chat)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise invalid("top_logprobs", "is given without logprobs: true")
+    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
+        raise invalid("max_tokens", "is given beside max_completion_tokens, its later name: give one of them")
+    sampling = _sampling(asked, (asked.top_logprobs or 0) if asked.logprobs else None)
+    order = TextOrder(
+        asked.model,
+        messages=tuple(_message(message) for message in asked.messages),
+        most_tokens=asked.max_completion_tokens or asked.max_tokens,
+        sampling=sampling,
+        stop=_stops(asked),
+    )
+    return _asked(order, asked, shows_logprobs=bool(asked.logprobs))
+
+
+def _read(body: bytes, kind: type[Kind]) -> Kind:
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid("body", f"is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise invalid("body", "is no JSON object")
+    try:
+        return kind.model_validate(_served(values, kind))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise invalid(_path(first["loc"], kind), _words(first["type"], first["msg"])) from None
+
+
+def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
+    """The fields that say what is wanted. Raises OrderRefused for those that want what is not served."""
+    for name, value in values.items():
+        if name in ONLY and value is not None and value not in ONLY[name]:
+            served = " or ".join(json.dumps(one) for one in ONLY[name])
+            raise invalid(name, f"is not served but as {served}: leave it out")
+    left_out = PASSED_OVER | (ONLY.keys() - kind.model_fields.keys())
+    return {name: value for name, value in values.items() if name not in left_out}
+
+
+def _path(where: tuple[int | str, ...], kind: type[_Text]) -> str:
+    """As OpenAI names it: messages[0].content. What stands behind a field of several types names the type, not it."""
+    path = ""
+    for part in where:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not path or part in {*_Message.model_fields, *_StreamOptions.model_fields}:
+            path += f".{part}" if path else part
+    return path
+
+
+def _words(kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        return "is no field that is known here: leave it out"
+    if kind == "missing":
+        return "is missing"
+    return f"{message[:1].lower()}{message[1:]}"
+
+
+def _sampling(asked: _Text, logprobs: int | None) -> Sampling:
+    given = {
+        name: value for name in Sampling.__slots__ if name != "logprobs" and (value := getattr(asked, name)) is not None
+    }
+    try:
+        return Sampling(**given, logprobs=logprobs)
+    except GenerationInvalid as error:
+        is_top = isinstance(asked, _Chat) and error.field == "logprobs"
+        raise invalid("top_logprobs" if is_top else error.field, error.message) from None
+
+
+def _stops(asked: _Text) -> tuple[str, ...]:
+    if asked.stop is None:
+        return ()
+    return (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
+
+
+def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tuple[int, ...]:
+    """One of what may be several, in words or tokens. Raises OrderRefused for several."""
+    if isinstance(prompt, str):
+        return prompt
+    if prompt and isinstance(prompt[0], int):
+        return tuple(token for token in prompt if isinstance(token, int))
+    if len(prompt) != 1:
+        raise invalid("prompt", f"has {len(prompt)} prompts: one is served, ask for each by itself")
+    return _prompt(prompt[0])  # type: ignore[arg-type]  # a list of strings, or of lists of numbers
+
+
+def _message(message: _Message) -> dict[str, str]:
+    """As chat templates want it: they know the system, and not that OpenAI calls it developer by now."""
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": text, **named}
+
+
+def _asked(order: TextOrder, asked: _Text, *, shows_logprobs: bool) -> TextAsked:
+    options = asked.stream_options
+    if options is not None and not asked.stream:
+        raise invalid("stream_options", "is given without stream: true")
+    return TextAsked(order, bool(asked.stream), bool(options and options.include_usage), shows_logprobs)

@@ -1,0 +1,249 @@
+"""Texts: what each request has read and written, on whichever executor, and how much work it is.
+
+An executor runs its texts through an engine of its own (``experts.llm.serving``), over keys and values in an arena that
+all executors of a memory share. What is kept here is what no engine can know: which step of its route a request is at,
+and what it has written there, so that it goes on on another executor where the one that it was on cannot have it.
+
+Guarantees: a request asks each of its experts for one text, however many quanta, failures and executors that takes, and
+its writer is given each token once; nothing of it is kept after ``forget``. ``begin``, ``take`` and ``forget`` may be
+called from any thread; a request runs on one executor at a time, and is preempted while it does not run.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from agent.core.events import Progressed
+from agent.core.request import Rejected, Work
+from experts.errors import CoServeError
+from experts.llm.serving.engine import Turn
+from experts.llm.serving.generation import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from agent.core.request import Batch
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.text_sources import TextSource
+    from experts.expert import Prediction
+    from experts.llm.model import Model
+    from experts.llm.serving.engine import EngineStatistics, Left, Quantum
+    from experts.llm.serving.generation import Sampled, TextRequest, Writer
+    from experts.llm.serving.output_lengths import OutputLengths
+
+logger = logging.getLogger(__name__)
+
+
+class TextEngine(Protocol):
+    """What the runtime needs of an engine: an LlmEngine, or what stands in its place."""
+
+    def run(self, turns: Sequence[Turn], quantum_s: float) -> Quantum:
+        """Run these until the quantum is over; one thread's at a time."""
+
+    def forget(self, request: int) -> None:
+        """Give back what it holds, and all that is known of it. Idempotent, from any thread."""
+
+    def preempt(self, request: int) -> None:
+        """Give back what it holds; what it has written stays, and is read again. From any thread."""
+
+    def statistics(self) -> EngineStatistics: ...
+
+
+class RecordingWriter:
+    """Remembers what is written through it."""
+
+    def __init__(self, target: Writer) -> None:
+        self.target = target
+        self.tokens: list[int] = []
+
+    def write(self, sampled: Sampled) -> bool:
+        self.tokens.append(sampled.token)
+        return self.target.write(sampled)
+
+
+@dataclass(slots=True)
+class AskedText:
+    """One request: the text that it asks of each expert, and of the one that it is at how far that is."""
+
+    source: TextSource
+    texts: dict[str, TextRequest]  # by the expert's name in the line file; those that were asked for
+    work: Work
+    expert: str | None = None  # by the Engine's name, while it is at one
+    executor: int | None = None  # that has begun it
+    writer: RecordingWriter | None = None
+    running: TextRequest | None = None  # what the executor was given
+    read: int = 0  # tokens of its prompt, as the executor was given it
+
+    def text_for(self, expert: str) -> TextRequest:
+        """What it wants of this one. Raises whatever its source raises."""
+        if expert not in self.texts:
+            self.texts[expert] = self.source.text_for(expert)
+        return self.texts[expert]
+
+    def come_to(self, expert: str, text: TextRequest, executor: int) -> None:
+        """It begins with an expert."""
+        self.expert = expert
+        self.give(text, executor)
+
+    def give(self, text: TextRequest, executor: int) -> None:
+        """An executor has this to write."""
+        self.writer = RecordingWriter(text.writer)
+        self.running = replace(text, writer=self.writer)
+        self.executor, self.read = executor, len(text.generation.prompt)
+
+    def leave(self) -> None:
+        """The expert is done with it."""
+        self.expert = self.executor = self.running = self.writer = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """An expert that a request may come to: its name in the line file, and how an arena rounds what it holds."""
+
+    expert: str
+    tokens_for: Callable[[int], int] = field(default=lambda tokens: tokens)
+
+
+class Texts:
+    """Of all executors of one agent. ``engines`` by executor; ``lengths``: what the engines learn from."""
+
+    def __init__(self, engines: Mapping[int, TextEngine], lengths: OutputLengths) -> None:
+        self._engines = dict(engines)
+        self._lengths = lengths
+        self._asked: dict[int, AskedText] = {}
+
+    # -- of any thread --
+
+    def begin(self, source: TextSource, reached: Sequence[Reached]) -> AskedText:
+        """A request that may come to these experts, the first of them for certain, with the work that it is there.
+
+        Raises whatever its source raises for the first; what it raises for others is told when they are reached.
+        """
+        texts: dict[str, TextRequest] = {}
+        works: list[Work] = []
+        for place, each in enumerate(reached):
+            try:
+                texts[each.expert] = source.text_for(each.expert)
+            except CoServeError:
+                if not place:
+                    raise
+                continue
+            works.append(self._work(each, texts[each.expert]))
+        return AskedText(source, texts, _together(works))
+
+    def take(self, request: int, asked: AskedText) -> None:
+        """It has its number."""
+        self._asked[request] = asked
+
+    def forget(self, request: int) -> None:
+        """It has its outcome. Idempotent."""
+        asked = self._asked.pop(request, None)
+        if asked is not None and asked.executor is not None:
+            self._engines[asked.executor].forget(request)
+
+    # -- of the loop's thread --
+
+    def preempt(self, request: int, executor: int) -> None:
+        """What it holds there is others' from now on."""
+        self._engines[executor].preempt(request)
+
+    # -- of an executor's thread --
+
+    def run(self, batch: Batch, copies: Sequence[ExpertCopy], models: Mapping[str, Model]) -> Progressed:
+        """One quantum. ``copies``: of each request; ``models`` by the copy's name. Raises what a model raises."""
+        assert batch.quantum_s is not None, "texts have a quantum"
+        refused: list[tuple[int, Prediction | Rejected]] = []
+        turns: list[Turn] = []
+        for request, copy in zip(batch.requests, copies, strict=True):
+            text = self._text(request, copy, batch)
+            if isinstance(text, Rejected):
+                refused.append((request, text))
+            else:
+                turns.append(Turn(request, expert_name(copy), models[copy.name], text, weights_name(copy)))
+        if not turns:
+            return Progressed(batch.id, tuple(refused), ())
+        quantum = self._engines[batch.executor].run(turns, batch.quantum_s)
+        finished = [(request, self._ended(request, result)) for request, result in quantum.finished]
+        unfinished = [(request, self._left(request, left)) for request, left in quantum.unfinished]
+        return Progressed(batch.id, (*refused, *finished), tuple(unfinished))
+
+    def statistics(self, executor: int) -> EngineStatistics | None:
+        """Of one executor's engine; None where it has none."""
+        engine = self._engines.get(executor)
+        return None if engine is None else engine.statistics()
+
+    def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest | Rejected:
+        """What the engine is asked: the same object each time, unless the request has come from elsewhere."""
+        asked = self._asked.get(request)
+        if asked is None:
+            return Rejected(f"{copy.expert.id} takes texts, and request {request} is an image")
+        if asked.expert != expert_name(copy):
+            try:
+                text = asked.text_for(copy.expert.id)
+            except Exception as error:  # noqa: BLE001 - the boundary to whoever asks: it is told in the outcome
+                return Rejected(_reason(request, copy, error))
+            asked.come_to(expert_name(copy), text, batch.executor)
+        elif asked.executor != batch.executor:
+            self._come_along(request, asked, batch.executor)
+        assert asked.running is not None, "it is at an expert"
+        return asked.running
+
+    def _come_along(self, request: int, asked: AskedText, executor: int) -> None:
+        """It goes on on another executor, which reads what was written after the prompt."""
+        assert asked.running is not None
+        assert asked.executor is not None
+        assert asked.writer is not None
+        self._engines[asked.executor].forget(request)
+        generation, written = asked.running.generation, tuple(asked.writer.tokens)
+        further = replace(
+            generation,
+            prompt=generation.prompt + written,
+            most_new_tokens=generation.most_new_tokens - len(written),
+        )
+        asked.give(replace(asked.running, generation=further, writer=asked.writer.target), executor)
+
+    def _ended(self, request: int, result: Prediction | Refused) -> Prediction | Rejected:
+        self._asked[request].leave()
+        return Rejected(result.reason) if isinstance(result, Refused) else result
+
+    def _left(self, request: int, left: Left) -> Work:
+        asked = self._asked[request]
+        assert asked.writer is not None
+        there = asked.read + len(asked.writer.tokens)
+        return Work(left.prompt, left.output, asked.work.most, asked.work.lease, max(there - left.prompt, 0))
+
+    def _work(self, reached: Reached, text: TextRequest) -> Work:
+        generation = text.generation
+        prompt, most = len(generation.prompt), reached.tokens_for(generation.most_tokens)
+        if generation.choices is not None:
+            return Work(prompt + sum(len(tokens) for tokens in generation.choices.values()), 0, most)
+        return Work(prompt, self._lengths.left(reached.expert, 0, generation.most_new_tokens), most)
+
+
+def _together(works: Iterable[Work]) -> Work:
+    """The most of each: which experts a request will come to is not known yet."""
+    listed = tuple(works)
+    return Work(
+        max((each.prompt for each in listed), default=0),
+        max((each.output for each in listed), default=0),
+        max((each.most for each in listed), default=0),
+    )
+
+
+def _reason(request: int, copy: ExpertCopy, error: Exception) -> str:
+    if isinstance(error, CoServeError):
+        return str(error)
+    logger.error("text_broke expert=%s request=%d", copy.expert.id, request, exc_info=error)
+    return f"request {request}: it cannot be asked of {copy.expert.id}: {type(error).__name__}: {error}"
+
+
+def expert_name(copy: ExpertCopy) -> str:
+    """What the Engine calls a copy's expert; the line file calls it by its id."""
+    return copy.name.rpartition("@")[0]
+
+
+def weights_name(copy: ExpertCopy) -> str:
+    """Equal for copies of the very same weights only."""
+    return " ".join(segment.sha256 for segment in copy.packed.segments)

@@ -1,0 +1,69 @@
+"""What turns words into tokens for each language model of a line: read from its packed program once, then kept.
+
+Guarantees: experts of one program share what is read of it; of the longest unused nothing is kept beyond KEPT. For any
+thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts.errors import TokenizerUnusable
+from experts.llm.program import files_of, spec_of
+from experts.llm.text.tokenizer import CONFIG, TextModel
+
+if TYPE_CHECKING:
+    from agent.deployment.build import Agent
+    from experts.llm.config import ArchSpec
+    from experts.packed.weights import PackedExpert
+
+KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabytes
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """How one model is spoken to. ``labels``: those that it answers with, where it does, and the tokens of each."""
+
+    model: TextModel
+    spec: ArchSpec
+    labels: dict[str, tuple[int, ...]]
+
+
+class TextModels:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read: OrderedDict[str, tuple[TextModel, ArchSpec]] = OrderedDict()  # by the program's sha256
+
+    def of(self, expert: str, agent: Agent) -> Speech:
+        """Of an expert of the line. Raises TokenizerUnusable, and WeightsError where nothing of it is packed."""
+        packed = _packed(expert, agent)
+        with self._lock:
+            found = self._read.get(packed.program_sha256 or "")
+            if found is not None:
+                self._read.move_to_end(packed.program_sha256 or "")
+        model, spec = found or self._added(expert, packed, agent)
+        labels = agent.config.catalog.experts[expert].labels
+        return Speech(model, spec, {label: model.encode(label, adds_special=False) for label in labels})
+
+    def _added(self, expert: str, packed: PackedExpert, agent: Agent) -> tuple[TextModel, ArchSpec]:
+        program = agent.segments.program(packed)
+        read = TextModel.of(files_of(program), expert), spec_of(program, expert)
+        with self._lock:
+            self._read[packed.program_sha256 or ""] = read
+            while len(self._read) > KEPT:
+                self._read.popitem(last=False)
+        return read
+
+
+def _packed(expert: str, agent: Agent) -> PackedExpert:
+    """Any copy's: all of an expert's have one program."""
+    for copy in agent.copies.values():
+        if copy.expert.id == expert and copy.packed.program_sha256 is not None:
+            return copy.packed
+    reason = agent.setup.broken.get(agent.expert(expert), "it is not packed")
+    raise TokenizerUnusable(expert, CONFIG, f"cannot be read: {reason}")

@@ -1,0 +1,170 @@
+"""The places of one memory, filled in the background as their residency decides.
+
+Guarantees: whoever needs a moe_expert is given its place when it is there, and keeps it until ``used``; a load that
+fails is told to those who need what it was to bring, and to nobody else; after ``settle`` no thread writes into a place
+before somebody needs or predicts again. Several threads may need at once: each uses what is there before it waits for
+more, so none holds a place that another waits for while it waits itself.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from threading import Condition
+from typing import TYPE_CHECKING
+
+from experts.daemon_threads import DaemonThreads
+from experts.llm.tiers.moe_experts import (
+    Bypassed,
+    Load,
+    Loaded,
+    MoeExpert,
+    Needed,
+    NotLoaded,
+    PassEnded,
+    Predicted,
+    Used,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from experts.llm.tiers.moe_experts import Decision, Event, MoeResidency, ResidencyStatistics
+
+CLOSE_S = 5.0  # a load that does not end by then is left behind
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A moe_expert that is there, to be used."""
+
+    moe_expert: MoeExpert
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """A frozen snapshot. ``waited_s``: how long whoever needed something waited for it, all together."""
+
+    residency: ResidencyStatistics
+    loads: int
+    failed: int
+    waited_s: float
+
+
+class MoeCache:
+    """``fill`` brings a moe_expert's bytes into a place; it is called by at most ``loads_at_once`` threads."""
+
+    def __init__(
+        self, residency: MoeResidency, fill: Callable[[MoeExpert, int], None], *, name: str, loads_at_once: int = 1
+    ) -> None:
+        self._residency = residency
+        self._fill = fill
+        self._threads = DaemonThreads(loads_at_once, name)
+        self._changed = Condition()  # guards all of it, for moments
+        self._failed: dict[MoeExpert, Exception] = {}
+        self._loads = 0
+        self._failures = 0
+        self._waited_s = 0.0
+
+    def need(self, layer: int, numbers: Sequence[int]) -> None:
+        """Have these brought, those that are not there; each is to be ``used``, whether it came or not."""
+        with self._changed:
+            for number in numbers:
+                self._failed.pop(MoeExpert(layer, number), None)
+            self._tell(Needed(layer, tuple(numbers)))
+
+    def first_of(self, wanted: Collection[MoeExpert]) -> Placed:
+        """One of those that were needed: the first that is there, or the next to come.
+
+        Raises what the load of any of them raised.
+        """
+        with self._changed:
+            found = self._there(wanted)
+            if found is None:
+                began = time.perf_counter()
+                self._changed.wait_for(lambda: self._there(wanted) is not None)
+                self._waited_s += time.perf_counter() - began
+                found = self._there(wanted)
+            assert found is not None, "it was there while the lock was held"
+            return found
+
+    def used(self, moe_experts: Iterable[MoeExpert]) -> None:
+        """These are not needed any more."""
+        with self._changed:
+            for moe_expert in moe_experts:
+                self._tell(Used(moe_expert))
+
+    def predict(self, layer: int, numbers: Sequence[int]) -> None:
+        """A layer to come will likely need these."""
+        with self._changed:
+            self._tell(Predicted(layer, tuple(numbers)))
+
+    def bypass(self, layer: int, numbers: Sequence[int]) -> None:
+        """These were needed and ran elsewhere."""
+        with self._changed:
+            self._tell(Bypassed(layer, tuple(numbers)))
+
+    def end_pass(self) -> None:
+        """Load nothing ahead any more; what is under way goes on."""
+        with self._changed:
+            self._tell(PassEnded())
+
+    def settle(self) -> None:
+        """The same, and wait for what is under way. Nobody may need anything meanwhile."""
+        with self._changed:
+            self._tell(PassEnded())
+            self._changed.wait_for(lambda: not self._residency.in_flight)
+
+    def holds(self, moe_expert: MoeExpert) -> bool:
+        """Is it there at this moment?"""
+        with self._changed:
+            return self._residency.place_of(moe_expert) is not None
+
+    def statistics(self) -> CacheStatistics:
+        """A frozen snapshot."""
+        with self._changed:
+            return CacheStatistics(self._residency.statistics(), self._loads, self._failures, self._waited_s)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._threads.stop(CLOSE_S)
+
+    def _there(self, wanted: Collection[MoeExpert]) -> Placed | None:
+        for moe_expert in wanted:
+            place = self._residency.place_of(moe_expert)
+            if place is not None:
+                return Placed(moe_expert, place)
+        for moe_expert in wanted:
+            if moe_expert in self._failed:
+                raise self._failed[moe_expert]
+        return None
+
+    def _tell(self, event: Event) -> None:
+        self._carry_out(self._residency.handle(event))
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Load):
+                try:
+                    self._threads.submit(self._load, decision)
+                except RuntimeError as error:  # closed
+                    self._fail(decision.moe_expert, error)
+
+    def _load(self, load: Load) -> None:
+        try:
+            self._fill(load.moe_expert, load.place)
+        except Exception as error:  # noqa: BLE001 - nothing passes: it is raised where the moe_expert is needed
+            with self._changed:
+                self._fail(load.moe_expert, error)
+        else:
+            with self._changed:
+                self._loads += 1
+                self._tell(Loaded(load.moe_expert))
+                self._changed.notify_all()
+
+    def _fail(self, moe_expert: MoeExpert, error: Exception) -> None:
+        self._failed[moe_expert] = error
+        self._failures += 1
+        self._tell(NotLoaded(moe_expert))
+        self._changed.notify_all()

@@ -1,0 +1,318 @@
+"""A model whose moe_experts are not all in its memory: the same tokens, by loading what each layer needs.
+
+Each moe_expert's matrices lie in one block of bytes, in a place of a cache; a layer runs those that are there while the
+others come, and names those that the next one will likely need. Between SSD and device there may be host memory: then
+few tokens may be run there, where the weights are, instead of the weights being moved.
+
+Guarantees: each expert's tokens are computed by that expert and written to places of their own, whatever came first, so
+the result does not depend on what was where; nothing is needed any more once a layer has run, or failed.
+Assumes: the tensors of norms and gates are filled before the first pass, and stay until the next ``show``.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.llm.dispatch import MlpWeights, combine, run_mlp, scatter
+from experts.llm.quant import matrix_of
+from experts.llm.tiers.moe_experts import MoeExpert
+from experts.llm.tiers.predict import GateAhead, Way, cheaper_way
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from experts.llm.config import ArchSpec, Mlp
+    from experts.llm.dispatch import MoeExperts
+    from experts.llm.gate import MappingTable
+    from experts.llm.tiers.cache import CacheStatistics, MoeCache
+    from experts.llm.tiers.predict import MoveCosts
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """One tensor of a moe_expert: ``up``, ``down``, their biases or scales; and where in the block it begins."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """How one moe_expert lies in its block of bytes: all of a model's lie alike."""
+
+    size_bytes: int
+    tensors: tuple[BlockTensor, ...]
+
+    def weights(self, block: Tensor, kind: Mlp) -> MlpWeights:
+        """The network that a block holds: views of it. ``block``: uint8, one-dimensional, on any device."""
+        views = {one.name: _view(block, one) for one in self.tensors}
+        up, down = matrix_of(views, "up"), matrix_of(views, "down")
+        return MlpWeights(kind, up, down, views.get("up_bias"), views.get("down_bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStatistics:
+    """``cache``: of the memory that the model runs in; ``host``: of the tier behind it, where there is one.
+
+    ``rows_moved``: tokens that were taken to weights in host memory.
+    """
+
+    cache: CacheStatistics
+    host: CacheStatistics | None
+    rows_moved: int
+    bytes_loaded: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One moe_expert's rows among those of its layer."""
+
+    start: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
+
+class HostTier:
+    """moe_experts in host memory, in front of a device's cache. ``block``: a place's bytes on the CPU.
+
+    ``costs`` None: weights are always moved.
+    """
+
+    def __init__(
+        self, cache: MoeCache, block: Callable[[int], Tensor], form: BlockForm, kind: Mlp, costs: MoveCosts | None
+    ) -> None:
+        self._cache = cache
+        self._block = block
+        self._form = form
+        self._kind = kind
+        self._costs = costs
+
+    def way(self, rows: int) -> Way:
+        """What is to be moved for so many rows of one moe_expert that the device lacks."""
+        return Way.WEIGHTS if self._costs is None else cheaper_way(self._form.size_bytes, rows, self._costs)
+
+    @contextmanager
+    def holding(self, moe_expert: MoeExpert) -> Iterator[Tensor]:
+        """Its bytes, brought from the SSD where they are not there, to copy from or to compute with."""
+        self._cache.need(moe_expert.layer, (moe_expert.number,))
+        try:
+            yield self._block(self._cache.first_of((moe_expert,)).place)
+        finally:
+            self._cache.used((moe_expert,))
+
+    def run(self, moe_expert: MoeExpert, rows: Tensor) -> Tensor:
+        """Take rows there, through the network, and back."""
+        with self.holding(moe_expert) as block:
+            return run_mlp(rows.cpu(), self._form.weights(block, self._kind)).to(rows.device)
+
+    def end_pass(self) -> None:
+        """See MoeCache.end_pass."""
+        self._cache.end_pass()
+
+    def settle(self) -> None:
+        """See MoeCache.settle."""
+        self._cache.settle()
+
+    def statistics(self) -> CacheStatistics:
+        """See MoeCache.statistics."""
+        return self._cache.statistics()
+
+    def close(self) -> None:
+        """See MoeCache.close."""
+        self._cache.close()
+
+
+class OffloadedMoe:
+    """One copy's moe_experts. ``may_predict``: is there a moment to load ahead, or do others want the link?"""
+
+    def __init__(
+        self,
+        spec: ArchSpec,
+        form: BlockForm,
+        cache: MoeCache,
+        *,
+        host: HostTier | None = None,
+        may_predict: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._spec = spec
+        self._form = form
+        self._cache = cache
+        self._host = host
+        self._may_predict = may_predict
+        self._layers = tuple(number for number, layer in enumerate(spec.layers) if layer.moe is not None)
+        self._bytes: Tensor | None = None
+        self._tensors: Mapping[str, Tensor] = {}
+        self._ahead: dict[int, GateAhead] = {}
+        self._weights: dict[int, MlpWeights] = {}
+        self._guards: dict[int, torch.cuda.Event] = {}
+        self._rows_moved = 0
+
+    def show(self, tensors: Mapping[str, Tensor], cache_bytes: Tensor) -> Mapping[int, MoeExperts]:
+        """What a model runs its layers with, over these bytes from now on: uint8, on the device, place after place.
+
+        ``tensors``: the dense part, by the model's names. To be told again when bytes are moved within their memory.
+        """
+        self._bytes, self._tensors = cache_bytes, tensors
+        self._weights.clear()
+        self._ahead.clear()
+        return {layer: _OffloadedLayer(self, layer) for layer in self._layers}
+
+    def await_reads(self, place: int) -> None:
+        """Before a place is filled anew: wait until an accelerator has read what it holds."""
+        guard = self._guards.pop(place, None)
+        if guard is not None:
+            guard.synchronize()
+
+    def settle(self) -> None:
+        """Wait until nothing is being loaded: nobody writes into these bytes until the next pass."""
+        self._cache.settle()
+        if self._host is not None:
+            self._host.settle()
+
+    def statistics(self) -> OffloadStatistics:
+        """A frozen snapshot."""
+        cache, host = self._cache.statistics(), None if self._host is None else self._host.statistics()
+        return OffloadStatistics(cache, host, self._rows_moved, cache.loads * self._form.size_bytes)
+
+    def close(self) -> None:
+        """End the threads that load. Idempotent."""
+        self._cache.close()
+        if self._host is not None:
+            self._host.close()
+
+    def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
+        """See ``experts.llm.dispatch.run_moe_experts``. Raises what loading raises."""
+        spans = _spans(table)
+        scattered = scatter(tokens, table)
+        computed = torch.empty_like(scattered)
+        on_host = self._divided(layer, spans)
+        wanted = {MoeExpert(layer, number): span for number, span in spans.items() if number not in on_host}
+        self._cache.need(layer, [moe_expert.number for moe_expert in wanted])
+        try:
+            self._predict(layer, tokens)
+            self._run_all(wanted, on_host, spans, layer, scattered, computed)
+        finally:
+            self._cache.used(wanted)
+        self._bypass(layer, on_host)
+        if layer == self._layers[-1]:
+            self._end_pass()
+        return combine(computed, table, tokens.dtype)
+
+    def _run_all(
+        self, wanted: dict[MoeExpert, _Span], on_host: frozenset[int], spans: Mapping[int, _Span], layer: int,
+        scattered: Tensor, computed: Tensor,
+    ) -> None:  # fmt: skip
+        """Those that are there, then those that run on the host, then the others as they come; takes them out."""
+        left_on_host = sorted(on_host)
+        while wanted or left_on_host:
+            if left_on_host and not any(self._cache.holds(moe_expert) for moe_expert in wanted):
+                number = left_on_host.pop()
+                self._run_on_host(MoeExpert(layer, number), spans[number], scattered, computed)
+                continue
+            placed = self._cache.first_of(wanted)
+            span = wanted[placed.moe_expert]
+            weights = self._weights_at(placed.place)
+            computed[span.start : span.end] = run_mlp(scattered[span.start : span.end], weights)
+            self._guard(placed.place)
+            del wanted[placed.moe_expert]
+            self._cache.used((placed.moe_expert,))
+
+    def _run_on_host(self, moe_expert: MoeExpert, span: _Span, scattered: Tensor, computed: Tensor) -> None:
+        assert self._host is not None, "no host memory holds anything"
+        computed[span.start : span.end] = self._host.run(moe_expert, scattered[span.start : span.end])
+        self._rows_moved += span.rows
+
+    def _divided(self, layer: int, spans: Mapping[int, _Span]) -> frozenset[int]:
+        """Those whose tokens are rather taken to the host than their weights to the device."""
+        host = self._host
+        if host is None:
+            return frozenset()
+        return frozenset(
+            number
+            for number, span in spans.items()
+            if host.way(span.rows) is Way.ACTIVATIONS and not self._cache.holds(MoeExpert(layer, number))
+        )
+
+    def _bypass(self, layer: int, on_host: frozenset[int]) -> None:
+        if on_host:
+            self._cache.bypass(layer, sorted(on_host))
+
+    def _end_pass(self) -> None:
+        self._cache.end_pass()
+        if self._host is not None:
+            self._host.end_pass()
+
+    def _predict(self, layer: int, tokens: Tensor) -> None:
+        following = self._following(layer)
+        if following is None or not self._may_predict():
+            return
+        if layer not in self._ahead:
+            self._ahead[layer] = self._gate_ahead(layer, following)
+        self._cache.predict(following, self._ahead[layer].likely(tokens))
+
+    def _following(self, layer: int) -> int | None:
+        """The next layer with experts; None behind the last one."""
+        return next((later for later in self._layers if later > layer), None)
+
+    def _gate_ahead(self, layer: int, following: int) -> GateAhead:
+        moe = self._spec.layers[following].moe
+        assert moe is not None, "it has experts"
+        here, there = f"layers.{layer}", f"layers.{following}"
+        return GateAhead.between(
+            moe, self._tensors[f"{there}.gate"],
+            (self._tensors[f"{here}.mlp_norm"], self._tensors.get(f"{here}.mlp_norm_bias")),
+            (self._tensors[f"{there}.mlp_norm"], self._tensors.get(f"{there}.mlp_norm_bias")),
+        )  # fmt: skip
+
+    def _weights_at(self, place: int) -> MlpWeights:
+        weights = self._weights.get(place)
+        if weights is None:
+            assert self._bytes is not None, "nothing was shown yet"
+            start = place * self._form.size_bytes
+            block = self._bytes[start : start + self._form.size_bytes]
+            weights = self._weights[place] = self._form.weights(block, self._spec.mlp)
+        return weights
+
+    def _guard(self, place: int) -> None:
+        assert self._bytes is not None, "nothing was shown yet"
+        if self._bytes.is_cuda:
+            guard = self._guards[place] = torch.cuda.Event()
+            guard.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _OffloadedLayer:
+    """One layer of them: see ``experts.llm.dispatch.MoeExperts``."""
+
+    moe: OffloadedMoe
+    layer: int
+
+    def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
+        return self.moe.run(self.layer, tokens, table)
+
+
+def _spans(table: MappingTable) -> dict[int, _Span]:
+    """The rows of each expert that has any."""
+    ends: list[int] = table.ends.tolist()
+    starts = [0, *ends[:-1]]
+    return {
+        number: _Span(start, end) for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
+    }
+
+
+def _view(block: Tensor, one: BlockTensor) -> Tensor:
+    count = 1
+    for extent in one.shape:
+        count *= extent
+    return block[one.offset_bytes : one.offset_bytes + count * one.dtype.itemsize].view(one.dtype).view(one.shape)

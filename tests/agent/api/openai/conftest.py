@@ -1,0 +1,56 @@
+"""Texts of a fake desk over HTTP, and OpenAI's client of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import httpx
+import openai
+import pytest
+
+from agent.api.calls.texts import Texts
+from agent.api.openai.endpoint import TERMS, OpenAiEndpoint
+from agent.http.server import HttpServer
+from tests.agent.api.conftest import DEADLINE_S, section
+
+
+@pytest.fixture
+def serve_texts(tmp_path, desk):
+    """Serve them with these keys of `api:`, at a port and at a unix socket; the addresses."""
+    with ExitStack() as running:
+
+        def start(*, terms=TERMS, **keys):
+            endpoint = OpenAiEndpoint(section(tmp_path, **keys), Texts(desk), terms)
+            server = HttpServer(["127.0.0.1:0", f"unix:{tmp_path}/h.sock"], [endpoint], 10.0)
+            server.start()
+            running.callback(endpoint.stop)
+            running.callback(server.stop)
+            return server.addresses
+
+        yield start
+
+
+@pytest.fixture
+def client_of():
+    with ExitStack() as opened:
+
+        def connect(address, key="none"):
+            is_path = address.startswith("unix:")
+            transport = httpx.HTTPTransport(uds=address.removeprefix("unix:")) if is_path else None
+            http = opened.enter_context(httpx.Client(transport=transport, timeout=DEADLINE_S))
+            url = f"http://{'localhost' if is_path else address}/v1"
+            return openai.OpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
+
+        yield connect
+
+
+@pytest.fixture
+def client(serve_texts, client_of):
+    return client_of(serve_texts()[0])
+
+
+@pytest.fixture
+def asking():
+    with ThreadPoolExecutor(4) as threads:
+        yield threads

@@ -1,0 +1,180 @@
+"""What no well-behaved client sends: the endpoint answers, or closes, and serves the next."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+
+import pytest
+
+from agent.api.openai.endpoint import TERMS
+from tests.agent.api.conftest import DEADLINE_S
+from tests.agent.api.fake_desk import PROSE
+
+CHAT = {"model": "llm/code", "messages": [{"role": "user", "content": "hello"}]}
+JSON = {"Content-Type": "application/json"}
+
+
+def asked(address, path="/v1/chat/completions", body=None, method="POST", headers=JSON):
+    """The status, the headers, and the values of the answer."""
+    host, _, port = address.rpartition(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=DEADLINE_S)) as caller:
+        caller.request(method, path, json.dumps(CHAT) if body is None else body, headers)
+        answer = caller.getresponse()
+        return answer.status, answer.headers, json.loads(answer.read())
+
+
+def connected(address):
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), DEADLINE_S)
+
+
+def head(length, path="/v1/chat/completions", **headers):
+    given = {"Host": "a", "Content-Type": "application/json", "Content-Length": str(length)} | headers
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items()), "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def rest(connection):
+    """All that still comes, until the other side closes."""
+    received = b""
+    with suppress(ConnectionError):
+        while more := connection.recv(65536):
+            received += more
+    return received
+
+
+@pytest.fixture
+def address(serve_texts):
+    return serve_texts()[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("", "body: is no JSON"),
+        ("{", "body: is no JSON"),
+        ("[]", "body: is no JSON object"),
+        (b"\xff\xfe\x00", "body: is no JSON"),
+        ("[" * 100_000, "body: is no JSON"),
+        ('{"model": "llm/code"}', "messages: is missing"),
+        ('{"model": 1, "messages": []}', "model: input should be a valid string"),
+        ('{"model": "llm/code", "messages": [{"role": "user", "content": "\\ud800"}], "stop": [""]}', None),
+    ],
+)
+def test_a_body_that_is_none_is_refused(address, desk, body, why):
+    status, _, values = asked(address, body=body)
+    if why is None:
+        assert status in {200, 400}  # a lone surrogate is text to JSON, and none to UTF-8
+        return
+    assert status == 400
+    assert why in values["error"]["message"]
+    assert values["error"]["type"] == "invalid_request_error"
+    assert desk.text_orders == []
+
+
+@pytest.mark.parametrize("sent", ["announced", "in chunks"])
+def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
+    most = TERMS.body_bytes
+    with closing(connected(address)) as caller:
+        if sent == "announced":
+            caller.sendall(head(most + 1))
+        else:
+            caller.sendall(head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
+            for _ in range(most // 65536 + 1):
+                caller.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        caller.shutdown(socket.SHUT_WR)
+        assert rest(caller).startswith(b"HTTP/1.1 413 ")
+    assert asked(address)[0] == 200
+
+
+def test_a_caller_who_waits_to_be_asked_for_the_body_is(address):
+    body = json.dumps(CHAT).encode()
+    with closing(connected(address)) as caller:
+        caller.sendall(head(len(body), Expect="100-continue"))
+        assert caller.recv(65536).startswith(b"HTTP/1.1 100 ")
+        caller.sendall(body)
+        assert rest(caller).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "headers", "status", "code"),
+    [
+        ("/v1/embeddings", "POST", JSON, 404, "unknown_url"),
+        ("/v1/", "GET", JSON, 404, "unknown_url"),
+        ("/v1/chat/completions", "GET", JSON, 405, "method_not_allowed"),
+        ("/v1/models", "POST", JSON, 405, "method_not_allowed"),
+        ("/v1/models", "DELETE", JSON, 405, "method_not_allowed"),
+        ("/v1/chat/completions", "POST", {"Content-Type": "text/plain"}, 400, "content_type"),
+        ("/v1/completions", "POST", {"Content-Type": "multipart/form-data"}, 400, "content_type"),
+    ],
+)
+def test_what_is_not_served_is_told_as_an_error(address, desk, path, method, headers, status, code):
+    found, _, values = asked(address, path, method=method, headers=headers)
+    assert (found, values["error"]["code"]) == (status, code)
+    assert desk.text_orders == []
+
+
+def test_a_mistake_of_the_program_is_told_in_the_log_and_costs_no_other_request(address, desk, caplog):
+    desk.text_models = lambda: 1 / 0
+    status, _, values = asked(address, "/v1/models", method="GET")
+    assert (status, values["error"]["type"]) == (500, "server_error")
+    assert asked(address)[0] == 200
+    assert [record.message for record in caplog.records] == ["http_request_failed path=/v1/models"]
+
+
+def test_who_does_not_read_has_the_text_cancelled_and_holds_nobody_up(serve_texts, desk):
+    (address, *_) = serve_texts(terms=replace(TERMS, stall_s=0.2))
+    desk.holds = True
+    body = json.dumps(CHAT | {"stream": True}).encode()
+    with closing(connected(address)) as slow:
+        slow.sendall(head(len(body)) + body)
+        desk.wait_for(lambda desk: desk.texts)
+        (text,) = desk.texts
+        for _ in range(200):
+            text.write("x" * 100_000)  # more than sockets hold
+        desk.wait_for(lambda desk: desk.cancelled_texts)
+        desk.holds = False
+        assert asked(address)[0] == 200
+
+
+def test_who_sends_on_while_it_is_answered_is_cut_off(address, desk):
+    desk.holds = True
+    body = json.dumps(CHAT).encode()
+    with closing(connected(address)) as rude:
+        rude.sendall(head(len(body)) + body)
+        desk.wait_for(lambda desk: desk.texts)
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                rude.sendall(b"x" * 65536)
+        desk.wait_for(lambda desk: desk.cancelled_texts)
+
+
+def test_more_than_there_is_room_for_are_told_so_and_room_comes_back(serve_texts, desk):
+    (address, *_) = serve_texts(terms=replace(TERMS, connections=2))
+    desk.holds = True
+    body = json.dumps(CHAT).encode()
+    with ExitStack() as held:
+        for _ in range(2):
+            caller = held.enter_context(closing(connected(address)))
+            caller.sendall(head(len(body)) + body)
+        desk.wait_for(lambda desk: len(desk.texts) == 2)
+        status, _, values = asked(address)
+        assert (status, values["error"]["type"]) == (503, "server_error")
+    desk.wait_for(lambda desk: len(desk.cancelled_texts) == 2)
+    desk.holds = False
+    while (status := asked(address)[0]) == 503:  # their places are free a moment after their texts are
+        continue
+    assert status == 200
+
+
+def test_an_old_client_reads_a_stream_until_it_closes(address):
+    body = json.dumps(CHAT | {"stream": True}).encode()
+    with closing(connected(address)) as caller:
+        caller.sendall(head(len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+        received = rest(caller).decode()
+    assert received.endswith("data: [DONE]\n\n")
+    assert all(piece in received for piece in PROSE)

@@ -1,0 +1,268 @@
+"""OpenAI's own client, unmodified, against texts served over real sockets."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from agent.api.calls.desk import TextOrder
+from experts.errors import OrderRefused, Refusing
+from experts.llm.serving.generation import Ending, Sampling
+from tests.agent.api.fake_desk import PROSE
+
+USER = [{"role": "user", "content": "hello"}]
+TEXT = "".join(PROSE)
+
+
+def ask_chat(client, **given):
+    return client.chat.completions.create(**{"model": "llm/code", "messages": USER} | given)
+
+
+class TestAnswers:
+    def test_models_are_listed_and_looked_up_by_names_with_slashes(self, client):
+        assert [model.id for model in client.models.list()] == ["llm/code", "llm/maths", "helpdesk"]
+        found = client.models.retrieve("llm/code")
+        assert (found.id, found.object, found.owned_by, found.created > 0) == ("llm/code", "model", "coserve", True)
+        with pytest.raises(openai.NotFoundError, match="no model 'llm/other'"):
+            client.models.retrieve("llm/other")
+
+    def test_a_chat_is_answered(self, client, desk):
+        answer = ask_chat(client)
+        (choice,) = answer.choices
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
+        assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", "llm/code", "chatcmpl-")
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (7, 4, 11)
+        assert choice.logprobs is None
+        assert desk.text_orders == [TextOrder("llm/code", messages=({"role": "user", "content": "hello"},))]
+
+    def test_a_chat_is_streamed(self, client):
+        events = list(ask_chat(client, stream=True, stream_options={"include_usage": True}))
+        *said, last, usage = events
+        assert [event.choices[0].delta.content for event in said] == ["", *PROSE]
+        assert said[0].choices[0].delta.role == "assistant"
+        assert {event.choices[0].finish_reason for event in said} == {None}
+        assert (last.choices[0].finish_reason, last.choices[0].delta.content) == ("stop", None)
+        assert (usage.choices, usage.usage.total_tokens) == ([], 11)
+        assert [event.usage for event in events[:-1]] == [None] * (len(events) - 1)
+        assert len({event.id for event in events}) == 1
+
+    def test_without_asking_no_usage_is_streamed(self, client):
+        assert all(event.choices and event.usage is None for event in ask_chat(client, stream=True))
+
+    @pytest.mark.parametrize(
+        ("prompt", "asked"),
+        [("hello", "hello"), (["hello"], "hello"), ([3, 1, 4], (3, 1, 4)), ([[3, 1, 4]], (3, 1, 4))],
+    )
+    def test_a_prompt_is_continued(self, client, desk, prompt, asked):
+        answer = client.completions.create(model="llm/code", prompt=prompt)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "stop")
+        assert (answer.object, answer.id[:4], answer.usage.completion_tokens) == ("text_completion", "cmpl", 4)
+        assert desk.text_orders == [TextOrder("llm/code", asked, most_tokens=16)]
+
+    def test_a_continued_prompt_is_streamed(self, client):
+        events = list(client.completions.create(model="llm/code", prompt="hello", stream=True))
+        assert [event.choices[0].text for event in events] == [*PROSE, ""]
+        assert events[-1].choices[0].finish_reason == "stop"
+
+    @pytest.mark.parametrize(
+        ("ending", "reason"), [(Ending.STOP, "stop"), (Ending.LENGTH, "length"), (Ending.DEADLINE, "length")]
+    )
+    def test_why_it_ended_is_told(self, client, desk, asking, ending, reason):
+        desk.holds = True
+        asked = asking.submit(ask_chat, client)
+        desk.wait_for(lambda desk: desk.texts)
+        desk.texts[0].end(ending)
+        assert asked.result().choices[0].finish_reason == reason
+
+    def test_pieces_come_while_the_text_is_written(self, client, desk):
+        desk.holds = True
+        with ask_chat(client, stream=True) as events:
+            desk.wait_for(lambda desk: desk.texts)
+            (text,) = desk.texts
+            text.write("one")
+            assert [next(events).choices[0].delta.content for _ in range(2)] == ["", "one"]
+            text.write("two")
+            assert next(events).choices[0].delta.content == "two"
+            text.end()
+            assert [event.choices[0].finish_reason for event in events] == ["stop"]
+
+
+class TestLogprobs:
+    def test_of_a_chat(self, client):
+        first = ask_chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content[0]
+        assert (first.token, first.logprob, bytes(first.bytes)) == ("Hello", -0.5, b"Hello")
+        assert [(other.token, other.logprob) for other in first.top_logprobs] == [("Bye", -2.5)] * 2
+
+    def test_of_a_streamed_chat(self, client):
+        events = list(ask_chat(client, logprobs=True, stream=True))
+        tokens = [
+            token.token for event in events if event.choices[0].logprobs for token in event.choices[0].logprobs.content
+        ]
+        assert tokens == list(PROSE)
+
+    @pytest.mark.parametrize("streams", [False, True])
+    def test_of_a_completion(self, client, streams):
+        given = {"model": "llm/code", "prompt": "hello", "logprobs": 1}
+        answers = (
+            list(client.completions.create(**given, stream=True)) if streams else [client.completions.create(**given)]
+        )
+        told = [answer.choices[0].logprobs for answer in answers if answer.choices[0].logprobs]
+        assert [token for one in told for token in one.tokens] == list(PROSE)
+        assert [offset for one in told for offset in one.text_offset] == [0, 5, 7, 12]
+        assert {logprob for one in told for logprob in one.token_logprobs} == {-0.5}
+        assert told[0].top_logprobs[0] == {"Bye": -2.5}
+
+
+class TestWhatIsAsked:
+    def test_how_tokens_are_drawn(self, client, desk):
+        ask_chat(
+            client,
+            temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1.5, seed=7, max_completion_tokens=9,
+            stop=["a", "b"], extra_body={"top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5},
+        )  # fmt: skip
+        (order,) = desk.text_orders
+        assert order.sampling == Sampling(0.5, 0.9, 3, 0.25, 1.5, 1.0, -1.5, 7)
+        assert (order.most_tokens, order.stop) == (9, ("a", "b"))
+
+    def test_one_stop_string(self, client, desk):
+        ask_chat(client, stop="END", max_tokens=5)
+        assert (desk.text_orders[0].stop, desk.text_orders[0].most_tokens) == (("END",), 5)
+
+    def test_messages_of_parts_and_roles(self, client, desk):
+        parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+        ask_chat(
+            client, messages=[{"role": "developer", "content": "d"}, {"role": "user", "content": parts, "name": "me"}]
+        )
+        assert desk.text_orders[0].messages == (
+            {"role": "system", "content": "d"}, {"role": "user", "content": "one two", "name": "me"},
+        )  # fmt: skip
+
+    def test_what_changes_no_answer_is_passed_over(self, client, desk):
+        ask_chat(client, user="me", metadata={"a": "b"}, store=False, n=1, tools=[], logit_bias={}, temperature=None)
+        assert len(desk.text_orders) == 1
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("given", "param"),
+        [
+            ({"n": 2}, "n"),
+            ({"temperature": -1}, "temperature"),
+            ({"temperature": 1e9}, "temperature"),
+            ({"top_p": 0}, "top_p"),
+            ({"presence_penalty": 3}, "presence_penalty"),
+            ({"seed": 2**70}, "seed"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": "9"}, "max_tokens"),
+            ({"max_tokens": 9, "max_completion_tokens": 9}, "max_tokens"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ({"stop": [1]}, "stop"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+             "messages[0].content"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"logit_bias": {"5": 1}}, "logit_bias"),
+            ({"stream_options": {"include_usage": True}}, "stream_options"),
+            ({"extra_body": {"temperatur": 1}}, "temperatur"),
+            ({"extra_body": {"top_k": -1}}, "top_k"),
+            ({"extra_body": {"min_p": 2}}, "min_p"),
+            ({"model": ""}, "model"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else None,
+    )  # fmt: skip
+    def test_a_field_that_is_wrong_is_named(self, client, desk, given, param):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask_chat(client, **given)
+        assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
+        assert param.partition("[")[0] in refused.value.body["message"]
+        assert desk.text_orders == []
+
+    @pytest.mark.parametrize(
+        ("given", "param"),
+        [({"prompt": ["a", "b"]}, "prompt"), ({"prompt": []}, "prompt"), ({"echo": True}, "echo"), ({"best_of": 3}, "best_of"),
+         ({"suffix": "x"}, "suffix"), ({"logprobs": -1}, "logprobs"), ({"prompt": ""}, "prompt")],
+    )  # fmt: skip
+    def test_of_a_completion_too(self, client, desk, given, param):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**{"model": "llm/code", "prompt": "x"} | given)
+        assert refused.value.param == param
+        assert desk.text_orders == []
+
+    def test_an_unknown_model(self, client):
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask_chat(client, model="gpt-4o")
+        assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
+
+    def test_too_many_are_told_when_to_come_again(self, client, desk):
+        desk.most = 0
+        with pytest.raises(openai.RateLimitError, match="texts are under way") as refused:
+            ask_chat(client)
+        assert refused.value.response.headers["retry-after-ms"] == "250"
+
+    def test_a_client_comes_again_by_itself_once_there_is_room(self, client, desk, asking):
+        desk.most = 0
+        waiting = asking.submit(ask_chat, client.with_options(max_retries=100))
+        desk.most = 1
+        assert waiting.result().choices[0].message.content == TEXT
+
+    def test_an_agent_that_stops(self, client, desk):
+        desk.is_stopping = True
+        with pytest.raises(openai.InternalServerError) as refused:
+            ask_chat(client)
+        assert refused.value.status_code == 503
+
+    def test_a_text_that_fails_is_no_answer(self, client, desk, asking):
+        desk.holds = True
+        asked = asking.submit(ask_chat, client)
+        desk.wait_for(lambda desk: desk.texts)
+        desk.texts[0].write("half an ans")
+        desk.texts[0].end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
+        with pytest.raises(openai.InternalServerError, match="its weights are not there"):
+            asked.result()
+
+    def test_a_stream_that_fails_says_so(self, client, desk):
+        desk.holds = True
+        with ask_chat(client, stream=True) as events:
+            desk.wait_for(lambda desk: desk.texts)
+            desk.texts[0].write("half an ans")
+            desk.texts[0].end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
+            with pytest.raises(openai.APIError, match="its weights are not there"):
+                list(events)
+
+
+class TestWhoGoesAway:
+    def test_in_the_middle_of_a_stream_has_it_cancelled(self, client, desk):
+        desk.holds = True
+        with ask_chat(client, stream=True) as events:
+            desk.wait_for(lambda desk: desk.texts)
+            desk.texts[0].write("one")
+            next(events)
+        desk.wait_for(lambda desk: desk.cancelled_texts)
+        assert desk.texts == []
+
+    def test_before_anything_is_written_has_it_cancelled(self, client, desk):
+        desk.holds = True
+        with pytest.raises(openai.APITimeoutError):
+            ask_chat(client.with_options(timeout=httpx.Timeout(60.0, read=0.2)))
+        desk.wait_for(lambda desk: desk.cancelled_texts)
+        assert desk.texts == []
+
+
+class TestTheToken:
+    def test_is_the_clients_key(self, serve_texts, client_of, tmp_path):
+        (tmp_path / "token").write_text("s3cret\n")
+        (address, *_) = serve_texts(token={"file": "./token"})
+        with pytest.raises(openai.AuthenticationError) as refused:
+            ask_chat(client_of(address, "wrong"))
+        assert refused.value.code == "invalid_api_key"
+        assert ask_chat(client_of(address, "s3cret")).choices[0].message.content == TEXT
+
+    def test_is_not_asked_at_a_unix_socket(self, serve_texts, client_of, tmp_path):
+        (tmp_path / "token").write_text("s3cret\n")
+        address = serve_texts(token={"file": "./token"})[1]
+        assert ask_chat(client_of(address, "any")).choices[0].message.content == TEXT

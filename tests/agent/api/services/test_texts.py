@@ -1,0 +1,192 @@
+"""coserve.v1.Texts over real sockets: with plain stubs as an integrator has them, and as the command line asks."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from agent.api.calls.desk import TextEnd, TextOrder, TextPiece, TokenView
+from agent.api.client import AgentClient
+from agent.api.proto import inspection_pb2 as pb
+from agent.api.proto import inspection_pb2_grpc
+from experts.errors import OrderRefused, Refusing
+from experts.llm.serving.generation import Ending, Sampling
+from tests.agent.api.fake_desk import DEADLINE_S, PROSE
+
+CHAT = [pb.ChatMessage(role="user", content="hello")]
+
+
+@pytest.fixture
+def texts(channel):
+    return inspection_pb2_grpc.TextsStub(channel)
+
+
+@pytest.fixture
+def client(server):
+    with AgentClient(server.addresses[0]) as client:
+        yield client
+
+
+def generated(texts, **given):
+    """All replies to a request with these fields."""
+    request = pb.GenerateRequest(**{"model": "llm/code", "prompt": "hello"} | given)
+    return list(texts.Generate(request, timeout=DEADLINE_S))
+
+
+def reason_of(error):
+    return dict(error.value.trailing_metadata()).get("coserve-reason")
+
+
+def test_pieces_come_as_they_are_written_then_the_end(texts, desk):
+    desk.holds = True
+    replies = texts.Generate(pb.GenerateRequest(model="llm/code", messages=CHAT), timeout=DEADLINE_S)
+    desk.wait_for(lambda desk: desk.texts)
+    (text,) = desk.texts
+    for piece in PROSE:
+        text.write(piece)
+        assert next(replies).piece == pb.TextPiece(expert="llm/code", text=piece)
+    text.end(Ending.LENGTH)
+    (last,) = replies
+    assert (last.end.ending, last.end.expert, last.end.read_tokens, last.end.written_tokens) == (
+        pb.ENDING_LENGTH, "llm/code", 7, 4,
+    )  # fmt: skip
+    assert desk.text_orders == [TextOrder("llm/code", messages=({"role": "user", "content": "hello"},))]
+
+
+def test_all_that_can_be_asked_for_arrives(texts, desk):
+    sampling = {
+        "temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 1.0,
+        "frequency_penalty": -1.0, "seed": 0, "logprobs": 2,
+    }  # fmt: skip
+    settings = pb.SamplingSettings(**sampling)
+    tokens = pb.Tokens(ids=[3, 1, 4])
+    replies = generated(
+        texts, prompt="", prompt_tokens=tokens, max_tokens=9, sampling=settings, stop=["a", "b"], deadline_s=60
+    )
+    assert desk.text_orders == [
+        TextOrder("llm/code", (3, 1, 4), (), 9, Sampling(**sampling), ("a", "b"), 60.0)
+    ]  # fmt: skip
+    first = replies[0].piece.tokens[0]
+    assert (first.text, first.content, first.logprob) == ("Hello", b"Hello", -0.5)
+    assert [other.text for other in first.alternatives] == ["Bye", "Bye"]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"sampling": pb.SamplingSettings(temperature=-1)}, "temperature"),
+        ({"sampling": pb.SamplingSettings(temperature=float("nan"))}, "temperature"),
+        ({"sampling": pb.SamplingSettings(top_p=0)}, "top_p"),
+        ({"sampling": pb.SamplingSettings(min_p=2)}, "min_p"),
+        ({"sampling": pb.SamplingSettings(logprobs=99)}, "logprobs"),
+        ({"messages": CHAT}, "messages"),
+        ({"prompt_tokens": pb.Tokens(ids=[1])}, "prompt_tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"model": "x" * 1000}, "model"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(texts, desk, given, field):
+    with pytest.raises(grpc.RpcError) as refused:
+        generated(texts, **given)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason_of(refused) == "INVALID"
+    assert field in refused.value.details()
+    assert desk.text_orders == []
+
+
+def test_other_refusals_have_their_status(texts, desk):
+    with pytest.raises(grpc.RpcError) as refused:
+        generated(texts, model="llm/nobody")
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    desk.most = 0
+    with pytest.raises(grpc.RpcError) as refused:
+        generated(texts)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"] == "250"
+    desk.is_stopping = True
+    with pytest.raises(grpc.RpcError) as refused:
+        generated(texts)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_text_that_fails_ends_with_its_reason_behind_what_was_written(texts, desk):
+    desk.holds = True
+    replies = texts.Generate(pb.GenerateRequest(model="llm/code", prompt="x"), timeout=DEADLINE_S)
+    desk.wait_for(lambda desk: desk.texts)
+    desk.texts[0].write("half")
+    desk.texts[0].end(None, OrderRefused(Refusing.NOT_NOW, "llm/code: its weights are not there"))
+    assert next(replies).piece.text == "half"
+    with pytest.raises(grpc.RpcError, match="its weights are not there") as failed:
+        next(replies)
+    assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("way", ["cancels", "closes", "deadline"])
+def test_who_goes_away_has_the_text_cancelled(server, desk, way):
+    desk.holds = True
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        timeout = 0.2 if way == "deadline" else DEADLINE_S
+        stub = inspection_pb2_grpc.TextsStub(channel)
+        replies = stub.Generate(pb.GenerateRequest(model="llm/code", prompt="x"), timeout=timeout)
+        if way != "deadline":
+            desk.wait_for(lambda desk: desk.texts)
+            desk.texts[0].write("one")
+            next(replies)
+        if way == "cancels":
+            replies.cancel()
+            desk.wait_for(lambda desk: desk.cancelled_texts)
+        elif way == "deadline":
+            with pytest.raises(grpc.RpcError):
+                next(replies)
+    desk.wait_for(lambda desk: not desk.texts)
+    assert len(desk.cancelled_texts) == len(desk.text_orders)
+
+
+def test_a_text_that_never_begins_ends_by_its_deadline(texts, desk):
+    desk.holds = True
+    (last,) = generated(texts, deadline_s=0.01)
+    assert (last.end.ending, last.end.written_tokens) == (pb.ENDING_DEADLINE, 0)
+    desk.wait_for(lambda desk: desk.cancelled_texts)
+
+
+def test_texts_take_no_place_of_calls_that_ask(serve, desk):
+    server = serve(limits={"requests": 2})
+    desk.holds = True
+    with grpc.insecure_channel(server.addresses[0]) as channel, AgentClient(server.addresses[0]) as client:
+        stub = inspection_pb2_grpc.TextsStub(channel)
+        request = pb.GenerateRequest(model="llm/code", prompt="x")
+        held = [stub.Generate(request, timeout=DEADLINE_S) for _ in range(2)]
+        desk.wait_for(lambda desk: len(desk.texts) == 2)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Generate(request, timeout=DEADLINE_S))
+        assert (refused.value.code(), reason_of(refused)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert client.status().line == "test"
+        for text in list(desk.texts):
+            text.end()
+        assert [reply.HasField("end") for replies in held for reply in replies] == [True, True]
+
+
+def test_the_client_has_the_desks_nouns(client, desk):
+    order = TextOrder(
+        "llm/code", None, ({"role": "user", "content": "hello", "name": "me"},), 9,
+        Sampling(temperature=0.0, seed=0, logprobs=1), ("END",), 60.0,
+    )  # fmt: skip
+    *pieces, end = client.generate(order)
+    assert desk.text_orders == [order]
+    token = TokenView("Hello", b"Hello", -0.5, (TokenView("Bye", b"Bye", -2.5),))
+    assert pieces[0] == TextPiece("llm/code", "Hello", (token,))
+    assert [piece.text for piece in pieces] == list(PROSE)
+    assert end == TextEnd(Ending.STOP, "llm/code", 7, 4, 0.5, 0.125, 0.25)
+    list(client.generate(TextOrder("llm/code", (3, 1, 4))))
+    assert desk.text_orders[1] == TextOrder("llm/code", (3, 1, 4))
+    with pytest.raises(OrderRefused, match="no model 'llm/nobody'"):
+        list(client.generate(TextOrder("llm/nobody", "x")))
+
+
+def test_a_client_that_stops_asking_has_the_text_cancelled(client, desk):
+    desk.holds = True
+    told = client.generate(TextOrder("llm/code", "x"))
+    desk._threads.submit(lambda: desk.wait_for(lambda desk: desk.texts) or desk.texts[0].write("one"))
+    assert next(told).text == "one"
+    told.close()
+    desk.wait_for(lambda desk: desk.cancelled_texts)

@@ -1,0 +1,289 @@
+"""A whole agent that serves texts beside images: real Engine, files and threads; models that are real, or not."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from agent.runtime.loop import BatchWatch
+from agent.runtime.text_engines import TextEngines
+from agent.runtime.text_sources import TextSource
+from experts.errors import AgentCrashed, DeviceLost, PromptInvalid
+from experts.expert import Verdict
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from tests.agent.runtime.fake_text_engine import FakeTextEngine, token
+from tests.agent.runtime.text_line import (
+    CHOICES,
+    EYE,
+    PATIENCE_S,
+    Reader,
+    TextAgent,
+    TextLine,
+    source,
+    write_line,
+)
+
+IMAGE = np.zeros((70, 80, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    line = TextLine.packed(folder, write_line(folder))
+    yield line
+    line.segments.close()
+
+
+@pytest.fixture
+def fake():
+    return FakeTextEngine()
+
+
+def written(expert, prompt=3, count=5):
+    """What the fake engine writes."""
+    return [token(expert, position) for position in range(prompt, prompt + count)]
+
+
+def served(line, fake, **options):
+    return TextAgent(line, engines=TextEngines({0: fake}), **options)
+
+
+# -- with real models --
+
+
+def test_a_text_is_what_its_model_writes_and_ends_without_a_verdict(line):
+    with TextAgent(line) as agent:
+        number, reader = agent.ask("llm/code", (3, 1, 4, 1, 5), 12)
+        agent.settle()
+        statistics = agent.loop.statistics().executors[0]
+    assert reader.tokens == line.greedy("llm/code", (3, 1, 4, 1, 5), 12)
+    outcome = agent.outcomes[number]
+    assert (outcome.verdict, outcome.label, outcome.score) == (Verdict.UNKNOWN, "length", 1.0)
+    assert outcome.reason == "asked of one expert, not of a route"
+    assert (statistics.texts, statistics.images, statistics.written_tokens) == (1, 0, 12)
+    assert statistics.read_tokens >= 5
+
+
+def test_a_router_sends_a_text_to_the_expert_that_ends_its_route(line):
+    with TextAgent(line) as agent:
+        number, reader = agent.ask_route((3, 1, 4), 6)
+        agent.settle()
+    outcome = agent.outcomes[number]
+    chosen = outcome.steps[0].prediction.label
+    assert [step.expert for step in outcome.steps] == ["llm/router", f"llm/{chosen}"]
+    assert chosen in CHOICES
+    assert (outcome.verdict, outcome.label, outcome.reason) == (Verdict.OK, "length", None)
+    assert reader.tokens == line.greedy(f"llm/{chosen}", (3, 1, 4), 6)
+
+
+def test_texts_of_all_experts_and_images_share_one_executor(line):
+    with TextAgent(line) as agent:
+        texts = [
+            (*agent.ask(expert, (2, n + 1), 8), expert, n) for n in range(4) for expert in ("llm/code", "llm/maths")
+        ]
+        images = [agent.loop.submit(IMAGE, component="eye") for _ in range(6)]
+        agent.settle()
+        statistics = agent.loop.statistics()
+    for number, reader, expert, n in texts:
+        assert reader.tokens == line.greedy(expert, (2, n + 1), 8)
+        assert agent.outcomes[number].label == "length"
+    assert {agent.outcomes[number].verdict for number in images} == {Verdict.OK}
+    assert (statistics.executors[0].texts, statistics.executors[0].images) == (8, 6)
+    assert statistics.engine.pools[0].lease_used_bytes == 0
+
+
+def test_texts_of_which_few_fit_at_a_time_are_all_written(line):
+    with TextAgent(line, lease_tokens=130, batch=8) as agent:
+        asked = [agent.ask("llm/code", (n + 1, 2, 3), 16) for n in range(8)]
+        agent.settle()
+    for n, (number, reader) in enumerate(asked):
+        assert agent.outcomes[number].label == "length"
+        assert reader.tokens == line.greedy("llm/code", (n + 1, 2, 3), 16)
+
+
+def test_whoever_does_not_read_any_more_ends_alone(line):
+    with TextAgent(line) as agent:
+        broken = Reader(breaks=True)
+        ends = agent.loop.submit(source((1, 2), 5, broken), expert="llm/code")
+        number, reader = agent.ask("llm/code", (1, 2), 5)
+        agent.settle()
+    assert agent.outcomes[ends].verdict is Verdict.UNKNOWN
+    assert "OSError: gone" in agent.outcomes[ends].reason
+    assert reader.tokens == line.greedy("llm/code", (1, 2), 5)
+    assert agent.outcomes[number].label == "length"
+
+
+def test_a_prompt_over_the_context_is_told_and_nobody_else_suffers(line):
+    with TextAgent(line, lease_tokens=4000) as agent:
+        number, reader = agent.ask("llm/code", (1,) * 200, 5)
+        other, _ = agent.ask("llm/code", (1, 2), 5)
+        agent.settle()
+    assert "context of 128" in agent.outcomes[number].reason
+    assert reader.tokens == []
+    assert agent.outcomes[other].label == "length"
+
+
+def test_more_than_any_memory_holds_is_told_at_once(line):
+    with TextAgent(line, lease_tokens=64) as agent:
+        number, _ = agent.ask("llm/code", (1, 2), 120)
+        agent.settle()
+    assert "ask for fewer tokens" in agent.outcomes[number].reason
+
+
+# -- with an engine that writes without a model --
+
+
+def test_each_token_is_given_once_however_many_quanta_it_takes(line, fake):
+    with served(line, fake) as agent:
+        asked = [(*agent.ask(expert, count=9), expert) for expert in ("llm/code", "llm/maths", "llm/code")]
+        agent.settle()
+    for number, reader, expert in asked:
+        assert reader.tokens == written(expert, count=9)
+        assert agent.outcomes[number].label == "length"
+    assert fake.texts == {}
+
+
+def test_a_text_may_end_before_its_time(line, fake):
+    with served(line, fake) as agent:
+        number, reader = agent.ask("llm/code", count=50, stops_after=3)
+        agent.settle()
+    assert (agent.outcomes[number].label, len(reader.tokens)) == ("stop", 3)
+
+
+def test_an_image_waits_for_one_quantum(line, fake):
+    fake.gate = threading.Semaphore(0)
+    begun = []
+    agent = served(line, fake)
+    agent.loop.watch_batches(BatchWatch(lambda requests: begun.append(requests), lambda _: None))
+    with agent:
+        agent.loop.submit(IMAGE, component="eye")
+        agent.settle()
+        texts = [agent.ask("llm/code", count=40)[0], agent.ask("llm/maths", count=40)[0]]
+        for _ in range(3):
+            assert fake.entered.acquire(timeout=PATIENCE_S)
+            fake.gate.release()
+        assert fake.entered.acquire(timeout=PATIENCE_S)
+        image = agent.loop.submit(IMAGE, component="eye")
+        agent.loop.statistics()  # behind it in the loop's inbox
+        before = len(begun)
+        fake.gate.release(1000)
+        agent.settle()
+    assert begun[before] == (image,)
+    assert all(agent.outcomes[number].label == "length" for number in texts)
+
+
+def both_in_a_quantum(agent, fake):
+    """Two texts that have begun, in a quantum that waits to be let through."""
+    asked = [agent.ask("llm/code", count=9)]
+    assert fake.entered.acquire(timeout=PATIENCE_S)
+    asked.append(agent.ask("llm/code", count=9))
+    agent.loop.statistics()  # behind it in the loop's inbox
+    for _ in range(2):
+        fake.gate.release()
+        assert fake.entered.acquire(timeout=PATIENCE_S)
+    return asked
+
+
+def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, fake):
+    fake.gate = threading.Semaphore(0)
+    with served(line, fake) as agent:
+        asked = both_in_a_quantum(agent, fake)
+        numbers = [number for number, _ in asked]
+        fake.errors = [RuntimeError("a kernel failed")]
+        fake.gate.release(1000)
+        agent.settle()
+        statistics = agent.loop.statistics()
+    assert [reader.tokens for _, reader in asked] == [written("llm/code", count=9)] * 2
+    assert [agent.outcomes[number].label for number in numbers] == ["length"] * 2
+    failed = fake.log.index(("preempt", numbers[0]))
+    assert fake.log[failed - 1 : failed + 2] == [("run", tuple(numbers)), *(("preempt", each) for each in numbers)]
+    assert {len(each[1]) for each in fake.log[failed:] if each[0] == "run"} == {1}
+    assert (statistics.executors[0].failed, statistics.engine.pools[0].lease_used_bytes) == (1, 0)
+
+
+def test_a_text_whose_own_batch_fails_ends_with_the_reason_and_others_are_written(line, fake):
+    fake.gate = threading.Semaphore(0)
+    with served(line, fake) as agent:
+        (first, _), (second, reader) = both_in_a_quantum(agent, fake)
+        fake.errors = [RuntimeError("a kernel failed"), RuntimeError("a kernel failed again")]
+        fake.gate.release(1000)
+        agent.settle()
+    assert agent.outcomes[first].reason == "llm/code: a kernel failed again"
+    assert (agent.outcomes[second].label, reader.tokens) == ("length", written("llm/code", count=9))
+
+
+def test_texts_for_which_memory_was_short_are_written_in_smaller_batches(line, fake):
+    fake.gate = threading.Semaphore(0)
+    with served(line, fake) as agent:
+        asked = both_in_a_quantum(agent, fake)
+        fake.errors = [MemoryError()]
+        fake.gate.release(1000)
+        agent.settle()
+    assert [reader.tokens for _, reader in asked] == [written("llm/code", count=9)] * 2
+
+
+def test_whoever_is_cancelled_while_it_is_written_ends_and_is_forgotten(line, fake):
+    fake.gate = threading.Semaphore(1)
+    with served(line, fake) as agent:
+        number, _ = agent.ask("llm/code", count=300)
+        for _ in range(2):
+            assert fake.entered.acquire(timeout=PATIENCE_S)
+        agent.loop.cancel(number)
+        agent.loop.statistics()
+        fake.gate.release(1000)
+        agent.settle()
+    assert agent.outcomes[number].reason == "cancelled"
+    assert fake.log[-1] == ("forget", number)
+    assert (fake.texts, fake.held) == ({}, {})
+
+
+def test_a_lost_device_ends_the_agent_and_no_text_is_blamed(line, fake):
+    fake.errors = [torch.AcceleratorError("CUDA error: an illegal memory access was encountered")]
+    agent = served(line, fake)
+    told = queue.SimpleQueue()
+    agent.loop.when_crashed(told.put)
+    agent.loop.start()
+    agent.ask("llm/code")
+    assert isinstance(told.get(timeout=PATIENCE_S).error, DeviceLost)
+    with pytest.raises(AgentCrashed, match="illegal memory access"):
+        agent.loop.stop()
+    assert agent.outcomes == {}
+
+
+def test_what_is_wrong_with_a_text_for_its_first_expert_is_told_to_whoever_asks(line, fake):
+    def refuse(expert):
+        raise PromptInvalid("prompt", f"is nothing for {expert}")
+
+    with served(line, fake) as agent:
+        with pytest.raises(PromptInvalid, match="nothing for llm/router"):
+            agent.loop.submit(TextSource(refuse), component="auto")
+        assert agent.loop.requests_in_flight == 0
+
+
+def test_what_is_wrong_with_it_for_a_later_one_is_told_once_that_is_reached(line, fake):
+    def text_for(expert):
+        if expert == "llm/code":
+            raise PromptInvalid("prompt", "is nothing for code")
+        return TextRequest(Generation((1, 2), 4, GREEDY, choices=CHOICES), Reader())
+
+    with served(line, fake) as agent:
+        number = agent.loop.submit(TextSource(text_for), component="auto")
+        agent.settle()
+    outcome = agent.outcomes[number]
+    assert (outcome.verdict, outcome.reason) == (Verdict.UNKNOWN, "prompt: is nothing for code")
+    assert [step.expert for step in outcome.steps] == ["llm/router"]
+
+
+def test_an_expert_of_images_takes_no_texts_and_one_of_texts_no_images(line, fake):
+    with served(line, fake) as agent:
+        text, _ = agent.ask(EYE)
+        image = agent.loop.submit(IMAGE, expert="llm/code")
+        right = agent.loop.submit(IMAGE, component="eye")
+        agent.settle()
+    assert "cls/eye takes images" in agent.outcomes[text].reason
+    assert "llm/code takes texts" in agent.outcomes[image].reason
+    assert agent.outcomes[right].verdict is Verdict.OK

@@ -1,0 +1,178 @@
+"""A line of tiny language models beside a classifier: packed once, served by an agent, and asked directly."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from dataclasses import dataclass, field, replace
+
+import torch
+from safetensors.torch import save_file
+from torchvision import models
+
+from agent.core.engine import Engine
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
+from agent.core.policy import PRESETS
+from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.loop import LoopOptions, assemble
+from agent.runtime.machine.detection import detect
+from agent.runtime.text_sources import TextSource
+from experts.expert import Expert, InputSpec, Precision
+from experts.graph import ExpertGraph, RouteStep
+from experts.llm.config import parse_spec
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import load_model
+from experts.llm.names import assemblies
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.kv import kv_bytes_per_token
+from experts.llm.token_batch import Chunk, TokenBatch
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}  # fmt: skip
+LANGUAGE = ("llm/router", "llm/code", "llm/maths")
+EYE = "cls/eye"
+LABELS = ("ok", "missing", "tombstone")
+CHOICES = {"code": (7, 8), "maths": (9,)}
+PATIENCE_S = 60.0
+WORKSPACE_BYTES = 64 * 1024 * 1024
+IMAGES = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 * 1024 * 1024)
+
+
+def write_line(folder):
+    """The experts' weights, as their owners gave them; the experts."""
+    experts = []
+    for seed, name in enumerate(LANGUAGE):
+        directory = folder / name.replace("/", "-")
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(CONFIG), "utf-8")
+        save_file(_random_tensors(seed), directory / "model.safetensors")
+        experts.append(Expert(name, "llm", directory, tuple(CHOICES) if name == LANGUAGE[0] else (), None))
+    torch.manual_seed(0)
+    save_file(models.squeezenet1_1(num_classes=len(LABELS)).state_dict(), folder / "eye.safetensors")
+    experts.append(Expert(EYE, "squeezenet1_1", folder / "eye.safetensors", LABELS, InputSpec(64, 64)))
+    return experts
+
+
+def _random_tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [part for one in assemblies(parse_spec(CONFIG, "tiny")) for part in one.forms[0]]
+    return {
+        part.name: 1 + 0.1 * drawn if "norm" in part.name else drawn / math.sqrt(part.shape[-1])
+        for part in parts
+        for drawn in [torch.randn(part.shape, generator=generator)]
+    }
+
+
+@dataclass(frozen=True)
+class TextLine:
+    """Packed experts by the name of their copies."""
+
+    segments: SegmentStore
+    copies: dict[str, ExpertCopy]
+
+    @classmethod
+    def packed(cls, folder, experts):
+        segments = SegmentStore(folder / "packed")
+        report = pack_line(experts, lambda _: {Precision.FP32}, segments)
+        assert not report.failed
+        copies = [ExpertCopy(f"{each.id}@fp32", each, report.packed[each.id][Precision.FP32]) for each in experts]
+        return cls(segments, {copy.name: copy for copy in copies})
+
+    def copy(self, expert):
+        return self.copies[f"{expert}@fp32"]
+
+    def graph(self):
+        routes = {
+            "auto": (RouteStep("llm/router", frozenset(), then={"code": "llm/code", "maths": "llm/maths"}),),
+            "eye": (RouteStep(EYE, frozenset(LABELS)),),
+        }
+        return ExpertGraph([*LANGUAGE, EYE], routes)
+
+    def greedy(self, expert, prompt, count):
+        """The likeliest tokens after a prompt, without the runtime: the whole text anew for each."""
+        model = load_model(self.copy(expert).expert.weights, expert)
+        tokens = list(prompt)
+        for _ in range(count):
+            batch = TokenBatch.of([Chunk(0, 0, tokens)])
+            tokens.append(int(model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+class TextAgent:
+    """An agent over a text line. ``engines``: what stands in the place of the engines; None for real ones."""
+
+    def __init__(self, line, *, engines=None, executors=1, lease_tokens=400, room=4, batch=4, on_outcome=None):
+        self.line, self.outcomes = line, {}
+        spec = parse_spec(CONFIG, "tiny")
+        self.texts = Performance(
+            0.001, 0.002, batch, 1024 * 1024, K_prompt_s=1e-5, K_output_s=1e-3,
+            lease_bytes=kv_bytes_per_token(spec, torch.float32),
+        )  # fmt: skip
+        specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
+        largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
+        pool = PoolSpec("host", room * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
+        limits = Limits((pool,), load_backoff_s=0.001, quantum_s=0.02)
+        graph, matrix = line.graph(), PerformanceMatrix({"cpu": dict(self._rows())})
+        self.engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
+        self.loop = assemble(
+            self.engine, replace(detect("cpu"), cores=1), specs, limits, line.copies, line.segments,
+            on_outcome or self.outcomes.__setitem__, LoopOptions(checks_invariants=True), matrix, routes=graph,
+            engines=engines,
+        )  # fmt: skip
+
+    def _rows(self):
+        for copy in self.line.copies.values():
+            performance = self.texts if copy.expert.id in LANGUAGE else IMAGES
+            yield copy.expert.id, ExpertProfile(copy.name, performance, footprint_of(copy.packed), {SSD: 0.01})
+
+    def __enter__(self):
+        self.loop.start()
+        return self
+
+    def __exit__(self, *_):
+        self.loop.stop()
+
+    def settle(self):
+        assert self.loop.wait_until_idle(PATIENCE_S)
+
+    def ask(self, expert, prompt=(1, 2, 3), count=5, stops_after=None):
+        """A text of one expert: its number, and its reader."""
+        reader = Reader(stops_after)
+        return self.loop.submit(source(prompt, count, reader), expert=expert), reader
+
+    def ask_route(self, prompt=(1, 2, 3), count=5):
+        reader = Reader()
+        return self.loop.submit(source(prompt, count, reader), component="auto"), reader
+
+
+@dataclass
+class Reader:
+    """Whoever reads a text. ``stops_after``: as many tokens as are wanted."""
+
+    stops_after: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    first: threading.Event = field(default_factory=threading.Event)
+    breaks: bool = False
+
+    def write(self, sampled):
+        if self.breaks:
+            raise OSError("gone")
+        self.tokens.append(sampled.token)
+        self.first.set()
+        return len(self.tokens) == self.stops_after
+
+
+def source(prompt, count, reader):
+    """One text for every expert; a router is asked to choose."""
+
+    def text_for(expert):
+        choices = CHOICES if expert == "llm/router" else None
+        return TextRequest(Generation(tuple(prompt), count, GREEDY, choices=choices), reader)
+
+    return TextSource(text_for)

@@ -1,0 +1,199 @@
+"""moe_experts in blocks: each can be read alone, is checked by itself, and together they are the layer's tensors."""
+
+import json
+
+import pytest
+import torch
+
+from experts.errors import WeightsCorrupt, WeightsMissing
+from experts.expert import Expert, Precision
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import read_spec
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import Model
+from experts.llm.quant import SCALE, Int8Tensors
+from experts.llm.token_batch import Chunk, TokenBatch
+from experts.packed.manifests import ManifestFolder
+from experts.packed.packing import pack_line
+from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer, SegmentStore, tensor_views
+
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+
+
+@pytest.fixture
+def expert(model_files):
+    return Expert("llm/a", "llm", model_files.write(model_files.config("mixtral")), (), None)
+
+
+def packed_in(store, experts, precision=Precision.FP32):
+    report = pack_line(experts, lambda _: {precision}, store)
+    assert report.failed == {}
+    return [report.packed[expert.id][precision] for expert in experts]
+
+
+def layers_of(packed):
+    return [segment for segment in packed.shared if segment.blocks is not None]
+
+
+def tensors_of(expert):
+    spec = read_spec(expert.weights, expert.id)
+    return spec, open_checkpoint(expert.weights, expert.id, spec).read_all()
+
+
+def read(store, segment, number):
+    buffer = AlignedBuffer(segment.blocks.size_bytes)
+    store.read_block(segment, number, buffer.view, "llm/a")
+    return buffer.tensor
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])
+def test_each_block_holds_one_of_a_layer_s_experts(model_files, store, family, precision):
+    expert = Expert("llm/a", "llm", model_files.write(model_files.config(family)), (), None)
+    spec, tensors = tensors_of(expert)
+    if precision is Precision.INT8:
+        tensors = dict(Int8Tensors(tensors))
+    (packed,) = packed_in(store, [expert], precision)
+    assert len(layers_of(packed)) == sum(layer.moe is not None for layer in spec.layers)
+    assert len({segment.blocks.size_bytes for segment in layers_of(packed)}) == 1
+    for segment in layers_of(packed):
+        assert segment.size_bytes == segment.blocks.size_bytes * len(segment.blocks.sha256)
+        assert segment.blocks.size_bytes % ALIGNMENT_BYTES == 0
+        for number in range(len(segment.blocks.sha256)):
+            block = read(store, segment, number)
+            for one in segment.tensors:
+                part = torch.as_strided(
+                    block.view(getattr(torch, one.dtype)), one.shape[1:], one.stride[1:],
+                    one.offset_bytes // getattr(torch, one.dtype).itemsize,
+                )  # fmt: skip
+                assert torch.equal(part, tensors[one.name][number])
+    in_blocks = {one.name for segment in layers_of(packed) for one in segment.tensors}
+    assert in_blocks == {name for name in tensors if ".experts." in name}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_is_bound_to_what_was_packed(model_files, store, make_slot, family):
+    expert = Expert("llm/a", "llm", model_files.write(model_files.config(family)), (), None)
+    spec, tensors = tensors_of(expert)
+    (packed,) = packed_in(store, [expert], Precision.INT8)
+    assert any(one.name.endswith(SCALE) for one in packed.own.tensors)
+    slot = make_slot(expert, packed, store)
+    batch = TokenBatch.of([Chunk(0, 0, range(1, 40))])
+    expected, found = (
+        model.forward(batch, ContiguousKeyValues(spec, torch.bfloat16))
+        for model in (Model(spec, dict(Int8Tensors(tensors))), slot.skeleton.model)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_int8_takes_half_of_bf16_on_the_drive(model_files, store):
+    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+    expert = Expert("llm/a", "llm", model_files.write(model_files.config("mixtral", **sizes)), (), None)
+    (whole,), (half,) = (packed_in(store, [expert], precision) for precision in (Precision.BF16, Precision.INT8))
+    assert size_of(half) < 0.52 * size_of(whole)
+
+
+def size_of(packed):
+    return sum(segment.size_bytes for segment in packed.segments)
+
+
+def test_equal_layers_of_several_experts_are_one_file(model_files, store):
+    values = model_files.config("mixtral")
+    backbone, others = (model_files.tensors(values, seed=seed) for seed in (0, 1))
+    mixed = {name: others[name] if "layers.1." in name else tensor for name, tensor in backbone.items()}
+    experts = [
+        Expert(f"llm/{number}", "llm", model_files.write(values, tensors), (), None)
+        for number, tensors in enumerate((backbone, mixed))
+    ]
+    first, second = packed_in(store, experts)
+    assert first.layout == second.layout
+    same = [one == other for one, other in zip(layers_of(first), layers_of(second), strict=True)]
+    assert same == [True, False, True]
+    assert packed_in(store, experts) == [first, second]  # nothing is packed again
+    files = {path.name for path in (store.directory / "segments").iterdir()}
+    assert files == {f"{segment.sha256}.bin" for packed in (first, second) for segment in packed.segments}
+
+
+class TestABlockThatIsNot:
+    def test_what_was_packed_is_found_when_it_is_read_and_not_before(self, store, expert):
+        (packed,) = packed_in(store, [expert])
+        segment = layers_of(packed)[1]
+        with store.segment_path(segment.sha256).open("r+b") as file:
+            file.seek(2 * segment.blocks.size_bytes)
+            file.write(b"\x55")
+        read(store, segment, 1)
+        for _ in range(2):
+            with pytest.raises(WeightsCorrupt, match="block 2 of"):
+                read(store, segment, 2)
+        read(store, segment, 1)
+        assert store.segment_path(segment.sha256) in store.discard_corrupt(packed)
+        with pytest.raises(WeightsMissing):
+            read(store, segment, 1)
+
+    def test_a_file_that_is_written_to_after_it_was_checked(self, store, expert):
+        (packed,) = packed_in(store, [expert])
+        segment = layers_of(packed)[0]
+        read(store, segment, 0)
+        store.read(segment, AlignedBuffer(segment.size_bytes), expert.id)
+        with store.segment_path(segment.sha256).open("r+b") as file:
+            file.write(b"\x55")
+        with pytest.raises(WeightsCorrupt, match="block 0 of"):
+            read(store, segment, 0)
+
+    def test_a_file_of_another_length(self, store, expert):
+        (packed,) = packed_in(store, [expert])
+        segment = layers_of(packed)[0]
+        with store.segment_path(segment.sha256).open("r+b") as file:
+            file.truncate(segment.size_bytes - ALIGNMENT_BYTES)
+        with pytest.raises(WeightsCorrupt, match="expected"):
+            read(store, segment, 0)
+
+
+def test_a_whole_layer_is_read_as_any_segment(store, expert):
+    (packed,) = packed_in(store, [expert])
+    _, tensors = tensors_of(expert)
+    segment = layers_of(packed)[0]
+    buffer = AlignedBuffer(segment.slot_bytes)
+    store.read(segment, buffer, expert.id)
+    views = tensor_views(buffer.tensor, segment)
+    assert all(torch.equal(view, tensors[name]) for name, view in views.items())
+
+
+def test_large_blocks_are_read_by_several_threads(model_files, store):
+    values = model_files.config("mixtral", hidden_size=256, intermediate_size=1024, num_hidden_layers=1)
+    expert = Expert("llm/a", "llm", model_files.write(values), (), None)
+    (packed,) = packed_in(store, [expert])
+    (segment,) = layers_of(packed)
+    assert segment.blocks.size_bytes > 2 * 1024 * 1024
+    read(store, segment, 3)
+
+
+def test_where_direct_reads_are_refused_the_page_cache_serves(store, expert):
+    (packed,) = packed_in(store, [expert])
+    segment = layers_of(packed)[0]
+    unaligned = AlignedBuffer(segment.blocks.size_bytes + ALIGNMENT_BYTES)
+    store.read_block(segment, 1, unaligned.view[1:], expert.id)
+    expected = read(store, segment, 1)
+    assert bytes(unaligned.view[1 : 1 + len(expected)]) == expected.numpy().tobytes()
+
+
+def test_manifests_of_before_there_were_blocks_are_read(store, expert, files):
+    fake = files.fake("cls/x")
+    packed = packed_in(store, [fake])
+    folder = ManifestFolder(store.directory / "manifests")
+    path = folder.path("cls/x", "fp32")
+    document = json.loads(path.read_text())
+    del document["packed"]["own"]["blocks"]
+    path.write_text(json.dumps(document))
+    assert [folder.read("cls/x", "fp32").packed] == packed
+
+
+def test_a_start_with_blocks_touches_nothing(store, expert):
+    first = packed_in(store, [expert])
+    before = {path: path.stat().st_mtime_ns for path in store.directory.rglob("*.*")}
+    again = SegmentStore(store.directory)
+    try:
+        assert packed_in(again, [expert]) == first
+    finally:
+        again.close()
+    assert {path: path.stat().st_mtime_ns for path in store.directory.rglob("*.*")} == before

@@ -1,0 +1,275 @@
+"""A model whose moe_experts come and go says what it says with all of them at hand."""
+
+import threading
+
+import pytest
+import torch
+
+from experts.errors import LoadError
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import read_spec
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import Model
+from experts.llm.quant import Int8Tensors
+from experts.llm.tiers.cache import MoeCache
+from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
+from experts.llm.tiers.offload import BlockForm, BlockTensor, HostTier, OffloadedMoe
+from experts.llm.tiers.predict import MoveCosts, RowsTime
+from experts.llm.token_batch import Chunk, TokenBatch
+
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
+CHEAP_DEVICE = MoveCosts(1e12, 0.0, 128, device=RowsTime(0.0, 0.0), cpu=RowsTime(1.0, 1.0))
+CHEAP_HOST = MoveCosts(1.0, 0.0, 0, device=RowsTime(1.0, 1.0), cpu=RowsTime(0.0, 0.0))
+DEAR_BY_THE_ROW = MoveCosts(1e3, 0.0, 0, device=RowsTime(0.0, 0.0), cpu=RowsTime(5.0, 0.0))
+
+
+class Blocks:
+    """All moe_experts of a model, each as a block of bytes; where they are read from, in the place of an SSD."""
+
+    def __init__(self, spec, tensors):
+        stacks = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+        self.dense = {name: tensor for name, tensor in tensors.items() if name not in stacks}
+        self.layers = [number for number, layer in enumerate(spec.layers) if layer.moe is not None]
+        names = [name.partition(".experts.")[2] for name in stacks if name.startswith(f"layers.{self.layers[0]}.")]
+        firsts = {name: stacks[f"layers.{self.layers[0]}.experts.{name}"][0] for name in names}
+        offset, parts = 0, []
+        for name, first in firsts.items():
+            parts.append(BlockTensor(name, first.dtype, tuple(first.shape), offset))
+            offset += -(-first.nbytes // 64) * 64
+        self.form = BlockForm(-(-offset // 4096) * 4096, tuple(parts))
+        self.blocks = {
+            MoeExpert(layer, number): self._block(stacks, layer, number)
+            for layer in self.layers
+            for number in range(spec.layers[layer].moe.moe_experts)
+        }
+        self.read = []
+
+    def _block(self, stacks, layer, number):
+        block = torch.zeros(self.form.size_bytes, dtype=torch.uint8)
+        for part in self.form.tensors:
+            tensor = stacks[f"layers.{layer}.experts.{part.name}"][number].contiguous()
+            raw = tensor.flatten().view(torch.uint8)
+            block[part.offset_bytes : part.offset_bytes + len(raw)] = raw
+        return block
+
+    def fill(self, moe_expert, place, target):
+        self.read.append(moe_expert)
+        start = place * self.form.size_bytes
+        target[start : start + self.form.size_bytes] = self.blocks[moe_expert]
+
+
+class Offloaded:
+    """A model over ``places``; with ``host_places``, behind host memory of so many."""
+
+    def __init__(self, spec, tensors, places, host_places=None, costs=None, loads_at_once=1):
+        self.source = Blocks(spec, tensors)
+        size_bytes = self.source.form.size_bytes
+        self.bytes = torch.full((places * size_bytes,), 255, dtype=torch.uint8)  # not a number, if anybody reads it
+        self.host = None
+        if host_places is not None:
+            host_bytes = torch.full((host_places * size_bytes,), 255, dtype=torch.uint8)
+            cache = MoeCache(
+                MoeResidency(host_places, len(spec.layers)),
+                lambda moe_expert, place: self.source.fill(moe_expert, place, host_bytes),
+                name="test-host",
+            )
+            self.host = HostTier(
+                cache, lambda place: host_bytes[place * size_bytes : (place + 1) * size_bytes], self.source.form,
+                spec.mlp, costs,
+            )  # fmt: skip
+        residency = MoeResidency(places, len(spec.layers), loads_at_once=loads_at_once)
+        self.cache = MoeCache(residency, self.fill, name="test-moe", loads_at_once=loads_at_once)
+        self.moe = OffloadedMoe(spec, self.source.form, self.cache, host=self.host)
+        self.model = Model(spec, self.source.dense, self.moe.show(self.source.dense, self.bytes))
+
+    def fill(self, moe_expert, place):
+        self.moe.await_reads(place)
+        if self.host is None:
+            self.source.fill(moe_expert, place, self.bytes)
+            return
+        with self.host.holding(moe_expert) as block:
+            start = place * len(block)
+            self.bytes[start : start + len(block)] = block
+
+    def close(self):
+        self.moe.settle()
+        self.moe.close()
+
+
+@pytest.fixture
+def offload():
+    made = []
+
+    def make(*given, **named):
+        made.append(Offloaded(*given, **named))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def tiny(model_files):
+    def read(family, **changes):
+        directory = model_files.write(model_files.config(family, **changes))
+        spec = read_spec(directory, "tiny")
+        return spec, open_checkpoint(directory, "tiny", spec).read_all()
+
+    return read
+
+
+def greedy(model, prompts, count=6):
+    """The prompts together, then one token of each at a time: what follows, and the logits at every step."""
+    key_values = ContiguousKeyValues(model.spec, model.dtype)
+    chunks = [Chunk(number, 0, prompt) for number, prompt in enumerate(prompts)]
+    tokens, steps = [[] for _ in prompts], []
+    for _ in range(count):
+        steps.append(model.forward(TokenBatch.of(chunks), key_values))
+        best = steps[-1].argmax(dim=-1).tolist()
+        for number, token in enumerate(best):
+            tokens[number].append(token)
+        chunks = [Chunk(one.sequence, one.first + len(one.tokens), [best[one.sequence]]) for one in chunks]
+    return tokens, torch.stack(steps)
+
+
+PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("places", [1, 2, 5, 100])
+def test_it_says_what_it_says_with_all_at_hand(tiny, offload, family, places):
+    spec, tensors = tiny(family)
+    expected, expected_logits = greedy(Model(spec, tensors), PROMPTS)
+    offloaded = offload(spec, tensors, places)
+    found, logits = greedy(offloaded.model, PROMPTS)
+    assert found == expected
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
+    offloaded.moe.settle()
+    statistics = offloaded.moe.statistics()
+    assert statistics.cache.residency.held <= places
+    assert statistics.bytes_loaded == len(offloaded.source.read) * offloaded.source.form.size_bytes
+    if places == 100:
+        assert len(offloaded.source.read) == len(set(offloaded.source.read))
+
+
+def test_in_bf16_and_int8_too(tiny, offload):
+    for tensors_of in (lambda tensors: {name: one.bfloat16() for name, one in tensors.items()}, Int8Tensors):
+        spec, tensors = tiny("qwen3_moe")
+        held = dict(tensors_of(tensors))
+        expected, expected_logits = greedy(Model(spec, held), PROMPTS[1:2], count=1)
+        found, logits = greedy(offload(spec, held, 2).model, PROMPTS[1:2], count=1)
+        torch.testing.assert_close(logits, expected_logits, rtol=2e-2, atol=2e-2)
+        assert found == expected
+
+
+def test_what_comes_first_changes_nothing(tiny, offload):
+    spec, tensors = tiny("mixtral")
+    logits = [greedy(offload(spec, tensors, places, loads_at_once=2).model, PROMPTS)[1] for places in (1, 3, 3, 50)]
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+
+@pytest.mark.parametrize("costs", [None, CHEAP_DEVICE, CHEAP_HOST, DEAR_BY_THE_ROW])
+@pytest.mark.parametrize(("places", "host_places"), [(1, 1), (2, 4), (4, 100)])
+def test_behind_host_memory_it_says_the_same_whatever_is_moved(tiny, offload, places, host_places, costs):
+    for family in ("mixtral", "pr_moe"):
+        spec, tensors = tiny(family)
+        expected, expected_logits = greedy(Model(spec, tensors), PROMPTS)
+        offloaded = offload(spec, tensors, places, host_places, costs)
+        found, logits = greedy(offloaded.model, PROMPTS)
+        assert found == expected
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
+        assert (offloaded.moe.statistics().rows_moved > 0) is (costs in (CHEAP_HOST, DEAR_BY_THE_ROW))
+
+
+def test_host_memory_for_all_reads_each_once_from_the_drive(tiny, offload):
+    spec, tensors = tiny("mixtral")
+    offloaded = offload(spec, tensors, 2, host_places=100)
+    greedy(offloaded.model, PROMPTS)
+    offloaded.moe.settle()
+    assert sorted(offloaded.source.read) == sorted(set(offloaded.source.read))
+
+
+def test_the_gate_ahead_finds_what_the_next_layer_needs(tiny, offload):
+    """Layers that add nothing to their tokens: each gate sees what the one before it could see."""
+    spec, tensors = tiny("mixtral")
+    for number in range(len(spec.layers)):
+        tensors[f"layers.{number}.output"].zero_()
+        tensors[f"layers.{number}.experts.down"].zero_()
+    offloaded = offload(spec, tensors, 100)
+    greedy(offloaded.model, PROMPTS[1:2], count=1)
+    offloaded.moe.settle()
+    residency = offloaded.moe.statistics().cache.residency
+    assert residency.ahead_used == residency.ahead
+    assert residency.hits + residency.late + residency.misses == len(offloaded.source.read)
+
+
+def test_nothing_is_predicted_while_others_want_the_link(tiny):
+    spec, tensors = tiny("mixtral")
+    made = Offloaded(spec, tensors, 100)
+    moe = OffloadedMoe(spec, made.source.form, made.cache, may_predict=lambda: False)
+    greedy(Model(spec, made.source.dense, moe.show(made.source.dense, made.bytes)), PROMPTS)
+    assert moe.statistics().cache.residency.ahead == 0
+    made.close()
+
+
+def test_bytes_that_are_moved_are_shown_again(tiny, offload):
+    spec, tensors = tiny("mixtral")
+    offloaded = offload(spec, tensors, 6)
+    expected, _ = greedy(offloaded.model, PROMPTS)
+    offloaded.moe.settle()
+    offloaded.bytes, before = offloaded.bytes.clone(), offloaded.bytes
+    before.fill_(255)
+    model = Model(spec, offloaded.source.dense, offloaded.moe.show(offloaded.source.dense, offloaded.bytes))
+    assert greedy(model, PROMPTS)[0] == expected
+
+
+class TestALoadThatFails:
+    def test_is_told_to_who_needs_it_and_the_next_one_may_come(self, tiny, offload):
+        spec, tensors = tiny("mixtral")
+        expected, _ = greedy(Model(spec, tensors), PROMPTS)
+        offloaded = offload(spec, tensors, 2)
+        fill = offloaded.source.fill
+
+        def fail(*_):
+            raise LoadError("tiny", "the drive says no")
+
+        offloaded.source.fill = fail
+        for _ in range(2):
+            with pytest.raises(LoadError, match="the drive says no"):
+                greedy(offloaded.model, PROMPTS)
+            offloaded.moe.settle()
+        offloaded.source.fill = fill
+        assert greedy(offloaded.model, PROMPTS)[0] == expected
+        assert offloaded.moe.statistics().cache.failed >= 2
+
+    def test_behind_host_memory_too(self, tiny, offload):
+        spec, tensors = tiny("mixtral")
+        offloaded = offload(spec, tensors, 2, host_places=3)
+
+        def fail(*_):
+            raise LoadError("tiny", "the drive says no")
+
+        offloaded.source.fill = fail
+        with pytest.raises(LoadError, match="the drive says no"):
+            greedy(offloaded.model, PROMPTS)
+
+    def test_after_its_end_nothing_is_loaded_any_more(self, tiny, offload):
+        spec, tensors = tiny("mixtral")
+        offloaded = offload(spec, tensors, 2)
+        offloaded.close()
+        with pytest.raises(RuntimeError, match="stopped"):
+            greedy(offloaded.model, PROMPTS)
+
+
+def test_two_passes_at_once_share_one_cache(tiny, offload):
+    spec, tensors = tiny("mixtral")
+    expected, _ = greedy(Model(spec, tensors), PROMPTS)
+    offloaded = offload(spec, tensors, 2)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(greedy(offloaded.model, PROMPTS)[0])) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 3
