@@ -33,11 +33,12 @@ from agent.runtime.executor import BatchExecutor, Preparation, threads_per_execu
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
+from agent.runtime.moe_loads import MoeLoads
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
 from agent.runtime.texts import Texts, expert_name
-from agent.runtime.transfer import Transfers
+from agent.runtime.transfer import PacedLink, Transfers
 from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
@@ -577,8 +578,9 @@ def assemble(
     """
     inbox: SimpleQueue[Message] = SimpleQueue()
     shelf = SkeletonShelf(segments)
-    stores = _stores(box, executors, limits, shelf)
+    link = PacedLink(options.ssd_bytes_per_s)
     staging = HostMemory(pinned=box.name == "cuda")
+    stores = _stores(box, executors, limits, shelf, MoeLoads(segments, link, staging))
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
     threads = threads_per_executor(box, executors)
     watch = watch_of(box)
@@ -590,7 +592,7 @@ def assemble(
         inbox.put,
         workers=workers,
         operator_threads=threads,
-        ssd_bytes_per_s=options.ssd_bytes_per_s,
+        link=link,
         watch=watch,
     )
     preparation = Preparation(options.preparation_threads, options.max_pixels)
@@ -605,7 +607,9 @@ def assemble(
     return AgentLoop(engine, workshop, inbox, on_outcome, options, forecast, clock)
 
 
-def _stores(box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf) -> dict[str, SlotStore]:
+def _stores(
+    box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf, moe_loads: MoeLoads
+) -> dict[str, SlotStore]:
     """Each memory's slots, bound for the devices that run from it."""
     return {
         spec.name: SlotStore(
@@ -613,6 +617,7 @@ def _stores(box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: 
             spec.expert_bytes,
             sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
             shelf,
+            moe_loads,
         )
         for spec in limits.pools
     }

@@ -311,7 +311,7 @@ class LlmEngine:
         least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
         if is_first:
             room = max(room, least)
-        elif group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
+        elif left_s <= 0 or group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
             return []
         return plan(candidates, self._limits.rows, room)
 
