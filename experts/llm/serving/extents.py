@@ -52,7 +52,8 @@ class Slab:
             with suppress(OSError):  # of a kernel without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one is more than was promised
         shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
-        self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
+        with torch.inference_mode(False):  # whoever asks for it, it is written outside of a model's pass, too
+            self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
         self.keys = [self.buffer[:, layer, 0] for layer in range(layout.layers)]
         self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]
         self.free = list(range(extents))  # the lowest is taken first: ranges stay short
