@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from experts.llm.key_values import BatchKeyValues, KeyValues
     from experts.llm.model import Model
     from experts.llm.serving.generation import Sampled, TextRequest
     from experts.llm.serving.kv import KvArena
@@ -142,6 +143,24 @@ class _Row:
     @classmethod
     def of(cls, text: Text, tokens: int) -> _Row:
         return cls(text, tokens, text.wanted(tokens))
+
+
+class _TimedKeyValues:
+    """Keys and values as a model asks for them; making room is no tensor work, and its time is kept apart."""
+
+    def __init__(self, key_values: KeyValues, clock: Callable[[], float]) -> None:
+        self._key_values = key_values
+        self._clock = clock
+        self.reserving_s = 0.0
+
+    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
+        began_s = self._clock()
+        reserved = self._key_values.reserve(batch)
+        self.reserving_s += self._clock() - began_s
+        return reserved
+
+    def release(self, sequence: int) -> None:
+        self._key_values.release(sequence)
 
 
 class _Asked(Enum):
@@ -326,10 +345,11 @@ class LlmEngine:
         index = torch.tensor(places, device=group.family.device)
         owners = [group.owners[row.text.request] for row in rows]
         wanted = [owner for owner, row in zip(owners, rows, strict=True) for _ in range(row.wanted)]
+        key_values = _TimedKeyValues(self._arena.key_values(group.layout), self._clock)
         began_s = self._clock()
-        hidden = group.family.hidden(batch, self._arena.key_values(group.layout), owners)
+        hidden = group.family.hidden(batch, key_values, owners)
         logits = group.family.logits(hidden[index], wanted) if places else None
-        self._tally.tensor_s += self._clock() - began_s
+        self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
         return logits
 
     def _take(self, rows: Sequence[_Row], logits: Tensor) -> None:

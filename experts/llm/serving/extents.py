@@ -18,7 +18,7 @@ import mmap
 import sys
 from bisect import insort
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -411,20 +411,26 @@ class _Range:
     """Neighbouring extents that are read in one call: the decode rows in it, with their extents and lengths."""
 
     slab: Slab
-    rows: list[int]
-    numbers: list[int]
-    lengths: list[int]
+    rows: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    longest: int = 0
 
-    @property
-    def cost(self) -> int:
-        """The positions that are read: of the rows, and of what lies between."""
-        return (self.numbers[-1] - self.numbers[0] + 1) * max(self.lengths)
+    def added_positions(self, slab: Slab, number: int, length: int) -> float:
+        """How many positions more are read with the next extent in it, its own and what lies between included."""
+        if slab is not self.slab:
+            return math.inf
+        first, longest = self.numbers[0], max(self.longest, length)
+        return (number - first + 1) * longest - (self.numbers[-1] - first + 1) * self.longest
 
-    def joined(self, other: _Range) -> _Range:
-        return _Range(self.slab, self.rows + other.rows, self.numbers + other.numbers, self.lengths + other.lengths)
+    def add(self, row: int, number: int, length: int) -> None:
+        self.rows.append(row)
+        self.numbers.append(number)
+        self.lengths.append(length)
+        self.longest = max(self.longest, length)
 
     def of(self, buffer: Tensor) -> Tensor:
-        return buffer[self.numbers[0] : self.numbers[-1] + 1, :, : max(self.lengths)]
+        return buffer[self.numbers[0] : self.numbers[-1] + 1, :, : self.longest]
 
     def layout(self) -> DecodeLayout:
         first = self.numbers[0]
@@ -440,17 +446,12 @@ class _Range:
 
 def _ranges(extents: Sequence[Extent], lengths: Sequence[int], call_positions: int) -> list[_Range]:
     """Neighbours join where what is read beside their own costs less than another call."""
-    singles = [
-        _Range(extent.slab, [row], [extent.number], [length])
-        for row, (extent, length) in enumerate(zip(extents, lengths, strict=True))
-    ]
     ranges: list[_Range] = []
-    for single in sorted(singles, key=lambda one: (one.slab.number, one.numbers[0])):
-        joined = ranges[-1].joined(single) if ranges and ranges[-1].slab is single.slab else None
-        if joined is not None and joined.cost <= ranges[-1].cost + single.cost + call_positions:
-            ranges[-1] = joined
-        else:
-            ranges.append(single)
+    for row in sorted(range(len(extents)), key=lambda row: extents[row].place):
+        slab, number, length = extents[row].slab, extents[row].number, lengths[row]
+        if not ranges or ranges[-1].added_positions(slab, number, length) > length + call_positions:
+            ranges.append(_Range(slab))
+        ranges[-1].add(row, number, length)
     return ranges
 
 
