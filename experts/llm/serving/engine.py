@@ -294,7 +294,7 @@ class LlmEngine:
         """One iteration of the group that has waited longest; False where none is left, or no time."""
         self._do_what_was_asked()
         now_s = self._clock()
-        for text in [text for each in groups for text in each.going]:
+        for text in [text for each in groups for text in each.texts if text.result is None]:
             if text.text.deadline_s is not None and now_s >= text.text.deadline_s:
                 text.end(Ending.DEADLINE)
                 self._give_back(text)

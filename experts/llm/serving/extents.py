@@ -46,11 +46,13 @@ class Slab:
 
     def __init__(self, number: int, layout: KvLayout, positions: int, extents: int) -> None:
         self.number = number
+        self._unit = _unit(layout)
         self._extent_bytes = positions * layout.token_bytes
         self._map = mmap.mmap(-1, extents * self._extent_bytes, flags=_flags())
         if sys.platform == "linux":
             with suppress(OSError):  # of a kernel without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one is more than was promised
+            self._map.madvise(mmap.MADV_DONTDUMP)  # nobody reads a crash's file of so many addresses
         shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
         with torch.inference_mode(False):  # whoever asks for it, it is written outside of a model's pass, too
             self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
@@ -58,6 +60,11 @@ class Slab:
         self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]
         self.free = list(range(extents))  # the lowest is taken first: ranges stay short
         self.touched = [0] * extents  # how many positions of each are memory
+
+    def touch(self, extent: int, positions: int) -> None:
+        """So many positions are going to be written."""
+        if positions > self.touched[extent]:
+            self.touched[extent] = math.ceil(positions / self._unit) * self._unit
 
     def give_back(self, extent: int) -> None:
         """Leave zeros, and no memory."""
@@ -212,8 +219,7 @@ class ExtentArena:
 
     def _hold(self, extent: Extent, tokens: int) -> None:
         extent.held = tokens
-        touched = extent.slab.touched
-        touched[extent.number] = max(touched[extent.number], self.tokens_for(extent.layout, tokens))
+        extent.slab.touch(extent.number, tokens)
 
     def _begin(self, request: int, layout: KvLayout, promised: int, prefix: Prefix | None) -> int:
         best, common = self._best(layout, prefix)
