@@ -49,7 +49,8 @@ FORGOTTEN = "nobody waits for it any more"
 class Turn:
     """A request's part in a quantum. ``weights``: what equals for the very same weights only; None: no prefix is kept.
 
-    The ``model`` may be another object each time, of the same weights.
+    The ``model`` may be another object each time, of the same weights. ``lease``: how many tokens it may hold for now,
+    never fewer than before; None: the most that it may ever. One whose lease is full goes no further.
     """
 
     request: int
@@ -57,15 +58,20 @@ class Turn:
     model: Model
     text: TextRequest
     weights: str | None = None
+    lease: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What an unfinished text still has before it, in tokens: to read, expected to write, and the most it may hold."""
+    """What an unfinished text still has before it, in tokens: to read, expected to write, and the most it may hold.
+
+    ``held``: of those that it has read, the ones whose keys and values are there.
+    """
 
     prompt: int
     output: int
     most: int
+    held: int = field(default=0, compare=False)  # it does not say what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ class _Group:
 
     @property
     def going(self) -> list[Text]:
-        return [text for text in self.texts if text.result is None and text.has_room]
+        return [text for text in self.texts if text.result is None and text.has_room and text.next_tokens]
 
     @property
     def ran(self) -> int:
@@ -259,6 +265,7 @@ class LlmEngine:
                 check_against(turn.text.generation, turn.model.spec)
             except PromptInvalid as error:
                 text.refuse(f"expert {turn.expert}: {error}")
+        text.lease = text.most_tokens if turn.lease is None else min(turn.lease, text.most_tokens)
         return text
 
     def _times_of(self, family: Family) -> IterationTimes:
@@ -266,26 +273,36 @@ class LlmEngine:
         return self._times.setdefault(kind, IterationTimes())
 
     def _make_room(self, groups: Iterable[_Group]) -> list[int]:
-        """Promise each text all that it may come to hold; returns those for which there is no room."""
+        """Promise each text all that its lease is for; returns those for which there is no room."""
         lacking = []
-        homeless = [(text, group.layout) for group in groups for text in group.texts if not text.has_room]
-        for text, layout in homeless:
+        texts = [(text, group.layout) for group in groups for text in group.texts]
+        for text, layout in texts:
+            if text.has_room and text.promised >= text.lease:
+                continue
             try:
                 self._begin(text, layout)
+                if text.promised < text.lease:
+                    self._arena.grow(text.request, text.lease)
+                    text.promised = text.lease
             except MemoryExceeded as error:
-                lacking.append(text.request)
+                if not text.has_room:
+                    lacking.append(text.request)
                 if error.wanted_bytes > self._arena.budget_bytes:
                     text.refuse(f"expert {text.expert}: {text.most_tokens} tokens are more than there is room for")
         return lacking
 
     def _begin(self, text: Text, layout: KvLayout) -> None:
+        if text.has_room:
+            return
         if text.is_swapped:
             self._arena.swap_in(text.request)
         else:
-            text.lost(self._arena.begin(text.request, layout, text.most_tokens, self._prefix(text, -1)))
+            prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
+            text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
+            text.promised = text.lease
         text.has_room, text.is_swapped = True, False
 
-    def _prefix(self, text: Text, end: int | None) -> Prefix | None:
+    def _prefix(self, text: Text, end: int) -> Prefix | None:
         """The text's tokens up to ``end``, as a prefix."""
         weights = self._weights.get(text.request)
         return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
@@ -311,7 +328,7 @@ class LlmEngine:
         return bool(rows)
 
     def _plan(self, group: _Group, texts: Iterable[Text], left_s: float, is_first: bool) -> list[Pick]:
-        candidates = [Candidate(text.request, text.unread, text.came, text.ran, text.is_whole) for text in texts]
+        candidates = [Candidate(text.request, text.next_tokens, text.came, text.ran, text.is_whole) for text in texts]
         writing = min(sum(one.unread == 1 for one in candidates), self._limits.rows)
         room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
         least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
@@ -384,6 +401,7 @@ class LlmEngine:
         """Its keys and values, once it has its result, or others need the room more."""
         self._arena.release(text.request, self._prefix(text, text.held), is_sound=text.is_sound)
         text.has_room = text.is_swapped = False
+        text.promised = 0
         text.lost()
 
     def _drop(self, request: int) -> None:
@@ -438,10 +456,10 @@ class LlmEngine:
 
     def _left(self, text: Text) -> Left:
         if isinstance(text, RoutedText):
-            return Left(text.left_to_read, 1, text.most_tokens)
+            return Left(text.left_to_read, 1, text.most_tokens, text.held)
         reads = 0 if text.unread == 1 and text.held else text.unread
         most_new = text.text.generation.most_new_tokens
-        return Left(reads, self._lengths.left(text.expert, text.written, most_new), text.most_tokens)
+        return Left(reads, self._lengths.left(text.expert, text.written, most_new), text.most_tokens, text.held)
 
 
 def _not_finite(text: Text) -> str:
