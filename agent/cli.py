@@ -195,6 +195,57 @@ def status(
         print_status(answered)
 
 
+@app.command()
+def generate(
+    line: LineFile,
+    model: Annotated[str, typer.Argument(help="an expert, a route of texts, or auto", show_default=False)],
+    prompt: Annotated[str, typer.Argument(help="what to answer; - reads it from stdin", show_default=False)],
+    is_prompt: Annotated[bool, typer.Option("--continue", help="write what follows the prompt, not an answer")] = False,
+    system: Annotated[str | None, typer.Option(help="what the model is told before the prompt")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="at most so many; default what the context has")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: the likeliest token, always; default 1")] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw from the likeliest tokens of this probability")] = None,
+    top_k: Annotated[int | None, typer.Option(help="draw from so many of the likeliest tokens")] = None,
+    min_p: Annotated[float | None, typer.Option(help="no token less likely than this share of the likeliest")] = None,
+    seed: Annotated[int | None, typer.Option(help="the same text each time")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this; may be given several times")] = None,
+    deadline: Annotated[float | None, typer.Option(help="end after so many seconds")] = None,
+    streams: Annotated[bool, typer.Option("--stream/--no-stream", help="print the text while it is written")] = True,
+    target: Target = None,
+    ca: Authority = None,
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a running agent write a text. Asked at the line's first gRPC address."""
+    from agent.commands.asking import AccessFiles
+    from agent.commands.generating import closing_line, for_terminal, generated, order_for
+    from agent.config import read_line
+
+    is_shown = streams and not as_json
+    clean = for_terminal if sys.stdout.isatty() else str
+
+    def show(piece: str) -> None:
+        if is_shown:
+            sys.stdout.write(clean(piece))
+            sys.stdout.flush()
+
+    with explained():
+        config = read_line(line)
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        order = order_for(
+            model, sys.stdin.read() if prompt == "-" else prompt, is_prompt=is_prompt, system=system,
+            most_tokens=max_tokens, deadline_s=deadline, stop=tuple(stop or ()), sampling=sampling,
+        )  # fmt: skip
+        row = generated(config, target, AccessFiles(ca, token_file, certificate, key), order, show)
+    if as_json:
+        print(json.dumps(row))
+        return
+    print("" if is_shown else clean(row["text"]))
+    sys.stderr.write(f"{closing_line(row)}\n")
+
+
 @experts_app.command("list")
 def list_experts(line: LineFile, as_json: AsJson = False) -> None:
     """The experts of a line: architecture, labels, packed bytes, usage probability, routes."""
@@ -415,14 +466,20 @@ def service_install(
 def demo(
     directory: Annotated[Path, typer.Option("--dir", help="where the demo line is made")] = Path("demo"),
     data: Annotated[Path | None, typer.Option(help="real crops instead: DATA/<component>/<label>/*.png")] = None,
+    llm: Annotated[bool, typer.Option("--llm", help="language models instead: two experts on one backbone")] = False,
     seed: Annotated[int, typer.Option(help="of everything random")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
+    if llm and data is not None:
+        raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
+    log_to_stderr(logging.WARNING)
+    if llm:
+        _demo_texts(directory, seed, as_json=as_json)
+        return
     from agent.commands.progress import progress_on_stderr
     from agent.demo.demo import run_demo, show_report
 
-    log_to_stderr(logging.WARNING)
     with explained():
         with progress_on_stderr() as progress:
             report = run_demo(directory, data, seed, progress)
@@ -430,6 +487,23 @@ def demo(
             print(json.dumps(report.as_json()))
         else:
             show_report(report)
+
+
+def _demo_texts(directory: Path, seed: int, *, as_json: bool) -> None:
+    from agent.commands.progress import progress_on_stderr
+    from agent.demo.text_demo import run_text_demo, show_text_report
+
+    def show(text: str) -> None:
+        if not as_json:
+            print(text, end="", flush=True)
+
+    with explained():
+        with progress_on_stderr() as progress:
+            report = run_text_demo(directory, seed, progress, show)
+        if as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            show_text_report(report)
 
 
 def _silent_cameras(config: LineConfig) -> list[str]:

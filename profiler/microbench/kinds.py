@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from agent.core.performance import HOST, ExecutorSpec
 from agent.device_profile.records import KindProfile
 from agent.runtime.executor import threads_per_executor
-from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.detection import host_memory
 from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.meter import meter_for
@@ -130,7 +129,7 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
         B_s=line.B_s,
         fit_error=line.error,
         max_batch=max_batch,
-        weight_bytes=footprint_of(copy.packed).total_bytes,
+        weight_bytes=copy.footprint.total_bytes,
         workspace_base_bytes=workspace.base_bytes,
         workspace_bytes=workspace.per_image_bytes,
         load_s=load_s,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.deployment.memory_split import pool_budgets
 from agent.deployment.packed_copies import copy_name
-from agent.runtime.expert_copy import ExpertCopy, footprint_of, kind_name
+from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.box import torch_device
 from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import BackendUnavailable, ConfigError
@@ -150,7 +150,7 @@ def refuse_what_never_fits(
     """
     least: dict[str, int] = {}
     for copy in copies:
-        size_bytes = footprint_of(copy.packed).total_bytes
+        size_bytes = copy.footprint.total_bytes
         least[copy.expert.id] = min(size_bytes, least.get(copy.expert.id, size_bytes))
     budgets = pool_budgets(config, box)
     pool = max((box.pool_of(processor) for processor in processors), key=budgets.__getitem__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.runtime.expert_copy import by_kind, footprint_of
+from agent.runtime.expert_copy import by_kind
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
@@ -100,10 +100,9 @@ def estimated_matrix(
 
 def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, float], pool: str) -> ExpertProfile:
     """An expert's row. Loads are counted by its own bytes: what it shares is there already, as a rule."""
-    footprint = footprint_of(copy.packed)
     sources = (SSD, HOST) if pool == DEVICE else (SSD,)
-    load_s = {source: footprint.own_bytes / links[source] for source in sources}
-    return ExpertProfile(copy.name, performance, footprint, load_s)
+    load_s = {source: copy.loaded_bytes / links[source] for source in sources}
+    return ExpertProfile(copy.name, performance, copy.footprint, load_s)
 
 
 def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:
