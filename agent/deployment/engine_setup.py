@@ -7,6 +7,7 @@ and packed experts they decide alike. Nothing but manifests is read: no weights 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from agent.core.engine import Engine
 from agent.core.performance import DEVICE, HOST
 from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
+from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
 from agent.deployment.performance_matrix import matrix, unmeasured_kinds
@@ -135,6 +137,7 @@ def planned(
     able = {name: forms for name, forms in packed.items() if name not in without}
     copies = copies_of(config, ground.precisions, able)
     found = matrix(profile, box, copies, ground.usage, ground.executors)
+    found = with_families(found, chain.from_iterable(copies.values()))
     broken = unmeasured_kinds(found, kinds) | dict(without)
     _refuse_unprofiled(config, profile, broken.keys() - without.keys())
     return ground.setup(found, broken)
