@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rich.console import JustifyMethod
+    from rich.table import Table
 
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 SHIFT_S = 8 * 3600.0
 WORKSPACE = "_workspace"
+LEASES = "_leases"
 LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
 
 
@@ -41,8 +43,8 @@ LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
 class PlanRow:
     """One policy in one memory. Waits are from arrival to outcome.
 
-    ``memory``: bytes of weights, and of workspaces, by pool. ``switching_loads`` are those into memories that experts
-    run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where that is missed, and
+    ``memory``: bytes of weights, of workspaces, and of what texts lease, by pool. ``switching_loads`` are those into
+    memories that experts run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where that is missed, and
     without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``takt_met``:
     no queue grows while the trace goes on and on at that rate, however fast or slow this trace was; its texts come with
     its images. ``images_per_s`` counts texts, too; waits are of images alone, where there are any, and those of
@@ -149,7 +151,8 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     return PlanRow(
         policy=setup.policy,
         memory={pool.name: pool.expert_bytes for pool in setup.pools}
-        | {pool.name + WORKSPACE: pool.workspace_bytes for pool in setup.pools},
+        | {pool.name + WORKSPACE: pool.workspace_bytes for pool in setup.pools}
+        | {pool.name + LEASES: pool.lease_bytes for pool in setup.pools if pool.lease_bytes},
         executors=dict(Counter(spec.processor for spec in setup.executors)),
         requests=requests,
         seconds=played.seconds,
@@ -191,11 +194,13 @@ def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, 
 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
     """For people: a table, as wide as a terminal, and the advice below it."""
-    shown = COLUMNS | (COLUMNS_OF_TEXTS if any(row.texts for row in rows) else {})
+    texts = (_table(rows, COLUMNS_OF_TEXTS), LEGEND_OF_TEXTS) if any(row.texts for row in rows) else ()
+    return folded((_table(rows, COLUMNS), LEGEND, *texts, *(() if advice is None else advice.sentences)))
+
+
+def _table(rows: Sequence[PlanRow], shown: Mapping[str, Callable[[PlanRow], str]]) -> Table:
     columns: dict[str, JustifyMethod] = {"policy": "left", **dict.fromkeys(shown, "right")}
-    table = folded_table(columns, ((row.policy, *(text(row) for text in shown.values())) for row in rows))
-    legends = (LEGEND, LEGEND_OF_TEXTS) if shown != COLUMNS else (LEGEND,)
-    return folded((table, *legends, *(() if advice is None else advice.sentences)))
+    return folded_table(columns, ((row.policy, *(text(row) for text in shown.values())) for row in rows))
 
 
 # -- setups --
@@ -238,8 +243,9 @@ def _row_json(row: PlanRow) -> dict[str, Any]:
 
 
 def _budgets(row: PlanRow) -> str:
-    pools = [name for name in row.memory if not name.endswith(WORKSPACE)]
-    return " + ".join(size_text(row.memory[name] + row.memory[name + WORKSPACE]) for name in pools)
+    pools = [name for name in row.memory if not name.endswith((WORKSPACE, LEASES))]
+    parts = {name: (name, name + WORKSPACE, name + LEASES) for name in pools}
+    return " + ".join(size_text(sum(row.memory.get(part, 0) for part in parts[name])) for name in pools)
 
 
 def _bytes_text(size_bytes: float) -> str:
@@ -272,6 +278,7 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "takt": _takt,
 }
 COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {
+    "memory": _budgets,
     "texts": lambda row: str(row.texts),
     "tokens/s": lambda row: f"{row.written_tokens_per_s:.1f}",
     "text p50": lambda row: "-" if row.text_p50_s is None else _wait_text(row.text_p50_s),
