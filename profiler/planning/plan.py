@@ -44,13 +44,13 @@ class PlanRow:
     """One policy in one memory. Waits are from arrival to outcome.
 
     ``memory``: bytes of weights, of workspaces, and of what texts lease, by pool. ``switching_loads`` are those into
-    memories that experts run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where that is missed, and
-    without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``takt_met``:
-    no queue grows while the trace goes on and on at that rate, however fast or slow this trace was; its texts come with
-    its images. ``images_per_s`` counts texts, too; waits are of images alone, where there are any, and those of
-    ``texts`` from arrival to their last token. ``bound``: of
-    the offline optimum, these memories full of the right experts at the start; ``roofline_images_per_s``: the same
-    floor of time, with what is there at this row's start.
+    memories that experts run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where
+    that is missed, and without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at
+    ``images_per_s``. ``takt_met``: no queue grows while the trace goes on and on at that rate, however fast or slow
+    this trace was; its texts come with its images. ``images_per_s`` counts texts, too; waits are of images alone, where
+    there are any, and those of ``texts`` from arrival to their last token. ``bound``: of the offline optimum, these
+    memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what is
+    there at this row's start.
     """
 
     policy: str
