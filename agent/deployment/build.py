@@ -128,7 +128,7 @@ def build_agent(
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
         ground = groundwork_of(config, segments.directory, options)
         report = pack(config, segments, ground.precisions, progress)
-        copies = copies_of(config, ground.precisions, report.packed)
+        ground, copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         if ground.profile is not None and options.profile == "auto":
             refuse_mismatches(config, ground.profile, ground.box, [copy.packed for copy in by_name.values()])
@@ -225,6 +225,20 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
     if stored is not None and options.profile == "auto":
         refuse_other_box(config, stored, box, lying)
     return groundwork(config, box, stored, lying, options.given)
+
+
+def held_copies(
+    ground: Groundwork, copies: Mapping[str, Sequence[ExpertCopy]]
+) -> tuple[Groundwork, Mapping[str, Sequence[ExpertCopy]]]:
+    """The copies as they are held: see Groundwork.sized."""
+    stored = ground.profile
+
+    def times(copies: Mapping[str, Sequence[ExpertCopy]]) -> PerformanceMatrix:
+        if stored is None:
+            return estimated_matrix(ground.box, copies, ground.usage)
+        return matrix(stored, ground.box, copies, ground.usage, ground.executors)
+
+    return ground.sized(copies, times)
 
 
 def measured_setup(

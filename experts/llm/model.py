@@ -8,7 +8,8 @@ model from then on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from experts.llm.quant import matrix_of, project
 from experts.llm.rope import Rope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -86,6 +87,15 @@ class Model:
             _feed_forward_weights(spec, tensors, f"layers.{n}", elsewhere.get(n)) for n in range(len(spec.layers))
         ]
         self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._embedding.device)
+
+    def running_through(self, around: Callable[[int, MlpWeights | MoeExperts], MoeExperts]) -> Model:
+        """The same model, whose experts are run by what ``around`` makes of them, by layer: to count, or to time."""
+        other = copy(self)
+        other._feed_forward = [
+            weights if weights.moe_experts is None else replace(weights, moe_experts=around(n, weights.moe_experts))
+            for n, weights in enumerate(self._feed_forward)
+        ]
+        return other
 
     @property
     def dtype(self) -> torch.dtype:
