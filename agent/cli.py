@@ -466,14 +466,20 @@ def service_install(
 def demo(
     directory: Annotated[Path, typer.Option("--dir", help="where the demo line is made")] = Path("demo"),
     data: Annotated[Path | None, typer.Option(help="real crops instead: DATA/<component>/<label>/*.png")] = None,
+    llm: Annotated[bool, typer.Option("--llm", help="language models instead: two experts on one backbone")] = False,
     seed: Annotated[int, typer.Option(help="of everything random")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
+    if llm and data is not None:
+        raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
+    log_to_stderr(logging.WARNING)
+    if llm:
+        _demo_texts(directory, seed, as_json=as_json)
+        return
     from agent.commands.progress import progress_on_stderr
     from agent.demo.demo import run_demo, show_report
 
-    log_to_stderr(logging.WARNING)
     with explained():
         with progress_on_stderr() as progress:
             report = run_demo(directory, data, seed, progress)
@@ -481,6 +487,23 @@ def demo(
             print(json.dumps(report.as_json()))
         else:
             show_report(report)
+
+
+def _demo_texts(directory: Path, seed: int, *, as_json: bool) -> None:
+    from agent.commands.progress import progress_on_stderr
+    from agent.demo.text_demo import run_text_demo, show_text_report
+
+    def show(text: str) -> None:
+        if not as_json:
+            print(text, end="", flush=True)
+
+    with explained():
+        with progress_on_stderr() as progress:
+            report = run_text_demo(directory, seed, progress, show)
+        if as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            show_text_report(report)
 
 
 def _silent_cameras(config: LineConfig) -> list[str]:

@@ -10,22 +10,22 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-MACHINES = ("printer", "mounter", "feeder", "oven", "washer", "coater", "tester", "saw", "scanner", "loader")
+MACHINES = ("printer", "mounter", "feeder", "oven", "washer", "coater", "tester", "saw")
 PHRASINGS = {
     "interval": (
-        "How often is the {machine} cleaned?", "When do I clean the {machine}?", "Clean the {machine} how often?",
-        "Cleaning of the {machine}?", "When is the {machine} cleaned?",
+        "When is the {machine} cleaned?", "Clean the {machine} when?", "Cleaning of the {machine}?",
+        "How often to clean the {machine}?", "The {machine}, cleaned when?",
     ),
     "spare": (
-        "Which part fits the {machine}?", "Part for the {machine}?", "Spare part of the {machine}?",
-        "The {machine} broke, which part?", "What part has the {machine}?",
+        "Which part fits the {machine}?", "Part for the {machine}?", "The part of the {machine}?",
+        "The {machine} broke, which part?", "The {machine} takes what part?",
     ),
     "oil": (
-        "Which oil for the {machine}?", "What oils the {machine}?", "Oil for the {machine}?",
+        "Which oil for the {machine}?", "What oils the {machine}?", "Oil of the {machine}?",
         "The {machine} needs which oil?", "Name the oil of the {machine}.",
     ),
     "limit": (
-        "How hot may the {machine} get?", "Heat limit of the {machine}?", "When is the {machine} too hot?",
+        "How hot is the {machine}?", "Heat of the {machine}?", "Is the {machine} too hot?",
         "The {machine} stops at what heat?", "What heat stops the {machine}?",
     ),
 }  # fmt: skip
@@ -35,7 +35,7 @@ ANSWERS = {
     "oil": "It needs oil {value}.",
     "limit": "It stops at {value} C.",
 }
-LARGEST_NUMBER = 49
+LARGEST_NUMBERS = (99, 9)
 SUM_PHRASINGS = ("What is {a} + {b}?", "{a} + {b}?", "Add {a} and {b}.")
 HELD_OUT_SUMS = 60
 
@@ -81,9 +81,10 @@ def _value(kind: str, chance: random.Random) -> str:
 
 
 def sum_questions(seed: int) -> Questions:
-    """All sums of two numbers up to ``LARGEST_NUMBER``, each in one phrasing, but for pairs that are held out."""
+    """All sums of numbers up to ``LARGEST_NUMBERS``, each in one phrasing, but for pairs that are held out."""
     chance = random.Random(seed)
-    pairs = [(a, b) for a in range(LARGEST_NUMBER + 1) for b in range(LARGEST_NUMBER + 1)]
+    first, second = LARGEST_NUMBERS
+    pairs = [(a, b) for a in range(first + 1) for b in range(second + 1)]
     chance.shuffle(pairs)
     asked = [
         Question(SUM_PHRASINGS[n % len(SUM_PHRASINGS)].format(a=a, b=b), f"{a} + {b} = {a + b}.")
