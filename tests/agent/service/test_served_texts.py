@@ -27,6 +27,12 @@ def client_of(service):
     return openai.OpenAI(base_url=f"http://{service.web.addresses[0]}/v1", api_key="none", max_retries=0)
 
 
+def written(client):
+    """How many tokens of a text that is two long."""
+    answer = client.completions.create(model="llm/code", prompt="x", max_tokens=2, temperature=0)
+    return answer.usage.completion_tokens
+
+
 def at_the_desk(service, **given):
     """The same text without a wire."""
     reader = Reader()
@@ -75,7 +81,7 @@ def test_who_goes_away_in_the_middle_leaves_nothing_behind(line, wait_until_so):
         wait_until_so(lambda: service.agent.loop.requests_in_flight == 0)
         wait_until_so(lambda: service.desk.status().texts.under_way == 0)
         assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
-        assert client.completions.create(model="llm/code", prompt="x", max_tokens=2, temperature=0).usage.completion_tokens == 2
+        assert written(client) == 2
 
 
 def test_what_is_wrong_is_told_with_its_field_and_the_agent_lives_on(line):
@@ -90,7 +96,7 @@ def test_what_is_wrong_is_told_with_its_field_and_the_agent_lives_on(line):
         assert "tokenizer.json: is not there" in refused.value.body["message"]
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="c0", messages=USER)
-        assert client.completions.create(model="llm/code", prompt="x", max_tokens=2, temperature=0).usage.completion_tokens == 2
+        assert written(client) == 2
 
 
 def test_pages_and_texts_share_an_address(line):
