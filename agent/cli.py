@@ -195,6 +195,57 @@ def status(
         print_status(answered)
 
 
+@app.command()
+def generate(
+    line: LineFile,
+    model: Annotated[str, typer.Argument(help="an expert, a route of texts, or auto", show_default=False)],
+    prompt: Annotated[str, typer.Argument(help="what to answer; - reads it from stdin", show_default=False)],
+    is_prompt: Annotated[bool, typer.Option("--continue", help="write what follows the prompt, not an answer")] = False,
+    system: Annotated[str | None, typer.Option(help="what the model is told before the prompt")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="at most so many; default what the context has")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: the likeliest token, always; default 1")] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw from the likeliest tokens of this probability")] = None,
+    top_k: Annotated[int | None, typer.Option(help="draw from so many of the likeliest tokens")] = None,
+    min_p: Annotated[float | None, typer.Option(help="no token less likely than this share of the likeliest")] = None,
+    seed: Annotated[int | None, typer.Option(help="the same text each time")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this; may be given several times")] = None,
+    deadline: Annotated[float | None, typer.Option(help="end after so many seconds")] = None,
+    streams: Annotated[bool, typer.Option("--stream/--no-stream", help="print the text while it is written")] = True,
+    target: Target = None,
+    ca: Authority = None,
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a running agent write a text. Asked at the line's first gRPC address."""
+    from agent.commands.asking import AccessFiles
+    from agent.commands.generating import closing_line, for_terminal, generated, order_for
+    from agent.config import read_line
+
+    is_shown = streams and not as_json
+    clean = for_terminal if sys.stdout.isatty() else str
+
+    def show(piece: str) -> None:
+        if is_shown:
+            sys.stdout.write(clean(piece))
+            sys.stdout.flush()
+
+    with explained():
+        config = read_line(line)
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        order = order_for(
+            model, sys.stdin.read() if prompt == "-" else prompt, is_prompt=is_prompt, system=system,
+            most_tokens=max_tokens, deadline_s=deadline, stop=tuple(stop or ()), sampling=sampling,
+        )  # fmt: skip
+        row = generated(config, target, AccessFiles(ca, token_file, certificate, key), order, show)
+    if as_json:
+        print(json.dumps(row))
+        return
+    print("" if is_shown else clean(row["text"]))
+    sys.stderr.write(f"{closing_line(row)}\n")
+
+
 @experts_app.command("list")
 def list_experts(line: LineFile, as_json: AsJson = False) -> None:
     """The experts of a line: architecture, labels, packed bytes, usage probability, routes."""

@@ -116,7 +116,8 @@ class AgentClient:
         try:
             with self._explained():
                 for reply in replies:
-                    yield told_of(reply)
+                    if reply.WhichOneof("told") is not None:  # a call that is refused at the door has an empty one
+                        yield told_of(reply)
         finally:
             replies.cancel()
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import Part, StatusView
+    from agent.api.calls.desk import Part, StatusView, TextOrder
+    from agent.api.calls.texts import Told
     from agent.config import LineConfig
 
 
@@ -76,6 +77,15 @@ def ask_to_inspect(
         else _row(image, component, next(judged))
         for number, image in enumerate(images)
     ]
+
+
+def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder) -> Iterator[Told]:
+    """The pieces of a text as the agent at an address writes them, then its end; None: at the line's first one.
+
+    Raises ConfigError, AgentUnreachable and OrderRefused. Who asks no further has it cancelled.
+    """
+    with _client(config, target, files) as client:
+        yield from client.generate(order)
 
 
 def _client(config: LineConfig | None, target: str | None, files: AccessFiles) -> AgentClient:

@@ -453,13 +453,47 @@ class Engine:
             event.out_of_memory and len(batch.requests) == 1
         ):  # it cannot be made smaller: what lies there has to be less
             pool = self._pools[self._queues[batch.executor].spec.pool]
-            self._pressure.ran_short(pool, pool.used_bytes - batch.workspace_bytes, event.reason, self._now, effects)
+            to_bytes = pool.used_bytes - batch.workspace_bytes
+            self._pressure.ran_short(pool, to_bytes, event.reason, self._now, effects)
+            if pool.used_bytes > to_bytes and not pool.spec.is_one_piece:
+                self._lower_leases(pool, pool.used_bytes - to_bytes, event.reason, effects)
         if probation is not None:
             self._put_on_probation(batch.expert, probation, effects)
         if self._standings.fails_in_batches(batch.expert):
             self._placement.discard(batch.expert, effects)  # a trial reads its bytes anew
         self._discard_if_gone(batch.expert, effects)
         return True
+
+    def _lower_leases(self, pool: ModelPool, by_bytes: int, reason: str, effects: list[Effect]) -> None:
+        """What a memory lacks is what begun requests hold there: the youngest of those that wait give it back."""
+        to_bytes = max(pool.lease_bytes - by_bytes, self._most_leased(pool))
+        if to_bytes >= pool.lease_bytes:
+            return
+        waiting = [
+            (self._tickets[request].queued_s, request, group.expert, queue.spec.id)
+            for queue in self._scheduler.queues
+            if queue.spec.pool == pool.name
+            for group in queue.ongoing.values()
+            for request in group.requests
+        ]
+        for _, request, expert, executor in sorted(waiting, reverse=True):
+            if pool.lease_used_bytes <= to_bytes:
+                break
+            self._leave_queue(request, self._tickets[request], effects)
+            self._tickets[request].attempts = 0
+            self._enqueue(request, self._tickets[request], expert, effects, home=executor)
+        self._pressure.lower_leases(pool, to_bytes, reason, self._now, effects)
+
+    def _most_leased(self, pool: ModelPool) -> int:
+        """The most that anybody who was taken may come to hold there."""
+        rows = [
+            row
+            for queue in self._scheduler.queues
+            if queue.spec.pool == pool.name
+            for row in self._matrix.experts[queue.spec.processor].values()
+        ]
+        token_bytes = max((row.performance.lease_bytes for row in rows), default=0)
+        return token_bytes * max((ticket.left.most for ticket in self._tickets.values()), default=0)
 
     def _probation_for(self, batch: Batch, event: events.BatchFailed) -> Probation | None:
         """What a failed batch means for its expert, if it was the expert's alone."""

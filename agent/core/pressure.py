@@ -1,12 +1,14 @@
 """MemoryPressure: a box that has less memory than was planned with, as loads and batches that run short of it show.
 
     a load ran short              its memory keeps to what lay there then; the load is tried again, as any that failed
-    a batch of one ran short      its memory keeps to so much less as the batch would have taken
+    a batch of one ran short      its memory keeps to so much less as the batch would have taken; what no expert there
+                                  can make room for comes off what begun requests may lease, the youngest first
     no shortage for a while       half of what was taken off a budget comes back, then half of the rest, then all
     a copy fails too often        who waits for it there waits where the expert can still be had
 
 Guarantees: no budget is lower than what each expert of the line needs to run there, whatever ran short and however the
-line changes; what one is lowered by leaves that memory first, but for what is in use. The pauses without shortage begin
+line changes, and none for leases lower than the most that anybody may need who was taken; what one is lowered by leaves
+that memory first, but for what is in use. The pauses without shortage begin
 at ``budget_pause_s`` and double up to ``longest_budget_pause_s`` until one has passed with the whole budget back: where
 memory really is too small that is found out again once a day, not every minute. A memory that is taken in one piece at
 the start keeps its budget: what leaves it makes no room for anything else.
@@ -17,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.effects import BudgetChanged
+from agent.core.effects import BudgetChanged, LeasesChanged
 from agent.core.placement import footprints_in
 from agent.core.pool import least_bytes
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from agent.core.queue import ExecutorQueue
 
 NO_SHORTAGE = "it did not run short again"
+LITTLE = 8  # what is less than this part of a share for leases comes back at once; arbitrary
 NOWHERE: frozenset[int] = frozenset()
 LARGER_EXPERTS = "the line has larger experts now"
 
@@ -84,8 +87,17 @@ class MemoryPressure:
             self._placement.shrink(pool, target_bytes, effects)
             self._set_budget(pool, max(target_bytes, pool.used_bytes), reason, effects)
         if pool.missing_bytes:
-            pause_s = self._lowered[pool.name].pause_s if pool.name in self._lowered else self._limits.budget_pause_s
-            self._lowered[pool.name] = _Lowered(pause_s, now + pause_s)
+            self._pause(pool, now)
+
+    def lower_leases(self, pool: ModelPool, to_bytes: int, reason: str, now: float, effects: list[Effect]) -> None:
+        """Less is to be leased there from now on, but no less than is."""
+        self._set_leases(pool, max(to_bytes, pool.lease_used_bytes), reason, effects)
+        if pool.missing_lease_bytes:
+            self._pause(pool, now)
+
+    def _pause(self, pool: ModelPool, now: float) -> None:
+        pause_s = self._lowered[pool.name].pause_s if pool.name in self._lowered else self._limits.budget_pause_s
+        self._lowered[pool.name] = _Lowered(pause_s, now + pause_s)
 
     def next_relief_s(self) -> float | None:
         """When a budget that was lowered is looked at again."""
@@ -96,10 +108,13 @@ class MemoryPressure:
         due = [name for name, each in self._lowered.items() if each.until_s <= now]
         for name in due:
             pool, lowered = self._placement.pools[name], self._lowered.pop(name)
-            if pool.missing_bytes:
+            if pool.missing_bytes or pool.missing_lease_bytes:
                 is_little = pool.missing_bytes <= self._least_bytes(pool)
                 kept_bytes = 0 if is_little else pool.missing_bytes // 2
                 self._set_budget(pool, pool.spec.expert_bytes - kept_bytes, NO_SHORTAGE, effects)
+                is_little = pool.missing_lease_bytes <= pool.spec.lease_bytes // LITTLE
+                kept_bytes = 0 if is_little else pool.missing_lease_bytes // 2
+                self._set_leases(pool, pool.spec.lease_bytes - kept_bytes, NO_SHORTAGE, effects)
                 pause_s = min(lowered.pause_s * 2, self._limits.longest_budget_pause_s)
                 self._lowered[name] = _Lowered(pause_s, now + pause_s)
         return bool(due)
@@ -109,6 +124,12 @@ class MemoryPressure:
         if to_bytes != before_bytes:
             pool.set_budget(to_bytes)
             effects.append(BudgetChanged(pool.name, before_bytes, to_bytes, reason))
+
+    def _set_leases(self, pool: ModelPool, to_bytes: int, reason: str, effects: list[Effect]) -> None:
+        before_bytes = pool.lease_bytes
+        if to_bytes != before_bytes:
+            pool.set_lease_budget(to_bytes)
+            effects.append(LeasesChanged(pool.name, before_bytes, to_bytes, reason))
 
     def _least_bytes(self, pool: ModelPool) -> int:
         users = [queue.spec for queue in self._queues if queue.spec.pool == pool.name]

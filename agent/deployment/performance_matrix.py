@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.runtime.expert_copy import footprint_of
+from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agent.core.performance import ExecutorSpec, Footprint
+    from agent.core.performance import ExecutorSpec
     from agent.device_profile.records import KindProfile, StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
@@ -60,9 +59,9 @@ def matrix(
             if kind is None:
                 continue
             factor = 1.0 if executors is None else core_share(profile, kind, executors).factor
-            footprint = footprint_of(copy.packed)
-            load_s = {source: load_time_s(kind, source, footprint, links) for source in sources}
-            column[copy.expert.id] = ExpertProfile(copy.name, _performance(kind, factor), footprint, load_s)
+            loaded = Footprint(copy.loaded_bytes)
+            load_s = {source: load_time_s(kind, source, loaded, links) for source in sources}
+            column[copy.expert.id] = ExpertProfile(copy.name, _performance(kind, factor), copy.footprint, load_s)
     return PerformanceMatrix(experts, dict(usage))
 
 

@@ -8,38 +8,96 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import Footprint, SharedPart
 from experts.backends import GRAPH_FAMILIES, family
+from experts.packed.weights import slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from experts.expert import Expert
-    from experts.packed.weights import PackedExpert
+    from experts.packed.weights import PackedExpert, Segment
 
 SHORT_SHA256 = 12
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCopy:
-    """An expert in one precision, packed. ``name`` is what the Engine calls it."""
+    """An expert in one precision, packed. ``name`` is what the Engine calls it.
+
+    ``moe_places``: how many of its moe_experts it holds at a time, which come and go while it runs; None: all of them,
+    as parts like any other, or it has none. ``moe_host_places``: how many more wait in host memory, where it runs from
+    a device's.
+    """
 
     name: str
     expert: Expert
     packed: PackedExpert
+    moe_places: int | None = None
+    moe_host_places: int = 0
 
     @property
     def kind(self) -> str:
         """The name of its kind."""
         return kind_name(self.expert, self.packed.program_sha256)
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Do its moe_experts come and go?"""
+        return self.moe_places is not None
+
+    @property
+    def block_bytes(self) -> int:
+        """What one of its moe_experts takes; 0 where it has none."""
+        return moe_block_bytes(self.packed)
+
+    @property
+    def parts(self) -> tuple[Segment, ...]:
+        """What it holds beside its own segment, together with others where they have the same."""
+        return tuple(segment for segment in self.packed.shared if segment.blocks is None or not self.is_offloaded)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Everything that it holds as a whole while it is in a memory."""
+        return (self.packed.own, *self.parts)
+
+    @property
+    def own_bytes(self) -> int:
+        """Its own region: its own segment, and behind it the places of moe_experts."""
+        return self.packed.own.slot_bytes + slot_bytes((self.moe_places or 0) * self.block_bytes)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What loading it moves, as a rule: what it shares is there already, but for the layers of its moe_experts."""
+        layers = () if self.is_offloaded else self.packed.moe_layers
+        return self.packed.own.slot_bytes + sum(segment.slot_bytes for segment in layers)
+
+    @property
+    def footprint(self) -> Footprint:
+        """What holding it costs, exactly as the slots hold it."""
+        shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in self.parts)
+        return Footprint(self.own_bytes, shared)
+
+
+def moe_block_bytes(packed: PackedExpert) -> int:
+    """What one moe_expert of a packed model takes; 0 where it has none. All of a model's take the same."""
+    return max((segment.blocks.size_bytes for segment in packed.moe_layers if segment.blocks is not None), default=0)
+
+
+def moe_experts_of(packed: PackedExpert) -> int:
+    """How many moe_experts it has, in all layers together."""
+    return sum(len(segment.blocks.sha256) for segment in packed.moe_layers if segment.blocks is not None)
+
 
 def kind_name(expert: Expert, program_sha256: str | None) -> str:
     """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
 
     A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
-    is executed is its precision. Language models are alike where all that their directories say beside the weights is.
+    is executed is its precision. Language models are alike where all that their directories say beside the weights is,
+    and where they are to run in the same precision, if the line says one of each.
     """
     if expert.takes_texts:
-        return expert.architecture if program_sha256 is None else f"{expert.architecture} {_program(program_sha256)}"
+        own = None if expert.precision is None else f"precision={expert.precision}"
+        program = None if program_sha256 is None else _program(program_sha256)
+        return " ".join(part for part in (expert.architecture, program, own) if part)
     size = f"{expert.pixels.height}x{expert.pixels.width}"
     parts = [expert.architecture, size, expert.pixels.normalize]
     if expert.stem is not None:
@@ -62,6 +120,6 @@ def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
 
 
 def footprint_of(packed: PackedExpert) -> Footprint:
-    """What holding a packed expert costs, exactly as the slots hold it."""
+    """What holding a packed expert with all that it needs costs, exactly as the slots hold it."""
     shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in packed.shared)
     return Footprint(packed.own.slot_bytes, shared)

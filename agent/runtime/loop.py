@@ -33,11 +33,12 @@ from agent.runtime.executor import BatchExecutor, Preparation, threads_per_execu
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
+from agent.runtime.moe_loads import MoeLoads
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
 from agent.runtime.texts import Texts, expert_name
-from agent.runtime.transfer import Transfers
+from agent.runtime.transfer import PacedLink, Transfers
 from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class AgentLoop:
             effects.StandingChanged: self._log_standing,
             effects.FellBack: self._log_fall_back,
             effects.BudgetChanged: self._change_budget,
-            effects.LeasesChanged: self._log_leases,
+            effects.LeasesChanged: self._change_leases,
             effects.Complete: self._deliver,
             effects.Fail: self._deliver,
         }
@@ -246,7 +247,7 @@ class AgentLoop:
         return request
 
     def _asked_text(self, source: TextSource, component: str | None, expert: str | None) -> AskedText:
-        reached = (expert,) if expert is not None else ()
+        reached: tuple[str, ...] = () if expert is None else (expert,)
         if component is not None and self._routes is not None:
             reached = self._routes.experts_of(component)
         copies = [copy for name in reached for copy in self._copies_of(name)]
@@ -489,7 +490,8 @@ class AgentLoop:
             effect.pool, effect.before_bytes, effect.after_bytes, effect.reason, effect.pool,
         )  # fmt: skip
 
-    def _log_leases(self, effect: effects.LeasesChanged) -> None:
+    def _change_leases(self, effect: effects.LeasesChanged) -> None:
+        self._workshop.text_engines.set_budget(effect.pool, effect.after_bytes)
         logger.log(
             logging.ERROR if effect.after_bytes < effect.before_bytes else logging.WARNING,
             "memory_leases_changed pool=%s from_bytes=%d to_bytes=%d reason=%s: so much is for what texts hold",
@@ -575,8 +577,9 @@ def assemble(
     """
     inbox: SimpleQueue[Message] = SimpleQueue()
     shelf = SkeletonShelf(segments)
-    stores = _stores(box, executors, limits, shelf)
+    link = PacedLink(options.ssd_bytes_per_s)
     staging = HostMemory(pinned=box.name == "cuda")
+    stores = _stores(box, executors, limits, shelf, MoeLoads(segments, link, staging))
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
     threads = threads_per_executor(box, executors)
     watch = watch_of(box)
@@ -588,7 +591,7 @@ def assemble(
         inbox.put,
         workers=workers,
         operator_threads=threads,
-        ssd_bytes_per_s=options.ssd_bytes_per_s,
+        link=link,
         watch=watch,
     )
     preparation = Preparation(options.preparation_threads, options.max_pixels)
@@ -603,7 +606,9 @@ def assemble(
     return AgentLoop(engine, workshop, inbox, on_outcome, options, forecast, clock)
 
 
-def _stores(box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf) -> dict[str, SlotStore]:
+def _stores(
+    box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf, moe_loads: MoeLoads
+) -> dict[str, SlotStore]:
     """Each memory's slots, bound for the devices that run from it."""
     return {
         spec.name: SlotStore(
@@ -611,6 +616,7 @@ def _stores(box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: 
             spec.expert_bytes,
             sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
             shelf,
+            moe_loads,
         )
         for spec in limits.pools
     }

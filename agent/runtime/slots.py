@@ -10,6 +10,9 @@ Spares of other sizes are closed before a new region is allocated. Where an aren
 regions are slid together, one after another, each while nobody uses it: a batch on it, or an eviction, waits for
 milliseconds. So a load finds room wherever the ledger says that there is some.
 
+A copy whose moe_experts come and go has their places behind its own bytes, in the same region; while nobody uses the
+copy, none of them is being filled.
+
 Assumes: ``reserve`` and ``evict`` come in the order of the Engine's effects, from one thread; ``materialise``,
 ``commit`` and ``abandon`` from the thread that loads that slot; ``using`` from any.
 """
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
+    from agent.runtime.moe_loads import MoeLoads, OffloadedCopy
     from experts.backends.base import Skeleton
     from experts.packed.weights import PackedExpert, Segment, SegmentStore
 
@@ -124,6 +128,7 @@ class Slot:
     state: SlotState = SlotState.LOADING
     uses: int = 0
     housing: Housing | None = None
+    moe: OffloadedCopy | None = None
 
     @property
     def region(self) -> Region:
@@ -206,14 +211,21 @@ class SkeletonShelf:
 
 
 class SlotStore:
-    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache."""
+    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache.
 
-    def __init__(self, memory: Memory, budget_bytes: int, devices: Sequence[str], shelf: SkeletonShelf) -> None:
+    ``moe_loads``: brings the moe_experts of copies that do not hold all of theirs; None where there is no such copy.
+    """
+
+    def __init__(
+        self, memory: Memory, budget_bytes: int, devices: Sequence[str], shelf: SkeletonShelf,
+        moe_loads: MoeLoads | None = None,
+    ) -> None:  # fmt: skip
         self.memory = memory
         self.pool = memory.pool
         self._budget_bytes = budget_bytes
         self._devices = tuple(devices)
         self._shelf = shelf
+        self._moe_loads = moe_loads
         self._slots: dict[str, Slot] = {}
         self._parts: dict[str, SharedPart] = {}
         self._spares: list[Housing] = []  # the one that came free last stands last
@@ -246,7 +258,7 @@ class SlotStore:
             present = self._slots.get(copy.name)
             if present is not None:
                 raise IllegalMove(copy.name, present.state, "reserve")
-            parts = tuple(self._parts.setdefault(segment.sha256, SharedPart(segment)) for segment in copy.packed.shared)
+            parts = tuple(self._parts.setdefault(segment.sha256, SharedPart(segment)) for segment in copy.parts)
             for part in parts:
                 part.holders += 1
             slot = self._slots[copy.name] = Slot(copy, parts)
@@ -262,6 +274,9 @@ class SlotStore:
                 if part.housing is None:
                     part.housing = self._shared_housing(slot, part.segment)
             slot.housing = self._own_housing(slot)
+            if slot.copy.is_offloaded and self._devices:
+                assert self._moe_loads is not None, "nobody would bring its moe_experts"
+                slot.moe = self._moe_loads.offload(slot, self.memory)
             for device in self._devices:
                 self._bind(slot, slot.housing, device)
 
@@ -306,6 +321,8 @@ class SlotStore:
         try:
             yield slot
         finally:
+            if slot.moe is not None:
+                slot.moe.settle()
             with self._calm:
                 slot.uses -= 1
                 self._calm.notify_all()
@@ -313,7 +330,7 @@ class SlotStore:
     def statistics(self) -> SlotStatistics:
         """A frozen snapshot."""
         with self._lock:
-            used_bytes = sum(slot.copy.packed.own.slot_bytes for slot in self._slots.values())
+            used_bytes = sum(slot.copy.own_bytes for slot in self._slots.values())
             used_bytes += sum(part.segment.slot_bytes for part in self._parts.values())
             return SlotStatistics(
                 pool=self.pool,
@@ -333,6 +350,8 @@ class SlotStore:
         """Give everything back. Nothing may be loading or in use."""
         with self._changing, self._lock:
             housings = [slot.housing for slot in self._slots.values()] + [p.housing for p in self._parts.values()]
+            for slot in self._slots.values():
+                _end_loads(slot)
             for housing in [*(each for each in housings if each is not None), *self._spares]:
                 housing.bindings.clear()
                 housing.region.close()
@@ -341,12 +360,15 @@ class SlotStore:
             self._spares.clear()
             self._held_bytes = 0
             self._shelf.clear()  # its skeletons may still show this memory
+            if self._moe_loads is not None:
+                self._moe_loads.close()
             if isinstance(self.memory, ArenaMemory):
                 self.memory.close()
 
     def _release(self, slot: Slot) -> None:
         slot.state = SlotState.GONE
         del self._slots[slot.copy.name]
+        _end_loads(slot)
         if slot.housing is not None:
             self._spares.append(slot.housing)
         for part in slot.parts:
@@ -367,10 +389,10 @@ class SlotStore:
             return 1 if any(binding.packed.layout == packed.layout for binding in bindings) else 0
 
         with self._lock:
-            fitting = [each for each in self._spares if each.region.size_bytes == packed.own.slot_bytes]
+            fitting = [each for each in self._spares if each.region.size_bytes == slot.copy.own_bytes]
             if fitting:
                 return self._reuse(max(fitting, key=closeness))
-        return self._allocate(slot, packed.own.slot_bytes)
+        return self._allocate(slot, slot.copy.own_bytes)
 
     def _shared_housing(self, slot: Slot, segment: Segment) -> Housing:
         """A region for a shared part; best one that no skeleton is bound to."""
@@ -504,7 +526,7 @@ class SlotStore:
         packed = slot.copy.packed
         shared_regions = tuple(part.region for part in slot.parts)
         binding = housing.bindings.get(device)
-        if binding is not None and binding.shows(packed, shared_regions):
+        if binding is not None and binding.shows(packed, shared_regions) and slot.moe is None:
             return
         housing.bindings.pop(device, None)
         if binding is not None and binding.packed.layout == packed.layout:
@@ -519,11 +541,19 @@ class SlotStore:
         """Bind a skeleton to the slot's regions as they are now."""
         packed = slot.copy.packed
         tensors: dict[str, Tensor] = {}
-        for segment in packed.segments:
+        for segment in slot.copy.segments:
             tensors.update(tensor_views(slot.region_of(segment).tensor(device), segment))
-        skeleton.bind(tensors)
+        if slot.moe is None:
+            skeleton.bind(tensors)
+        else:
+            slot.moe.bind(skeleton, device, tensors)
         housing.bindings[device] = Binding(packed, skeleton, tuple(part.region for part in slot.parts))
         self._binds += 1
+
+
+def _end_loads(slot: Slot) -> None:
+    if slot.moe is not None:
+        slot.moe.close()
 
 
 def _weightless_tensors(packed: PackedExpert, device: str) -> dict[str, Tensor]:

@@ -51,6 +51,11 @@ class TextEngines:
                 by_expert.setdefault(copy.expert.id, []).append(copy)
         return [Reached(expert, partial(self._rounded, each)) for expert, each in by_expert.items()]
 
+    def set_budget(self, pool: str, budget_bytes: int) -> None:
+        """Keys and values of this memory keep to so much from now on."""
+        if pool in self.arenas:
+            self.arenas[pool].set_budget(budget_bytes)
+
     def _rounded(self, copies: Sequence[ExpertCopy], tokens: int) -> int:
         if self.layout_of is None:
             return tokens

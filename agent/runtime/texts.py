@@ -4,6 +4,9 @@ An executor runs its texts through an engine of its own (``experts.llm.serving``
 all executors of a memory share. What is kept here is what no engine can know: which step of its route a request is at,
 and what it has written there, so that it goes on on another executor where the one that it was on cannot have it.
 
+A text begins with a lease for its prompt and what its expert is expected to write: the median of what it wrote lately.
+One that writes more than that asks for so much as is expected then, at the end of the quantum in which it was full.
+
 Guarantees: a request asks each of its experts for one text, however many quanta, failures and executors that takes, and
 its writer is given each token once; nothing of it is kept after ``forget``. ``begin``, ``take`` and ``forget`` may be
 called from any thread; a request runs on one executor at a time, and is preempted while it does not run.
@@ -75,6 +78,8 @@ class AskedText:
     writer: RecordingWriter | None = None
     running: TextRequest | None = None  # what the executor was given
     read: int = 0  # tokens of its prompt, as the executor was given it
+    lease: int = 0  # tokens that it may hold there for now
+    rounding: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # as in Reached
 
     def text_for(self, expert: str) -> TextRequest:
         """What it wants of this one. Raises whatever its source raises."""
@@ -84,8 +89,16 @@ class AskedText:
 
     def come_to(self, expert: str, text: TextRequest, executor: int) -> None:
         """It begins with an expert."""
-        self.expert = expert
+        self.expert, self.lease = expert, self.work.leased
         self.give(text, executor)
+
+    def needs(self, tokens: int, expert: str) -> None:
+        """Its lease is full: so many are expected in all."""
+        self.lease = max(self.rounded(tokens, expert), self.lease + 1)
+
+    def rounded(self, tokens: int, expert: str) -> int:
+        """How many an arena counts for so many."""
+        return self.rounding[expert](tokens) if expert in self.rounding else tokens
 
     def give(self, text: TextRequest, executor: int) -> None:
         """An executor has this to write."""
@@ -131,7 +144,8 @@ class Texts:
                     raise
                 continue
             works.append(self._work(each, texts[each.expert]))
-        return AskedText(source, texts, _together(works))
+        rounding = {each.expert: each.tokens_for for each in reached}
+        return AskedText(source, texts, _together(works), rounding=rounding)
 
     def take(self, request: int, asked: AskedText) -> None:
         """It has its number."""
@@ -161,12 +175,14 @@ class Texts:
             if isinstance(text, Rejected):
                 refused.append((request, text))
             else:
-                turns.append(Turn(request, expert_name(copy), models[copy.name], text, weights_name(copy)))
+                lease = self._asked[request].lease
+                turns.append(Turn(request, expert_name(copy), models[copy.name], text, weights_name(copy), lease))
         if not turns:
             return Progressed(batch.id, tuple(refused), ())
         quantum = self._engines[batch.executor].run(turns, batch.quantum_s)
         finished = [(request, self._ended(request, result)) for request, result in quantum.finished]
-        unfinished = [(request, self._left(request, left)) for request, left in quantum.unfinished]
+        experts = {request: copy.expert.id for request, copy in zip(batch.requests, copies, strict=True)}
+        unfinished = [(request, self._left(request, experts[request], left)) for request, left in quantum.unfinished]
         return Progressed(batch.id, (*refused, *finished), tuple(unfinished))
 
     def statistics(self, executor: int) -> EngineStatistics | None:
@@ -208,18 +224,21 @@ class Texts:
         self._asked[request].leave()
         return Rejected(result.reason) if isinstance(result, Refused) else result
 
-    def _left(self, request: int, left: Left) -> Work:
+    def _left(self, request: int, expert: str, left: Left) -> Work:
         asked = self._asked[request]
         assert asked.writer is not None
-        there = asked.read + len(asked.writer.tokens)
-        return Work(left.prompt, left.output, asked.work.most, asked.work.lease, max(there - left.prompt, 0))
+        if left.held >= asked.lease:
+            asked.needs(asked.read + len(asked.writer.tokens) + left.output, expert)
+        most = max(asked.work.most, asked.rounded(left.most, expert))  # it may have come to one that nobody foresaw
+        return Work(left.prompt, left.output, most, asked.lease, left.held)
 
     def _work(self, reached: Reached, text: TextRequest) -> Work:
         generation = text.generation
         prompt, most = len(generation.prompt), reached.tokens_for(generation.most_tokens)
         if generation.choices is not None:
-            return Work(prompt + sum(len(tokens) for tokens in generation.choices.values()), 0, most)
-        return Work(prompt, self._lengths.left(reached.expert, 0, generation.most_new_tokens), most)
+            return Work(prompt + sum(len(tokens) for tokens in generation.choices.values()), 0, most, most)
+        output = self._lengths.left(reached.expert, 0, generation.most_new_tokens)
+        return Work(prompt, output, most, reached.tokens_for(prompt + output))
 
 
 def _together(works: Iterable[Work]) -> Work:
@@ -229,6 +248,7 @@ def _together(works: Iterable[Work]) -> Work:
         max((each.prompt for each in listed), default=0),
         max((each.output for each in listed), default=0),
         max((each.most for each in listed), default=0),
+        max((each.leased for each in listed), default=0),
     )
 
 

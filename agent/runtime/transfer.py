@@ -66,14 +66,32 @@ class TransferStatistics:
 class PacedLink:
     """Holds a link to a rate: bytes are let through one reservation after another, never faster. None: no limit.
 
-    Time that passes unused is lost, so a burst after a pause is no faster than the link.
+    Time that passes unused is lost, so a burst after a pause is no faster than the link. Whoever could do without it
+    for now asks whether it ``is_demanded``.
     """
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.bytes_per_s = bytes_per_s
         self._clock = clock
         self._free_at_s = 0.0
+        self._demands = 0
         self._lock = Lock()
+
+    @property
+    def is_demanded(self) -> bool:
+        """Is anything under way that the Engine asked for?"""
+        return self._demands > 0
+
+    @contextmanager
+    def demanded(self) -> Iterator[None]:
+        """While the Engine waits for bytes."""
+        with self._lock:
+            self._demands += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._demands -= 1
 
     def reserve(self, size_bytes: int) -> float:
         """When a link of this rate would have delivered so many bytes, behind everything reserved before."""
@@ -102,7 +120,7 @@ class Transfers:
         *,
         workers: int = WORKERS,
         operator_threads: int = 1,
-        ssd_bytes_per_s: float | None = None,
+        link: PacedLink | None = None,
         watch: DeviceWatch | None = None,
     ) -> None:
         self._stores = dict(stores)
@@ -111,7 +129,7 @@ class Transfers:
         self._staging = _StagingBuffers(staging)
         self._post = post
         self._watch = watch or DeviceWatch()
-        self._link = PacedLink(ssd_bytes_per_s)
+        self._link = link or PacedLink(None)
         self._threads = DaemonThreads(workers, "transfer", lambda: use_threads(operator_threads))
         self._stopping = Flag()
         self._lock = Lock()
@@ -219,14 +237,15 @@ class Transfers:
             memory.fill(region, 0, source.region_of(segment).tensor("cpu")[: segment.size_bytes])
             self._count("bytes_copied", segment.size_bytes)
             return
-        delivered_at_s = self._link.reserve(segment.size_bytes)
-        if region.buffer is not None:
-            self._segments.read(segment, region.buffer, expert)
-        else:
-            self._read_staged(memory, region, segment, expert)
-        self._count("bytes_read", segment.size_bytes)
-        if self._stopping.wait(max(delivered_at_s - time.monotonic(), 0.0)):
-            raise errors.LoadError(expert, "the agent is stopping")
+        with self._link.demanded():
+            delivered_at_s = self._link.reserve(segment.size_bytes)
+            if region.buffer is not None:
+                self._segments.read(segment, region.buffer, expert)
+            else:
+                self._read_staged(memory, region, segment, expert)
+            self._count("bytes_read", segment.size_bytes)
+            if self._stopping.wait(max(delivered_at_s - time.monotonic(), 0.0)):
+                raise errors.LoadError(expert, "the agent is stopping")
 
     def _read_staged(self, memory: Memory, region: Region, segment: Segment, expert: str) -> None:
         with self._staging.borrowed() as buffer:

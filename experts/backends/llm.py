@@ -44,7 +44,7 @@ COMPUTED_IN = {
 }
 EXECUTABLE = frozenset(COMPUTED_IN)
 PACKED_AS = "moe_experts in blocks"  # what decides on packed bytes beside the directory
-TOKENS_AT_ONCE = 256  # of an iteration, as far as its workspace is estimated: a chunk of a prompt, and rows that write
+TOKENS_AT_ONCE = 512  # of prompts that an iteration reads at most
 FP32_BYTES = 4
 
 

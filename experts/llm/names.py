@@ -62,6 +62,14 @@ def expert_stacks(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(stack) for stack in stacks.values())
 
 
+def layer_of(name: str) -> int:
+    """The number of the layer that a model's tensor belongs to. ValueError for one that belongs to none."""
+    kind, _, rest = name.partition(".")
+    if kind != "layers":
+        raise ValueError(f"{name} belongs to no layer")
+    return int(rest.partition(".")[0])
+
+
 def assemblies(spec: ArchSpec) -> Iterator[Assembly]:
     """All tensors of a model. A tied head is none of its own."""
     yield _one(EMBEDDING, "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))

@@ -56,6 +56,11 @@ DTYPE_BYTES = {
 }
 
 
+def slot_bytes(size_bytes: int) -> int:
+    """So many bytes as buffers come."""
+    return -(-size_bytes // SLOT_QUANTUM_BYTES) * SLOT_QUANTUM_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor's place in its segment. ``stride`` in elements; the memory format lives in it.
@@ -98,7 +103,7 @@ class Segment:
     @property
     def slot_bytes(self) -> int:
         """What holding it costs: the size of the buffer it is read into, and what the ledger counts."""
-        return -(-self.size_bytes // SLOT_QUANTUM_BYTES) * SLOT_QUANTUM_BYTES
+        return slot_bytes(self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,11 @@ class PackedExpert:
     def segments(self) -> tuple[Segment, ...]:
         """All files it needs: its own, then the shared ones."""
         return (self.own, *self.shared)
+
+    @property
+    def moe_layers(self) -> tuple[Segment, ...]:
+        """Of the shared ones those that hold a layer's moe_experts: whoever has no room for all loads single blocks."""
+        return tuple(segment for segment in self.shared if segment.blocks is not None)
 
 
 class AlignedBuffer:

@@ -61,7 +61,9 @@ class AllocationStep:
         """
         for search in (EXECUTORS, *(MEMORY + pool for pool in self.box.pools)):
             self.draft.save_trials(search, ())  # of a search that was killed in its last moment
-        if source == CASUAL:
+        if not self.config.catalog.components:
+            self.notes.append("no expert takes images, whose throughput is searched for: memories are split by rule")
+        if source == CASUAL or not self.config.catalog.components:
             return self._casual(interim)
         found = self._simulated(interim) if source == SIMULATE else self._run(interim)
         for search in dict.fromkeys(trial.search for trial in found.trials):

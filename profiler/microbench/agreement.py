@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPARED_BATCH = 16  # arbitrary: seldom do more requests of one expert wait together
+COMPARED_TOKENS = 64  # arbitrary, too
 TOLERANCE = 0.02  # between two scores; they lie from 0 to 1
 BATCH = 4  # images at a time; how many does not matter to what is compared
 
@@ -54,10 +55,11 @@ class Difference:
 def candidate_precisions(architecture: str, processor: str) -> tuple[Precision, ...]:
     """The precisions to try for an architecture, fp32 first: those that its backend packs and the processor runs.
 
-    Raises BackendUnavailable.
+    int8 is not tried: language models run in it where the line says so. Raises BackendUnavailable.
     """
     known, runs_on_cpu = backend_for(architecture).precisions, torch_device(processor) == "cpu"
-    return tuple(each for each in Precision if each in known and (runs_on_cpu or not each.is_cpu_only))
+    able = (each for each in Precision if each in known and (runs_on_cpu or not each.is_cpu_only))
+    return tuple(each for each in able if each is not Precision.INT8)
 
 
 def compare(
@@ -113,8 +115,12 @@ def choose_precision(kinds: Sequence[KindProfile], agreements: Iterable[Agreemen
 
 
 def image_s(kind: KindProfile) -> float:
-    """Predicted seconds per image in batches of the maximum size, COMPARED_BATCH at most. CoServe, section 4.2."""
-    return kind.K_s + kind.B_s / min(kind.max_batch, COMPARED_BATCH)
+    """Predicted seconds per image in batches of the maximum size, COMPARED_BATCH at most. CoServe, section 4.2.
+
+    Of language models: per text of COMPARED_TOKENS that are read, and as many that are written.
+    """
+    tokens_s = COMPARED_TOKENS * (kind.K_prompt_s + kind.K_output_s)
+    return kind.K_s + kind.B_s / min(kind.max_batch, COMPARED_BATCH) + tokens_s
 
 
 def difference(fp32: Prediction, other: Prediction) -> Difference:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from agent.core.performance import HOST, ExecutorSpec
 from agent.device_profile.records import KindProfile
 from agent.runtime.executor import threads_per_executor
-from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.detection import host_memory
 from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.meter import meter_for
@@ -29,6 +28,7 @@ from agent.runtime.measuring.rig import MeasuringRig
 from experts.errors import ExpertError
 from profiler.microbench.batches import BatchOptions, BatchRuns, ImageCycle
 from profiler.microbench.fits import fit_latency, fit_workspace, plateau
+from profiler.microbench.texts import measure_texts
 from profiler.workload.samples import described
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def measure_speedups(
 
 
 def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy]) -> KindProfile:
+    if copy.expert.takes_texts:
+        return measure_texts(rig, bench, copy, copies, bench.meter(bench.processor))
     load_s = measure_loads(rig, alike(copy, copies))
     rig.bring(copy)
     samples = bench.samples.of(copy.expert.id)
@@ -127,7 +129,7 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
         B_s=line.B_s,
         fit_error=line.error,
         max_batch=max_batch,
-        weight_bytes=footprint_of(copy.packed).total_bytes,
+        weight_bytes=copy.footprint.total_bytes,
         workspace_base_bytes=workspace.base_bytes,
         workspace_bytes=workspace.per_image_bytes,
         load_s=load_s,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.deployment.memory_split import pool_budgets
 from agent.deployment.packed_copies import copy_name
-from agent.runtime.expert_copy import ExpertCopy, footprint_of, kind_name
+from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.box import torch_device
 from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import BackendUnavailable, ConfigError
@@ -59,9 +59,14 @@ class LinePacking:
 
     def reference(self, expert: str) -> Precision:
         """The form that every expert is packed in: others are compared with it."""
-        architecture = self._config.catalog.experts[expert].architecture
+        described = self._config.catalog.experts[expert]
+        if described.precision is not None:
+            return described.precision
         given = self._config.precision
-        return Precision.FP32 if given is None or family(architecture) in GRAPH_FAMILIES else given
+        is_fixed = family(described.architecture) in GRAPH_FAMILIES
+        if given is None or is_fixed or (given.is_cpu_only and described.takes_texts):
+            return Precision.FP32
+        return given
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
         """The copies in their experts' references."""
@@ -121,13 +126,17 @@ class LinePacking:
 
     def _forms(self, expert: str, processors: Iterable[str]) -> set[Precision]:
         """What an expert may run in: what the line file gives, else all that its backend has."""
-        architecture = self._config.catalog.experts[expert].architecture
+        described = self._config.catalog.experts[expert]
+        if described.precision is not None:
+            return {described.precision}
         if self._config.precision is not None:
             reference = self.reference(expert)
             elsewhere = reference.is_cpu_only and any(torch_device(processor) != "cpu" for processor in processors)
             return {reference, Precision.FP32} if elsewhere else {reference}
         try:
-            return {form for processor in processors for form in candidate_precisions(architecture, processor)}
+            return {
+                form for processor in processors for form in candidate_precisions(described.architecture, processor)
+            }
         except BackendUnavailable as error:
             raise ConfigError(f"{error} - {MISSING_RUNTIME}") from error
 
@@ -141,7 +150,7 @@ def refuse_what_never_fits(
     """
     least: dict[str, int] = {}
     for copy in copies:
-        size_bytes = footprint_of(copy.packed).total_bytes
+        size_bytes = copy.footprint.total_bytes
         least[copy.expert.id] = min(size_bytes, least.get(copy.expert.id, size_bytes))
     budgets = pool_budgets(config, box)
     pool = max((box.pool_of(processor) for processor in processors), key=budgets.__getitem__)

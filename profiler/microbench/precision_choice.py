@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 from agent.deployment.profile_in_use import precision_of
 from agent.device_profile.identity import packed_sha256
-from agent.runtime.expert_copy import by_kind
+from agent.runtime.expert_copy import by_kind, footprint_of
 from experts.expert import Precision
+from experts.sizes import mib
 from profiler.microbench.agreement import choose_precision, compare, image_s
+from profiler.microbench.texts import TEXTS_SHA256, compare_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from profiler.microbench.kinds import Bench
     from profiler.microbench.packed_forms import LinePacking
 
+COMPARED_FRACTION = 0.8  # of the free memory: an exact copy that takes more is not compared with
 NAMED_EXPERTS = 3  # in one note; of more their number is told
 
 
@@ -72,29 +75,46 @@ class PrecisionChoice:
             if each.processor == bench.processor:
                 measured[each.kind].append(each)
         chosen = {
-            kind: self._given(bench.processor, measured[kind], listed)
-            if self._config.precision is not None
+            kind: self._given(bench, measured[kind], listed)
+            if self._config.precision is not None or listed[0].expert.precision is not None
             else self._fastest_that_agrees(bench, measured[kind], listed)
             for kind, listed in by_kind(references).items()
             if measured[kind]
         }
         return {kind: form for kind, form in chosen.items() if form is not None}
 
-    def _given(self, processor: str, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
+    def _given(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
         """The form that the agent runs by the line file; None where the kind does not run in it."""
-        form = precision_of(self._config, references[0].expert.id, processor, None, None)
+        form = precision_of(self._config, references[0].expert.id, bench.processor, None, None)
         if any(profile.precision == form for profile in profiles):
+            if form is Precision.INT8:
+                self._tell_int8(bench, references)
             return str(form)
         self._left_off(
             profiles[0], f"it does not run in {form}, which the line file gives - write `precision: auto`, or another"
         )
         return None
 
+    def _tell_int8(self, bench: Bench, references: Sequence[ExpertCopy]) -> None:
+        """How much it differs: it is not chosen by that, but whoever chose it wants to know."""
+        wanted = {copy.expert.id: {Precision.FP32} for copy in references}
+        packed = self._packing.pack(wanted, f"pack fp32 for {bench.processor}: {references[0].kind}")
+        exact = [copy for copy in packed[Precision.FP32] if copy.expert.id in wanted]
+        largest_bytes = max((footprint_of(copy.packed).total_bytes for copy in exact), default=0)
+        pool = bench.box.pool_of(bench.processor)
+        if not exact or largest_bytes > COMPARED_FRACTION * bench.box.size_of(pool).available_bytes:
+            reason = f"in fp32 it takes {mib(largest_bytes)}" if exact else "it cannot be packed in fp32"
+            self.notes.append(f"{references[0].kind} on {bench.processor} is not compared with fp32: {reason}")
+            return
+        agreement, told = compare_texts(bench, exact, references, self._tolerance)
+        self._draft.save_agreement(agreement)
+        self.notes.append(f"{agreement.kind} in int8 on {bench.processor} against fp32: {told}")
+
     def _fastest_that_agrees(
         self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]
     ) -> str | None:
         is_fp32_able = any(profile.precision == Precision.FP32 for profile in profiles)
-        sampled = [copy for copy in references if bench.samples.of(copy.expert.id)]
+        sampled = [copy for copy in references if copy.expert.takes_texts or bench.samples.of(copy.expert.id)]
         agreements: list[Agreement] = []
         for profile in sorted(profiles, key=image_s):
             if profile.precision == Precision.FP32:
@@ -125,7 +145,9 @@ class PrecisionChoice:
         kind = sampled[0].kind
         key = (kind, bench.processor, str(form))
         earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)
-        terms = (self._tolerance, bench.samples.sha256(copy.expert.id for copy in sampled))
+        are_texts = sampled[0].expert.takes_texts
+        samples = TEXTS_SHA256 if are_texts else bench.samples.sha256(copy.expert.id for copy in sampled)
+        terms = (self._tolerance, samples)
         if earlier is not None and earlier.images and (earlier.tolerance, earlier.samples_sha256) == terms:
             return earlier
         wanted = {copy.expert.id: {form} for copy in sampled}
@@ -135,7 +157,11 @@ class PrecisionChoice:
             return None
         stage = f"compare {form} on {bench.processor}: {kind}"
         self._progress(stage, 0, 1)
-        agreement = compare(bench, sampled, others, self._tolerance)
+        if are_texts:
+            agreement, told = compare_texts(bench, sampled, others, self._tolerance)
+            self.notes.append(f"{kind} in {form} on {bench.processor} against fp32: {told}")
+        else:
+            agreement = compare(bench, sampled, others, self._tolerance)
         self._draft.save_agreement(agreement)
         self._progress(stage, 1, 1)
         return agreement

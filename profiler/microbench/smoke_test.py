@@ -12,6 +12,7 @@ from agent.core.events import BatchFailed
 from agent.core.request import Rejected
 from experts.errors import ExpertError
 from profiler.microbench.batches import ImageCycle
+from profiler.microbench.texts import fails_at_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ def failing_experts(
 ) -> dict[str, str]:
     """Of these copies, the experts that do not judge an image on the bench's processor, and why.
 
-    Each is loaded as the agent loads it and runs one of its samples, or an image of noise where it has none.
+    Each is loaded as the agent loads it and runs one of its samples, or an image of noise where it has none; a language
+    model reads a made-up text and goes on with it.
     """
     if not copies:
         return {}
@@ -48,6 +50,8 @@ def failing_experts(
 def _failure(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> str | None:
     try:
         rig.bring(copy)
+        if copy.expert.takes_texts:
+            return fails_at_texts(rig, copy)
         answer = rig.attempt(copy, ImageCycle(copy, samples).next(1))
     except ExpertError as error:
         return error.message

@@ -30,6 +30,7 @@ from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import by_kind
 from agent.runtime.measuring.loads import measure_links
 from experts.errors import ConfigError, CoServeError, ExpertError
+from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
 from profiler.allocation.search_runs import RUNS
@@ -256,7 +257,7 @@ class _Profiling:
             (kind, form, listed)
             for form in copies
             for kind, listed in by_kind(copies[form]).items()
-            if form in candidate_precisions(listed[0].expert.architecture, processor)
+            if form in candidate_precisions(listed[0].expert.architecture, processor) or form is Precision.INT8
         ]
         for number, (kind, form, listed) in enumerate(jobs):
             self._progress(f"measure on {processor}", number, len(jobs))
@@ -306,7 +307,7 @@ class _Profiling:
         most = kind.max_batch
         batch_s = kind.K_s * most + kind.B_s
         is_largest = most == max((batch.batch_size for batch in kind.batches), default=None)
-        if not is_largest or kind.B_s <= MOST_UNUSED * batch_s:
+        if not is_largest or kind.B_s <= MOST_UNUSED * batch_s or kind.lease_bytes:
             return None
         free_bytes = self._box.size_of(self._box.pool_of(kind.processor)).available_bytes
         reason = why_no_larger(kind.batches, self._options.batches, free_bytes)
@@ -336,12 +337,16 @@ class _Profiling:
         return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
 
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
-        """By the kind with the most experts, without those that fail at it; where all do, one alone counts."""
+        """By the kind with the most experts, without those that fail at it; where all do, one alone counts.
+
+        Language models are not asked: their texts run on as few executors as may be, so that more of them run together.
+        """
+        copies = [copy for copy in copies if not copy.expert.takes_texts]
         most = min(self._box.cores, max(MOST_TOGETHER, self._search.most_cpu_executors))
         if len(self._draft.speedups().get(processor, ())) >= most:
             return
         self._progress(f"executors of {processor}", 0, 1)
-        reason = "" if copies else "none of the experts runs there"
+        reason = "" if copies else "no expert of images runs there"
         speedups: tuple[float, ...] = (1.0,)
         left = max(by_kind(copies).values(), key=len, default=[])
         while left:

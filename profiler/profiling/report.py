@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import JustifyMethod
 
-    from agent.device_profile.records import KindProfile, StoredProfile, Trial
+    from agent.device_profile.records import Agreement, KindProfile, StoredProfile, Trial
 
 COLUMNS: dict[str, JustifyMethod] = {
     "kind": "left", "on": "left", "precision": "left", "K ms": "right", "B ms": "right", "fit": "right",
@@ -123,6 +123,9 @@ def _kind_json(kind: KindProfile) -> dict[str, Any]:
         "workspace_base_bytes": kind.workspace_base_bytes,
         "workspace_per_image_bytes": kind.workspace_bytes,
         "load_s": {"ssd": None, "host": None} | dict(kind.load_s),
+        "K_prompt_s": kind.K_prompt_s,
+        "K_output_s": kind.K_output_s,
+        "lease_bytes": kind.lease_bytes,
         "samples": kind.samples,
     }
 
@@ -134,7 +137,7 @@ def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
     for kind in (each for each in profile.kinds if each.kind in on_the_line):
         agreement = agreements.get((kind.kind, kind.processor, kind.precision))
         is_chosen = profile.precisions.get((kind.kind, kind.processor)) == kind.precision
-        told = "" if agreement is None else _agreement(agreement.images, agreement.labels_differ, agreement.agrees)
+        told = "" if agreement is None else _agreement(agreement, "tokens" if kind.lease_bytes else "images")
         yield (
             ("* " if is_chosen else "  ") + names[kind.kind],
             kind.processor,
@@ -157,10 +160,12 @@ def _short_names(kinds: set[str]) -> dict[str, str]:
     return {kind: name if times[name] == 1 else kind for kind, name in short.items()}
 
 
-def _agreement(images: int, differ: int, agrees: bool) -> str:
-    if not images:
+def _agreement(found: Agreement, asked: str) -> str:
+    if not found.images:
         return "not proven"
-    return f"yes, {images} images" if agrees else f"NO: {differ} labels of {images}" if differ else "NO: scores"
+    if found.agrees:
+        return f"yes, {found.images} {asked}"
+    return f"NO: {found.labels_differ} labels of {found.images}" if found.labels_differ else "NO: scores"
 
 
 def _closing_lines(profile: StoredProfile) -> Iterable[str]:
@@ -177,6 +182,12 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
             for each in profile.spinning
         )
         yield f"waiting      OpenMP {profile.spinning_setting}; ms of a batch of one and of the largest: {told}"
+    for kind in (each for each in profile.chosen_kinds if each.lease_bytes):
+        yield (
+            f"texts        {kind.kind} in {kind.precision} on {kind.processor}: {kind.K_prompt_s * 1e3:.3f} ms for "
+            f"a token that is read, {kind.K_output_s * 1e3:.3f} for one that is written, {kind.lease_bytes} bytes of "
+            "keys and values"
+        )
     cdf = usage_cdf(profile.usage.probabilities)
     half = next((number for number, share in enumerate(cdf, start=1) if share >= 0.5), len(cdf))
     requests = f", {profile.usage.requests} requests" if profile.usage.requests else ""
@@ -196,7 +207,8 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
 
 def _most_used_kinds(profile: StoredProfile) -> list[KindProfile]:
     """At most as many as one chart can hold; those with the largest weights, which cost most."""
-    return sorted(profile.chosen_kinds, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
+    of_images = [kind for kind in profile.chosen_kinds if not kind.lease_bytes]
+    return sorted(of_images, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
 
 
 def _label(kind: KindProfile) -> str:

@@ -160,7 +160,7 @@ class RouteCount:
 
     def probabilities(self, graph: ExpertGraph, pass_rates: Mapping[str, float]) -> dict[str, float]:
         """Of each expert, smoothed: see the module."""
-        one_more = graph.usage(dict.fromkeys(graph.routes, 1 / len(graph.routes)), pass_rates)
+        one_more = graph.usage({route: 1 / len(graph.routes) for route in graph.routes}, pass_rates)
         return {
             name: (self._uses.get(name, 0.0) + one_more.get(name, 0.0)) / (self._weight + 1)
             for name in sorted(graph.experts)

@@ -9,15 +9,14 @@ workspaces estimated from shapes, and load times follow from the bytes and the m
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.runtime.expert_copy import footprint_of
+from agent.runtime.expert_copy import by_kind
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
-from agent.runtime.measuring.text_times import text_times
+from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
@@ -65,7 +64,7 @@ def probe(
     experts: dict[str, dict[str, ExpertProfile]] = {}
     for processor, listed in copies.items():
         experts[processor] = {}
-        for kind_copies in _alike(listed):
+        for kind_copies in by_kind(listed).values():
             broken: dict[str, str] = {}
             performance = _measure_first(box, processor, kind_copies, segments, threads, broken)
             if performance is None:
@@ -80,14 +79,6 @@ def probe(
     able = {expert for column in experts.values() for expert in column}
     failed = {expert: reason for expert, reason in refused.items() if expert not in able}
     return Probed(PerformanceMatrix(experts, dict(usage)), failed)
-
-
-def _alike(copies: Sequence[ExpertCopy]) -> list[list[ExpertCopy]]:
-    """Copies of one kind in one precision: language models may each say theirs."""
-    found: defaultdict[tuple[str, str], list[ExpertCopy]] = defaultdict(list)
-    for copy in copies:
-        found[copy.kind, copy.packed.precision].append(copy)
-    return list(found.values())
 
 
 def estimated_matrix(
@@ -109,10 +100,9 @@ def estimated_matrix(
 
 def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, float], pool: str) -> ExpertProfile:
     """An expert's row. Loads are counted by its own bytes: what it shares is there already, as a rule."""
-    footprint = footprint_of(copy.packed)
     sources = (SSD, HOST) if pool == DEVICE else (SSD,)
-    load_s = {source: footprint.own_bytes / links[source] for source in sources}
-    return ExpertProfile(copy.name, performance, footprint, load_s)
+    load_s = {source: copy.loaded_bytes / links[source] for source in sources}
+    return ExpertProfile(copy.name, performance, copy.footprint, load_s)
 
 
 def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:
@@ -163,7 +153,8 @@ def _measure_first(
 def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
     if copy.expert.takes_texts:
         with rig.model_of(copy) as model:
-            times = text_times(copy.expert.id, model, rig.device, rig.threads, REPEATS, KIND_LIMIT_S)
+            timer = TextTimer(copy.expert.id, model, KIND_LIMIT_S)
+            times = on_executor_thread(lambda: timer.times(REPEATS), rig.device, rig.threads)
         return _performance_of_texts(copy, times)
     alone_s = larger_s = rig.fastest_s(copy, 1, repeats=1)
     larger = larger_batch(alone_s, KIND_LIMIT_S)

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agent.core.effects import StartLoad
-from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed
+from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progressed
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor, Preparation
-from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.memories import HostMemory, memory_for
+from agent.runtime.moe_loads import MoeLoads
 from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.transfer import Transfers
+from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends.llm import LlmSkeleton
 
@@ -68,23 +68,27 @@ class MeasuringRig:
         executors: int = 1,
         held: int = 1,
     ) -> None:
-        budget_bytes = held * max((footprint_of(copy.packed).total_bytes for copy in copies), default=0)
+        budget_bytes = held * max((copy.footprint.total_bytes for copy in copies), default=0)
         shelf = SkeletonShelf(segments)
         self.target = box.pool_of(processor)
         self.device = torch_device(processor)
         self.threads = threads
+        staging = HostMemory(pinned=box.name == "cuda")
+        moe_loads = MoeLoads(segments, PacedLink(None), staging)
         self._stores: Mapping[str, SlotStore] = {
             pool: SlotStore(
                 memory_for(box, pool, budget_bytes),
                 budget_bytes,
                 [torch_device(processor)] if pool == self.target else [],
                 shelf,
+                moe_loads,
             )
             for pool in box.pools
         }
-        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | BatchFailed | Breakdown] = SimpleQueue()
+        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | Progressed | BatchFailed | Breakdown] = (
+            SimpleQueue()
+        )
         by_name = {copy.name: copy for copy in copies}
-        staging = HostMemory(pinned=box.name == "cuda")
         watch = watch_of(box)
         self._transfers = Transfers(
             self._stores,
@@ -221,7 +225,7 @@ class MeasuringRig:
         assert isinstance(answer, Finished | BatchFailed), "no load is under way while batches run"
         return answer
 
-    def _next_answer(self) -> Loaded | LoadFailed | Finished | BatchFailed:
+    def _next_answer(self) -> Loaded | LoadFailed | Finished | Progressed | BatchFailed:
         answer = self._answers.get()
         if isinstance(answer, Breakdown):
             raise answer.error

@@ -1,7 +1,8 @@
 """How long a language model's iterations take: those that read a prompt, and those that write a token of several texts.
 
-Guarantees: what is timed is the model over the very memory that a rig has loaded it into, on a thread of its own with
-an executor's number of threads and its stream; an answer that is no number raises LoadFailed with the expert's id, it
+Guarantees: what is timed is the model over the very memory that a rig has loaded it into, with keys and values as an
+agent keeps them, on a thread with an executor's number of threads and its stream; what an engine of texts does beside
+the model in each iteration is in the times, too. An answer that is no number raises LoadFailed with the expert's id, it
 is never timed. Prompts are made up: what a token costs does not depend on which one it is, but for experts inside the
 model, which random tokens use evenly.
 """
@@ -12,129 +13,212 @@ import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from statistics import median_low
+from typing import TYPE_CHECKING, TypeVar
 
 from agent.runtime.executor import own_stream
 from agent.runtime.threads import use_threads
 from experts.errors import LoadError
-from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.serving.blocks import BlockArena
+from experts.llm.serving.engine import LlmEngine, Turn
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.generation import Generation, Refused, Sampling, TextRequest
+from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
 
     from experts.llm.model import Model
+    from experts.llm.serving.generation import Sampled
+    from experts.llm.serving.kv import KvArena
 
+Found = TypeVar("Found")
 LEAST_TOKEN_S = 1e-7  # no token takes less: not even one of a model of a single layer
 LONG_TOKENS, SHORT_TOKENS = 128, 16  # prompts, as far as the model's context goes
+FULL_TOKENS = 512  # of prompts, as many as an iteration reads at most
+OVERHEAD_TOKENS = 12  # iterations of which what an engine does beside the model is told
+ROUNDED_TOKENS = 4096  # that extents may add to what a request needs: a page for each head of a small one
+BLOCK_TOKENS = 256  # that blocks may
 HELD_TOKENS = 64  # of each text that writes
 AT_ONCE = 4  # texts that run together, as predictions count: one alone takes longer for a token, many take less
-ROWS = (1, 2, 4, 8, 16)
+FEW_ROWS = (1, 2, 4, 8, 16)
 PLATEAU = 1.02  # more texts have to make a token at least this much cheaper
 
 
 @dataclass(frozen=True, slots=True)
 class TextTimes:
-    """Seconds of iterations. ``read_s``: by tokens of one prompt; ``write_s``: by texts that each write one token."""
+    """Seconds of iterations, each of its repeats. ``read_s``: by tokens of a prompt; ``write_s``: by texts that write.
 
-    read_s: dict[int, float]
-    write_s: dict[int, float]
+    A time is the middle one of its repeats, of two the shorter. ``overhead_s``: of each, outside of the model.
+    """
+
+    read_s: Mapping[int, tuple[float, ...]]
+    write_s: Mapping[int, tuple[float, ...]]
+    overhead_s: float = 0.0
 
     @property
     def per_prompt_token_s(self) -> float:
         """By two lengths: what an iteration costs beside them is no token's."""
         short, long = min(self.read_s), max(self.read_s)
         if short == long:
-            return max(self.read_s[long] / long, LEAST_TOKEN_S)
-        return max((self.read_s[long] - self.read_s[short]) / (long - short), LEAST_TOKEN_S)
+            return max(median_low(self.read_s[long]) / long, LEAST_TOKEN_S)
+        longer_s = median_low(self.read_s[long]) - median_low(self.read_s[short])
+        return max(longer_s / (long - short), LEAST_TOKEN_S)
 
     @property
     def per_output_token_s(self) -> float:
         """A token's part of an iteration of AT_ONCE texts, or of as many as were measured."""
         rows = max(rows for rows in self.write_s if rows <= AT_ONCE)
-        return max(self.write_s[rows] / rows, LEAST_TOKEN_S)
+        return max(self._writing_s(rows) / rows, LEAST_TOKEN_S)
 
     @property
     def fixed_s(self) -> float:
         """What an iteration costs whatever is in it: one that writes a single token, less what that is counted for."""
-        return max(self.write_s[1] - self.per_output_token_s, LEAST_TOKEN_S)
+        return max(self._writing_s(1) - self.per_output_token_s, LEAST_TOKEN_S)
 
     @property
     def max_batch(self) -> int:
         """So many texts at once that more of them make a token no cheaper worth mentioning; AT_ONCE at least."""
-        cheapest_s = min(seconds / rows for rows, seconds in self.write_s.items())
-        enough = (rows for rows, seconds in sorted(self.write_s.items()) if seconds / rows <= PLATEAU * cheapest_s)
-        return max(next(enough), AT_ONCE)
+        token_s = {rows: self._writing_s(rows) / rows for rows in sorted(self.write_s)}
+        return max(next(rows for rows in token_s if token_s[rows] <= PLATEAU * min(token_s.values())), AT_ONCE)
+
+    def _writing_s(self, rows: int) -> float:
+        return median_low(self.write_s[rows]) + self.overhead_s
 
 
-def text_times(expert: str, model: Model, device: str, threads: int, repeats: int, limit_s: float) -> TextTimes:
-    """All of a model: the fastest of so many runs of each size, after one to warm up, in about ``limit_s``.
+def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> Found:
+    """What ``work`` returns on a thread like an executor's, which ends with it; raises what it raises."""
 
-    ``expert``: whose it is, for errors. Raises LoadFailed.
-    """
+    def streamed() -> Found:
+        with own_stream(device):
+            return work()
+
     with ThreadPoolExecutor(1, "text-times", use_threads, (threads,)) as thread:
-        return thread.submit(_in_stream, device, TextTimer(expert, model, limit_s), repeats).result()
+        return thread.submit(streamed).result()
 
 
 class TextTimer:
-    """Times one model's iterations on the calling thread."""
+    """Times one model's iterations on the calling thread, in about ``limit_s``. ``expert``: whose it is, for errors."""
 
-    def __init__(self, expert: str, model: Model, limit_s: float) -> None:
+    def __init__(self, expert: str, model: Model, limit_s: float, rows: Sequence[int] = FEW_ROWS) -> None:
         self._expert = expert
         self._model = model
         self._limit_s = limit_s
+        self._rows = rows
+        self._spent_s = 0.0
         self._chance = random.Random(0)
 
     def times(self, repeats: int) -> TextTimes:
-        """See ``text_times``; fewer texts at once where few of them take long."""
+        """So many runs of each size, after one to warm up; fewer where they take long, down to the one.
+
+        Of texts at once, AT_ONCE are always tried, and more while the time suffices. Raises LoadFailed.
+        """
         lengths = {min(length, self._longest) for length in (SHORT_TOKENS, LONG_TOKENS)}
-        read_s = {length: self._measured(self.read_s, length, repeats) for length in sorted(lengths)}
-        write_s: dict[int, float] = {}
-        for rows in ROWS:
-            if rows > AT_ONCE and write_s[max(write_s)] * (1 + repeats) > self._limit_s / len(ROWS):
+        read_s = {length: self._repeated(self.read_s, length, repeats) for length in sorted(lengths)}
+        write_s: dict[int, tuple[float, ...]] = {}
+        for rows in self._rows:
+            if rows > AT_ONCE and self._spent_s + 2 * min(write_s[max(write_s)]) * (1 + repeats) > self._limit_s:
                 break
-            write_s[rows] = self._measured(self.write_s, rows, repeats)
-        return TextTimes(read_s, write_s)
+            write_s[rows] = self._repeated(self.write_s, rows, repeats)
+        return TextTimes(read_s, write_s, self.overhead_s())
 
     def read_s(self, tokens: int) -> float:
         """The seconds of an iteration that reads one prompt of so many tokens."""
-        return self._run([Chunk(0, 0, self._tokens(tokens))], self._key_values())
+        with self._holding({0: tokens}) as arena:
+            return self._run([Chunk(0, 0, self._tokens(tokens))], arena)
 
     def write_s(self, rows: int) -> float:
         """The seconds of an iteration that writes a token of each of so many texts, each HELD_TOKENS long or less."""
-        key_values = self._key_values()
-        held = min(HELD_TOKENS, self._longest - 1)
-        self._run([Chunk(row, 0, self._tokens(held)) for row in range(rows)], key_values)
-        return self._run([Chunk(row, held, self._tokens(1)) for row in range(rows)], key_values)
+        with self._holding(dict.fromkeys(range(rows), self._held + 1)) as arena:
+            return self._run(self._writing(rows, arena), arena)
+
+    def overhead_s(self) -> float:
+        """What an engine does in an iteration outside of the model. Raises LoadFailed."""
+        new = min(OVERHEAD_TOKENS, self._longest - 1)
+        with self._holding({}) as arena:
+            engine = LlmEngine(arena)
+            generation = Generation(tuple(self._tokens(1)), new, Sampling(temperature=0.0))
+            turn = Turn(0, self._expert, self._model, TextRequest(generation, _Discarding(), None))
+            while not (quantum := engine.run([turn], self._limit_s)).finished:
+                pass
+        ((_, result),) = quantum.finished
+        if isinstance(result, Refused):
+            raise LoadError(self._expert, result.reason.removeprefix(f"expert {self._expert} "))
+        return engine.statistics().overhead_s
+
+    def full_iteration(self, rows: int) -> int:
+        """Run the largest iteration there may be with so many texts that write; the bytes of its keys and values."""
+        prompt = min(FULL_TOKENS, self._longest)
+        with self._holding({rows: prompt, **dict.fromkeys(range(rows), self._held + 1)}) as arena:
+            writing = self._writing(rows, arena)
+            self._run([Chunk(rows, 0, self._tokens(prompt)), *writing], arena)
+            return arena.statistics().promised_bytes
 
     @property
     def _longest(self) -> int:
         return self._model.spec.max_positions
 
-    def _measured(self, run: Callable[[int], float], size: int, repeats: int) -> float:
-        """The first run warms up; one that alone takes its part of the time is not repeated."""
-        first_s = run(size)
-        if first_s > self._limit_s / (len(ROWS) + 2):
-            return first_s
-        return min(run(size) for _ in range(repeats))
+    @property
+    def _held(self) -> int:
+        return min(HELD_TOKENS, self._longest - 1)
 
-    def _run(self, chunks: Sequence[Chunk], key_values: ContiguousKeyValues) -> float:
+    def _repeated(self, run: Callable[[int], float], size: int, repeats: int) -> tuple[float, ...]:
+        """One run alone, where it takes its part of the time."""
+        first_s = run(size)
+        if first_s > self._limit_s / (len(self._rows) + 2):
+            return (first_s,)
+        return tuple(run(size) for _ in range(repeats))
+
+    def _writing(self, rows: int, arena: KvArena) -> list[Chunk]:
+        """The next token of each of so many texts, which have been read."""
+        self._run([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)], arena)
+        return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]
+
+    def _run(self, chunks: Sequence[Chunk], arena: KvArena) -> float:
         batch = TokenBatch.of(chunks, self._model.device)
+        key_values = arena.key_values(self._layout)
         started = time.monotonic()
         total = self._model.forward(batch, key_values).float().sum().item()  # waits for the device
-        seconds = time.monotonic() - started
+        seconds = max(time.monotonic() - started, LEAST_TOKEN_S)
+        self._spent_s += seconds
         if not math.isfinite(total):
             raise LoadError(self._expert, "what it answers is not a number: check its weights, then pack them again")
-        return max(seconds, LEAST_TOKEN_S)
+        return seconds
 
     def _tokens(self, count: int) -> list[int]:
         return [self._chance.randrange(self._model.spec.vocab_size) for _ in range(count)]
 
-    def _key_values(self) -> ContiguousKeyValues:
-        return ContiguousKeyValues(self._model.spec, self._model.dtype, self._model.device)
+    @property
+    def _layout(self) -> KvLayout:
+        return KvLayout.of(self._model.spec, self._model.dtype)
+
+    @contextmanager
+    def _holding(self, tokens: Mapping[int, int]) -> Iterator[KvArena]:
+        """An arena with room for so many tokens of each request, and for one more text."""
+        rounded = ROUNDED_TOKENS if self._model.device.type == "cpu" else BLOCK_TOKENS
+        most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * rounded
+        arena = arena_for(self._model.device, most * self._layout.token_bytes)
+        for request, count in tokens.items():
+            arena.begin(request, self._layout, count)
+        yield arena
+        for request in tokens:
+            arena.release(request, is_sound=False)
 
 
-def _in_stream(device: str, timer: TextTimer, repeats: int) -> TextTimes:
-    with own_stream(device):
-        return timer.times(repeats)
+def arena_for(device: torch.device, budget_bytes: int) -> KvArena:
+    """Keys and values as an agent keeps them on this device, nothing of them kept for later."""
+    if device.type == "cpu":
+        return ExtentArena(budget_bytes, keeps_prefixes=False)
+    return BlockArena(budget_bytes, device, keeps_prefixes=False)
+
+
+class _Discarding:
+    """Takes tokens for nobody."""
+
+    def write(self, sampled: Sampled) -> bool:
+        return False

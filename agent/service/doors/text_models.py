@@ -47,6 +47,7 @@ class TextModels:
             if found is not None:
                 self._read.move_to_end(packed.program_sha256 or "")
         model, spec = found or self._added(expert, packed, agent)
+        model = model.named(expert)
         labels = agent.config.catalog.experts[expert].labels
         return Speech(model, spec, {label: model.encode(label, adds_special=False) for label in labels})
 

@@ -94,6 +94,9 @@ class BlockArena:
     def budget_bytes(self) -> int:
         return self._count * self._block_bytes
 
+    def set_budget(self, budget_bytes: int) -> None:
+        self._count = min(budget_bytes // self._block_bytes, len(self._buffer))
+
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
         taken_bytes = self._blocks_for(layout, tokens) * self._block_bytes
         return -(-taken_bytes // layout.token_bytes)
@@ -106,6 +109,17 @@ class BlockArena:
                 raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
             shared = self._common(layout, prefix)
             return self._begin(request, layout, self._blocks_for(layout, tokens), shared)
+
+    def grow(self, request: int, tokens: int) -> None:
+        with self._lock:
+            table = self._tables[request]
+            if tokens > table.layout.positions:
+                raise ValueError(f"request {request} wants {tokens} tokens, its context is {table.layout.positions}")
+            further = max(self._blocks_for(table.layout, tokens) - table.promised, 0)
+            self._check_room(further)
+            table.own.extend(self._take(further))
+            table.promised += further
+            self._promised += further
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         with self._lock:
@@ -188,9 +202,7 @@ class BlockArena:
         return table
 
     def _begin(self, request: int, layout: KvLayout, promised: int, shared: list[PrefixNode]) -> int:
-        if promised > self._count - self._promised:
-            free_bytes = (self._count - self._promised) * self._block_bytes
-            raise MemoryExceeded("keys and values", promised * self._block_bytes, free_bytes)
+        self._check_room(promised)
         for node in shared:
             self._uses += 1
             node.readers, node.used = node.readers + 1, self._uses
@@ -201,6 +213,12 @@ class BlockArena:
         self._hits += bool(shared)
         self._hit_tokens += held
         return held
+
+    def _check_room(self, blocks: int) -> None:
+        """Raises MemoryExceeded where so many are promised to others."""
+        free = self._count - self._promised
+        if blocks > free:
+            raise MemoryExceeded("keys and values", blocks * self._block_bytes, free * self._block_bytes)
 
     def _take(self, count: int) -> list[int]:
         """Wiped blocks."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -47,7 +47,8 @@ FORGOTTEN = "nobody waits for it any more"
 class Turn:
     """A request's part in a quantum. ``weights``: what equals for the very same weights only; None: no prefix is kept.
 
-    The ``model`` may be another object each time, of the same weights.
+    The ``model`` may be another object each time, of the same weights. ``lease``: how many tokens it may hold for now,
+    never fewer than before; None: the most that it may ever. One whose lease is full goes no further.
     """
 
     request: int
@@ -55,15 +56,20 @@ class Turn:
     model: Model
     text: TextRequest
     weights: str | None = None
+    lease: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What an unfinished text still has before it, in tokens: to read, expected to write, and the most it may hold."""
+    """What an unfinished text still has before it, in tokens: to read, expected to write, and the most it may hold.
+
+    ``held``: of those that it has read, the ones whose keys and values are there.
+    """
 
     prompt: int
     output: int
     most: int
+    held: int = field(default=0, compare=False)  # it does not say what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,7 @@ class _Group:
 
     @property
     def going(self) -> list[Text]:
-        return [text for text in self.texts if text.result is None and text.has_room]
+        return [text for text in self.texts if text.result is None and text.has_room and text.next_tokens]
 
     @property
     def ran(self) -> int:
@@ -237,32 +243,43 @@ class LlmEngine:
                 check_against(turn.text.generation, turn.model.spec)
             except PromptInvalid as error:
                 text.refuse(f"expert {turn.expert}: {error}")
+        text.lease = text.most_tokens if turn.lease is None else min(turn.lease, text.most_tokens)
         return text
 
     def _times_of(self, model: Model) -> IterationTimes:
         return self._times.setdefault((type(model), model.spec, model.dtype, model.device), IterationTimes())
 
     def _make_room(self, groups: Iterable[_Group]) -> list[int]:
-        """Promise each text all that it may come to hold; returns those for which there is no room."""
+        """Promise each text all that its lease is for; returns those for which there is no room."""
         lacking = []
-        homeless = [(text, group.layout) for group in groups for text in group.texts if not text.has_room]
-        for text, layout in homeless:
+        texts = [(text, group.layout) for group in groups for text in group.texts]
+        for text, layout in texts:
+            if text.has_room and text.promised >= text.lease:
+                continue
             try:
                 self._begin(text, layout)
+                if text.promised < text.lease:
+                    self._arena.grow(text.request, text.lease)
+                    text.promised = text.lease
             except MemoryExceeded as error:
-                lacking.append(text.request)
+                if not text.has_room:
+                    lacking.append(text.request)
                 if error.wanted_bytes > self._arena.budget_bytes:
                     text.refuse(f"expert {text.expert}: {text.most_tokens} tokens are more than there is room for")
         return lacking
 
     def _begin(self, text: Text, layout: KvLayout) -> None:
+        if text.has_room:
+            return
         if text.is_swapped:
             self._arena.swap_in(text.request)
         else:
-            text.lost(self._arena.begin(text.request, layout, text.most_tokens, self._prefix(text, -1)))
+            prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
+            text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
+            text.promised = text.lease
         text.has_room, text.is_swapped = True, False
 
-    def _prefix(self, text: Text, end: int | None) -> Prefix | None:
+    def _prefix(self, text: Text, end: int) -> Prefix | None:
         """The text's tokens up to ``end``, as a prefix."""
         weights = self._weights.get(text.request)
         return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
@@ -271,7 +288,7 @@ class LlmEngine:
         """One iteration of the group that has waited longest; False where none is left, or no time."""
         self._do_what_was_asked()
         now_s = self._clock()
-        for text in [text for each in groups for text in each.going]:
+        for text in [text for each in groups for text in each.texts if text.result is None]:
             if text.text.deadline_s is not None and now_s >= text.text.deadline_s:
                 text.end(Ending.DEADLINE)
                 self._give_back(text)
@@ -288,13 +305,13 @@ class LlmEngine:
         return bool(rows)
 
     def _plan(self, group: _Group, texts: Iterable[Text], left_s: float, is_first: bool) -> list[Pick]:
-        candidates = [Candidate(text.request, text.unread, text.came, text.ran, text.is_whole) for text in texts]
+        candidates = [Candidate(text.request, text.next_tokens, text.came, text.ran, text.is_whole) for text in texts]
         writing = min(sum(one.unread == 1 for one in candidates), self._limits.rows)
         room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
         least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
         if is_first:
             room = max(room, least)
-        elif group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
+        elif left_s <= 0 or group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
             return []
         return plan(candidates, self._limits.rows, room)
 
@@ -358,6 +375,7 @@ class LlmEngine:
         """Its keys and values, once it has its result, or others need the room more."""
         self._arena.release(text.request, self._prefix(text, text.held), is_sound=text.is_sound)
         text.has_room = text.is_swapped = False
+        text.promised = 0
         text.lost()
 
     def _drop(self, request: int) -> None:
@@ -412,10 +430,10 @@ class LlmEngine:
 
     def _left(self, text: Text) -> Left:
         if isinstance(text, RoutedText):
-            return Left(text.left_to_read, 1, text.most_tokens)
+            return Left(text.left_to_read, 1, text.most_tokens, text.held)
         reads = 0 if text.unread == 1 and text.held else text.unread
         most_new = text.text.generation.most_new_tokens
-        return Left(reads, self._lengths.left(text.expert, text.written, most_new), text.most_tokens)
+        return Left(reads, self._lengths.left(text.expert, text.written, most_new), text.most_tokens, text.held)
 
 
 def _not_finite(text: Text) -> str:

@@ -115,7 +115,7 @@ class ExtentArena:
     """All extents of one memory. ``keeps_prefixes``: whether what is released is kept while there is room."""
 
     def __init__(self, budget_bytes: int, *, keeps_prefixes: bool = True) -> None:
-        self._budget_bytes = budget_bytes
+        self._budget_bytes = self._most_bytes = budget_bytes
         self._keeps_prefixes = keeps_prefixes
         self._lock = Lock()
         self._slabs: dict[KvLayout, list[Slab]] = {}
@@ -129,6 +129,16 @@ class ExtentArena:
     def budget_bytes(self) -> int:
         return self._budget_bytes
 
+    def set_budget(self, budget_bytes: int) -> None:
+        with self._lock:
+            self._budget_bytes = min(budget_bytes, self._most_bytes)
+            if self._free_bytes < 0:
+                self._give_idle_back()
+            for cached in sorted(self._cached, key=lambda one: one.used):
+                if self._free_bytes >= 0:
+                    return
+                self._drop(cached)
+
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
         unit = _unit(layout)
         return math.ceil(tokens / unit) * unit
@@ -140,6 +150,17 @@ class ExtentArena:
             if tokens > layout.positions:
                 raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
             return self._begin(request, layout, self.tokens_for(layout, tokens), prefix)
+
+    def grow(self, request: int, tokens: int) -> None:
+        with self._lock:
+            extent = self._extents[request]
+            if tokens > extent.layout.positions:
+                raise ValueError(f"request {request} wants {tokens} tokens, its context is {extent.layout.positions}")
+            promised = max(self.tokens_for(extent.layout, tokens), extent.promised)
+            further_bytes = self._bytes(extent.layout, promised - extent.promised)
+            self._make_room(further_bytes, spared=None)
+            extent.promised = promised
+            self._promised_bytes += further_bytes
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         with self._lock:
@@ -282,7 +303,7 @@ class ExtentArena:
 
     def _new_slab(self, layout: KvLayout) -> Slab:
         """As many extents as the machine gives addresses for; each is as long as a request can ever be."""
-        most = min(layout.positions, self._budget_bytes // layout.token_bytes)
+        most = min(layout.positions, self._most_bytes // layout.token_bytes)
         extents = EXTENTS_A_SLAB
         while True:
             try:

@@ -91,6 +91,9 @@ class KvArena(Protocol):
     def budget_bytes(self) -> int:
         """What all that is promised may take."""
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """Keep to so much from now on, no more than at first: what is kept for nobody goes, what is promised stays."""
+
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
         """How many tokens are promised to whoever needs so many: at least those, in whole units of the arena."""
 
@@ -99,6 +102,9 @@ class KvArena(Protocol):
 
         Raises MemoryExceeded, ValueError for a request that has begun or more tokens than the layout's positions.
         """
+
+    def grow(self, request: int, tokens: int) -> None:
+        """Promise room for so many tokens in all to one that has begun. Raises MemoryExceeded, as ``begin`` does."""
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         """Take the promise back; idempotent. ``prefix``: the tokens it holds, kept while nobody needs the room.

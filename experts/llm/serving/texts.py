@@ -37,7 +37,9 @@ class Text:
         self.tokens = list(text.generation.prompt)
         self.held = 0  # tokens whose keys and values are there
         self.checked = 0  # of those, how many were behind numbers that are some
-        self.has_room = False  # the arena has promised it what it may come to hold
+        self.has_room = False  # the arena has promised it room
+        self.promised = 0  # for so many tokens, as far as it was asked
+        self.lease = self.most_tokens  # how many it may hold for now
         self.is_swapped = False  # what it held lies in the host's memory
         self.result: Prediction | Refused | None = None
 
@@ -63,6 +65,11 @@ class Text:
     def unread(self) -> int:
         """How many tokens it wants to run next."""
         return len(self.tokens) - self.held
+
+    @property
+    def next_tokens(self) -> int:
+        """As many of these as there is room for."""
+        return min(self.unread, self.promised - self.held)
 
     def chunk(self, count: int) -> Chunk:
         """The next tokens."""

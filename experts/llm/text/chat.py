@@ -7,8 +7,9 @@ wrong is PromptInvalid where the template refuses the messages, and TokenizerUnu
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
-import threading
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +22,6 @@ from experts.llm.text.bounded_sandbox import RENDER_S, BoundedSandbox
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jinja2 import Template
     from jinja2.parser import Parser
 
 MISTAKES = (
@@ -40,8 +40,13 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._sandbox = _sandbox(render_s)
-        self._compiled: Template | None = None
-        self._lock = threading.Lock()
+        self._compiled = functools.cache(self._sandbox.compiled)
+
+    def named(self, expert: str) -> ChatTemplate:
+        """The same template, compiled once, of another expert."""
+        other = copy.copy(self)
+        other._expert = expert
+        return other
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text up to where the model's next message begins.
@@ -50,7 +55,7 @@ class ChatTemplate:
         """
         given = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
         try:
-            return self._sandbox.render(self._template(), given)
+            return self._sandbox.render(self._compiled(self._source), given)
         except _Refused as refused:
             raise PromptInvalid("messages", f"the chat template of {self._expert} refuses them: {refused}") from None
         except MISTAKES as error:
@@ -58,12 +63,6 @@ class ChatTemplate:
             raise TokenizerUnusable(
                 self._expert, self._file, f"the chat template fails for these messages: {reason}"
             ) from error
-
-    def _template(self) -> Template:
-        with self._lock:
-            if self._compiled is None:
-                self._compiled = self._sandbox.compiled(self._source)
-            return self._compiled
 
 
 class _Refused(TemplateRuntimeError):

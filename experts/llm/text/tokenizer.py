@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,10 @@ class TextModel:
             tokenizer,
             '"ByteLevel"' in json.dumps(description.get("decoder")),
         )
+
+    def named(self, expert: str) -> TextModel:
+        """The same for another expert of the same files, by whose name errors call it."""
+        return replace(self, expert=expert, chat=self.chat and self.chat.named(expert))
 
     def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
         """The tokens of a text. ``adds_special``: with those that the model wants around it, as its beginning."""

@@ -186,10 +186,8 @@ class OffloadedMoe:
         return OffloadStatistics(cache, host, self._rows_moved, cache.loads * self._form.size_bytes)
 
     def close(self) -> None:
-        """End the threads that load. Idempotent."""
+        """End the threads that load into its places. Idempotent."""
         self._cache.close()
-        if self._host is not None:
-            self._host.close()
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
         """See ``experts.llm.dispatch.run_moe_experts``. Raises what loading raises."""

@@ -55,7 +55,7 @@ def test_status_for_scripts_has_all_that_there_is(line):
     assert row["queues"][0] == {"executor": 0, "processor": "cpu", "requests": 3, "running": "cls/resistor"}
     assert row["pools"] == [
         {"name": "host", "used_bytes": 52428800, "capacity_bytes": 104857600,
-         "experts": ["cls/resistor", "cls/capacitor"]}
+         "experts": ["cls/resistor", "cls/capacitor"], "lease_bytes": 1048576, "lease_capacity_bytes": 2097152}
     ]  # fmt: skip
     assert [source["state"] for source in row["sources"]] == ["ONLINE", "STALLED"]
     assert (row["switches"], row["uptime_s"], row["bytes_read"]) == (7, 3725.5, 123456789)

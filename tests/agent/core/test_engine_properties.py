@@ -14,6 +14,7 @@ from agent.core.effects import (
     Complete,
     Evict,
     Fail,
+    LeasesChanged,
     Preempt,
     Standing,
     StandingChanged,
@@ -216,6 +217,7 @@ class Shell:
     passed: dict[tuple[int, str], list[bool]] = field(default_factory=dict)  # who goes on -> is each past it a quantum?
     kinds: dict[int, bool] = field(default_factory=dict)  # executor -> was its last batch a quantum?
     standings: dict[str, tuple[Standing, float]] = field(default_factory=dict)  # of experts, and until when they pause
+    shares: dict[str, int] = field(default_factory=dict)  # memory -> what may be leased there, since it changed
     short: set[str] = field(default_factory=set)  # memories of which the box has less than was planned with
     generation: int = 1
     before_change: set[int] = field(default_factory=set)  # batches that were started under an earlier line
@@ -267,6 +269,12 @@ class Shell:
             assert effect.request not in self.begun
             self.assigned[effect.request] = (effect.executor, effect.expert, self.now)
             self.queued[effect.request] = self.assigned[effect.request]
+        elif isinstance(effect, LeasesChanged):
+            assert effect.before_bytes == self.share_of(effect.pool)
+            self.shares[effect.pool] = effect.after_bytes
+            self.check_leases(effect.pool)
+            if effect.after_bytes < effect.before_bytes:
+                self.check_nobody_needs_more(effect.pool)
         elif isinstance(effect, Preempt):
             pool, _ = self.begun.pop(effect.request)
             assert pool == self.pool_of(effect.executor)
@@ -301,7 +309,20 @@ class Shell:
         return sum(size for name, size in self.begun.values() if name == pool)
 
     def check_leases(self, pool: str) -> None:
-        assert self.leased(pool) <= next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
+        assert self.leased(pool) <= self.share_of(pool)
+
+    def share_of(self, pool: str) -> int:
+        """What may be leased there: as planned, or as was told since."""
+        planned = next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
+        assert self.shares.get(pool, planned) <= planned
+        return self.shares.get(pool, planned)
+
+    def check_nobody_needs_more(self, pool: str) -> None:
+        """Whoever waits for a lease there finds room for the most that it may hold, once the others have ended."""
+        for request, (executor, expert, _) in self.queued.items():
+            if self.pool_of(executor) == pool and self.runs_in_quanta(executor, expert):
+                most_bytes = self.performance_of(executor, expert).most_for(self.left[request])
+                assert most_bytes <= self.share_of(pool)
 
     def can_begin(self, request: int) -> bool:
         """Is a request that has not begun the next of its expert's there, with a place in a batch and its lease free?
@@ -319,8 +340,7 @@ class Shell:
         if ongoing and (performance.workspace_bytes or ongoing >= performance.max_batch):
             return False
         size = self.lease_of(request, executor, expert)
-        share = next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
-        return not size or size + self.owed_before(since, pool) <= share - self.leased(pool)
+        return not size or size + self.owed_before(since, pool) <= self.share_of(pool) - self.leased(pool)
 
     def owed_before(self, since: float, pool: str) -> int:
         """What those need together who wait for a lease there, and came max_overtake_s or more earlier."""
@@ -421,8 +441,7 @@ class Shell:
         beginning = [request for request in batch.requests if request not in self.begun]
         if not self.runs_in_quanta(executor, expert) or not beginning:
             return
-        share = next(spec.lease_bytes for spec in self.setup.limits.pools if spec.name == pool)
-        taken = self.leased(pool)
+        share, taken = self.share_of(pool), self.leased(pool)
         for request in beginning:
             size = self.lease_of(request, executor, expert)
             others = {each: row for each, row in self.queued.items() if each not in batch.requests}
@@ -448,7 +467,7 @@ class Shell:
             assert pool.used_bytes <= pool.expert_bytes
             self.check_budget(pool)
             assert pool.workspace_used_bytes <= pool.workspace_bytes
-            assert pool.lease_used_bytes == self.leased(pool.name) <= pool.lease_bytes
+            assert pool.lease_used_bytes == self.leased(pool.name) <= pool.lease_bytes == self.share_of(pool.name)
 
     def check_nobody_idles(self) -> None:
         busy = {started.batch.executor for started in self.batches.values()}

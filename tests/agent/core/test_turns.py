@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from agent.core import events
-from agent.core.effects import Assigned, Complete, Evict, Fail, FellBack, Preempt, StartBatch, StartLoad
+from agent.core.effects import Assigned, Complete, Evict, Fail, FellBack, LeasesChanged, Preempt, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -33,13 +35,14 @@ LEFT = Work(prompt=0, output=2, most=6, held=3)
 class Line:
     """An Engine whose memory holds ``room`` of the experts: images of a and b, texts of t and u; one executor."""
 
-    def __init__(self, policy="coserve", room=4, executors=1, bound_s=BOUND_S, share=SHARE):
+    def __init__(self, policy="coserve", room=4, executors=1, bound_s=BOUND_S, share=SHARE, texts=TEXTS):
         rows = {
-            name: ExpertProfile(name, TEXTS if name in "tu" else PICTURES, Footprint(1), {SSD: 1.0}) for name in "abtu"
+            name: ExpertProfile(name, texts if name in "tu" else PICTURES, Footprint(1), {SSD: 1.0}) for name in "abtu"
         }
         matrix = PerformanceMatrix({"cpu": rows}, dict.fromkeys("abtu", 0.25))
         routes = {"sorted": (RouteStep("a", frozenset({"ok"})), RouteStep("t", frozenset({"ok"})))}
-        pool = PoolSpec("host", room, 4 * executors, lease_bytes=share)
+        workspace_bytes = executors * max(PICTURES.workspace_for(4), texts.workspace_for(4))
+        pool = PoolSpec("host", room, workspace_bytes, lease_bytes=share)
         limits = Limits((pool,), bound_s, quantum_s=QUANTUM_S, loads_in_flight=4)
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         self.graph, self.matrix = ExpertGraph("abtu", routes), matrix
@@ -90,6 +93,12 @@ class Line:
     @property
     def preempted(self):
         return [(each.request, each.executor) for each in self.effects if isinstance(each, Preempt)]
+
+    @property
+    def changes(self):
+        return [
+            (each.pool, each.before_bytes, each.after_bytes) for each in self.effects if isinstance(each, LeasesChanged)
+        ]
 
     @property
     def leased(self):
@@ -511,6 +520,55 @@ def test_a_smaller_batch_is_run_after_a_shortage():
     line.images_end()
     assert line.breaks(out_of_memory=True) == [("t", (0,))]
     assert line.leased == 4
+
+
+def three_texts_of_which_the_last_lacks_memory(share=18, by_bytes=8):
+    """All three run alone after a batch of them ran short; two of them have begun."""
+    line = Line(room=1, share=share, texts=replace(TEXTS, workspace_bytes=by_bytes))
+    line.ask(0, "t")
+    for load in [each.load for each in line.effects if isinstance(each, StartLoad)]:
+        line.tell(events.Loaded(load))
+    line.now = 1.0
+    line.ask(1, "t")
+    line.ask(2, "t")
+    line.quantum_ends()
+    line.breaks(out_of_memory=True)
+    while line.leased < 18:
+        line.quantum_ends()
+    assert line.running[0].requests == (2,)
+    line.breaks(out_of_memory=True)
+    return line
+
+
+def test_a_memory_that_has_less_than_was_planned_takes_it_from_the_youngest_that_has_begun():
+    line = three_texts_of_which_the_last_lacks_memory()
+    assert line.preempted == [(2, 0), (1, 0)]
+    assert line.changes == [("host", 18, 10)]
+    ended = set()
+    while line.running:
+        told = line.quantum_ends(finished=line.running[0].requests)
+        ended |= {request for what, request in told if what is Complete}
+        assert line.leased <= 10
+    assert ended == {0, 1, 2}
+
+
+def test_what_a_memory_leases_comes_back_after_a_while_without_shortage():
+    line = three_texts_of_which_the_last_lacks_memory()
+    while line.running:
+        line.quantum_ends(finished=line.running[0].requests)
+    for change in (("host", 10, 14), ("host", 14, 16), ("host", 16, 18)):
+        line.wait(line.engine.next_wakeup_s())
+        assert line.changes == [change]
+    line.wait(line.engine.next_wakeup_s())
+    assert line.engine.next_wakeup_s() is None
+
+
+def test_no_less_is_leased_than_what_anybody_may_need_who_was_taken_and_nobody_is_taken_who_needs_more():
+    line = three_texts_of_which_the_last_lacks_memory(by_bytes=17)
+    assert line.changes == [("host", 18, 6)]
+    line.ask(3, "t", Work(1, 3, 7))
+    assert "ask for fewer tokens" in line.reason()
+    assert line.preempted == []
 
 
 @pytest.mark.parametrize("is_running", [True, False])

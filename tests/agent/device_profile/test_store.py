@@ -407,6 +407,22 @@ def test_a_partial_file_from_before_openmp_was_measured_is_taken_up(path):
         assert draft.finish().spinning_setting == "default"
 
 
+def test_what_tokens_take_comes_back(path):
+    texts = replace(KIND, kind="llm", K_prompt_s=1 / 3, K_output_s=0.1, lease_bytes=2**53 + 1)
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.save_kind(texts)
+        assert draft.kinds() == (texts,)
+
+
+def test_a_profile_from_before_texts_came_says_that_they_take_nothing(path):
+    finished = written(path)
+    for column in ("K_prompt_s", "K_output_s", "lease_bytes"):
+        changed(path, f"ALTER TABLE kinds DROP COLUMN {column}")
+    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'tokens_of_texts'")
+    assert read_profile(path) == finished
+    assert {kind.lease_bytes for kind in read_profile(path).kinds} == {0}
+
+
 def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch):
     written(path)
     content = path.read_bytes()

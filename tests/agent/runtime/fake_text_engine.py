@@ -29,6 +29,8 @@ class FakeTextEngine:
         self.gate = None
         self.entered = threading.Semaphore(0)
         self.read = self.written = 0
+        self.leases = []  # of each turn
+        self.lengths = None  # by which it tells what is left; None: as much as may be written
 
     def run(self, turns, quantum_s):
         self.log.append(("run", tuple(turn.request for turn in turns)))
@@ -61,6 +63,7 @@ class FakeTextEngine:
 
     def _further(self, turn):
         """What it ended with, if it did."""
+        self.leases.append(turn.lease)
         generation = turn.text.generation
         text, written = self.texts.setdefault(turn.request, (turn.text, []))
         assert text is turn.text, "a text is one object for as long as it is written"
@@ -69,6 +72,8 @@ class FakeTextEngine:
         there = len(generation.prompt) + len(written)
         self.read += there - self.held.get(turn.request, 0)
         for _ in range(self.pace):
+            if len(generation.prompt) + len(written) >= turn.lease:
+                break
             written.append(token(turn.expert, len(generation.prompt) + len(written)))
             self.written += 1
             try:
@@ -85,4 +90,8 @@ class FakeTextEngine:
     def _left(self, turn):
         generation = turn.text.generation
         there = len(generation.prompt) + len(self.texts[turn.request][1])
-        return Left(there - self.held[turn.request], generation.most_tokens - there, generation.most_tokens)
+        held, output = self.held[turn.request], generation.most_tokens - there
+        if self.lengths is not None:
+            written = there - len(generation.prompt)
+            output = self.lengths.left(turn.expert, written, generation.most_new_tokens)
+        return Left(there - held, output, generation.most_tokens, held)

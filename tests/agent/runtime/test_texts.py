@@ -7,6 +7,7 @@ import pytest
 from agent.core.events import Progressed
 from agent.core.request import Batch, Rejected, Work
 from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.text_sources import TextSource
 from agent.runtime.texts import Reached, Texts
 from experts.errors import PromptInvalid
 from experts.expert import Expert, Prediction
@@ -27,11 +28,14 @@ def copy_of(expert, name=None):
 
 
 class Desk:
-    """Texts over fake engines, driven by hand."""
+    """Texts over fake engines, driven by hand. ``expects_all``: no text is expected to end before it must."""
 
-    def __init__(self, executors=1, pace=2):
+    def __init__(self, executors=1, pace=2, *, expects_all=True):
         self.engines = {number: FakeTextEngine(pace) for number in range(executors)}
         self.lengths = OutputLengths()
+        if expects_all:
+            for expert in "ab":
+                self.lengths.ended(expert, 1000)
         self.texts = Texts(self.engines, self.lengths)
         self.batches = 0
 
@@ -56,18 +60,21 @@ def text(prompt=(1, 2, 3), count=5):
     return source(prompt, count, Reader())
 
 
-def test_the_work_of_a_text_is_its_prompt_what_is_expected_of_it_and_the_most_that_it_may_hold(desk):
+def test_the_work_of_a_text_is_its_prompt_what_is_expected_of_it_and_the_most_that_it_may_hold():
+    desk = Desk(expects_all=False)
     for _ in range(3):
         desk.lengths.ended("a", 20)
-    assert desk.ask(1, text(count=100), "a") == Work(3, 20, 103)
+    assert desk.ask(1, text(count=100), "a") == Work(3, 20, 103, 23)
 
 
-def test_what_it_may_hold_is_rounded_as_its_arena_does(desk):
-    assert desk.ask(1, text(count=100), "a", rounded=lambda tokens: -(-tokens // 64) * 64).most == 128
+def test_what_it_may_hold_is_rounded_as_its_arena_does():
+    desk = Desk(expects_all=False)
+    work = desk.ask(1, text(count=100), "a", rounded=lambda tokens: -(-tokens // 64) * 64)
+    assert (work.most, work.lease) == (128, 64)
 
 
 def test_a_router_reads_its_choices_and_writes_nothing(desk):
-    assert desk.ask(1, text(count=100), "llm/router") == Work(3 + 3, 0, 3 + 2)
+    assert desk.ask(1, text(count=100), "llm/router") == Work(3 + 3, 0, 5, 5)
 
 
 def test_the_work_of_a_route_is_the_most_of_any_expert_that_it_may_come_to(desk):
@@ -77,15 +84,37 @@ def test_the_work_of_a_route_is_the_most_of_any_expert_that_it_may_come_to(desk)
         choices = CHOICES if expert == "llm/router" else None
         return TextRequest(Generation(prompts[expert], {"a": 40}.get(expert, 8), GREEDY, choices=choices), Reader())
 
-    work = desk.ask(1, type(text())(text_for), "llm/router", "a", "b")
-    assert work == Work(9 + 3, desk.lengths.left("a", 0, 40), 42)
+    work = desk.ask(1, TextSource(text_for), "llm/router", "a", "b")
+    assert work == Work(9 + 3, desk.lengths.left("a", 0, 40), 42, 2 + desk.lengths.left("a", 0, 40))
 
 
 def test_a_quantum_tells_what_each_has_left_and_holds(desk):
     desk.ask(1, text(count=3), "a")
     desk.ask(2, text(count=9), "a")
-    assert desk.run("a", 1, 2) == Progressed(1, (), ((1, Work(0, 1, 6, held=5)), (2, Work(0, 7, 12, held=5))))
-    assert desk.run("a", 1, 2) == Progressed(2, ((1, Prediction("length", 1.0)),), ((2, Work(0, 5, 12, held=7)),))
+    assert desk.run("a", 1, 2) == Progressed(1, (), ((1, Work(0, 1, 6, 6, 5)), (2, Work(0, 7, 12, 12, 5))))
+    assert desk.run("a", 1, 2) == Progressed(2, ((1, Prediction("length", 1.0)),), ((2, Work(0, 5, 12, 12, 7)),))
+
+
+def test_whoever_has_filled_its_lease_asks_for_as_much_as_is_expected_then():
+    desk = Desk(pace=30, expects_all=False)
+    desk.engines[0].lengths = desk.lengths
+    for length in (4, 20, 40):
+        desk.lengths.ended("a", length)
+    reader = Reader()
+    assert desk.ask(1, source((1, 2, 3), 90, reader), "a", rounded=lambda tokens: -(-tokens // 8) * 8).lease == 24
+    assert desk.run("a", 1).unfinished == ((1, Work(0, 19, 96, 48, 24)),)  # 21 are written, of 40
+    assert desk.run("a", 1).unfinished == ((1, Work(0, 45, 96, 96, 48)),)  # longer than any: as much again
+    assert desk.run("a", 1).unfinished[0][1].leased == 96
+    assert desk.engines[0].leases == [24, 48, 96]
+    assert reader.tokens == [token("a", position) for position in range(3, 78)]
+
+
+def test_an_expert_that_may_hold_more_than_was_foreseen_says_so(desk):
+    def text_for(expert):
+        return TextRequest(Generation((1, 2), {"a": 2, "b": 50}[expert], GREEDY), Reader())
+
+    assert desk.ask(1, TextSource(text_for), "a").most == 4
+    assert desk.run("b", 1).unfinished[0][1].most == 52
 
 
 def test_whoever_lost_what_it_held_reads_it_again_and_writes_on(desk):
@@ -93,7 +122,7 @@ def test_whoever_lost_what_it_held_reads_it_again_and_writes_on(desk):
     desk.ask(1, source((1, 2, 3), 6, reader), "a")
     desk.run("a", 1)
     desk.texts.preempt(1, 0)
-    assert desk.run("a", 1).unfinished == ((1, Work(0, 2, 9, held=7)),)
+    assert desk.run("a", 1).unfinished == ((1, Work(0, 2, 9, 9, 7)),)
     desk.run("a", 1)
     assert reader.tokens == [token("a", position) for position in range(3, 9)]
 
@@ -102,7 +131,7 @@ def test_on_another_executor_it_is_written_on_behind_what_was_written(desk):
     desk, reader = Desk(executors=2), Reader()
     desk.ask(1, source((1, 2, 3), 6, reader), "a")
     desk.run("a", 1)
-    assert desk.run("a", 1, executor=1).unfinished == ((1, Work(0, 2, 9, held=7)),)
+    assert desk.run("a", 1, executor=1).unfinished == ((1, Work(0, 2, 9, 9, 7)),)
     assert ("forget", 1) in desk.engines[0].log
     assert desk.run("a", 1, executor=1).finished == ((1, Prediction("length", 1.0)),)
     assert reader.tokens == [token("a", position) for position in range(3, 9)]
@@ -123,7 +152,7 @@ def test_an_expert_that_the_engine_calls_otherwise_is_asked_by_its_name_in_the_l
         asked.append(expert)
         return TextRequest(Generation((1, 2), 2, GREEDY), Reader())
 
-    desk.ask(1, type(text())(text_for), "a")
+    desk.ask(1, TextSource(text_for), "a")
     desk.run("a", 1, name="a+2")
     assert asked == ["a"]
 
@@ -142,7 +171,7 @@ def test_whoever_has_no_text_for_an_expert_ends_alone(desk, error, reason):
             raise error
         return TextRequest(Generation((1, 2), 2, GREEDY), Reader())
 
-    desk.ask(1, type(text())(text_for), "a")
+    desk.ask(1, TextSource(text_for), "a")
     desk.ask(2, text(count=2), "b")
     progressed = desk.run("b", 1, 2)
     (first, rejected), second = progressed.finished

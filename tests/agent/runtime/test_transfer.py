@@ -43,7 +43,7 @@ class Yard:
             line.copies,
             HostMemory(),
             self.answers.put,
-            ssd_bytes_per_s=ssd_bytes_per_s,
+            link=PacedLink(ssd_bytes_per_s),
             watch=watch,
         )
         self.loads = 0

@@ -36,7 +36,7 @@ PATIENCE_S = 60.0
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 LABELS = {
     "version", "python", "line", "device", "verdict", "source", "le", "reason", "executor", "processor", "pool", "tier",
-    "expert", "folder", "camera", "state", "receiver",
+    "expert", "folder", "camera", "state", "receiver", "ending",
 }  # fmt: skip
 
 

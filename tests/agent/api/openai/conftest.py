@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -37,8 +37,8 @@ def client_of():
 
         def connect(address, key="none"):
             is_path = address.startswith("unix:")
-            transport = httpx.HTTPTransport(uds=address.removeprefix("unix:")) if is_path else None
-            http = opened.enter_context(httpx.Client(transport=transport, timeout=DEADLINE_S))
+            transport = httpx2.HTTPTransport(uds=address.removeprefix("unix:")) if is_path else None
+            http = opened.enter_context(httpx2.Client(transport=transport, timeout=DEADLINE_S))
             url = f"http://{'localhost' if is_path else address}/v1"
             return openai.OpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
 

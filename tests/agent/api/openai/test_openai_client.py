@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -162,8 +162,7 @@ class TestRefusals:
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-             "messages[0].content"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
             ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -184,9 +183,16 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("given", "param"),
-        [({"prompt": ["a", "b"]}, "prompt"), ({"prompt": []}, "prompt"), ({"echo": True}, "echo"), ({"best_of": 3}, "best_of"),
-         ({"suffix": "x"}, "suffix"), ({"logprobs": -1}, "logprobs"), ({"prompt": ""}, "prompt")],
-    )  # fmt: skip
+        [
+            ({"prompt": ["a", "b"]}, "prompt"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": ""}, "prompt"),
+            ({"echo": True}, "echo"),
+            ({"best_of": 3}, "best_of"),
+            ({"suffix": "x"}, "suffix"),
+            ({"logprobs": -1}, "logprobs"),
+        ],
+    )
     def test_of_a_completion_too(self, client, desk, given, param):
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(**{"model": "llm/code", "prompt": "x"} | given)
@@ -248,7 +254,7 @@ class TestWhoGoesAway:
     def test_before_anything_is_written_has_it_cancelled(self, client, desk):
         desk.holds = True
         with pytest.raises(openai.APITimeoutError):
-            ask_chat(client.with_options(timeout=httpx.Timeout(60.0, read=0.2)))
+            ask_chat(client.with_options(timeout=httpx2.Timeout(60.0, read=0.2)))
         desk.wait_for(lambda desk: desk.cancelled_texts)
         assert desk.texts == []
 

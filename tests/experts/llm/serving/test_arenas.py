@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from experts.errors import MemoryExceeded
 from experts.llm.attention import Attention, reference_attention
-from experts.llm.key_values import KeyValues
 from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.extents import ExtentArena, common_length
 from experts.llm.serving.kv import KvLayout, Prefix
@@ -107,7 +106,7 @@ def prefix_of(tokens, weights="w"):
 
 
 def test_both_are_what_a_model_reads_and_writes(arena):
-    key_values: KeyValues = arena.key_values(SMALL)
+    key_values = arena.key_values(SMALL)
     arena.begin(1, SMALL, 4)
     key_values.reserve(TokenBatch.of([Chunk(1, 0, [1, 2])]))
     key_values.release(1)

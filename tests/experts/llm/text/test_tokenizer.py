@@ -139,3 +139,11 @@ def test_words_need_no_runtime_and_no_network():
     code = f"import experts.llm.text.tokenizer, sys; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_another_expert_of_the_same_files_is_told_by_its_name(byte_level_tokenizer):
+    other = model(byte_level_tokenizer, settings={"chat_template": "{{ raise_exception('no') }}"}).named("llm/b")
+    with pytest.raises(PromptInvalid, match="llm/b is 64"):
+        other.checked((0,) * 100, "prompt")
+    with pytest.raises(PromptInvalid, match="chat template of llm/b"):
+        other.chat_prompt_of([])

@@ -94,6 +94,8 @@ class Offloaded:
     def close(self):
         self.moe.settle()
         self.moe.close()
+        if self.host is not None:
+            self.host.close()
 
 
 @pytest.fixture

@@ -1,0 +1,221 @@
+"""Language models: what their tokens cost on one processor in one precision, and whether one precision says the same.
+
+Guarantees: all is measured over the agent's own path, loads as of any expert, iterations over the very memory that a
+rig has loaded; texts are made up from a fixed seed, so that the same model is always asked the same.
+
+Two precisions are compared on texts that fp32 writes itself: the model goes on from random prompts, always by the
+likeliest token, and the other precision reads what came of it. They agree where it finds the same token likeliest at
+each position, with a probability that differs by no more than TOLERANCE; a position at which fp32's own two likeliest
+tokens are closer than that decides nothing. That is stricter than equal answers: one token read otherwise, and a text
+goes another way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from agent.device_profile.records import Agreement, BatchTimes, KindProfile
+from agent.runtime.expert_copy import footprint_of
+from agent.runtime.measuring.loads import alike, measure_loads
+from agent.runtime.measuring.rig import LEAST_S
+from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
+from experts.backends import backend_for
+from experts.errors import ExpertError
+from experts.expert import Precision
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.token_batch import Chunk, TokenBatch
+from profiler.microbench.fits import fit_latency, fit_workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.measuring.meter import WorkspaceMeter
+    from agent.runtime.measuring.rig import MeasuringRig
+    from agent.runtime.measuring.text_times import TextTimes
+    from experts.llm.model import Model
+    from profiler.microbench.kinds import Bench
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+TEXTS, PROMPT_TOKENS, WRITTEN_TOKENS = 6, 12, 24
+MADE_UP = "made-up texts"
+TEXTS_SHA256 = hashlib.sha256(f"{TEXTS} {PROMPT_TOKENS} {WRITTEN_TOKENS} 0".encode()).hexdigest()
+
+
+def measure_texts(
+    rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy], meter: WorkspaceMeter | None
+) -> KindProfile:
+    """A kind of language models, of which this one is measured. Raises ExpertError where it cannot be run."""
+    load_s = measure_loads(rig, alike(copy, copies))
+    rig.bring(copy)
+    with rig.model_of(copy) as model:
+        timer = TextTimer(copy.expert.id, model, bench.options.limit_s, ROWS)
+        times = on_executor_thread(lambda: timer.times(bench.options.repeats), rig.device, rig.threads)
+        batches = tuple(
+            BatchTimes(rows, seconds, _workspace_bytes(rig, copy, timer, rows, meter))
+            for rows, seconds in times.write_s.items()
+        )
+    return _kind_profile(bench, copy, times, batches, load_s, is_estimated=meter is None)
+
+
+def fails_at_texts(rig: MeasuringRig, copy: ExpertCopy) -> str | None:
+    """Why a model that the rig was brought does not read and write; None where it does."""
+    try:
+        with rig.model_of(copy) as model:
+            timer = TextTimer(copy.expert.id, model, 0.0)
+            on_executor_thread(lambda: timer.write_s(1), rig.device, rig.threads)
+    except ExpertError as error:
+        return error.message
+    return None
+
+
+def compare_texts(
+    bench: Bench, fp32: Sequence[ExpertCopy], other: Sequence[ExpertCopy], tolerance: float
+) -> tuple[Agreement, str]:
+    """One kind's models in fp32 and in another precision, and in words how far they are apart.
+
+    A model that is in ``fp32`` and cannot be run in the other differs everywhere.
+    """
+    others = {copy.expert.id: copy for copy in other}
+    apart: list[Apart] = []
+    with bench.rig([*fp32, *other]).opened() as rig:
+        for copy in fp32:
+            expected = _said(rig, copy, None)
+            if expected is not None:
+                found = _said(rig, others[copy.expert.id], expected) if copy.expert.id in others else None
+                apart.append(_apart(expected, found, tolerance))
+    positions = sum(each.positions for each in apart)
+    agreement = Agreement(
+        kind=other[0].kind,
+        processor=bench.processor,
+        precision=other[0].packed.precision,
+        images=positions,
+        labels_differ=sum(each.differ for each in apart),
+        largest_score_difference=max((each.largest for each in apart), default=0.0),
+        tolerance=tolerance,
+        samples_sha256=TEXTS_SHA256,
+    )
+    error = max((each.relative_error for each in apart), default=0.0)
+    same = sum(each.same_best for each in apart)
+    return agreement, (
+        f"the same likeliest token at {same} of {positions} positions, probabilities up to "
+        f"{agreement.largest_score_difference:.3f} apart, logits off by {error:.1%}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a model says at each position of some texts, in fp32 on the CPU: (positions, vocabulary)."""
+
+    texts: tuple[tuple[int, ...], ...]
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Two models' words on the same texts. ``differ``: positions that fp32 decides, and the other otherwise."""
+
+    positions: int
+    differ: int
+    same_best: int
+    largest: float
+    relative_error: float
+
+
+def _apart(expected: Said, found: Said | None, tolerance: float) -> Apart:
+    positions = len(expected.logits)
+    if found is None:
+        return Apart(positions, positions, 0, 1.0, 1.0)
+    first, second = expected.logits.softmax(dim=-1), found.logits.softmax(dim=-1)
+    best = expected.logits.argmax(dim=-1)
+    same = best == found.logits.argmax(dim=-1)
+    two = first.topk(2, dim=-1).values
+    is_decided = two[:, 0] - two[:, 1] > tolerance
+    largest = (first.gather(-1, best[:, None]) - second.gather(-1, best[:, None])).abs().max()
+    error = (found.logits - expected.logits).norm() / expected.logits.norm().clamp(min=1e-30)
+    return Apart(positions, int((is_decided & ~same).sum()), int(same.sum()), float(largest), float(error))
+
+
+def _said(rig: MeasuringRig, copy: ExpertCopy, like: Said | None) -> Said | None:
+    """A model's word on the texts of ``like``, or on those that it writes itself; None where it cannot be run."""
+    try:
+        rig.bring(copy)
+        with rig.model_of(copy) as model:
+            said = on_executor_thread(lambda: _read(model, like or _written(model)), rig.device, rig.threads)
+    except ExpertError:
+        return None
+    finally:
+        rig.clear()
+    return said if bool(said.logits.isfinite().all()) else None
+
+
+def _written(model: Model) -> Said:
+    """Random prompts, and what the model goes on with: always the likeliest token."""
+    chance = random.Random(0)
+    longest = model.spec.max_positions
+    prompt = min(PROMPT_TOKENS, max(longest // 2, 1))
+    texts = [[chance.randrange(model.spec.vocab_size) for _ in range(prompt)] for _ in range(TEXTS)]
+    key_values = ContiguousKeyValues(model.spec, model.dtype, model.device)
+    chunks = [Chunk(number, 0, text) for number, text in enumerate(texts)]
+    for _ in range(min(WRITTEN_TOKENS, longest - prompt)):
+        best = model.forward(TokenBatch.of(chunks, model.device), key_values).argmax(dim=-1).tolist()
+        chunks = [
+            Chunk(number, len(text), [token]) for number, (text, token) in enumerate(zip(texts, best, strict=True))
+        ]
+        for text, token in zip(texts, best, strict=True):
+            text.append(token)
+    return Said(tuple(tuple(text) for text in texts), torch.empty(0))
+
+
+def _read(model: Model, like: Said) -> Said:
+    key_values = ContiguousKeyValues(model.spec, model.dtype, model.device)
+    batch = TokenBatch.of([Chunk(number, 0, text) for number, text in enumerate(like.texts)], model.device)
+    return replace(like, logits=model.logits(model.hidden(batch, key_values)).float().cpu())
+
+
+def _workspace_bytes(
+    rig: MeasuringRig, copy: ExpertCopy, timer: TextTimer, rows: int, meter: WorkspaceMeter | None
+) -> int:
+    """What the largest iteration with so many texts takes, without keys and values, which are leased."""
+    backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
+    if meter is None:
+        return backend.workspace_bytes(copy.expert, precision, rows)
+    held: list[int] = []
+    run = lambda: held.append(timer.full_iteration(rows))  # noqa: E731  what the meter calls
+    peak_bytes = on_executor_thread(lambda: meter.peak_bytes(run), rig.device, rig.threads)
+    return max(peak_bytes - held[0], 0)
+
+
+def _kind_profile(
+    bench: Bench, copy: ExpertCopy, times: TextTimes, batches: tuple[BatchTimes, ...], load_s: dict[str, float],
+    *, is_estimated: bool,
+) -> KindProfile:  # fmt: skip
+    workspace = fit_workspace(batches)
+    token_bytes = backend_for(copy.expert.architecture).token_bytes(copy.expert, Precision(copy.packed.precision))
+    return KindProfile(
+        kind=copy.kind,
+        architecture=copy.expert.architecture,
+        processor=bench.processor,
+        precision=copy.packed.precision,
+        threads=bench.threads,
+        K_s=LEAST_S,
+        B_s=max(times.fixed_s, LEAST_S),
+        fit_error=fit_latency(batches).error,
+        max_batch=times.max_batch,
+        weight_bytes=footprint_of(copy.packed).total_bytes,
+        workspace_base_bytes=workspace.base_bytes,
+        workspace_bytes=workspace.per_image_bytes,
+        load_s=load_s,
+        batches=batches,
+        samples=f"{MADE_UP}; workspace estimated from shapes" if is_estimated else MADE_UP,
+        K_prompt_s=times.per_prompt_token_s,
+        K_output_s=times.per_output_token_s,
+        lease_bytes=token_bytes,
+    )

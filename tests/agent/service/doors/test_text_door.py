@@ -1,0 +1,395 @@
+"""Texts of a served line: tiny language models with random weights, asked at its desk."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agent.api.calls.desk import Order, TextOrder
+from experts.errors import OrderRefused, Refusing
+from experts.llm.config import parse_spec
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import load_model
+from experts.llm.names import assemblies
+from experts.llm.serving.generation import GREEDY, Ending, Sampling
+from experts.llm.text.tokenizer import TextModel
+from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.text.conftest import CHAT, byte_level
+
+PATIENCE_S = 60.0
+CONTEXT = 96
+TEXTS = {
+    "helpdesk": {
+        "rules": [{"matches": "(?i)python", "expert": "llm/code"}],
+        "router": "llm/router",
+        "experts": {"code": "llm/code", "maths": "llm/maths"},
+    },
+    "plain": {"rules": [{"matches": "[0-9]", "expert": "llm/maths"}], "otherwise": "llm/code"},
+}
+
+
+def config_of(tokenizer):
+    return {
+        "model_type": "llama", "vocab_size": tokenizer.get_vocab_size(), "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    }  # fmt: skip
+
+
+def random_tensors(config, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [part for one in assemblies(parse_spec(config, "tiny")) for part in one.forms[0]]
+    return {
+        part.name: 1 + 0.1 * drawn if "norm" in part.name else drawn / math.sqrt(part.shape[-1])
+        for part in parts
+        for drawn in [torch.randn(part.shape, generator=generator)]
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder of three models of one tokenizer, and of one without."""
+    folder, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
+    config = config_of(tokenizer)
+    for seed, name in enumerate(("router", "code", "maths", "mute")):
+        directory = folder / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config), "utf-8")
+        save_file(random_tensors(config, seed), directory / "model.safetensors")
+        if name != "mute":
+            (directory / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
+            settings = {"eos_token": "<|end|>", "chat_template": CHAT}
+            (directory / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    return folder
+
+
+class Reader:
+    """A listener that remembers, and can be waited for."""
+
+    def __init__(self):
+        self.pieces = []
+        self.end = None
+        self.calls_after_end = 0
+        self.has_ended = threading.Event()
+        self.has_read = threading.Event()
+
+    def wrote(self, piece):
+        self.calls_after_end += self.end is not None
+        self.pieces.append(piece)
+        self.has_read.set()
+
+    def ended(self, end):
+        self.calls_after_end += self.end is not None
+        self.end = end
+        self.has_ended.set()
+
+    def wait(self):
+        assert self.has_ended.wait(PATIENCE_S), "no end"
+        return self.end
+
+    @property
+    def text(self):
+        return "".join(piece.text for piece in self.pieces)
+
+
+class Held(Reader):
+    """One that keeps whoever writes waiting at its first piece, which none may: so the text is under way for sure."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def wrote(self, piece):
+        super().wrote(piece)
+        assert self.may_go_on.wait(PATIENCE_S)
+
+    def ended(self, end):
+        super().ended(end)
+        self.may_go_on.set()
+
+
+@pytest.fixture
+def line(desk_line, models):
+    """The line of the images' tests, with language models and routes to them."""
+    for name in ("router", "code", "maths", "mute"):
+        labels = {"labels": ["code", "maths"]} if name == "router" else {}
+        desk_line.document["experts"][f"llm/{name}"] = {"architecture": "llm", "weights": str(models / name), **labels}
+    desk_line.document["texts"] = {"routes": TEXTS, "quantum_s": 0.02}
+    desk_line.document["memory"] = {"host": "64MiB", "workspace": "32MiB"}
+    desk_line.document["device"] = "cpu"
+    return desk_line
+
+
+@pytest.fixture
+def service(line):
+    with line.served() as service:
+        yield service
+
+
+def written(service, model="llm/code", prompt="the quick", sampling=GREEDY, **given):
+    """A text to its end."""
+    reader = Reader()
+    service.desk.generate(TextOrder(model, prompt, sampling=sampling, **given), reader)
+    reader.wait()
+    return reader
+
+
+def greedy(models, name, prompt, count):
+    """The same without the line: the whole text anew for each token."""
+    files = {path.name: path.read_bytes() for path in (models / name).iterdir() if path.suffix == ".json"}
+    speech, model = TextModel.of(files, name), load_model(models / name, name)
+    tokens = list(speech.encode(prompt))
+    for _ in range(count):
+        batch = TokenBatch.of([Chunk(0, 0, tokens)])
+        token = int(model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))[-1].argmax())
+        if token in speech.stop_tokens:
+            break
+        tokens.append(token)
+    return speech.decode(tokens[len(speech.encode(prompt)) :])
+
+
+def tokens_of(models, text):
+    """How many tokens a text has."""
+    files = {path.name: path.read_bytes() for path in (models / "code").iterdir() if path.suffix == ".json"}
+    return len(TextModel.of(files, "code").encode(text))
+
+
+def refusal(service, order):
+    with pytest.raises(OrderRefused) as refused:
+        service.desk.generate(order, Reader())
+    return refused.value
+
+
+class TestWriting:
+    def test_a_text_is_the_models_own_piece_by_piece(self, service, models):
+        reader = written(service, most_tokens=12)
+        assert reader.text == greedy(models, "code", "the quick", 12)
+        assert len(reader.pieces) > 1
+        end = reader.end
+        assert (end.expert, end.ending, end.read_tokens, end.written_tokens) == (
+            "llm/code", Ending.LENGTH, tokens_of(models, "the quick"), 12,
+        )  # fmt: skip
+        assert 0 < end.first_token_s <= end.seconds
+        assert reader.calls_after_end == 0
+
+    def test_a_chat_is_put_as_the_models_template_has_it(self, service, models):
+        reader = Reader()
+        messages = ({"role": "user", "content": "fox"},)
+        service.desk.generate(TextOrder("llm/code", None, messages, 8, GREEDY), reader)
+        reader.wait()
+        assert reader.text == greedy(models, "code", "<|user|>fox<|end|><|assistant|>", 8)
+
+    def test_it_ends_at_the_end_of_the_context(self, service):
+        end = written(service, most_tokens=10_000).end
+        assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, CONTEXT)
+        assert written(service).end.written_tokens == end.written_tokens
+
+    def test_it_ends_before_a_stop_string(self, service):
+        whole = written(service, most_tokens=12).text
+        stop = whole[4:7]
+        reader = written(service, most_tokens=12, stop=(stop,))
+        assert (reader.text, reader.end.ending) == (whole[: whole.index(stop)], Ending.STOP)
+        assert reader.end.written_tokens < 12
+
+    def test_probabilities_are_told_where_they_are_asked_for(self, service):
+        reader = written(service, most_tokens=5, sampling=Sampling(temperature=0.0, logprobs=2))
+        tokens = [token for piece in reader.pieces for token in piece.tokens]
+        assert len(tokens) == 5
+        assert b"".join(token.content for token in tokens).decode("utf-8", "replace") == reader.text
+        assert all(len(token.alternatives) == 2 for token in tokens)
+        assert all(token.alternatives[0].logprob == token.logprob <= 0 for token in tokens)
+        assert [token for piece in written(service, most_tokens=5).pieces for token in piece.tokens] == []
+
+    def test_equal_seeds_draw_equal_texts(self, service):
+        drawn = [written(service, most_tokens=10, sampling=Sampling(seed=seed)).text for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
+
+    def test_many_at_once_are_what_each_is_alone(self, service):
+        prompts = [f"the {word} " for word in ("quick", "brown", "lazy", "fox", "dog", "over")]
+        alone = [written(service, prompt=prompt, most_tokens=10).text for prompt in prompts]
+        readers = [Reader() for _ in prompts]
+        for prompt, reader in zip(prompts, readers, strict=True):
+            service.desk.generate(TextOrder("llm/code", prompt, most_tokens=10, sampling=GREEDY), reader)
+        assert [reader.wait() and reader.text for reader in readers] == alone
+
+    def test_images_are_judged_beside_texts(self, service, caller, png):
+        reader, someone = Reader(), caller()
+        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
+        service.desk.order(Order(png(), component="c0", is_kept=False), someone)
+        assert someone.wait()[0].verdict == "OK"
+        assert reader.wait().ending is Ending.LENGTH
+
+
+class TestRoutes:
+    def test_a_rule_sends_a_text_without_asking_anybody(self, service):
+        assert written(service, "helpdesk", "write Python", most_tokens=3).end.expert == "llm/code"
+        assert written(service, "plain", "1 + 1", most_tokens=3).end.expert == "llm/maths"
+        assert written(service, "plain", "fox", most_tokens=3).end.expert == "llm/code"
+
+    def test_a_router_sends_it_where_its_label_says(self, service):
+        label = written(service, "llm/router", "the fox").end.label
+        assert label in {"code", "maths"}
+        reader = written(service, "helpdesk", "the fox", most_tokens=6)
+        assert reader.end.expert == f"llm/{label}"
+        assert reader.text == written(service, f"llm/{label}", "the fox", most_tokens=6).text
+
+    def test_rules_look_at_what_the_user_said_last(self, service):
+        messages = (
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "fox"},
+        )
+        assert written(service, "plain", None, messages=messages, most_tokens=2).end.expert == "llm/code"
+
+    def test_a_router_asked_itself_answers_with_its_label(self, service):
+        reader = written(service, "llm/router", "the fox")
+        assert (reader.text, reader.end.ending) == (reader.end.label, Ending.STOP)
+        assert 0.5 <= reader.end.score <= 1
+
+    def test_auto_is_whoever_is_the_only_one(self, line):
+        line.document["texts"]["routes"] = {"helpdesk": TEXTS["helpdesk"]}
+        with line.served() as service:
+            assert written(service, "auto", "Python", most_tokens=2).end.expert == "llm/code"
+
+    def test_auto_of_several_is_nobody(self, service):
+        refused = refusal(service, TextOrder("auto", "x"))
+        assert (refused.reason, refused.field) == (Refusing.NOT_FOUND, "model")
+        assert "could be several" in str(refused)
+
+    def test_all_are_told_with_their_contexts(self, service):
+        views = {view.name: view for view in service.desk.text_models()}
+        assert set(views) == {"llm/router", "llm/code", "llm/maths", "llm/mute", "helpdesk", "plain"}
+        assert views["llm/code"].context_tokens == views["helpdesk"].context_tokens == CONTEXT
+        assert views["llm/code"].is_ready
+        assert not views["llm/mute"].is_ready
+        assert "tokenizer.json: is not there" in views["llm/mute"].reason
+
+
+IMPOSSIBLE = (
+    (TextOrder("llm/code", ""), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", ()), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code"), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", "x", ({"role": "user", "content": "x"},)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", "x " * CONTEXT), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", None, ({"role": "user", "content": "x " * CONTEXT},)), Refusing.INVALID, "messages"),
+    (TextOrder("llm/code", (10**6,)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", (-1,)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", "x", most_tokens=0), Refusing.INVALID, "max_tokens"),
+    (TextOrder("llm/code", "x", stop=("",)), Refusing.INVALID, "stop"),
+    (TextOrder("llm/code", "x", deadline_s=0.0), Refusing.INVALID, "deadline_s"),
+    (TextOrder("llm/code", "x", deadline_s=math.nan), Refusing.INVALID, "deadline_s"),
+    (TextOrder("helpdesk", (1, 2)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/mute", "x"), Refusing.INVALID, "model"),
+    (TextOrder("cls/f0", "x"), Refusing.INVALID, "model"),
+    (TextOrder("llm/nobody", "x"), Refusing.NOT_FOUND, "model"),
+    (TextOrder("c0", "x"), Refusing.NOT_FOUND, "model"),
+)
+
+
+class TestRefusals:
+    def test_what_is_impossible_is_refused_with_its_field_and_nothing_runs(self, service):
+        for order, reason, field in IMPOSSIBLE:
+            refused = refusal(service, order)
+            assert (refused.reason, refused.field) == (reason, field), order
+        assert service.agent.loop.statistics().engine.arrived == 0
+        assert service.desk.status().texts.under_way == 0
+
+    def test_more_than_are_let_in(self, line):
+        line.document["api"] = {"limits": {"requests": 1}}
+        with line.served() as service:
+            reader = Held()
+            service.desk.generate(TextOrder("llm/code", "x", most_tokens=3, sampling=GREEDY), reader)
+            refused = refusal(service, TextOrder("llm/code", "x"))
+            assert (refused.reason, refused.retry_s > 0) == (Refusing.QUEUE_FULL, True)
+            reader.may_go_on.set()
+            reader.wait()
+            assert written(service, most_tokens=2).end.ending is Ending.LENGTH
+
+    def test_where_a_model_cannot_be_read_its_text_says_why(self, line, models, tmp_path):
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        for path in (models / "code").iterdir():
+            size = 1000 if path.suffix == ".safetensors" else None
+            (broken / path.name).write_bytes(path.read_bytes()[:size])
+        line.document["experts"]["llm/broken"] = {"architecture": "llm", "weights": str(broken)}
+        with line.served() as service:
+            refused = refusal(service, TextOrder("llm/broken", "x"))
+            assert refused.field == "model"
+            assert "llm/broken" in str(refused)
+            assert written(service, most_tokens=2).end.ending is Ending.LENGTH
+
+
+class TestEnds:
+    def test_who_cancels_hears_nothing_more_and_all_is_given_back(self, service, wait_until_so):
+        reader = Held()
+        ticket = service.desk.generate(TextOrder("llm/code", "the quick", sampling=Sampling(seed=1)), reader)
+        assert reader.has_read.wait(PATIENCE_S)
+        assert sum(pool.lease_bytes for pool in service.desk.status().pools) > 0
+        ticket.cancel()
+        ticket.cancel()
+        reader.may_go_on.set()
+        wait_until_so(lambda: service.agent.loop.requests_in_flight == 0)
+        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
+        assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
+        assert (reader.end, len(reader.pieces)) == (None, 1)
+        assert written(service, most_tokens=3).end.ending is Ending.LENGTH
+
+    def test_whenever_texts_are_cancelled_nothing_of_them_stays(self, service, wait_until_so):
+        chance = random.Random(5)
+        for _ in range(60):
+            ticket = service.desk.generate(
+                TextOrder(chance.choice(["llm/code", "helpdesk", "llm/router"]), "the quick"), reader := Reader()
+            )
+            if chance.random() < 0.5:
+                reader.has_read.wait(chance.random() * 0.01)
+            ticket.cancel()
+        wait_until_so(lambda: service.agent.loop.requests_in_flight == 0)
+        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
+        assert [pool.lease_bytes for pool in service.desk.status().pools] == [0]
+        assert service.desk.status().texts.ended == 60
+
+    def test_a_deadline_ends_it_and_what_is_written_stands(self, service):
+        reader = written(service, deadline_s=0.001)
+        assert reader.end.ending is Ending.DEADLINE
+        assert reader.end.written_tokens < CONTEXT
+
+    def test_the_lines_deadline_is_whoevers_names_none(self, line):
+        line.document["texts"]["deadline_s"] = 0.001
+        with line.served() as service:
+            assert written(service).end.ending is Ending.DEADLINE
+            assert written(service, deadline_s=60.0, most_tokens=2).end.ending is Ending.LENGTH
+
+    def test_an_agent_that_stops_tells_who_waits(self, line, monkeypatch):
+        monkeypatch.setattr("agent.service.line_service.API_STOP_S", 0.0)
+        reader = Held()
+        with line.served() as service:
+            service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
+            assert reader.has_read.wait(PATIENCE_S)
+        assert reader.wait().failure.reason is Refusing.STOPPING
+        assert refusal(service, TextOrder("llm/code", "x")).reason is Refusing.STOPPING
+
+    def test_an_agent_that_stops_lets_those_end_that_soon_do(self, line):
+        reader = Reader()
+        with line.served() as service:
+            service.desk.generate(TextOrder("llm/code", "the quick", most_tokens=3, sampling=GREEDY), reader)
+        assert reader.wait().ending is Ending.LENGTH
+
+    def test_nothing_of_a_text_is_kept(self, line):
+        with line.served() as service:
+            written(service, prompt="the quick secret", most_tokens=5)
+        assert list(line.results.query()) == []
+        assert line.unfinished == []
+        assert not any(b"secret" in path.read_bytes() for path in (line.folder / "state").rglob("*") if path.is_file())
+
+    def test_they_are_counted(self, service, models):
+        written(service, most_tokens=5)
+        texts = service.desk.status().texts
+        assert (texts.ended, texts.written_tokens, texts.shown, texts.under_way) == (1, 5, 1, 0)
+        assert texts.read_tokens >= tokens_of(models, "the quick")
+        assert texts.first_token_s > 0

@@ -1,0 +1,82 @@
+"""Transformers, the oracle: tiny random models of each family, made and saved by it, and read by us."""
+
+import warnings
+
+import torch
+
+from experts.llm.model import load_model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what it says of its own imports is not ours
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+SHARED = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama with biases and llama3 positions": (
+        "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "rope_parameters": LLAMA3},
+    ),
+    "llama with linear positions": (
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
+    ),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3 with yarn positions": ("qwen3", {"head_dim": 32, "rope_parameters": YARN}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1], "norm_topk_prob": False, **SHARED},
+    ),
+    "qwen2_moe, normalised": (
+        "qwen2_moe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "qkv_bias": False, **SHARED}
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32,
+         "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "olmoe": (
+        "olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 4},
+    ),
+    "olmoe, limited": (
+        "olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "clip_qkv": 0.7},
+    ),
+}  # fmt: skip
+LENGTHS = (5, 41, 1, 17, 64, 33)
+NEW_TOKENS = (12, 3, 9, 16, 5, 8)
+
+
+class Pair:
+    """One model in both runtimes."""
+
+    def __init__(self, name, directory):
+        model_type, changes = MODELS[name]
+        torch.manual_seed(sum(map(ord, name)))
+        config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+        self.oracle = AutoModelForCausalLM.from_config(config).eval().float()
+        with torch.no_grad():  # biases begin as zeros, norms as ones: a swapped one would go unseen
+            for parameter in self.oracle.parameters():
+                if parameter.dim() == 1:
+                    parameter += 0.2 * torch.randn(parameter.shape)
+        self.oracle.save_pretrained(directory)
+        self.ours = load_model(directory, "tiny")
+
+    def prompts(self):
+        generator = torch.Generator().manual_seed(7)
+        return [torch.randint(0, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+
+    def oracle_s_tokens(self, prompt, count):
+        ids = torch.tensor([prompt])
+        made = self.oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        return made[0, len(prompt) :].tolist()

@@ -1,0 +1,144 @@
+"""Texts for an engine: who writes them down, and a model that is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experts.llm.config import parse_spec
+from experts.llm.serving.engine import LlmEngine, Turn
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.iteration import IterationLimits
+
+VOCABULARY = 250
+
+
+class Notes:
+    """A writer that remembers; it may say that the text is over, or fail."""
+
+    def __init__(self, stop_after=None, fails_after=None):
+        self.sampled = []
+        self._stop_after = stop_after
+        self._fails_after = fails_after
+
+    @property
+    def tokens(self):
+        return [sampled.token for sampled in self.sampled]
+
+    def write(self, sampled):
+        self.sampled.append(sampled)
+        if self._fails_after == len(self.sampled):
+            raise BrokenPipeError("nobody reads")
+        return self._stop_after == len(self.sampled)
+
+
+class VirtualClock:
+    """Time that passes only where it is told to."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class CountingModel:
+    """After token n comes n + 1, if all that came before is really kept; it takes the time that it says.
+
+    Its keys and values are the tokens themselves, so what it answers shows whether they are still those it was given.
+    """
+
+    spec = parse_spec(
+        {
+            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+            "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+        },
+        "counting",
+    )  # fmt: skip
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self, clock=None, base_s=0.0, token_s=0.0, step=1, broken_after=None):
+        self.batches = []
+        self._clock = clock
+        self._base_s = base_s
+        self._token_s = token_s
+        self._step = step
+        self._broken_after = broken_after  # this token
+        self.raises = None
+
+    def hidden(self, batch, key_values):
+        if self.raises is not None:
+            raise self.raises
+        reserved = key_values.reserve(batch)
+        self.batches.append([(row.sequence, row.count) for row in batch.rows])
+        if self._clock is not None:
+            self._clock.now_s += self._base_s + self._token_s * len(batch.token_ids)
+        tokens = batch.token_ids.float()[:, None, None].expand(-1, 1, 8)
+        reserved.append(0, tokens, batch.positions.float()[:, None, None].expand(-1, 1, 8))
+        self._check(batch, reserved)
+        return batch.token_ids.float()[:, None].expand(-1, 8)
+
+    def _check(self, batch, reserved):
+        for number, row in enumerate(batch.rows[: batch.prefill_count]):
+            stored = reserved.prefill(0, number)
+            assert stored.values[0, :, 0].tolist() == list(range(row.end)), "every position is kept"
+        for number, layout in enumerate(reserved.decode_layouts):
+            values = reserved.decode(0, number).values
+            there = values[:, 0, :, 0] if layout.places is None else values[layout.places, 0, :, 0]
+            rows = list(range(len(batch.decode_rows)))
+            rows = rows[layout.rows] if isinstance(layout.rows, slice) else layout.rows.tolist()
+            for place, row in enumerate(rows):
+                end = batch.decode_rows[row].end
+                assert there[place, :end].tolist() == list(range(end)), "every position is kept"
+
+    def logits(self, hidden):
+        following = (hidden[:, 0].long() + self._step) % VOCABULARY
+        logits = torch.zeros(len(hidden), VOCABULARY)
+        logits[torch.arange(len(hidden)), following] = 8.0
+        if self._broken_after is not None:
+            logits[hidden[:, 0] == self._broken_after] = float("nan")
+        return logits
+
+
+class Desk:
+    """An engine, and texts that are asked of it until they are done."""
+
+    def __init__(self, model=None, arena=None, limits=None, clock=None):
+        self.clock = clock or VirtualClock()
+        self.model = model or CountingModel(self.clock)
+        self.arena = arena or ExtentArena(4 * 2**20)
+        self.engine = LlmEngine(self.arena, limits or IterationLimits(), self.clock)
+        self.notes = {}
+        self.turns = {}
+        self.finished = {}
+        self.quanta = []
+
+    def ask(self, request, prompt, new=5, *, model=None, expert="counting", notes=None, deadline_s=None, weights=None,
+            sampling=GREEDY, **options):  # fmt: skip
+        self.notes[request] = notes or Notes()
+        generation = Generation(tuple(prompt), new, sampling, **options)
+        text = TextRequest(generation, self.notes[request], deadline_s)
+        self.turns[request] = Turn(request, expert, model or self.model, text, weights)
+        return self
+
+    def quantum(self, quantum_s=1.0, *requests):
+        chosen = [self.turns[request] for request in requests or self.turns]
+        quantum = self.engine.run(chosen, quantum_s)
+        self.quanta.append(quantum)
+        self.finished.update(quantum.finished)
+        for request, _ in quantum.finished:
+            del self.turns[request]
+        return quantum
+
+    def finish(self, quantum_s=1.0):
+        while self.turns:
+            self.quantum(quantum_s)
+        return {request: notes.tokens for request, notes in self.notes.items()}
+
+
+@pytest.fixture
+def desk():
+    return Desk()

@@ -1,0 +1,372 @@
+"""Texts through the engine, under virtual time, with a model that counts: who runs when, and what comes of each."""
+
+import threading
+
+import pytest
+import torch
+
+from experts.expert import Prediction
+from experts.llm.serving.engine import Left, LlmEngine, Turn
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.generation import GREEDY, Generation, Refused, Sampling, TextRequest
+from experts.llm.serving.iteration import IterationLimits
+from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, VirtualClock
+
+
+def counted(prompt, new):
+    return [(prompt[-1] + 1 + n) % VOCABULARY for n in range(new)]
+
+
+class TestIterations:
+    def test_who_finishes_leaves_at_once_and_who_comes_joins_the_next(self, desk):
+        desk.ask(1, [3], 2).ask(2, [7], 4)
+        desk.quantum(0)
+        desk.ask(3, [20], 2)
+        desk.finish(quantum_s=0)
+        assert desk.model.batches == [
+            [(1, 1), (2, 1)], [(1, 1), (2, 1), (3, 1)], [(2, 1), (3, 1)], [(2, 1)],
+        ]  # fmt: skip
+
+    def test_prompts_are_read_beside_those_who_write(self):
+        desk = Desk(limits=IterationLimits(tokens=20))
+        desk.ask(1, [3], 4)
+        desk.quantum(0)
+        desk.ask(2, range(30), 2)
+        desk.finish(quantum_s=0)
+        assert desk.model.batches[1:3] == [[(2, 16), (1, 1)], [(2, 14), (1, 1)]]
+        assert desk.notes[2].tokens == [30, 31]
+
+    def test_all_that_comes_in_one_quantum_is_answered_once(self, desk):
+        texts = {n: ([n, n + 1], 1 + n % 5) for n in range(20)}
+        for request, (prompt, new) in texts.items():
+            desk.ask(request, prompt, new)
+        assert desk.finish() == {request: counted(prompt, new) for request, (prompt, new) in texts.items()}
+        answered = [request for quantum in desk.quanta for request, _ in quantum.finished]
+        assert sorted(answered) == sorted(texts)
+
+    def test_a_quantum_has_at_least_one_iteration(self, desk):
+        desk.ask(1, [3], 2)
+        assert desk.quantum(0).unfinished == ((1, Left(0, 1, 3)),)
+
+    def test_a_quantum_ends_on_time(self):
+        clock = VirtualClock()
+        desk = Desk(CountingModel(clock, base_s=0.004, token_s=0.001), clock=clock)
+        for request in range(4):
+            desk.ask(request, range(60), 30)
+        took_s = []
+        while desk.turns:
+            began_s = clock.now_s
+            desk.quantum(0.05)
+            took_s.append(clock.now_s - began_s)
+        assert max(took_s) <= 0.05 + 1e-9
+        assert sum(took_s) / len(took_s) > 0.03, "and it is used"
+
+    def test_every_text_gets_on_though_there_are_more_than_rows_and_no_time(self):
+        clock = VirtualClock()
+        desk = Desk(CountingModel(clock, base_s=1.0), limits=IterationLimits(rows=3, tokens=16), clock=clock)
+        for request in range(8):
+            desk.ask(request, range(20), 6)
+        waited = dict.fromkeys(range(8), 0)
+        while desk.turns:
+            desk.quantum(0.01)
+            ran = {request for request, _ in desk.model.batches[-1]}
+            waited = {request: 0 if request in ran else waited[request] + 1 for request in desk.turns}
+            assert max(waited.values(), default=0) <= 20
+        assert desk.notes[7].tokens == counted(range(20), 6)
+
+    def test_two_models_take_turns(self):
+        clock = VirtualClock()
+        one, other = CountingModel(clock, base_s=1.0), CountingModel(clock, base_s=1.0, step=2)
+        desk = Desk(one, clock=clock)
+        desk.ask(1, [3], 3).ask(2, [3], 3, model=other)
+        desk.finish(quantum_s=0)
+        assert len(one.batches) == len(other.batches) == 3
+        assert desk.notes[1].tokens == [4, 5, 6]
+        assert desk.notes[2].tokens == [5, 7, 9]
+
+
+class TestEndings:
+    def test_as_long_as_it_may_be(self, desk):
+        desk.ask(1, [3], 2).finish()
+        assert desk.finished == {1: Prediction("length", 1.0)}
+
+    def test_a_stop_token_is_not_written(self, desk):
+        desk.ask(1, [3], 9, stop_tokens=frozenset({6})).finish()
+        assert desk.notes[1].tokens == [4, 5]
+        assert desk.finished == {1: Prediction("stop", 1.0)}
+
+    def test_its_writer_says_so(self, desk):
+        desk.ask(1, [3], 9, notes=Notes(stop_after=3)).finish()
+        assert desk.notes[1].tokens == [4, 5, 6]
+        assert desk.finished == {1: Prediction("stop", 1.0)}
+
+    def test_its_time_is_over(self):
+        clock = VirtualClock()
+        desk = Desk(CountingModel(clock, base_s=1.0), clock=clock)
+        desk.ask(1, [3], 9, deadline_s=clock.now_s + 2.5).ask(2, [3], 5)
+        desk.finish(quantum_s=1)
+        assert desk.notes[1].tokens == [4, 5, 6]
+        assert desk.finished == {1: Prediction("deadline", 1.0), 2: Prediction("length", 1.0)}
+
+    def test_its_time_was_over_before_it_began(self):
+        desk = Desk()
+        desk.ask(1, [3], 9, deadline_s=desk.clock.now_s).finish()
+        assert desk.finished == {1: Prediction("deadline", 1.0)}
+        assert desk.model.batches == []
+
+    def test_nothing_is_left_behind(self, desk):
+        for request in range(10):
+            desk.ask(request, [request], request + 1)
+        desk.finish()
+        assert desk.arena.statistics().requests == 0
+        assert all(desk.engine.left(request) is None for request in range(10))
+
+
+class TestForgetting:
+    def test_in_the_middle_of_a_quantum_it_takes_effect_at_the_next_iteration(self, desk):
+        class Leaves(Notes):
+            def write(self, sampled):
+                if len(self.sampled) == 1:
+                    leaving = threading.Thread(target=desk.engine.forget, args=(1,))
+                    leaving.start()
+                    leaving.join()
+                return super().write(sampled)
+
+        desk.ask(1, [3], 9, notes=Leaves()).ask(2, [3], 4).finish()
+        assert desk.notes[1].tokens == [4, 5]
+        assert isinstance(desk.finished[1], Refused)
+        assert desk.notes[2].tokens == [4, 5, 6, 7]
+        assert desk.arena.statistics().requests == 0
+
+    def test_between_two_quanta_it_takes_effect_at_once(self, desk):
+        desk.ask(1, range(40), 9).quantum(0)
+        desk.engine.forget(1)
+        assert desk.arena.statistics().promised_bytes == 0
+        assert desk.engine.left(1) is None
+
+    def test_a_request_that_was_forgotten_may_come_again(self, desk):
+        desk.ask(1, [3], 9).quantum(0)
+        desk.engine.forget(1)
+        desk.ask(1, [3], 2).finish()
+        assert desk.notes[1].tokens == [4, 5]
+
+    def test_what_is_not_there_is_nothing(self, desk):
+        desk.engine.forget(5)
+        desk.engine.preempt(5)
+        desk.engine.preempt(5, is_swapped=True)
+        assert desk.ask(5, [3], 2).finish() == {5: [4, 5]}
+
+    def test_the_next_step_of_a_request_begins_anew(self, desk):
+        desk.ask(1, [3], 9).quantum(0)
+        desk.ask(1, [30], 2, expert="next").finish()
+        assert desk.notes[1].tokens == [31, 32]
+
+
+class TestPreempting:
+    @pytest.mark.parametrize("is_swapped", [False, True])
+    def test_what_was_written_stays_and_goes_on(self, desk, is_swapped):
+        desk.ask(1, [3, 4], 6)
+        desk.quantum(0)
+        desk.quantum(0)
+        desk.engine.preempt(1, is_swapped=is_swapped)
+        assert desk.arena.statistics().promised_bytes == 0
+        assert desk.engine.left(1).prompt == (0 if is_swapped else 4)
+        assert desk.finish() == {1: [5, 6, 7, 8, 9, 10]}
+
+    def test_in_the_middle_of_a_quantum_it_waits_for_the_next(self, desk):
+        class Preempts(Notes):
+            def write(self, sampled):
+                if len(self.sampled) == 1:
+                    desk.engine.preempt(1)
+                return super().write(sampled)
+
+        desk.ask(1, [3], 4, notes=Preempts())
+        assert desk.quantum().unfinished == ((1, Left(3, 2, 5)),)
+        assert desk.finish() == {1: [4, 5, 6, 7]}
+
+    def test_its_prefix_is_there_where_there_was_room(self):
+        desk = Desk()
+        desk.ask(1, range(40), 4, weights="w").quantum(0)
+        desk.quantum(0)
+        desk.engine.preempt(1)
+        desk.finish()
+        assert desk.arena.statistics().prefix_tokens >= 40
+        assert desk.notes[1].tokens == [40, 41, 42, 43]
+
+
+class TestRooms:
+    def arena(self):
+        return ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 8)
+
+    def test_for_whom_there_is_none_waits_and_is_named(self):
+        desk = Desk(arena=self.arena())
+        desk.ask(1, range(200), 50).ask(2, range(200), 50)
+        first = desk.ask(3, range(10), 200).quantum(0)
+        assert first.lacking == (3,)
+        assert [request for request, _ in first.unfinished] == [1, 2, 3]
+        assert desk.finish()[3] == counted(range(10), 200)
+
+    def test_who_never_fits_is_refused(self):
+        desk = Desk(arena=ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 2))
+        desk.ask(1, range(100), 100).ask(2, [3], 2).finish()
+        assert desk.finished[1] == Refused("expert counting: 200 tokens are more than there is room for")
+        assert desk.notes[2].tokens == [4, 5]
+
+
+class TestWhatIsWrong:
+    @pytest.mark.parametrize(
+        ("prompt", "new", "told"),
+        [
+            (range(300), 5, "prompt: has 300 tokens, over the model's context of 256"),
+            (range(250), 20, "prompt: has 250 tokens, with 20 new ones over the model's context of 256"),
+            ([3, 250, 1], 5, "prompt: has token 250 at 1, the model knows 0 to 249"),
+            ([3, -1], 5, "prompt: has token -1 at 1"),
+        ],
+    )
+    def test_a_prompt_is_its_own_affair(self, desk, prompt, new, told):
+        desk.ask(1, prompt, new).ask(2, [3], 2).finish()
+        assert told in desk.finished[1].reason
+        assert "counting" in desk.finished[1].reason
+        assert desk.notes[2].tokens == [4, 5]
+
+    def test_so_is_a_writer_that_fails(self, desk):
+        desk.ask(1, [3], 9, notes=Notes(fails_after=2)).ask(2, [3], 4).finish()
+        assert desk.finished[1] == Refused("whoever reads it failed: BrokenPipeError: nobody reads")
+        assert desk.notes[2].tokens == [4, 5, 6, 7]
+        assert desk.arena.statistics().requests == 0
+
+    @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3)])
+    def test_so_are_numbers_that_are_none(self, sampling):
+        desk = Desk(CountingModel(broken_after=5))
+        desk.ask(1, [3], 9, sampling=sampling).ask(2, [20], 3).finish()
+        assert "expert counting answered with numbers that are none after 3 tokens" in desk.finished[1].reason
+        assert desk.notes[1].tokens == [4, 5]
+        assert desk.notes[2].tokens == [21, 22, 23]
+
+    def test_what_a_model_raises_passes_through_and_nothing_is_lost(self, desk):
+        desk.ask(1, [3], 2).ask(2, [20], 6)
+        desk.quantum(0)
+        broken = threading.Event()
+
+        class Breaks(Notes):
+            def write(self, sampled):
+                if not broken.is_set() and len(self.sampled) == 1:
+                    desk.model.raises = RuntimeError("no memory")
+                    broken.set()
+                return super().write(sampled)
+
+        desk.notes[2] = Breaks()
+        desk.ask(3, [30], 4, notes=Breaks())
+        with pytest.raises(RuntimeError, match="no memory"):
+            desk.quantum()
+        desk.model.raises = None
+        desk.finish()
+        assert desk.notes[1].tokens == [4, 5]
+        assert desk.notes[3].tokens == [31, 32, 33, 34]
+        assert {request: result.label for request, result in desk.finished.items()} == dict.fromkeys(
+            (1, 2, 3), "length"
+        )
+
+
+CHOICES = {"left": (11,), "right": (12,), "far": (13, 14)}
+
+
+class TestRouters:
+    def test_the_likeliest_label_and_its_share(self, desk):
+        desk.ask(1, [9, 10], 0, choices=CHOICES).ask(2, [9, 11], 0, choices=CHOICES).finish()
+        assert desk.finished[1].label == "left"
+        assert desk.finished[2].label == "right"
+        # by the counting model: exp(8) for what follows, 1 for all others
+        total = torch.tensor(8.0).exp() + VOCABULARY - 1
+        shares = {"left": torch.tensor(8.0).exp() / total, "right": 1 / total}
+        shares["far"] = 1 / total * shares["left"]
+        assert desk.finished[1].score == pytest.approx(float(shares["left"] / sum(shares.values())))
+        assert desk.notes[1].tokens == []
+
+    def test_choices_of_several_tokens_are_weighed_whole(self, desk):
+        choices = {"near": (11, 30), "wrong": (11, 13), "right": (11, 12, 13), "none": (4,)}
+        desk.ask(1, range(11), 0, choices=choices).ask(2, [3], 4).finish(quantum_s=0)
+        assert desk.finished[1].label == "right"
+        assert desk.notes[2].tokens == [4, 5, 6, 7]
+        assert desk.arena.statistics().requests == 0
+
+    @pytest.mark.parametrize("is_swapped", [False, True])
+    def test_they_may_be_preempted_between_choices(self, desk, is_swapped):
+        choices = {"a": (11, 30), "b": (11, 12, 13), "c": (12, 13), "d": (13, 14)}
+        desk.ask(1, range(11), 0, choices=choices)
+        while desk.turns:
+            desk.quantum(0)
+            desk.engine.preempt(1, is_swapped=is_swapped)
+            if desk.turns:
+                desk.quantum(0)  # it is read anew
+            if desk.turns:
+                desk.quantum(0)  # a choice more
+        alone = Desk()
+        alone.ask(1, range(11), 0, choices=choices).finish()
+        assert desk.finished == alone.finished
+
+    def test_numbers_that_are_none(self):
+        desk = Desk(CountingModel(broken_after=10))
+        desk.ask(1, [10], 0, choices=CHOICES).finish()
+        assert "numbers that are none" in desk.finished[1].reason
+
+    def test_what_is_left_to_read(self, desk):
+        desk.ask(1, range(20), 0, choices={"a": (1, 2, 3), "b": (2,)})
+        desk.engine = LlmEngine(desk.arena, IterationLimits(tokens=16), desk.clock)
+        assert desk.quantum(0).unfinished == ((1, Left(4 + 2, 1, 23)),)
+
+
+class TestExpectations:
+    def test_what_is_left_follows_what_an_expert_s_texts_were_like(self, desk):
+        for request in range(5):
+            desk.ask(request, [3], 10)
+        desk.finish()
+        desk.ask(9, [3], 100)
+        assert desk.quantum(0).unfinished == ((9, Left(0, 9, 101)),)
+
+    def test_statistics_add_up(self, desk):
+        desk.ask(1, range(10), 3).ask(2, [3], 5).finish()
+        told = desk.engine.statistics()
+        assert (told.written_tokens, told.read_tokens, told.rows) == (8, 10, 8)
+        assert told.iterations == len(desk.model.batches)
+        assert told.quanta == len(desk.quanta)
+
+    def test_time_in_tensors_is_told_apart(self):
+        clock = VirtualClock()
+        desk = Desk(CountingModel(clock, base_s=0.5), clock=clock)
+
+        class Slow(Notes):
+            def write(self, sampled):
+                clock.now_s += 0.25
+                return super().write(sampled)
+
+        desk.ask(1, [3], 4, notes=Slow()).finish()
+        told = desk.engine.statistics()
+        assert (told.tensor_s, told.busy_s, told.overhead_s) == (2.0, 3.0, 0.25)
+        assert told.iterations == 4
+
+
+def test_engines_of_one_arena_run_beside_one_another():
+    arena, model = ExtentArena(16 * 2**20), CountingModel()
+    done = {}
+
+    def serve(first):
+        engine = LlmEngine(arena)
+        notes = {first + n: Notes() for n in range(20)}
+        turns = [
+            Turn(request, "counting", model, TextRequest(Generation((request % 40,), 30, GREEDY), own))
+            for request, own in notes.items()
+        ]
+        while turns:
+            finished = dict(engine.run(turns, 0.001).finished)
+            turns = [turn for turn in turns if turn.request not in finished]
+        done.update({request: own.tokens for request, own in notes.items()})
+
+    threads = [threading.Thread(target=serve, args=(first,)) for first in (0, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == {request: counted([request % 40], 30) for request in done}
+    assert len(done) == 40
+    assert arena.statistics().requests == 0

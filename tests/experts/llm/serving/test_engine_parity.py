@@ -1,0 +1,96 @@
+"""Greedy tokens are transformers', however texts come to run: alone, batched, in chunks, preempted, swapped, shared."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts.llm.serving.blocks import BlockArena
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.iteration import IterationLimits
+from tests.experts.llm.oracle import NEW_TOKENS, Pair
+from tests.experts.llm.serving.conftest import Desk
+
+FAMILIES = ("llama", "qwen3 with yarn positions", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+ARENAS = {
+    "extents": lambda: ExtentArena(16 * 2**20),
+    "blocks": lambda: BlockArena(16 * 2**20, "cpu", block_bytes=2**15),
+}
+
+
+class Oracle(Pair):
+    """A pair, with what transformers writes after each prompt."""
+
+    def __init__(self, name, directory):
+        super().__init__(name, directory)
+        self.texts = self.prompts()
+        self.expected = {
+            n: self.oracle_s_tokens(prompt, count)
+            for n, (prompt, count) in enumerate(zip(self.texts, NEW_TOKENS, strict=True))
+        }
+
+    def desk(self, arena="extents", **limits):
+        desk = Desk(self.ours, ARENAS[arena](), IterationLimits(**limits))
+        for request, (prompt, count) in enumerate(zip(self.texts, NEW_TOKENS, strict=True)):
+            desk.ask(request, prompt, count, weights="w")
+        return desk
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request, tmp_path_factory):
+    return Oracle(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_alone(oracle):
+    desk = oracle.desk()
+    while desk.turns:
+        desk.quantum(1.0, next(iter(desk.turns)))
+    assert desk.finish() == oracle.expected
+
+
+@pytest.mark.parametrize("arena", ARENAS)
+@pytest.mark.parametrize("chunk", [1, 7, 32, 512])
+def test_batched_and_in_chunks(oracle, arena, chunk):
+    assert oracle.desk(arena, tokens=chunk).finish() == oracle.expected
+
+
+def test_in_quanta_of_one_iteration_with_more_texts_than_rows(oracle):
+    assert oracle.desk(rows=4, tokens=16).finish(quantum_s=0) == oracle.expected
+
+
+@pytest.mark.parametrize("arena", ARENAS)
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("weights", [None, "w"])
+def test_preempted_and_resumed(oracle, arena, is_swapped, weights):
+    desk = oracle.desk(arena, tokens=16)
+    for request in desk.turns:
+        desk.turns[request] = replace(desk.turns[request], weights=weights)
+    count = 0
+    while desk.turns:
+        desk.quantum(0)
+        for request in list(desk.turns)[count % 3 :: 3]:
+            desk.engine.preempt(request, is_swapped=is_swapped)
+        count += 1
+    assert desk.finish() == oracle.expected
+    assert desk.arena.statistics().requests == 0
+
+
+@pytest.mark.parametrize("arena", ARENAS)
+def test_with_a_prefix_that_was_read_before(oracle, arena):
+    desk = oracle.desk(arena)
+    assert desk.finish() == oracle.expected
+    for request, (prompt, count) in enumerate(zip(oracle.texts, NEW_TOKENS, strict=True)):
+        desk.ask(request, prompt, count, weights="w")
+    assert desk.finish() == oracle.expected
+    assert desk.arena.statistics().prefix_tokens > 0
+
+
+def test_the_tokens_logprobs_are_the_oracle_s(oracle):
+    desk = oracle.desk(tokens=7)
+    desk.finish()
+    for request, prompt in enumerate(oracle.texts):
+        with torch.no_grad():
+            whole = torch.tensor([prompt + oracle.expected[request]])
+            expected = oracle.oracle(whole).logits[0].log_softmax(dim=-1)
+        for n, sampled in enumerate(desk.notes[request].sampled):
+            assert abs(expected[len(prompt) - 1 + n, sampled.token].item() - sampled.logprob) <= 1e-5

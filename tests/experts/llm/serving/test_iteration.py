@@ -1,0 +1,84 @@
+"""Who runs in an iteration, and how long one takes: over numbers alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, Candidate, IterationTimes, Pick, plan
+
+CANDIDATES = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12
+).map(lambda rows: [Candidate(n, unread, n, ran, is_whole) for n, (unread, ran, is_whole) in enumerate(rows)])  # fmt: skip
+
+
+@given(CANDIDATES, st.integers(1, 8), st.integers(0, 64))
+def test_limits_are_kept_and_somebody_runs(candidates, rows, prompt_tokens):
+    picks = plan(candidates, rows, prompt_tokens)
+    of = {one.request: one for one in candidates}
+    assert 1 <= len(picks) <= rows
+    assert len({pick.request for pick in picks}) == len(picks)
+    assert all(1 <= pick.tokens <= of[pick.request].unread for pick in picks)
+    assert all(pick.tokens == of[pick.request].unread for pick in picks if of[pick.request].is_whole)
+    read = sum(pick.tokens for pick in picks if of[pick.request].unread > 1 and not of[pick.request].is_whole)
+    assert read <= max(prompt_tokens, 1)
+
+
+@given(CANDIDATES, st.integers(1, 8), st.integers(1, 64))
+def test_who_reads_is_not_kept_waiting_by_those_who_write_or_came_later(candidates, rows, prompt_tokens):
+    picked = {pick.request for pick in plan(candidates, rows, prompt_tokens)}
+    reading = [one.request for one in candidates if one.unread > 1]
+    assert not reading or reading[0] in picked
+    assert picked & set(reading) == set(reading[: len(picked & set(reading))])
+
+
+def test_those_who_write_take_turns():
+    candidates = [Candidate(1, 1, 1, ran=5), Candidate(2, 1, 2, ran=3), Candidate(3, 1, 3, ran=4)]
+    assert plan(candidates, 2, 0) == [Pick(2, 1), Pick(3, 1)]
+
+
+def test_prompts_share_what_may_be_read():
+    candidates = [Candidate(1, 1, 1, 0), Candidate(2, 20, 2, 0), Candidate(3, 20, 3, 0), Candidate(4, 20, 4, 0)]
+    assert plan(candidates, 8, 30) == [Pick(1, 1), Pick(2, 20), Pick(3, 10)]
+
+
+class TestTimes:
+    def test_nothing_is_known_at_first(self):
+        times = IterationTimes()
+        assert times.seconds(100) == 0
+        assert times.tokens_within(1.0) == LEAST_CHUNK_TOKENS
+
+    @given(st.floats(0, 0.1), st.floats(1e-5, 1e-2), st.lists(st.integers(1, 500), min_size=2, unique=True))
+    def test_a_line_is_found(self, base_s, token_s, sizes):
+        times = IterationTimes()
+        for tokens in sizes:
+            times.ran(tokens, base_s + token_s * tokens)
+        if max(sizes[-2:]) > 1.5 * min(sizes[-2:]):
+            assert times.base_s == pytest.approx(base_s, rel=1e-3, abs=1e-4)
+            assert times.token_s == pytest.approx(token_s, rel=1e-3)
+        within = times.tokens_within(base_s + token_s * 50)
+        assert within <= GROWTH * max(*sizes, LEAST_CHUNK_TOKENS)
+
+    def test_of_one_size_all_is_blamed_on_the_tokens(self):
+        times = IterationTimes()
+        for _ in range(5):
+            times.ran(16, 0.016)
+        assert times.seconds(32) == pytest.approx(0.032)
+        assert times.tokens_within(0.020) == 20
+
+    def test_growth_is_bounded_by_what_was_measured(self):
+        times = IterationTimes()
+        times.ran(16, 0.001)
+        assert times.tokens_within(10.0) == GROWTH * 16
+
+    def test_a_machine_that_slows_down_is_followed(self):
+        times = IterationTimes()
+        for n in range(200):
+            slow = 1 if n < 100 else 5
+            times.ran(10 + n % 30, slow * (0.002 + 0.001 * (10 + n % 30)))
+        assert times.seconds(20) == pytest.approx(5 * 0.022, rel=0.02)
+
+    def test_there_may_be_no_time_left(self):
+        times = IterationTimes()
+        times.ran(10, 0.02)
+        times.ran(100, 0.11)
+        assert times.tokens_within(0.005) <= 0

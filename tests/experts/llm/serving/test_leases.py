@@ -1,0 +1,135 @@
+"""Leases: a text holds no more than it may for now, goes on once it may hold more, and writes what it would have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experts.errors import MemoryExceeded
+from experts.llm.config import parse_spec
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import Model
+from experts.llm.names import assemblies
+from experts.llm.serving.blocks import BlockArena
+from experts.llm.serving.engine import LlmEngine, Turn
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.serving.kv import KvLayout
+from experts.llm.token_batch import Chunk, TokenBatch
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+SPEC = parse_spec(CONFIG, "tiny")
+LAYOUT = KvLayout.of(SPEC, torch.float32)
+BUDGET_BYTES = 512 * LAYOUT.token_bytes
+ARENAS = {
+    "extents": lambda: ExtentArena(BUDGET_BYTES),
+    "blocks": lambda: BlockArena(BUDGET_BYTES, "cpu", block_bytes=8 * LAYOUT.token_bytes),
+}
+PROMPT = tuple(range(3, 23))
+
+
+@pytest.fixture(params=ARENAS)
+def arena(request):
+    return ARENAS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def model():
+    generator = torch.Generator().manual_seed(1)
+    return Model(SPEC, {one.name: torch.randn(one.shape, generator=generator) * 0.3 for one in assemblies(SPEC)})
+
+
+class Writer:
+    def __init__(self):
+        self.tokens = []
+
+    def write(self, sampled):
+        self.tokens.append(sampled.token)
+        return False
+
+
+def greedy(model, count):
+    tokens = list(PROMPT)
+    for _ in range(count):
+        batch = TokenBatch.of([Chunk(0, 0, tokens)])
+        tokens.append(int(model.forward(batch, ContiguousKeyValues(SPEC, torch.float32))[-1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+def test_what_is_promised_grows_within_the_budget(arena):
+    arena.begin(1, LAYOUT, 64)
+    arena.begin(2, LAYOUT, 256)
+    arena.grow(1, 256)
+    arena.grow(1, 64)  # it was promised that already
+    assert arena.statistics().promised_bytes == BUDGET_BYTES
+    with pytest.raises(MemoryExceeded):
+        arena.begin(3, LAYOUT, 1)
+    arena.release(1)
+    arena.release(2)
+    assert arena.statistics().promised_bytes == 0
+
+
+def test_nothing_grows_over_what_others_were_promised(arena):
+    arena.begin(1, LAYOUT, 64)
+    arena.begin(2, LAYOUT, 256)
+    arena.begin(3, LAYOUT, 128)
+    with pytest.raises(MemoryExceeded):
+        arena.grow(1, 192)
+    arena.grow(1, 128)
+    assert arena.statistics().promised_bytes == BUDGET_BYTES
+
+
+def test_nothing_grows_over_its_context(arena):
+    arena.begin(1, LAYOUT, 64)
+    with pytest.raises(ValueError, match="context is 256"):
+        arena.grow(1, 257)
+
+
+def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_promised(arena):
+    arena.begin(1, LAYOUT, 256)
+    arena.set_budget(BUDGET_BYTES // 4)
+    assert arena.statistics().promised_bytes == BUDGET_BYTES // 2
+    with pytest.raises(MemoryExceeded):
+        arena.begin(2, LAYOUT, 64)
+    arena.release(1)
+    with pytest.raises(MemoryExceeded):
+        arena.begin(2, LAYOUT, 256)
+    arena.begin(2, LAYOUT, 128)
+    arena.set_budget(2 * BUDGET_BYTES)
+    assert arena.budget_bytes == BUDGET_BYTES
+
+
+@pytest.mark.parametrize("leases", [(8, 20, 21, 30, 60), (64,), (1, 60), (25, 26, 60)])
+def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, leases):
+    engine, writer = LlmEngine(arena), Writer()
+    text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
+    for lease in leases[:-1]:
+        ((_, left),) = engine.run([Turn(1, "a", model, text, lease=lease)], 60.0).unfinished
+        assert left.held == lease
+        assert len(writer.tokens) == max(lease - len(PROMPT) + 1, 0)
+    ((_, prediction),) = engine.run([Turn(1, "a", model, text, lease=leases[-1])], 60.0).finished
+    assert prediction.label == "length"
+    assert writer.tokens == greedy(model, 30)
+    assert arena.statistics().promised_bytes == 0
+
+
+def test_whoever_lost_what_it_held_begins_with_its_larger_lease_and_writes_the_same(arena, model):
+    engine, writer = LlmEngine(arena), Writer()
+    text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
+    engine.run([Turn(1, "a", model, text, lease=30)], 60.0)
+    engine.preempt(1)
+    assert arena.statistics().promised_bytes == 0
+    engine.run([Turn(1, "a", model, text, lease=50)], 60.0)
+    assert writer.tokens == greedy(model, 30)
+
+
+def test_a_full_lease_holds_nobody_else_up(arena, model):
+    engine, full, other = LlmEngine(arena), Writer(), Writer()
+    texts = [TextRequest(Generation(PROMPT, 30, GREEDY), writer) for writer in (full, other)]
+    quantum = engine.run([Turn(1, "a", model, texts[0], lease=22), Turn(2, "a", model, texts[1])], 60.0)
+    assert [request for request, _ in quantum.finished] == [2]
+    assert [request for request, _ in quantum.unfinished] == [1]
+    assert (len(full.tokens), len(other.tokens)) == (3, 30)

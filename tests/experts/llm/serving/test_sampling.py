@@ -1,0 +1,175 @@
+"""Rows of logits to tokens: against the rules written out, one row at a time, and each row for itself."""
+
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.llm.serving.generation import GREEDY, Sampling
+from experts.llm.serving.sampling import FIRST_CANDIDATES, Sampler, sample
+
+VOCABULARY = 12
+
+
+def shares_by_the_rules(logits, sampling, prompt=(), written=()):
+    """What each token's probability is, step by step over plain numbers."""
+    logits = list(logits)
+    counts = Counter(written)
+    for token in {*prompt, *written}:
+        penalty = sampling.repetition_penalty
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        logits[token] -= sampling.presence_penalty * (counts[token] > 0) + sampling.frequency_penalty * counts[token]
+    if sampling.is_greedy:
+        best = max(range(len(logits)), key=lambda n: logits[n])
+        return [float(n == best) for n in range(len(logits))]
+    shares = normalised([math.exp((one - max(logits)) / sampling.temperature) for one in logits])
+    ordered = sorted(range(len(shares)), key=lambda n: -shares[n])
+    kept = ordered[: sampling.top_k or None]
+    shares = normalised([one if n in kept else 0.0 for n, one in enumerate(shares)])
+    before, nucleus = 0.0, set()
+    for n in kept:
+        if before < sampling.top_p:
+            nucleus.add(n)
+        before += shares[n]
+    least = sampling.min_p * max(shares)
+    return normalised([one if n in nucleus and one >= least else 0.0 for n, one in enumerate(shares)])
+
+
+def normalised(shares):
+    return [one / sum(shares) for one in shares]
+
+
+def random_logits(rows, vocabulary=VOCABULARY, seed=0):
+    return 2 * torch.randn((rows, vocabulary), generator=torch.Generator().manual_seed(seed))
+
+
+SAMPLINGS = {
+    "plain": Sampling(),
+    "hot": Sampling(temperature=2.5),
+    "cold": Sampling(temperature=0.3),
+    "top-k": Sampling(top_k=4),
+    "top-p": Sampling(top_p=0.7),
+    "min-p": Sampling(min_p=0.2),
+    "all of these": Sampling(temperature=1.3, top_k=7, top_p=0.9, min_p=0.05),
+    "repetition": Sampling(repetition_penalty=1.8),
+    "presence and frequency": Sampling(presence_penalty=0.9, frequency_penalty=0.4),
+    "negative penalties": Sampling(frequency_penalty=-1.0, repetition_penalty=0.7),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_tokens_are_distributed_by_the_rules(sampling):
+    prompt, written, draws = (1, 2, 2, 5), (5, 5, 7), 8_000
+    logits = random_logits(1)
+    samplers = [Sampler(replace(sampling, seed=seed), prompt) for seed in range(draws)]
+    for sampler in samplers:
+        for token in written:
+            sampler.wrote(token)
+    counts = Counter(sampled.token for sampled in sample(logits.expand(draws, -1), samplers))
+    expected = shares_by_the_rules(logits[0].tolist(), sampling, prompt, written)
+    for token, share in enumerate(expected):
+        spread = 5 * math.sqrt(share * (1 - share) / draws)
+        assert abs(counts[token] / draws - share) <= spread, f"token {token}"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.builds(
+            Sampling,
+            temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]), top_k=st.sampled_from([0, 1, 3, 40]),
+            top_p=st.sampled_from([0.05, 0.5, 0.95, 1.0]), min_p=st.sampled_from([0.0, 0.1, 1.0]),
+            repetition_penalty=st.sampled_from([0.5, 1.0, 1.5]), presence_penalty=st.sampled_from([0.0, 1.0, -2.0]),
+            frequency_penalty=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 5),
+            logprobs=st.sampled_from([None, 0, 2, 20]),
+        ),
+        min_size=1, max_size=6,
+    ),
+    st.integers(0, 50),
+)  # fmt: skip
+def test_a_row_is_drawn_as_it_would_be_alone_and_only_what_is_left(samplings, seed):
+    logits = random_logits(len(samplings), seed=seed)
+
+    def samplers():
+        made = [Sampler(sampling, (1, 2)) for sampling in samplings]
+        for sampler in made:
+            sampler.wrote(3)
+        return made
+
+    together = sample(logits, samplers())
+    alone = [sample(logits[n : n + 1], [sampler])[0] for n, sampler in enumerate(samplers())]
+    assert [one.token for one in together] == [one.token for one in alone]
+    for n, (sampled, sampling) in enumerate(zip(together, samplings, strict=True)):
+        assert shares_by_the_rules(logits[n].tolist(), sampling, (1, 2), (3,))[sampled.token] > 0
+        logprobs = logits[n].log_softmax(dim=-1)
+        assert sampled.logprob == pytest.approx(float(logprobs[sampled.token]), abs=1e-5)
+        assert len(sampled.alternatives) == min(sampling.logprobs or 0, VOCABULARY)
+        best = logprobs.sort(descending=True)
+        assert [token for token, _ in sampled.alternatives] == best.indices[: len(sampled.alternatives)].tolist()
+
+
+def test_the_same_seed_writes_the_same_text_and_another_another():
+    logits = random_logits(30)
+
+    def text(seed):
+        sampler = Sampler(Sampling(seed=seed), (1,))
+        return [sample(row[None], [sampler])[0].token for row in logits]
+
+    assert text(4) == text(4)
+    assert text(4) != text(5)
+    assert text(None) != text(None)
+
+
+@given(st.integers(0, 100))
+@settings(deadline=None, max_examples=20)
+def test_the_likeliest_of_one_is_greedy(seed):
+    logits = random_logits(4, seed=seed)
+    best = logits.argmax(dim=-1).tolist()
+    for sampling in (GREEDY, Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0)):
+        assert [one.token for one in sample(logits, [Sampler(sampling, (1,))] * 4)] == best
+
+
+def test_a_nucleus_wider_than_the_first_candidates_is_found():
+    flat = torch.zeros((2, 4 * FIRST_CANDIDATES))
+    flat[:, 0] = 1.0
+    tokens = set()
+    sampler = Sampler(Sampling(top_p=0.9, seed=1), (1,))
+    for _ in range(200):
+        tokens |= {one.token for one in sample(flat, [sampler, sampler])}
+    assert max(tokens) > 2 * FIRST_CANDIDATES
+    assert len(tokens) > 300
+
+
+def test_rows_that_are_no_numbers_are_told_and_take_no_draw():
+    logits = random_logits(4)
+    logits[1, 3] = float("nan")
+    logits[2, 0] = float("inf")
+    logits[3] = float("-inf")
+    sampled = sample(logits, [Sampler(Sampling(seed=n), (1,)) for n in range(4)])
+    assert [one is None for one in sampled] == [False, True, True, True]
+    again = sample(logits[:1], [Sampler(Sampling(seed=0), (1,))])
+    assert again[0].token == sampled[0].token
+
+
+def test_a_token_that_cannot_be_is_never_drawn():
+    logits = torch.full((1, VOCABULARY), float("-inf"))
+    logits[0, 4] = logits[0, 9] = 1.0
+    sampler = Sampler(Sampling(seed=2), (1,))
+    assert {sample(logits, [sampler])[0].token for _ in range(50)} == {4, 9}
+
+
+def test_penalties_follow_a_long_text():
+    sampler = Sampler(Sampling(frequency_penalty=1.0, temperature=0), range(100))
+    chance = random.Random(1)
+    written = [chance.randrange(300) for _ in range(500)]
+    for token in written:
+        sampler.wrote(token)
+    logits = random_logits(1, 300)
+    counts = Counter(written)
+    expected = max(range(300), key=lambda token: logits[0, token].item() - counts[token])
+    assert sample(logits, [sampler])[0].token == expected

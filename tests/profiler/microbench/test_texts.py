@@ -1,0 +1,147 @@
+"""Language models on the bench: their row is whole, and a precision is chosen only where it says the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.machine.detection import detect
+from experts.errors import LoadError
+from experts.expert import Expert, Precision
+from experts.llm.config import read_spec
+from experts.packed.packing import pack_line
+from profiler.microbench.agreement import candidate_precisions, choose_precision
+from profiler.microbench.batches import BatchOptions
+from profiler.microbench.kinds import Bench, measure_kind
+from profiler.microbench.smoke_test import failing_experts
+from profiler.microbench.texts import MADE_UP, TEXTS_SHA256, compare_texts
+from profiler.workload.samples import LineSamples
+from tests.experts.llm.conftest import ModelFiles
+
+SHORT = BatchOptions(repeats=2, limit_s=5.0)
+
+
+@pytest.fixture
+def bench(store):
+    return Bench(detect("cpu"), "cpu", store, LineSamples(), threads=1, options=SHORT)
+
+
+@pytest.fixture
+def models(tmp_path, store):
+    """Copies of llm/a in these precisions, or of others by name; each may alter its tensors before they are packed."""
+    files = ModelFiles(tmp_path)
+
+    def build(*precisions, **changes):
+        values = files.config("olmoe")
+        experts = []
+        for name, change in (changes or {"a": None}).items():
+            tensors = files.tensors(values)
+            if change is not None:
+                change(tensors)
+            experts.append(Expert(f"llm/{name}", "llm", files.write(values, tensors), (), None))
+        packed = pack_line(experts, lambda _: set(precisions), store).packed
+        return [
+            ExpertCopy(f"{expert.id}@{form}", expert, packed[expert.id][form])
+            for expert in experts
+            for form in precisions
+        ]
+
+    return build
+
+
+def overflow(tensors):
+    tensors["model.norm.weight"] *= 1e30
+    tensors["lm_head.weight"] *= 1e30
+
+
+class TestARow:
+    def test_it_is_whole(self, bench, models):
+        (copy,) = models(Precision.BF16)
+        kind = measure_kind(bench, [copy])
+        spec = read_spec(copy.expert.weights, "")
+        assert (kind.kind, kind.architecture, kind.precision) == (copy.kind, "llm", "bf16")
+        assert kind.lease_bytes == spec.kv_bytes(2)
+        assert min(kind.K_s, kind.B_s, kind.K_prompt_s, kind.K_output_s) > 0
+        assert kind.weight_bytes == footprint_of(copy.packed).total_bytes
+        assert [batch.batch_size for batch in kind.batches][:3] == [1, 2, 4]
+        assert kind.max_batch >= 4
+        assert kind.load_s.keys() == {"ssd"}
+        assert kind.samples.startswith(MADE_UP)
+
+    def test_what_cannot_be_weighed_is_estimated_from_shapes(self, bench, models):
+        kind = measure_kind(replace(bench, meter=lambda _: None), models(Precision.FP32))
+        assert kind.samples.endswith("estimated from shapes")
+        assert kind.workspace_bytes > 0
+
+    def test_one_that_answers_no_numbers_does_not_speak_for_its_kind(self, bench, models):
+        broken, sound = models(Precision.FP32, broken=overflow, sound=None)
+        assert broken.kind == sound.kind
+        assert measure_kind(bench, [broken, sound]).K_output_s > 0
+        with pytest.raises(LoadError, match="not a number"):
+            measure_kind(bench, [broken])
+
+    def test_before_that_each_is_tried(self, bench, models):
+        broken, sound = models(Precision.FP32, broken=overflow, sound=None)
+        failing = failing_experts(bench, [sound, broken])
+        assert failing.keys() == {"llm/broken"}
+        assert "not a number" in failing["llm/broken"]
+
+
+class TestAgreement:
+    def test_a_model_agrees_with_itself(self, bench, models):
+        copies = models(Precision.FP32)
+        agreement, told = compare_texts(bench, copies, copies, tolerance=0.0)
+        assert agreement.agrees
+        assert agreement.images > 100
+        assert agreement.samples_sha256 == TEXTS_SHA256
+        assert f"the same likeliest token at {agreement.images} of {agreement.images} positions" in told
+
+    def test_bf16_is_a_little_apart(self, bench, models):
+        fp32, bf16 = models(Precision.FP32, Precision.BF16)
+        agreement, told = compare_texts(bench, [fp32], [bf16], tolerance=0.02)
+        assert 0 < agreement.largest_score_difference < 0.1
+        assert agreement.precision == "bf16"
+        assert "logits off by" in told
+
+    def test_a_model_of_other_weights_differs(self, bench, models):
+
+        def turned(tensors):
+            tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0).contiguous()
+
+        one, turned_one = models(Precision.FP32, one=None, other=turned)
+        other = replace(turned_one, expert=replace(turned_one.expert, id="llm/one"))
+        agreement, _ = compare_texts(bench, [one], [other], tolerance=0.02)
+        assert not agreement.agrees
+        assert agreement.labels_differ > agreement.images // 10
+
+    def test_one_that_cannot_be_run_in_it_differs_everywhere(self, bench, models):
+        fp32, bf16, another, _ = models(Precision.FP32, Precision.BF16, a=None, another=None)
+        agreement, _ = compare_texts(bench, [fp32, another], [bf16], tolerance=0.02)
+        assert agreement.labels_differ >= agreement.images // 2
+
+    def test_what_decides_nothing_is_not_counted(self, bench, models):
+        """All tokens are as likely: rounding picks one of them."""
+
+        def level(tensors):
+            tensors["lm_head.weight"] *= 1e-6
+
+        fp32, fp16 = models(Precision.FP32, Precision.FP16, a=level)
+        agreement, _ = compare_texts(bench, [fp32], [fp16], tolerance=0.02)
+        assert agreement.labels_differ == 0
+        assert agreement.agrees
+
+
+def test_int8_is_tried_only_where_the_line_says_so():
+    assert candidate_precisions("llm", "cpu") == (Precision.FP32, Precision.BF16, Precision.FP16)
+
+
+def test_the_fastest_form_for_texts_is_chosen_by_their_tokens(bench, models):
+    (copy,) = models(Precision.FP32)
+    slow = measure_kind(bench, [copy])
+    fast = replace(slow, precision="bf16", K_output_s=slow.K_output_s / 2, B_s=slow.B_s)
+    fp32 = [copy]
+    agreement, _ = compare_texts(bench, fp32, fp32, tolerance=0.02)
+    assert choose_precision([slow, fast], [replace(agreement, precision="bf16")]) == "bf16"
+    assert choose_precision([slow, fast], []) == "fp32"

@@ -1,0 +1,131 @@
+"""A line with language models, profiled: what is measured of them, and an agent that starts from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from agent.config import read_line
+from agent.deployment.build import build_agent
+from agent.deployment.engine_setup import planned, profiled_box
+from experts.expert import Precision
+from profiler.allocation.step import CASUAL
+from profiler.microbench.batches import BatchOptions
+from profiler.microbench.texts import MADE_UP
+from profiler.profiling.profile_line import ProfilingOptions, profile_line
+from profiler.profiling.report import profile_json, profile_table
+from tests.experts.llm.conftest import ModelFiles
+
+DOCUMENT = {
+    "line": "test",
+    "state": "./state",
+    "experts": {
+        "llm/a": {"architecture": "llm", "weights": "a"},
+        "llm/small": {"architecture": "llm", "weights": "a", "precision": "int8"},
+        "llm/broken": {"architecture": "llm", "weights": "broken"},
+        "cls/f": {"architecture": "fake", "weights": "f.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}},
+    },
+    "routes": {"part": [{"expert": "cls/f", "pass": ["ok"]}]},
+    "texts": {"kv": "1MiB", "routes": {"assistant": {"otherwise": "llm/a"}}},
+    "executors": {"cpu": 1},
+    "device": "cpu",
+    "memory": {"host": "64MiB"},
+}
+SHORT = ProfilingOptions(allocation=CASUAL, batches=BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.3))
+
+
+def no_progress(stage, done, total):
+    pass
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("line")
+    files = ModelFiles(folder)
+    values = files.config("qwen3")
+    files.write(values).rename(folder / "a")
+    tensors = files.tensors(values)
+    tensors["model.norm.weight"][:] = 1e38
+    files.write(values, tensors).rename(folder / "broken")
+    (folder / "f.yaml").write_text(json.dumps({"weight_bytes": 100_000, "label": "ok", "workspace_bytes": 1000}))
+    (folder / "line.yaml").write_text(yaml.safe_dump(DOCUMENT))
+    config = read_line(folder / "line.yaml", {})
+    return config, profile_line(config, SHORT, no_progress)
+
+
+def kinds_of(profiled):
+    return {kind.precision: kind for kind in profiled.profile.chosen_kinds if kind.lease_bytes}
+
+
+def test_each_is_measured_in_the_precision_that_it_runs_in(profiled):
+    _, found = profiled
+    kinds = kinds_of(found)
+    assert "int8" in kinds
+    assert len(kinds) == 2
+    for kind in kinds.values():
+        assert min(kind.K_prompt_s, kind.K_output_s, kind.B_s) > 0
+        assert kind.samples.startswith(MADE_UP)
+
+
+def test_what_runs_is_proven_to_agree_with_fp32(profiled):
+    _, found = profiled
+    agreeing = {(each.kind, each.precision) for each in found.profile.agreements if each.agrees and each.images}
+    for kind in kinds_of(found).values():
+        assert kind.precision in {"fp32", "int8"} or (kind.kind, kind.precision) in agreeing
+
+
+def test_how_much_int8_differs_is_reported(profiled):
+    _, found = profiled
+    assert any("in int8 on cpu against fp32: the same likeliest token at" in note for note in found.notes)
+
+
+def test_one_that_answers_no_numbers_is_left_out_and_told(profiled):
+    _, found = profiled
+    assert any(note.startswith("llm/broken cannot be served:") for note in found.notes)
+
+
+def test_an_agent_starts_from_it_without_a_probe(profiled):
+    config, found = profiled
+    stages = []
+    agent = build_agent(config, lambda request, outcome: None, lambda stage, done, total: stages.append(stage))
+    agent.stop()
+    assert "probe" not in stages
+    rows = agent.setup.matrix.experts["cpu"]
+    kinds = kinds_of(found)
+    assert rows["llm/small"].copy == "llm/small@int8"
+    assert rows["llm/small"].performance.K_output_s == pytest.approx(kinds["int8"].K_output_s)
+    assert rows["llm/small"].performance.lease_bytes == kinds["int8"].lease_bytes
+    assert agent.setup.pools[0].lease_bytes == 2**20
+
+
+def test_a_plan_decides_as_the_agent_does(profiled):
+    config, found = profiled
+    setup = planned(config, profiled_box(found.profile), found.profile, without={"llm/broken": "broken"})
+    assert setup.precisions["cpu"]["llm/small"] is Precision.INT8
+    assert setup.matrix.experts["cpu"]["llm/a"].performance.runs_in_quanta
+
+
+def test_it_is_told_to_people_and_programs(profiled):
+    _, found = profiled
+    assert "for one that is written" in profile_table(found.profile)
+    assert '"K_output_s"' in json.dumps(profile_json(found.profile))
+
+
+def test_another_run_measures_nothing_again(profiled):
+    config, found = profiled
+    again = profile_line(config, SHORT, no_progress)
+    assert again.profile.kinds == found.profile.kinds
+    assert again.profile.agreements == found.profile.agreements
+
+
+def test_a_line_of_texts_alone_is_profiled(profiled, tmp_path):
+    config, _ = profiled
+    document = {key: value for key, value in DOCUMENT.items() if key != "routes"}
+    document["experts"] = {"llm/a": {"architecture": "llm", "weights": str(config.state.parent / "a")}}
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    found = profile_line(read_line(tmp_path / "line.yaml", {}), ProfilingOptions(batches=SHORT.batches), no_progress)
+    assert found.profile.usage.probabilities == {"llm/a": 1.0}
+    assert found.profile.allocation.pools[0].experts == 1
+    assert any("no expert takes images" in note for note in found.notes)
