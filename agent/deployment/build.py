@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
+from agent.deployment.families import with_families
 from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
 from agent.deployment.profile_in_use import changes, find_profile, refuse_mismatches, refuse_other_box
@@ -253,7 +255,7 @@ def measured_setup(
     progress("probe", 0, 1)
     probed = probe(ground.box, copies, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
     progress("probe", 1, 1)
-    return ground.setup(probed.matrix, probed.failed)
+    return ground.setup(with_families(probed.matrix, chain.from_iterable(copies.values())), probed.failed)
 
 
 def _profiled(
@@ -275,7 +277,8 @@ def _profiled(
                 share.processor, share.factor, share.executors, share.threads_profiled,
                 "speedups" if share.is_measured else "shared cores",
             )  # fmt: skip
-    return matrix(stored, ground.box, copies, ground.usage, executors)
+    found = matrix(stored, ground.box, copies, ground.usage, executors)
+    return with_families(found, chain.from_iterable(copies.values()))
 
 
 def _import_runtimes(config: LineConfig) -> None:

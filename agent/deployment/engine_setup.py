@@ -7,6 +7,7 @@ and packed experts they decide alike. Nothing but manifests is read: no weights 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -14,6 +15,7 @@ from agent.core.engine import Engine
 from agent.core.performance import DEVICE, HOST
 from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
+from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches, host_tier_bytes
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
@@ -152,6 +154,7 @@ def planned(
         lambda copies: matrix(profile, box, copies, ground.usage, ground.executors),
     )
     found = matrix(profile, box, copies, ground.usage, ground.executors)
+    found = with_families(found, chain.from_iterable(copies.values()))
     broken = unmeasured_kinds(found, kinds) | dict(without)
     _refuse_unprofiled(config, profile, broken.keys() - without.keys())
     return ground.setup(found, broken)
