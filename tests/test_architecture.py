@@ -34,6 +34,7 @@ RUNTIME_FENCE = (
     "profiler.bench.roofline",
     "profiler.bench.naive",
     "profiler.bench.parts.dispatch",
+    "profiler.bench.llm",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
@@ -99,9 +100,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),
+    "agent.demo.texts": ("agent.demo.training.learning", "agent.api.calls.desk", "agent.service.doors.line_desk"),
     "agent.demo": (
-        "agent.config", "agent.demo.rendering", "agent.demo.training", "agent.runtime", "agent.records",
-        "agent.service", "agent.commands",
+        "agent.config", "agent.demo.rendering", "agent.demo.training", "agent.demo.texts", "agent.runtime",
+        "agent.records", "agent.deployment", "agent.service", "agent.commands",
     ),
     "profiler.charts": (),
     "profiler.tables": (),
@@ -122,8 +124,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "profiler.allocation",
     ),
     "profiler.bench.parts": ("profiler.tables", "profiler.targets", "profiler.workload"),
+    "profiler.bench.llm": ("profiler.bench.parts", "profiler.targets", "profiler.workload"),
     "profiler.bench": (
-        "profiler.bench.parts",
+        "profiler.bench.parts", "profiler.bench.llm",
         "profiler.charts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation",
         "profiler.replay", "profiler.microbench", "profiler.usage", "profiler.allocation", "profiler.profiling",
         "profiler.planning", "profiler.paper",

@@ -26,7 +26,7 @@ from profiler.cli.arguments import (
 )
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
-BENCHMARKS = ("decisions", "dispatch", "generate", "load", "overhead", "report", "start", "tasks")
+BENCHMARKS = ("decisions", "dispatch", "generate", "llm", "load", "overhead", "report", "start", "tasks")
 
 
 class LineByDefault(TyperGroup):
@@ -153,6 +153,23 @@ def generate(
     else:
         print(f"{made.written_bytes / 1e9:.1f} GB written, memory for {memory_for} experts; measure it with")
         print(f"coserve bench {made.line} --trace {made.trace} --policy coserve --policy samba")
+
+
+@bench_app.command()
+def llm(
+    directory: Directory = None,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny models, one round: only whether it runs")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Language models: scheduling, swapping, sharing, offloading and quantising, with transformers as the peer."""
+    from agent.commands.progress import progress_on_stderr
+    from profiler.bench.llm.report import measure_llm, report
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        with progress_on_stderr() as progress:
+            found = measure_llm(scratch_folder(directory), progress, quick=quick)
+        print(json.dumps(found.as_json()) if as_json else report(found))
 
 
 @bench_app.command()

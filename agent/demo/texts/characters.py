@@ -45,6 +45,11 @@ class Characters:
         return [numbers[token] for token in (USER, *question.text, ANSWER, *question.answer, END)]
 
     @property
+    def letters(self) -> list[int]:
+        """Those that a word is still known without."""
+        return [number for number, token in enumerate(self.tokens) if len(token) == 1 and not token.isdigit()]
+
+    @property
     def answer_mark(self) -> int:
         """Behind which an answer begins."""
         return MARKS.index(ANSWER)

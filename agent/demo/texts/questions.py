@@ -35,6 +35,7 @@ ANSWERS = {
     "oil": "It needs oil {value}.",
     "limit": "It stops at {value} C.",
 }
+PREFIXES = ("", "Please: ", "Tell me: ")
 LARGEST_NUMBERS = (99, 9)
 SUM_PHRASINGS = ("What is {a} + {b}?", "{a} + {b}?", "Add {a} and {b}.")
 HELD_OUT_SUMS = 60
@@ -64,9 +65,9 @@ def manual_questions(seed: int) -> Questions:
         for kind, phrasings in PHRASINGS.items():
             value = _value(kind, chance)
             answer = ANSWERS[kind].format(machine=machine, value=value)
-            asked = [Question(phrasing.format(machine=machine), answer) for phrasing in phrasings]
-            held_out.append(asked.pop(number % len(asked)))
-            training += asked
+            asked = [phrasing.format(machine=machine) for phrasing in phrasings]
+            held_out.append(Question(asked.pop(number % len(asked)), answer))
+            training += [Question(prefix + text, answer) for prefix in PREFIXES for text in asked]
     return Questions(tuple(training), tuple(held_out))
 
 
@@ -81,13 +82,13 @@ def _value(kind: str, chance: random.Random) -> str:
 
 
 def sum_questions(seed: int) -> Questions:
-    """All sums of numbers up to ``LARGEST_NUMBERS``, each in one phrasing, but for pairs that are held out."""
+    """All sums of numbers up to ``LARGEST_NUMBERS``, in every phrasing, but for pairs that are held out."""
     chance = random.Random(seed)
     first, second = LARGEST_NUMBERS
     pairs = [(a, b) for a in range(first + 1) for b in range(second + 1)]
     chance.shuffle(pairs)
     asked = [
-        Question(SUM_PHRASINGS[n % len(SUM_PHRASINGS)].format(a=a, b=b), f"{a} + {b} = {a + b}.")
-        for n, (a, b) in enumerate(pairs)
+        [Question(phrasing.format(a=a, b=b), f"{a} + {b} = {a + b}.") for phrasing in SUM_PHRASINGS] for a, b in pairs
     ]
-    return Questions(tuple(asked[HELD_OUT_SUMS:]), tuple(asked[:HELD_OUT_SUMS]))
+    held_out = [each[number % len(SUM_PHRASINGS)] for number, each in enumerate(asked[:HELD_OUT_SUMS])]
+    return Questions(tuple(one for each in asked[HELD_OUT_SUMS:] for one in each), tuple(held_out))

@@ -69,6 +69,16 @@ class Texts:
         counted = (places > answers[:, None]) & (places < lengths[:, None])
         return cls(token_ids, counted)
 
+    def misspelt(self, letters: Tensor, share: float, generator: torch.Generator) -> Texts:
+        """The same with a share of the questions' letters, but no digit, replaced by any other.
+
+        Who learns from such questions cannot know them by heart, and so understands those that are new.
+        """
+        drawn = torch.rand(self.token_ids.shape, generator=generator)
+        asked = ~self.counted & torch.isin(self.token_ids, letters)
+        others = letters[torch.randint(len(letters), self.token_ids.shape, generator=generator)]
+        return Texts(torch.where(asked & (drawn < share), others, self.token_ids), self.counted)
+
     def picked(self, picked: Tensor) -> Texts:
         """Some of them, no longer than the longest."""
         token_ids, counted = self.token_ids[picked], self.counted[picked]

@@ -1,7 +1,7 @@
 """transformers as the peer: static batching with ``generate``, and its continuous batching (``generate_batch``).
 
-It is no dependency: ``is_there`` is asked first, and the library imported only then. Both ways have as many
-requests at a time as ours. What stands for continuous batching is the manager that ``generate_batch`` makes, kept
+It is no dependency: ``is_there`` is asked first, and the library imported only then. Both ways have as many requests
+at a time as ours. What stands for continuous batching is the manager that ``generate_batch`` makes, kept
 between runs, because only there each request has a length of its own.
 """
 

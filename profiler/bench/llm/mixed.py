@@ -1,0 +1,127 @@
+"""Texts whose answers have many lengths: iteration-level scheduling against static batching, ours and transformers'.
+
+Systems take turns, round by round, and medians are told; a first round counts for nothing. All have as many requests at
+a time, the same fp32 weights, and must write the same tokens, which is checked in every round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts.errors import CoServeError
+from experts.llm.model import load_model
+from profiler.bench.llm.our_engine import OurEngine
+from profiler.bench.llm.part import TRANSFORMERS, Part
+from profiler.bench.llm.random_models import write_random_model
+from profiler.bench.llm.text_jobs import mixed_lengths
+from profiler.bench.llm.transformers_peer import TransformersPeer, is_there
+from profiler.targets import Target, at_least
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from profiler.bench.llm.random_models import QwenShape
+    from profiler.bench.llm.text_jobs import TextJob
+
+    System = Callable[[Sequence[TextJob]], list[list[int]]]
+
+REQUESTS, SLOTS = 24, 8
+OURS, OURS_STATIC, STATIC, CONTINUOUS = (
+    "coserve",
+    "coserve, static",
+    "transformers, static",
+    "transformers, generate_batch",
+)
+TARGET_STATIC, TARGET_CONTINUOUS = 2.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MixedTimes:
+    """Seconds of each system, medians; ``tokens``: that are of use, in all answers."""
+
+    shape: str
+    requests: int
+    slots: int
+    tokens: int
+    seconds: Mapping[str, float]
+
+    def tokens_per_s(self, system: str) -> float:
+        return self.tokens / self.seconds[system]
+
+    def over(self, system: str, other: str) -> float:
+        """How many times faster one is than another."""
+        return self.seconds[other] / self.seconds[system]
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Against the peers, where those ran; and what of it is scheduling alone."""
+        scheduling = Target(
+            f"{self.shape}: the same against our own static batching", "-", f"{self.over(OURS, OURS_STATIC):.2f}", None
+        )
+        if STATIC not in self.seconds:
+            return (scheduling,)
+        return (
+            at_least(f"{self.shape}: mixed lengths, over transformers' static", self.over(OURS, STATIC), TARGET_STATIC),
+            at_least(f"{self.shape}: the same over its generate_batch", self.over(OURS, CONTINUOUS), TARGET_CONTINUOUS),
+            scheduling,
+            Target(
+                f"{self.shape}: our static over transformers' static",
+                "-",
+                f"{self.over(OURS_STATIC, STATIC):.2f}",
+                None,
+            ),
+        )
+
+
+def measure_mixed(
+    folder: Path, shape: QwenShape, rounds: int, progress: Callable[[int, int], None], requests: int = REQUESTS
+) -> Part:
+    """All systems on a random model of this shape, written below ``folder``. CoServeError where tokens differ."""
+    directory = write_random_model(folder / f"mixed-{shape.name}", shape)
+    jobs = mixed_lengths(requests, shape.vocabulary)
+    engine = OurEngine(load_model(directory, shape.name), SLOTS)
+    systems: dict[str, System] = {OURS: engine.continuous, OURS_STATIC: engine.static}
+    peer = TransformersPeer(directory, SLOTS) if is_there() else None
+    if peer is not None:
+        systems |= {STATIC: peer.static, CONTINUOUS: peer.continuous}
+    try:
+        seconds = _turns(systems, jobs, rounds, progress)
+    finally:
+        if peer is not None:
+            peer.close()
+    times = MixedTimes(shape.name, requests, SLOTS, sum(job.output for job in jobs), seconds)
+    rates = ", ".join(f"{name} {times.tokens_per_s(name):.0f}" for name in systems)
+    return Part(
+        f"mixed lengths, {shape.name}",
+        times.targets,
+        {"tokens": times.tokens, "requests": requests, "slots": SLOTS, "seconds": dict(seconds)},
+        (f"tokens/s: {rates}; {requests} requests, {SLOTS} at a time, every system the same tokens",),
+        () if peer is not None else (f"mixed lengths against transformers: {TRANSFORMERS}",),
+    )
+
+
+def _turns(
+    systems: Mapping[str, System], jobs: Sequence[TextJob], rounds: int, progress: Callable[[int, int], None]
+) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    expected: list[list[int]] | None = None
+    for number in range(rounds + 1):
+        for name, system in systems.items():
+            began_s = time.perf_counter()
+            tokens = system(jobs)
+            if number:
+                seconds[name].append(time.perf_counter() - began_s)
+            expected = expected or tokens
+            _check(name, tokens, expected)
+        progress(number + 1, rounds + 1)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def _check(name: str, tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
+    wrong = [number for number, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1]]
+    if wrong:
+        raise CoServeError(f"{name} writes other tokens than {OURS} for requests {wrong}: they are not to be compared")
