@@ -78,15 +78,21 @@ class TextDemoReport:
 
 
 def run_text_demo(
-    directory: Path, seed: int, progress: Progress, show: Callable[[str], None], plan: TextPlan | None = None
+    directory: Path,
+    seed: int,
+    progress: Progress,
+    show: Callable[[str], None],
+    plan: TextPlan | None = None,
+    subjects: Mapping[str, Questions] | None = None,
 ) -> TextDemoReport:
     """Make, train and ask a line in ``directory``; ``show`` is told what is asked, and the answers as they come.
 
-    Raises ConfigError for a folder not made by a demo.
+    ``plan`` and ``subjects``: what is trained and how, if other than usual. Raises ConfigError for a folder not made by
+    a demo.
     """
     began_s = time.monotonic()
     folder = fresh_folder(directory)
-    subjects = {MANUAL: manual_questions(seed), SUMS: sum_questions(seed)}
+    subjects = subjects or {MANUAL: manual_questions(seed), SUMS: sum_questions(seed)}
     write_models(folder, subjects, plan or TextPlan(), seed, progress)
     training_s = time.monotonic() - began_s
     line_file = folder / "line.yaml"

@@ -43,14 +43,19 @@ TARGET_BACKBONE = 1.2
 OWN_PARTS = "self_attn."  # of models on a common backbone
 
 
-def measure_swapping(folder: Path, shape: QwenShape, rounds: int, models: Sequence[str] = MODELS) -> Part:
-    """Both on the same requests, whose answers must be the same. Raises CoServeError where they are not."""
+def measure_swapping(
+    folder: Path, shape: QwenShape, rounds: int, models: Sequence[str] = MODELS, way: str | None = None
+) -> Part:
+    """Both on the same requests, whose answers must be the same. Raises CoServeError where they are not.
+
+    ``way``: what the processes run; None: whichever swaps faster.
+    """
     directories = {
         name: write_random_model(folder / f"swap-{number}", shape, seed=number) for number, name in enumerate(models)
     }
     asked = [_round(models, shape, number) for number in range(rounds + 1)]
     ours, ours_s, loads = _by_agent(folder / "swap-agent", directories, asked)
-    way, why = _faster_way(next(iter(directories.values())), asked[0][0].job)
+    way, why = (way, None) if way else _faster_way(next(iter(directories.values())), asked[0][0].job)
     theirs, theirs_s = _by_processes(directories, asked, way)
     if ours != theirs:
         raise CoServeError("the agent and the processes write different tokens: they are not to be compared")
@@ -105,9 +110,9 @@ def _by_agent(
     agent = TextAgent(folder, directories, int(FITTING * size))
     try:
         tokens = [agent.write(asked[0])]
-        loads, began_s = agent.statistics.engine.loads, time.perf_counter()
+        loads, began_s = agent.loads, time.perf_counter()
         tokens += [agent.write(each) for each in asked[1:]]
-        return tokens, time.perf_counter() - began_s, agent.statistics.engine.loads - loads
+        return tokens, time.perf_counter() - began_s, agent.loads - loads
     finally:
         agent.close()
 
