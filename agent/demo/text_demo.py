@@ -43,6 +43,7 @@ ROUTE = "auto"  # who is asked by nobody's name
 MANUAL, SUMS = "txt/manual", "txt/sums"
 MEMORY_BYTES = 256 * sizes.MEBIBYTE
 AT_ONCE = 16
+TRAINING_THREADS = 1  # so small a network gains little by more, and waits for them wherever others are at work
 SHOWN = 2  # questions to each expert that are seen being answered
 
 
@@ -126,7 +127,7 @@ def write_models(
 ) -> None:
     """Train one model for each subject, and write it where the line file says."""
     characters = Characters.of(one for each in subjects.values() for one in (*each.training, *each.held_out))
-    with torch_threads(os.cpu_count() or 1):
+    with torch_threads(TRAINING_THREADS):
         trained = train_pair(subjects, characters, plan, seed, progress)
     for name, network in trained.items():
         write_model(folder / directory_of(name), network, characters)

@@ -15,7 +15,7 @@ from profiler.bench.llm.overhead import measure_overhead
 from profiler.bench.llm.part import Part
 from profiler.bench.llm.peer_process import OURS
 from profiler.bench.llm.random_models import LARGE, SMALL, TINY
-from profiler.bench.llm.swapping import MODELS, measure_backbone, measure_swapping
+from profiler.bench.llm.swapping import EACH, MODELS, measure_backbone, measure_swapping
 from profiler.bench.llm.transformers_peer import is_there
 from profiler.bench.parts.dispatch import measure_dispatch
 from profiler.bench.parts.software import software
@@ -39,7 +39,8 @@ NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and what i
 class Form:
     """How much is measured. ``mixed``: shapes; ``swapped``: the shape that is swapped, shared and quantised.
 
-    ``way``: what processes that are swapped run; None: whatever is faster.
+    ``each``: requests to each model in a round of swapping; ``way``: what the processes run there, None: whatever is
+    faster.
     """
 
     mixed: tuple[QwenShape, ...]
@@ -49,11 +50,12 @@ class Form:
     requests: int
     models: Sequence[str]
     dispatch: tuple[int, int, int]  # tokens, experts, width
+    each: int = EACH
     way: str | None = None
 
 
 FULL = Form((SMALL, LARGE), LARGE, SMALL, ROUNDS, 24, MODELS, (1024, 128, 256))
-QUICK = Form((TINY,), TINY, TINY, 1, 8, MODELS[:2], (64, 8, 32), OURS)
+QUICK = Form((TINY,), TINY, TINY, 1, 4, MODELS[:2], (64, 8, 32), 1, OURS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,9 @@ def _parts(folder: Path, form: Form, progress: Progress) -> Iterator[Part]:
     progress("iteration overhead", 1, 1)
     yield _dispatch(form)
     progress("swapping", 0, 1)
-    yield measure_swapping(folder, form.swapped, form.rounds, form.models, form.way)
+    yield measure_swapping(folder, form.swapped, form.rounds, form.models, form.each, form.way)
     progress("swapping", 1, 1)
-    yield measure_backbone(folder, form.swapped)
+    yield measure_backbone(folder, form.swapped, form.each)
     yield measure_int8(folder, form.swapped)
 
 
