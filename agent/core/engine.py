@@ -44,7 +44,7 @@ from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, 
 from agent.core.pool import ModelPool, PoolStatistics, misfits
 from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.pressure import MemoryPressure
-from agent.core.request import CANCELLED, IMAGE, Batch, Outcome, Rejected, StepResult
+from agent.core.request import CANCELLED, IMAGE, Batch, Outcome, Part, Rejected, StepResult
 from agent.core.scheduler import Scheduler
 from agent.core.splitter import BatchSplitter
 from agent.core.standing import Standings
@@ -159,7 +159,7 @@ class Engine:
         )
         self._tickets: dict[int, Ticket] = {}
         self._batches: dict[int, Batch] = {}
-        self._profiles: dict[int, ExpertProfile] = {}  # batch -> what it runs by
+        self._profiles: dict[int, tuple[ExpertProfile, ...]] = {}  # batch -> what its parts run by
         self._running: dict[int, int] = {}  # executor -> batch
         self._initial: deque[Wish] = deque()
         self._homes = homes
@@ -244,9 +244,11 @@ class Engine:
             assert count == queue.request_count, f"executor {queue.spec.id}: requests miscounted"
         for batch in self._batches.values():
             pool = self._pools[self._queues[batch.executor].spec.pool]
-            assert pool.is_resident(batch.copy), f"batch {batch.id} runs on {batch.copy}, which is not resident"
+            for copy in batch.copies:
+                assert pool.is_resident(copy), f"batch {batch.id} runs on {copy}, which is not resident"
         for name, pool in self._pools.items():
-            uses = Counter(b.copy for b in self._batches.values() if self._queues[b.executor].spec.pool == name)
+            here = [batch for batch in self._batches.values() if self._queues[batch.executor].spec.pool == name]
+            uses = Counter(copy for batch in here for copy in batch.copies)
             uses += Counter(load.copy for load in self._placement.loads.values() if load.source == name)
             for entry in pool.entries():
                 assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"
@@ -337,6 +339,7 @@ class Engine:
         if self._fall_back(load.expert, load.pool, load.copy, event.reason, effects):
             if load.expert in self._homes:
                 self._place_pinned(load.expert)
+            self._discard_if_gone(load.expert, effects)
             return True
         probation = self._standings.load_failed(load.expert, load.copy, event.reason, setback.attempts, setback.retry_s)
         if probation is not None:
@@ -371,28 +374,52 @@ class Engine:
         unfinished: tuple[tuple[int, Work], ...],
         effects: list[Effect],
     ) -> bool:
-        profile = self._end_batch(batch)
-        self._splitter.ran(batch.expert, batch.executor, len(batch.requests), profile.performance.max_batch)
-        self._placement.ran(self._queues[batch.executor].spec.pool, batch.copy)
-        was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in finished)
-        if was_asked and self._standings.batch_ran(batch.expert):
-            self._released(batch.expert, "a batch went well", effects)
+        profiles = self._end_batch(batch)
         if batch.quantum_s is not None:
             for request, _ in finished:
                 self._leases.end(request)
-        if unfinished:
-            self._go_on(batch, profile, unfinished, effects)
-        for request, result in finished:
-            self._one_step_done(request, batch.expert, result, effects)
-        self._discard_if_gone(batch.expert, effects)
+        if not batch.parts:
+            self._part_ran(batch, batch.all_parts[0], profiles[0], finished, unfinished, effects)
+            return True
+        for part, profile in zip(batch.parts, profiles, strict=True):
+            mine = frozenset(part.requests)
+            ended = tuple(each for each in finished if each[0] in mine)
+            self._part_ran(batch, part, profile, ended, tuple(each for each in unfinished if each[0] in mine), effects)
         return True
 
+    def _part_ran(
+        self,
+        batch: Batch,
+        part: Part,
+        profile: ExpertProfile,
+        finished: tuple[tuple[int, Prediction | Rejected], ...],
+        unfinished: tuple[tuple[int, Work], ...],
+        effects: list[Effect],
+    ) -> None:
+        """What became of the requests of one expert."""
+        expert = part.expert
+        self._splitter.ran(expert, batch.executor, len(batch.requests), profile.performance.max_batch)
+        self._placement.ran(self._queues[batch.executor].spec.pool, part.copy)
+        was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in finished)
+        if was_asked and self._standings.batch_ran(expert):
+            self._released(expert, "a batch went well", effects)
+        if unfinished:
+            self._go_on(expert, batch.executor, profile, unfinished, effects)
+        for request, result in finished:
+            self._one_step_done(request, expert, result, effects)
+        self._discard_if_gone(expert, effects)
+
     def _go_on(
-        self, batch: Batch, profile: ExpertProfile, unfinished: tuple[tuple[int, Work], ...], effects: list[Effect]
+        self,
+        expert: str,
+        executor: int,
+        profile: ExpertProfile,
+        unfinished: tuple[tuple[int, Work], ...],
+        effects: list[Effect],
     ) -> None:
         """Whoever is not done waits for its next quantum, unless nobody wants it any more, or its expert is not to be
         asked, or there is no room for the larger lease that it needs."""
-        queue, reason = self._queues[batch.executor], self._standings.reason(batch.expert)
+        queue, reason = self._queues[executor], self._standings.reason(expert)
         tokens_s: dict[int, float] = {}
         for request, left in unfinished:
             ticket = self._tickets[request]
@@ -407,11 +434,11 @@ class Engine:
         for request in without_room:
             del tokens_s[request]
         if tokens_s:
-            group = queue.go_on(batch.expert, profile, tokens_s, self._now)
+            group = queue.go_on(expert, profile, tokens_s, self._now)
             for request in tokens_s:
                 self._tickets[request].queue, self._tickets[request].group = queue, group
         for request in without_room:
-            self._preempt(request, batch.expert, batch.executor, effects)
+            self._preempt(request, expert, executor, effects)
 
     def _without_room(self, requests: Iterable[int], performance: Performance) -> list[int]:
         """Of requests that go on, those whose leases would have to be larger than there is room; the others' are."""
@@ -440,15 +467,17 @@ class Engine:
         batch = self._batches.get(event.batch)
         if batch is None:
             return self._unexpected()
-        profile = self._end_batch(batch)
+        parts = list(zip(batch.all_parts, self._end_batch(batch), strict=True))
         if batch.quantum_s is not None:
             for request in batch.requests:
                 self._lose(request, batch.executor, effects)
         if event.out_of_memory:
-            self._splitter.ran_out_of_memory(batch.expert, batch.executor, len(batch.requests))
+            for part, _ in parts:
+                self._splitter.ran_out_of_memory(part.expert, batch.executor, len(batch.requests))
         probation = self._probation_for(batch, event)
-        retried = [request for request in batch.requests if self._may_retry(request, batch, event, effects)]
-        self._give_back(batch, profile, retried, effects)
+        for part, profile in sorted(parts, key=self._age_of, reverse=True):  # each goes in front of the others
+            retried = [request for request in part.requests if self._may_retry(request, part, batch, event, effects)]
+            self._give_back(part.expert, batch, profile, retried, effects)
         if (
             event.out_of_memory and len(batch.requests) == 1
         ):  # it cannot be made smaller: what lies there has to be less
@@ -459,10 +488,14 @@ class Engine:
                 self._lower_leases(pool, pool.used_bytes - to_bytes, event.reason, effects)
         if probation is not None:
             self._put_on_probation(batch.expert, probation, effects)
-        if self._standings.fails_in_batches(batch.expert):
-            self._placement.discard(batch.expert, effects)  # a trial reads its bytes anew
-        self._discard_if_gone(batch.expert, effects)
+        for part, _ in parts:
+            if self._standings.fails_in_batches(part.expert):
+                self._placement.discard(part.expert, effects)  # a trial reads its bytes anew
+            self._discard_if_gone(part.expert, effects)
         return True
+
+    def _age_of(self, part: tuple[Part, ExpertProfile]) -> tuple[float, int]:
+        return min((self._tickets[request].queued_s, request) for request in part[0].requests)
 
     def _lower_leases(self, pool: ModelPool, by_bytes: int, reason: str, effects: list[Effect]) -> None:
         """What a memory lacks is what begun requests hold there: the youngest of those that wait give it back."""
@@ -482,6 +515,7 @@ class Engine:
             self._leave_queue(request, self._tickets[request], effects)
             self._tickets[request].attempts = 0
             self._enqueue(request, self._tickets[request], expert, effects, home=executor)
+            self._discard_if_gone(expert, effects)
         self._pressure.lower_leases(pool, to_bytes, reason, self._now, effects)
 
     def _most_leased(self, pool: ModelPool) -> int:
@@ -699,23 +733,40 @@ class Engine:
         spec, performance, is_front = queue.spec, group.profile.performance, group is queue.front
         pool = self._pools[spec.pool]
         quantum_s = self._limits.quantum_s if performance.runs_in_quanta else None
-        self._turns.starts(queue, group)
-        requests = self._take_images(queue, group) if quantum_s is None else self._take_quantum(queue, group)
-        predicted_s = performance.latency_s(len(requests)) + self._off_queue(requests, performance)
+        if quantum_s is None:
+            self._turns.images_start(queue)
+            parts: tuple[Part, ...] = ()
+            profiles: tuple[ExpertProfile, ...] = (group.profile,)
+            requests = self._take_images(queue, group)
+            tokens_s = self._off_queue(requests, performance)
+            workspace_bytes = performance.workspace_for(len(requests))
+        else:
+            parts, profiles = self._take_quantum(queue, group)
+            requests = tuple(request for part in parts for request in part.requests)
+            tokens_s = sum(
+                self._off_queue(part.requests, profile.performance)
+                for part, profile in zip(parts, profiles, strict=True)
+            )
+            workspace_bytes = max(profile.performance.workspace_for(len(requests)) for profile in profiles)
+            parts = parts if len(parts) > 1 else ()
+        predicted_s = performance.latency_s(len(requests)) + tokens_s
         self._last_batch += 1
-        workspace_bytes = performance.workspace_for(len(requests))
-        batch = Batch(self._last_batch, spec.id, group.expert, group.profile.copy, requests, workspace_bytes, quantum_s)
-        pool.start_use(batch.copy)
+        batch = Batch(
+            self._last_batch, spec.id, group.expert, group.profile.copy, requests, workspace_bytes, quantum_s, parts
+        )
+        for copy in batch.copies:
+            pool.start_use(copy)
         pool.take_workspace(spec.id, workspace_bytes)
         runs_s = predicted_s if quantum_s is None else min(predicted_s, quantum_s)
         queue.running_until_s = self._now + runs_s
         queue.unfinished_s = predicted_s - runs_s
         queue.is_overtaken = not is_front
         self._batches[batch.id] = batch
-        self._profiles[batch.id] = group.profile
+        self._profiles[batch.id] = profiles
         self._running[spec.id] = batch.id
         effects.append(StartBatch(batch))
-        self._speculate(queue.spec, batch.expert)
+        for part in batch.all_parts:
+            self._speculate(queue.spec, part.expert)
 
     def _take_images(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
         """Requests that run to their end."""
@@ -725,13 +776,20 @@ class Engine:
         size = self._splitter.batch_size(group.expert, queue.spec.id, performance, waiting, free_bytes)
         return queue.take(group, size)
 
-    def _take_quantum(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
-        """Requests that run for a quantum; those that begin have their leases, which others may have waited for."""
-        requests: tuple[int, ...] = ()
-        for share in self._turns.shares(queue, group):
-            requests += queue.take(share.group, share.count)
+    def _take_quantum(self, queue: ExecutorQueue, group: Group) -> tuple[tuple[Part, ...], tuple[ExpertProfile, ...]]:
+        """Requests that run for a quantum, by expert, and what they run by; that whose turn it is comes first.
+
+        Those that begin have their leases, which others may have waited for.
+        """
+        parts = {group.profile.copy: Part(group.expert, group.profile.copy, ())}
+        profiles = {group.profile.copy: group.profile}
+        for share in self._turns.quantum_starts(queue, group):
+            expert, profile = share.group.expert, share.group.profile
+            before = parts.get(profile.copy, Part(expert, profile.copy, ()))
+            parts[profile.copy] = before._replace(requests=before.requests + queue.take(share.group, share.count))
+            profiles[profile.copy] = profile
         self._turns.look_again(self._scheduler.queues)
-        return requests
+        return tuple(parts.values()), tuple(profiles.values())
 
     def _off_queue(self, requests: tuple[int, ...], performance: Performance) -> float:
         """They stand in a batch now; the predicted seconds of their tokens."""
@@ -743,11 +801,12 @@ class Engine:
                 tokens_s += performance.tokens_s(ticket.left)
         return tokens_s
 
-    def _end_batch(self, batch: Batch) -> ExpertProfile:
-        """What it ran by: the line may have changed meanwhile."""
+    def _end_batch(self, batch: Batch) -> tuple[ExpertProfile, ...]:
+        """What each of its parts ran by: the line may have changed meanwhile."""
         queue = self._queues[batch.executor]
         pool = self._pools[queue.spec.pool]
-        pool.end_use(batch.copy)
+        for copy in batch.copies:
+            pool.end_use(copy)
         pool.return_workspace(batch.executor)
         queue.running_until_s = None
         queue.unfinished_s = 0.0
@@ -755,7 +814,9 @@ class Engine:
         del self._running[batch.executor]
         return self._profiles.pop(batch.id)
 
-    def _may_retry(self, request: int, batch: Batch, event: events.BatchFailed, effects: list[Effect]) -> bool:
+    def _may_retry(
+        self, request: int, part: Part, batch: Batch, event: events.BatchFailed, effects: list[Effect]
+    ) -> bool:
         """Ends a request whose batch failed once too often; True for one that gets another try, alone."""
         ticket = self._tickets[request]
         ticket.attempts += 1
@@ -763,14 +824,16 @@ class Engine:
             return self._fail(request, CANCELLED, effects)
         ran_alone = len(batch.requests) == 1 and not event.out_of_memory
         if ran_alone or ticket.attempts >= self._limits.batch_attempts:
-            if event.out_of_memory and self._moves_elsewhere(request, batch, event.reason, effects):
+            if event.out_of_memory and self._moves_elsewhere(request, part, batch.executor, event.reason, effects):
                 return False
-            return self._fail(request, f"{batch.expert}: {event.reason}", effects)
+            return self._fail(request, f"{part.expert}: {event.reason}", effects)
         return True
 
-    def _give_back(self, batch: Batch, profile: ExpertProfile, requests: Sequence[int], effects: list[Effect]) -> None:
+    def _give_back(
+        self, expert: str, batch: Batch, profile: ExpertProfile, requests: Sequence[int], effects: list[Effect]
+    ) -> None:
         """Queue requests of a failed batch again, unless their expert is not asked any more."""
-        reason = self._standings.reason(batch.expert)
+        reason = self._standings.reason(expert)
         if reason is not None:
             for request in requests:
                 if not self._standings.is_trial(request):
@@ -783,7 +846,7 @@ class Engine:
             requests = sorted(requests, key=lambda request: (self._tickets[request].queued_s, request))
         queued_s = {request: self._tickets[request].queued_s for request in requests}
         tokens_s = {request: profile.performance.tokens_s(self._tickets[request].left) for request in requests}
-        group = queue.give_back(batch.expert, profile, queued_s, self._now, tokens_s)
+        group = queue.give_back(expert, profile, queued_s, self._now, tokens_s)
         for request in queued_s:
             ticket = self._tickets[request]
             ticket.queue, ticket.group = queue, group
@@ -942,14 +1005,14 @@ class Engine:
             spec for spec in specs if (row := columns[spec.processor].get(expert)) is not None and row.copy == copy
         )
 
-    def _moves_elsewhere(self, request: int, batch: Batch, reason: str, effects: list[Effect]) -> bool:
+    def _moves_elsewhere(self, request: int, part: Part, executor: int, reason: str, effects: list[Effect]) -> bool:
         """A request that this executor's memory has no workspace for, however little lies there: others may have."""
-        pool = self._queues[batch.executor].spec.pool
-        if not self._pressure.has_alternative(batch.expert, pool, batch.copy, self._now):
+        pool = self._queues[executor].spec.pool
+        if not self._pressure.has_alternative(part.expert, pool, part.copy, self._now):
             return False
-        self._placement.set_back(pool, batch.copy, self._limits.load_attempts, self._now)
-        self._fall_back(batch.expert, pool, batch.copy, reason, effects)
-        self._move(request, batch.expert, reason, effects)
+        self._placement.set_back(pool, part.copy, self._limits.load_attempts, self._now)
+        self._fall_back(part.expert, pool, part.copy, reason, effects)
+        self._move(request, part.expert, reason, effects)
         return True
 
     def _move(self, request: int, expert: str, reason: str, effects: list[Effect]) -> None:

@@ -88,12 +88,16 @@ class Performance:
 
 @dataclass(frozen=True, slots=True)
 class ExpertProfile:
-    """One expert on one kind of processor."""
+    """One expert on one kind of processor.
+
+    ``family``: those that run in quanta may run in one batch with others whose name for it is the same; None: alone.
+    """
 
     copy: str
     performance: Performance
     footprint: Footprint
     load_s: Mapping[str, float]  # from SSD or from a pool's name, into this processor's memory
+    family: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

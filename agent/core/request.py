@@ -5,7 +5,7 @@ business.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from experts.expert import Prediction, Verdict
@@ -72,12 +72,21 @@ class Outcome:
     reason: str | None = None
 
 
+class Part(NamedTuple):
+    """Those of a batch's requests that are for one expert."""
+
+    expert: str
+    copy: str
+    requests: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that one executor runs on one expert, in one go.
+    """Requests that one executor runs on one expert, or on several of one family, in one go.
 
     ``quantum_s``: they run for so long at most, and those that are not done then are told of as unfinished; None for
-    images, which run to their end.
+    images, which run to their end. ``expert`` and ``copy`` are those whose turn it is; where others of its family run
+    along, ``parts`` names all of them, and has the requests in their order.
     """
 
     id: int
@@ -87,3 +96,14 @@ class Batch:
     requests: tuple[int, ...]
     workspace_bytes: int
     quantum_s: float | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """The same for a batch on one expert."""
+        return self.parts or (Part(self.expert, self.copy, self.requests),)
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """What it runs on, each once."""
+        return tuple(part.copy for part in self.parts) or (self.copy,)

@@ -15,6 +15,10 @@ next. A batch of an expert with an ongoing group takes that one's requests first
 overtaking bound let in. Requests whose batch failed run alone until their step ends, so that one of them that breaks
 every batch ends without the others.
 
+Experts of one family may run in one batch. Whose turn it is, is decided for each of them as if it had no family; then
+the others of the family whose copies may run now ride along in the places that are left: ongoing groups, whole or not
+at all, so that each ride is a turn; then, of all of them together and in the queue's order, those that begin.
+
 Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row, whatever has
 begun or waits to begin; an ongoing group whose expert may run is passed by no two batches of images in a row, and
 between two turns of ongoing groups by no two quanta of others. Whoever begins passes nobody that came longer before
@@ -95,53 +99,79 @@ class Turns:
         """Could its executor run something, were it idle?"""
         return self._next_runnable(queue) is not None or self._longest_without_turn(queue) is not None
 
-    def starts(self, queue: ExecutorQueue, group: Group) -> None:
-        """A batch of this group starts: what of that do the next ones go by?"""
-        queue.had_quantum = group.profile.performance.runs_in_quanta
-        if queue.had_quantum:
-            due = self._longest_without_turn(queue)
-            rides = due is queue.ongoing.get(group.profile.copy) and self._riders(queue, group) > 0
-            queue.owes_turn = due is not None and due is not group and not rides
+    def images_start(self, queue: ExecutorQueue) -> None:
+        """A batch of images starts: quanta may go next."""
+        queue.had_quantum = False
 
-    def shares(self, queue: ExecutorQueue, group: Group) -> list[Share]:
-        """What of a group that runs in quanta, and of the others on its copy, runs in one batch; it begins now."""
+    def quantum_starts(self, queue: ExecutorQueue, group: Group) -> list[Share]:
+        """What of a group that runs in quanta, and of those that may ride along, runs in one batch; it begins now."""
+        due = self._longest_without_turn(queue)
+        shares = self._shares(queue, group)
+        queue.had_quantum = True
+        queue.owes_turn = due is not None and all(share.group is not due for share in shares)
+        return shares
+
+    def _shares(self, queue: ExecutorQueue, group: Group) -> list[Share]:
+        places = _Places(self, queue)
         if group.alone:
-            return self._begin(queue, (group,), 1)
+            return self._begin(places, (group,), most=1)
         if group.is_ongoing and self._runs_alone(next(iter(group.requests))):
             return [Share(group, 1)]
         begun, riders = queue.ongoing.get(group.profile.copy), self._riders(queue, group)
+        shares = [Share(begun, places.take(begun, riders))] if begun is not None and riders else []
+        if group.profile.family is None:
+            return shares + self._begin(places, self._joining(queue, group))
         waiting = self._joining(queue, group)
-        size = self._batch_size(queue, group, riders + sum(len(each.requests) for each in waiting))
-        riding = min(riders, size)
-        shares = [Share(begun, riding)] if begun is not None and riding else []
-        return shares + self._begin(queue, waiting, size - riding)
+        if not group.is_ongoing:  # it is its turn: none of its family takes its places
+            own = [each for each in waiting if each.profile.copy == group.profile.copy]
+            waiting = [each for each in waiting if each.profile.copy != group.profile.copy]
+            shares += self._begin(places, own)
+            if any(share.count < len(share.group.requests) for share in shares) or not shares:
+                waiting = []
+        return shares + self._riding_along(places, group) + self._begin(places, waiting)
+
+    def _riding_along(self, places: _Places, group: Group) -> list[Share]:
+        """Ongoing groups of the same family whose copies may run now, as far as all of each find a place."""
+        shares = []
+        for other in sorted(places.queue.ongoing.values(), key=lambda each: each.order):
+            if other.profile.copy == group.profile.copy or not self._is_kin(places.queue, other, group):
+                continue
+            riders = self._riders(places.queue, other)
+            if riders == len(other.requests) and places.left_for(other) >= riders:
+                shares.append(Share(other, places.take(other, riders)))
+        return shares
+
+    def _is_kin(self, queue: ExecutorQueue, other: Group, group: Group) -> bool:
+        """Is it of the same family, and may run now?"""
+        if other.profile.copy == group.profile.copy:
+            return True
+        is_kin = other.profile.family is not None and other.profile.family == group.profile.family
+        return is_kin and self._placement.may_use(self._pools[queue.spec.pool], other.profile.copy)
 
     def _joining(self, queue: ExecutorQueue, group: Group) -> list[Group]:
         """The groups that those who begin in a batch of this one come from, in their order."""
         return [
             each
-            for each in queue.all_to_begin(group.expert)
-            if each.profile.copy == group.profile.copy
-            and not each.alone
-            and (group.is_ongoing or each.order >= group.order)
+            for each in (queue.all_to_begin(group.expert) if group.profile.family is None else queue.begins)
+            if self._is_kin(queue, each, group) and not each.alone and (group.is_ongoing or each.order >= group.order)
         ]
 
-    def _begin(self, queue: ExecutorQueue, groups: Sequence[Group], places: int) -> list[Share]:
+    def _begin(self, places: _Places, groups: Sequence[Group], most: int | None = None) -> list[Share]:
         """Who of these begins now, in their order, up to the first that cannot; they have their leases then."""
         shares = []
         for group in groups:
-            latest_s = self._passed_s(self._here(queue), group) + self._max_overtake_s
+            latest_s = self._passed_s(self._here(places.queue), group) + self._max_overtake_s
+            left = places.left_for(group) if most is None else most
             count = 0
             for request, since_s in group.requests.items():
-                if count == places or since_s >= latest_s or not self._leases.can_begin(request):
+                if count >= left or since_s >= latest_s or not self._leases.can_begin(request):
                     break
                 self._leases.begin(request)
                 count += 1
             if count:
-                shares.append(Share(group, count))
+                shares.append(Share(group, places.take(group, count)))
             if count < len(group.requests):
                 break
-            places -= count
         return shares
 
     def _first(self, queue: ExecutorQueue) -> Group | None:
@@ -239,7 +269,37 @@ class Turns:
             return 0
         return sum(1 for _ in takewhile(lambda request: not self._runs_alone(request), begun.requests))
 
+    def most_in_batch(self, queue: ExecutorQueue, group: Group) -> int:
+        """How many requests a batch may have that some of this group are in."""
+        return self._batch_size(queue, group, group.profile.performance.max_batch)
+
     def _batch_size(self, queue: ExecutorQueue, group: Group, waiting: int) -> int:
         spec = queue.spec
         free_bytes = self._pools[spec.pool].workspace_for(spec.id)
         return self._splitter.batch_size(group.expert, spec.id, group.profile.performance, waiting, free_bytes)
+
+
+class _Places:
+    """The places of one batch: as many as each of its experts allows it to have."""
+
+    def __init__(self, turns: Turns, queue: ExecutorQueue) -> None:
+        self.queue = queue
+        self._turns = turns
+        self._most: int | None = None
+        self._taken = 0
+
+    def left_for(self, group: Group) -> int:
+        """How many of a group find a place."""
+        return max(self._most_with(group) - self._taken, 0)
+
+    def take(self, group: Group, count: int) -> int:
+        """So many do, or as many as there are places for; how many."""
+        taken = min(count, self.left_for(group))
+        if taken:
+            self._most = self._most_with(group)
+            self._taken += taken
+        return taken
+
+    def _most_with(self, group: Group) -> int:
+        own = self._turns.most_in_batch(self.queue, group)
+        return own if self._most is None else min(own, self._most)

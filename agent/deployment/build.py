@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
+from agent.deployment.families import with_families
 from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
 from agent.deployment.profile_in_use import changes, find_profile, refuse_mismatches, refuse_other_box
@@ -126,7 +128,7 @@ def build_agent(
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
         ground = groundwork_of(config, segments.directory, options)
         report = pack(config, segments, ground.precisions, progress)
-        copies = copies_of(config, ground.precisions, report.packed)
+        ground, copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         if ground.profile is not None and options.profile == "auto":
             refuse_mismatches(config, ground.profile, ground.box, [copy.packed for copy in by_name.values()])
@@ -225,6 +227,20 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
     return groundwork(config, box, stored, lying, options.given)
 
 
+def held_copies(
+    ground: Groundwork, copies: Mapping[str, Sequence[ExpertCopy]]
+) -> tuple[Groundwork, Mapping[str, Sequence[ExpertCopy]]]:
+    """The copies as they are held: see Groundwork.sized."""
+    stored = ground.profile
+
+    def times(copies: Mapping[str, Sequence[ExpertCopy]]) -> PerformanceMatrix:
+        if stored is None:
+            return estimated_matrix(ground.box, copies, ground.usage)
+        return matrix(stored, ground.box, copies, ground.usage, ground.executors)
+
+    return ground.sized(copies, times)
+
+
 def measured_setup(
     ground: Groundwork,
     copies: Mapping[str, Sequence[ExpertCopy]],
@@ -239,7 +255,7 @@ def measured_setup(
     progress("probe", 0, 1)
     probed = probe(ground.box, copies, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
     progress("probe", 1, 1)
-    return ground.setup(probed.matrix, probed.failed)
+    return ground.setup(with_families(probed.matrix, chain.from_iterable(copies.values())), probed.failed)
 
 
 def _profiled(
@@ -261,7 +277,8 @@ def _profiled(
                 share.processor, share.factor, share.executors, share.threads_profiled,
                 "speedups" if share.is_measured else "shared cores",
             )  # fmt: skip
-    return matrix(stored, ground.box, copies, ground.usage, executors)
+    found = matrix(stored, ground.box, copies, ground.usage, executors)
+    return with_families(found, chain.from_iterable(copies.values()))
 
 
 def _import_runtimes(config: LineConfig) -> None:

@@ -6,15 +6,18 @@ and packed experts they decide alike. Nothing but manifests is read: no weights 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.engine import Engine
 from agent.core.performance import DEVICE, HOST
 from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
+from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
+from agent.deployment.moe_caches import MoeCaches, host_tier_bytes
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
 from agent.deployment.performance_matrix import matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
@@ -23,16 +26,18 @@ from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
+    from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import Precision
     from experts.graph import ExpertGraph
     from experts.packed.weights import PackedExpert
 
+Copies: TypeAlias = "Mapping[str, Sequence[ExpertCopy]]"  # by processor
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -87,12 +92,23 @@ class Groundwork:
     precisions: Precisions
     usage: Mapping[str, float]
     pools: Sequence[PoolSpec] | None  # where they are given
+    set_apart_bytes: int = 0  # of host memory: see agent.deployment.moe_caches
+
+    def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> tuple[Groundwork, Copies]:
+        """The copies as they are held, and the same with what that sets apart; all as they are in given memories."""
+        if self.pools is not None:
+            return self, copies
+        allocation = None if self.profile is None else self.profile.allocation
+        held = MoeCaches(self.config, self.box, self.executors, allocation, times).sized(copies)
+        return replace(self, set_apart_bytes=host_tier_bytes(held)), held
 
     def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
         """The whole of it, by these times. Raises ConfigError naming each expert that can never fit."""
         config = self.config
         allocation = None if self.profile is None else self.profile.allocation
-        pools = tuple(self.pools or pool_specs(config, self.box, self.executors, times, allocation))
+        pools = tuple(
+            self.pools or pool_specs(config, self.box, self.executors, times, allocation, self.set_apart_bytes)
+        )
         limits = limits_of(config, pools)
         return EngineSetup(config.catalog.graph, config.policy, self.executors, times, limits, self.precisions, broken)
 
@@ -133,8 +149,12 @@ def planned(
     packed = by_precision(lying)
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
     able = {name: forms for name, forms in packed.items() if name not in without}
-    copies = copies_of(config, ground.precisions, able)
+    ground, copies = ground.sized(
+        copies_of(config, ground.precisions, able),
+        lambda copies: matrix(profile, box, copies, ground.usage, ground.executors),
+    )
     found = matrix(profile, box, copies, ground.usage, ground.executors)
+    found = with_families(found, chain.from_iterable(copies.values()))
     broken = unmeasured_kinds(found, kinds) | dict(without)
     _refuse_unprofiled(config, profile, broken.keys() - without.keys())
     return ground.setup(found, broken)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agent.core.events import LineChanged
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, pack
 from agent.deployment.engine_setup import Given
+from agent.deployment.families import with_families
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.deployment.profile_in_use import refuse_mismatches
 from agent.runtime.executor import threads_per_executor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 GENERATION = "+"  # between an expert's name and how often it was replaced, in the Engine's names; in no line file's
 LIVE_KEYS = ("experts", "routes", "boards")
+TEXTS = "texts"
 GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 
@@ -67,8 +69,15 @@ def with_line_names(text: str) -> str:
 def keys_for_restart(old: LineConfig, new: LineConfig) -> tuple[str, ...]:
     """The sections that differ, and that a running agent cannot take over."""
     before, after = old.document.values, new.document.values
-    differing = (key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
+    differing = (key for key in sorted(before.keys() | after.keys()) if _fixed(key, before) != _fixed(key, after))
     return tuple(key for key in differing if key not in LIVE_KEYS)
+
+
+def _fixed(key: str, values: Mapping[str, Any]) -> object:
+    """What a section says, without the routes of texts, which are taken over as those of images are."""
+    if key != TEXTS:
+        return values.get(key)
+    return {name: value for name, value in (values.get(key) or {}).items() if name != "routes"}
 
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
@@ -109,25 +118,32 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     found = measured_setup(ground, new, agent.segments, progress)
     threads = threads_per_executor(agent.box, agent.setup.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
-    setup = _setup_after(agent, config, names, found, ground.usage)
+    fresh = _renamed(new, names)
+    setup = _setup_after(agent, config, names, found, ground.usage, fresh)
     unpacked = {name: error.message for name, error in report.failed.items()}
     broken = dict(templates.failed) | unpacked | dict(found.broken)
     setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
-    return _change(agent, config, names, setup, _renamed(new, names), templates)
+    return _change(agent, config, names, setup, fresh, templates)
 
 
 def _setup_after(
-    agent: Agent, config: LineConfig, names: Mapping[str, str], found: EngineSetup, usage: Mapping[str, float]
+    agent: Agent,
+    config: LineConfig,
+    names: Mapping[str, str],
+    found: EngineSetup,
+    usage: Mapping[str, float],
+    fresh: Mapping[str, ExpertCopy],
 ) -> EngineSetup:
     """What the Engine decides with from then on. Raises ConfigError for what does not fit."""
     retired = (_served(agent) | agent.retired) - set(names.values())
     setup = replace(
         agent.setup,
         graph=_graph(config, names, retired),
-        matrix=_matrix(agent, found, names, usage),
+        matrix=with_families(_matrix(agent, found, names, usage), [*agent.copies.values(), *fresh.values()], fresh),
         limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in _pinned(config))),
         precisions=found.precisions,
     )
+    _refuse_without_leases(setup)
     _refuse_misfits(setup)
     return setup
 
@@ -247,3 +263,15 @@ def _refuse_misfits(setup: EngineSetup) -> None:
     except MemoryExceeded as error:
         reason = with_line_names(str(error))
         raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
+
+
+def _refuse_without_leases(setup: EngineSetup) -> None:
+    """Memory for keys and values is taken at the start, by agents that have language models then."""
+    leases = {pool.name: pool.lease_bytes for pool in setup.pools}
+    for spec in setup.executors:
+        for name, row in setup.matrix.experts.get(spec.processor, {}).items():
+            if row.performance.lease_bytes > leases[spec.pool]:
+                raise ConfigError(
+                    f"{line_name(name)} takes texts, and no memory was kept for their keys and values when the agent "
+                    "started - start anew"
+                )

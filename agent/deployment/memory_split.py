@@ -12,6 +12,7 @@ experts that it chose keep their room first, until batches have no more than the
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, ExecutorSpec, Limits, PoolSpec
@@ -34,6 +35,15 @@ FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the sy
 CASUAL = "casual"
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """One memory, and how it is split between experts and batches."""
+
+    needs: MemoryNeeds
+    expert_bytes: int
+    workspace_bytes: int
+
+
 def casual_allocation(box: Box, budgets: Mapping[str, int]) -> Allocation:
     """CoServe casual: three quarters of each memory for experts, the rest for batches; executors by the same rule.
 
@@ -53,22 +63,39 @@ def pool_specs(
     executors: Sequence[ExecutorSpec],
     profile: PerformanceMatrix,
     allocation: Allocation | None = None,
+    set_apart_bytes: int = 0,
 ) -> tuple[PoolSpec, ...]:
-    """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit."""
-    searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
+    """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit.
+
+    ``set_apart_bytes``: of host memory, for what waits there in front of a device and is no whole expert.
+    """
     specs = []
     problems: list[ConfigError] = []
+    for share in shares_of(config, box, executors, profile, allocation, set_apart_bytes):
+        specs.append(share.needs.spec(share.expert_bytes, share.workspace_bytes))
+        problems += _misfits(config, share.needs, share.expert_bytes)
+    if problems:
+        raise ConfigError.of(problems)
+    return tuple(specs)
+
+
+def shares_of(
+    config: LineConfig,
+    box: Box,
+    executors: Sequence[ExecutorSpec],
+    profile: PerformanceMatrix,
+    allocation: Allocation | None = None,
+    set_apart_bytes: int = 0,
+) -> Iterator[MemoryShare]:
+    """Every memory with its budget split, whether all fit into it or not: see ``pool_specs``."""
+    searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     budgets, pinned = pool_budgets(config, box), pinned_experts(config)
+    budgets[HOST] = max(budgets[HOST] - set_apart_bytes, 0)
     for pool, needs in memory_needs(budgets, executors, profile, pinned, config.texts.kv).items():
         workspace_bytes = _workspace_bytes(config, needs)
         if config.memory.workspace is None and pool in searched:
             workspace_bytes = _searched_bytes(searched[pool], needs, workspace_bytes)
-        expert_bytes = max(needs.budget_bytes - workspace_bytes, 0)
-        specs.append(needs.spec(expert_bytes, workspace_bytes))
-        problems += _misfits(config, needs, expert_bytes)
-    if problems:
-        raise ConfigError.of(problems)
-    return tuple(specs)
+        yield MemoryShare(needs, max(needs.budget_bytes - workspace_bytes, 0), workspace_bytes)
 
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.deployment.moe_caches import places_of
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
@@ -28,12 +29,22 @@ def copies_of(
     """processor -> the copies that are packed in the precision wanted there."""
     return {
         processor: [
-            ExpertCopy(copy_name(name, precision), config.catalog.experts[name], packed[name][precision])
+            copy_of(config, name, precision, packed[name][precision])
             for name, precision in wanted.items()
             if precision in packed.get(name, {})
         ]
         for processor, wanted in precisions.items()
     }
+
+
+def copy_of(config: LineConfig, expert: str, precision: Precision, packed: PackedExpert) -> ExpertCopy:
+    """An expert of the line in one precision, with what it holds of its moe_experts as the line file says.
+
+    Raises ConfigError for too little.
+    """
+    return ExpertCopy(
+        copy_name(expert, precision), config.catalog.experts[expert], packed, places_of(config, expert, packed)
+    )
 
 
 def copy_name(expert: str, precision: Precision) -> str:

@@ -70,9 +70,15 @@ class ApiLimitsSection(Section):
     """What the APIs take at once; more is refused at once, with a hint when to try again."""
 
     requests: int = Field(
-        1000, strict=True, ge=1, le=1_000_000, description="images under way, of all callers together; default 1000"
+        1000,
+        strict=True,
+        ge=1,
+        le=1_000_000,
+        description="images and texts under way, of all callers together; default 1000",
     )
-    memory: Size = Field(256 * MEBIBYTE, description="bytes of images under way, of all callers; default 256MiB")
+    memory: Size = Field(
+        256 * MEBIBYTE, description="bytes of images and texts under way, of all callers; default 256MiB"
+    )
     message: Size = Field(64 * MEBIBYTE, description="the largest message, both ways; default 64MiB")
 
 

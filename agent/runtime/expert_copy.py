@@ -50,6 +50,11 @@ class ExpertCopy:
         return moe_block_bytes(self.packed)
 
     @property
+    def host_tier_bytes(self) -> int:
+        """What waits in host memory in front of a device, in none of the Engine's ledgers."""
+        return slot_bytes(self.moe_host_places * self.block_bytes)
+
+    @property
     def parts(self) -> tuple[Segment, ...]:
         """What it holds beside its own segment, together with others where they have the same."""
         return tuple(segment for segment in self.packed.shared if segment.blocks is None or not self.is_offloaded)

@@ -440,11 +440,12 @@ class AgentLoop:
         batch = effect.batch
         if self._watch is not None:
             self._watch.begun(batch.requests)
-        executor, copy = self._workshop.executors[batch.executor], self._copies[batch.copy]
+        executor = self._workshop.executors[batch.executor]
         if batch.quantum_s is not None:
-            executor.start_quantum(batch, [copy] * len(batch.requests))
-        else:
-            executor.start_batch(batch, copy.expert, [self._sources[request] for request in batch.requests])
+            executor.start_quantum(batch, [self._copies[part.copy] for part in batch.all_parts for _ in part.requests])
+            return
+        images = [self._sources[request] for request in batch.requests]
+        executor.start_batch(batch, self._copies[batch.copy].expert, images)
 
     def _batch_answered(self, batch: int) -> None:
         answered = self._open.close_batch(batch)

@@ -8,7 +8,8 @@ model from then on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from experts.llm.quant import matrix_of, project
 from experts.llm.rope import Rope
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -87,6 +88,15 @@ class Model:
         ]
         self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._embedding.device)
 
+    def running_through(self, around: Callable[[int, MlpWeights | MoeExperts], MoeExperts]) -> Model:
+        """The same model, whose experts are run by what ``around`` makes of them, by layer: to count, or to time."""
+        other = copy(self)
+        other._feed_forward = [
+            weights if weights.moe_experts is None else replace(weights, moe_experts=around(n, weights.moe_experts))
+            for n, weights in enumerate(self._feed_forward)
+        ]
+        return other
+
     @property
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
@@ -103,12 +113,14 @@ class Model:
         """All tokens behind the last layer: (tokens, hidden), not yet normalised."""
         with torch.inference_mode():
             attention = Attention(batch, key_values.reserve(batch))
-            rotation = None if self._rope is None else self._rope.at(batch.positions, self.dtype)
-            tokens = self._embedded(batch)
-            for number, layer in enumerate(self.spec.layers):
-                tokens = tokens + self._attend(number, tokens, rotation, attention)
-                weights = self._feed_forward[number]
-                tokens = tokens + feed_forward(self._normed(tokens, weights.norm, weights.norm_bias), layer, weights)
+            rotation = self.rotation(batch.positions)
+            tokens = self.embedded(batch.token_ids, batch.positions)
+            for layer in range(len(self.spec.layers)):
+                queries, keys, values = self.attention_inputs(layer, tokens)
+                if rotation is not None:
+                    queries, keys = rotation.turn(queries), rotation.turn(keys)
+                tokens = tokens + self.attention_output(layer, attention.run(layer, queries, keys, values))
+                tokens = tokens + self.feed_forward(layer, tokens)
             return tokens
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -116,11 +128,25 @@ class Model:
         with torch.inference_mode():
             return project(self._normed(hidden, self._norm, self._norm_bias), self._head)
 
-    def _embedded(self, batch: TokenBatch) -> Tensor:
-        tokens = embedding(batch.token_ids, self._embedding)
-        return tokens if self._positions is None else tokens + embedding(batch.positions, self._positions)
+    # -- the steps of a pass, for whoever runs several models in one (``experts.llm.serving.family``) --
 
-    def _attend(self, layer: int, tokens: Tensor, rotation: Rotation | None, attention: Attention) -> Tensor:
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """The weights of its steps: the embedding's, each layer's attention's and feed-forward part's, the head's."""
+        layers = zip(self._attention, self._feed_forward, strict=True)
+        of_layers = (part for layer in layers for part in layer)
+        return ((self._embedding, self._positions), *of_layers, (self._norm, self._norm_bias, self._head))
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """How queries and keys at these positions are turned; None where positions are embedded instead."""
+        return None if self._rope is None else self._rope.at(positions, self.dtype)
+
+    def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        tokens = embedding(token_ids, self._embedding)
+        return tokens if self._positions is None else tokens + embedding(positions, self._positions)
+
+    def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, not yet turned, each (tokens, heads, head size)."""
         spec, weights = self.spec, self._attention[layer]
         projected = project(self._normed(tokens, weights.norm, weights.norm_bias), weights.qkv, weights.qkv_bias)
         queries, keys, values = projected.split((spec.query_size, spec.kv_size, spec.kv_size), dim=-1)
@@ -133,10 +159,15 @@ class Model:
         values = values.reshape(-1, spec.kv_heads, spec.head_size)
         if spec.qk_norm is QkNorm.HEAD:
             queries, keys = self._normed(queries, weights.q_norm), self._normed(keys, weights.k_norm)
-        if rotation is not None:
-            queries, keys = rotation.turn(queries), rotation.turn(keys)
-        attended = attention.run(layer, queries, keys, values)
-        return project(attended.reshape(-1, spec.query_size), weights.output, weights.output_bias)
+        return queries, keys, values
+
+    def attention_output(self, layer: int, attended: Tensor) -> Tensor:
+        weights = self._attention[layer]
+        return project(attended.reshape(-1, self.spec.query_size), weights.output, weights.output_bias)
+
+    def feed_forward(self, layer: int, tokens: Tensor) -> Tensor:
+        weights = self._feed_forward[layer]
+        return feed_forward(self._normed(tokens, weights.norm, weights.norm_bias), self.spec.layers[layer], weights)
 
     def _normed(self, tokens: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
         assert weight is not None, "the layout of names has it where the spec has it"

@@ -75,7 +75,9 @@ def plan(
         stored = read_profile(database or config.profile_file)
         if database is None:
             _tell_doubts(config, stored)
-        arrivals = read_trace(trace, config.catalog) if trace else board_trace(config, boards, seed)
+        if trace is None and not config.catalog.components:
+            raise ConfigError("no expert of this line takes images, of which a trace could be made up - give --trace")
+        arrivals = read_trace(trace, config.catalog, is_planned=True) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
         memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
         config = config.having(executors=executor_counts(executors), precision=precision)

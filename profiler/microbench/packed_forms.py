@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.deployment.memory_split import pool_budgets
-from agent.deployment.packed_copies import copy_name
+from agent.deployment.packed_copies import copy_of
 from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.box import torch_device
 from experts.backends import GRAPH_FAMILIES, family
@@ -106,7 +106,7 @@ class LinePacking:
         found: Copies = defaultdict(list)
         for name, by_form in report.packed.items():
             for form, packed in by_form.items():
-                found[form].append(ExpertCopy(copy_name(name, form), experts[name], packed))
+                found[form].append(copy_of(self._config, name, form, packed))
         return found
 
     def keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
+from agent.core.request import IMAGE
 from agent.deployment.memory_needs import memory_needs
 from experts.sizes import size_text
 from profiler.simulation.bounds import bounds
@@ -132,9 +133,11 @@ def advise(
         limit = Limit.SSD if busy_fraction >= SSD_BUSY or _is_as_roomy(setup, spacious) else Limit.MEMORY
         memory = _memory_remedy(scenario, setup, box, target_images_per_s, spacious, split)
         ssd = _ssd_remedy(scenario, setup, target_images_per_s)
-    if required_images_per_s is not None:
-        is_met = reaches(scenario, setup, now, required_images_per_s)
-        is_met_unlimited = is_met or reaches(settled, roomy, unlimited, required_images_per_s)
+    images = sum(arrival.work is IMAGE for arrival in scenario.trace)
+    if required_images_per_s is not None and images:
+        rate = required_images_per_s * len(scenario.trace) / images  # texts come with them
+        is_met = reaches(scenario, setup, now, rate)
+        is_met_unlimited = is_met or reaches(settled, roomy, unlimited, rate)
         takt = Takt(required_images_per_s, is_met, is_met_unlimited)
     return Advice(
         policy=setup.policy,

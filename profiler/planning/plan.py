@@ -10,18 +10,20 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent.core.request import IMAGE
 from agent.deployment.engine_setup import planned, profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import advise
 from profiler.simulation.bounds import bounds, unread_bytes
-from profiler.simulation.forecast import forecast, reaches, scenario_of, with_ssd
+from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of, with_ssd
 from profiler.tables import folded, folded_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rich.console import JustifyMethod
+    from rich.table import Table
 
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 SHIFT_S = 8 * 3600.0
 WORKSPACE = "_workspace"
+LEASES = "_leases"
 LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
 
 
@@ -40,12 +43,14 @@ LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
 class PlanRow:
     """One policy in one memory. Waits are from arrival to outcome.
 
-    ``memory``: bytes of weights, and of workspaces, by pool. ``switching_loads`` are those into memories that experts
-    run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where that is missed, and
-    without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at ``images_per_s``. ``takt_met``:
-    no queue grows while the trace goes on and on at that rate, however fast or slow this trace was. ``bound``: of
-    the offline optimum, these memories full of the right experts at the start; ``roofline_images_per_s``: the same
-    floor of time, with what is there at this row's start.
+    ``memory``: bytes of weights, of workspaces, and of what texts lease, by pool. ``switching_loads`` are those into
+    memories that experts run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where
+    that is missed, and without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at
+    ``images_per_s``. ``takt_met``: no queue grows while the trace goes on and on at that rate, however fast or slow
+    this trace was; its texts come with its images. ``images_per_s`` counts texts, too; waits are of images alone, where
+    there are any, and those of ``texts`` from arrival to their last token. ``bound``: of the offline optimum, these
+    memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what is
+    there at this row's start.
     """
 
     policy: str
@@ -66,6 +71,10 @@ class PlanRow:
     takt_met: bool | None
     bound: Bounds
     roofline_images_per_s: float
+    texts: int = 0
+    written_tokens_per_s: float = 0.0
+    text_p50_s: float | None = None
+    text_p99_s: float | None = None
 
     @property
     def roofline_fraction(self) -> float:
@@ -133,13 +142,17 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     io_s = unread_bytes(needed, resources, played.resident_at_start) / scenario.ssd_bytes_per_s
     roofline_s = max(bound.compute_s, bound.arrivals_s, io_s)
     requests = len(scenario.trace)
+    images_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is IMAGE]
+    texts_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is not IMAGE]
+    required_per_s = None if required_images_per_s is None or not images_s else required_images_per_s
     is_met = None
-    if required_images_per_s is not None:
-        is_met = reaches(scenario, setup, played, required_images_per_s)
+    if required_per_s is not None:
+        is_met = reaches(scenario, setup, played, required_per_s * requests / len(images_s))
     return PlanRow(
         policy=setup.policy,
         memory={pool.name: pool.expert_bytes for pool in setup.pools}
-        | {pool.name + WORKSPACE: pool.workspace_bytes for pool in setup.pools},
+        | {pool.name + WORKSPACE: pool.workspace_bytes for pool in setup.pools}
+        | {pool.name + LEASES: pool.lease_bytes for pool in setup.pools if pool.lease_bytes},
         executors=dict(Counter(spec.processor for spec in setup.executors)),
         requests=requests,
         seconds=played.seconds,
@@ -149,13 +162,19 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
         switching_loads=played.loads_to({spec.pool for spec in setup.executors}),
         evictions=played.evictions,
         bytes_read=played.bytes_read,
-        bytes_read_per_shift=_per_shift(played, required_images_per_s if is_met else None),
-        p50_wait_s=played.wait_s(0.5),
-        p99_wait_s=played.wait_s(0.99),
-        required_images_per_s=required_images_per_s,
+        bytes_read_per_shift=_per_shift(
+            played, required_per_s * requests / len(images_s) if is_met and required_per_s is not None else None
+        ),
+        p50_wait_s=quantile_s(images_s or texts_s, 0.5),
+        p99_wait_s=quantile_s(images_s or texts_s, 0.99),
+        required_images_per_s=required_per_s,
         takt_met=is_met,
         bound=bound,
         roofline_images_per_s=requests / roofline_s if roofline_s > 0.0 else 0.0,
+        texts=len(texts_s),
+        written_tokens_per_s=sum(each.work.output for each in scenario.trace) / played.seconds,
+        text_p50_s=quantile_s(texts_s, 0.5) if texts_s else None,
+        text_p99_s=quantile_s(texts_s, 0.99) if texts_s else None,
     )
 
 
@@ -175,9 +194,13 @@ def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, 
 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
     """For people: a table, as wide as a terminal, and the advice below it."""
-    columns: dict[str, JustifyMethod] = {"policy": "left", **dict.fromkeys(COLUMNS, "right")}
-    table = folded_table(columns, ((row.policy, *(text(row) for text in COLUMNS.values())) for row in rows))
-    return folded((table, LEGEND, *(() if advice is None else advice.sentences)))
+    texts = (_table(rows, COLUMNS_OF_TEXTS), LEGEND_OF_TEXTS) if any(row.texts for row in rows) else ()
+    return folded((_table(rows, COLUMNS), LEGEND, *texts, *(() if advice is None else advice.sentences)))
+
+
+def _table(rows: Sequence[PlanRow], shown: Mapping[str, Callable[[PlanRow], str]]) -> Table:
+    columns: dict[str, JustifyMethod] = {"policy": "left", **dict.fromkeys(shown, "right")}
+    return folded_table(columns, ((row.policy, *(text(row) for text in shown.values())) for row in rows))
 
 
 # -- setups --
@@ -220,8 +243,9 @@ def _row_json(row: PlanRow) -> dict[str, Any]:
 
 
 def _budgets(row: PlanRow) -> str:
-    pools = [name for name in row.memory if not name.endswith(WORKSPACE)]
-    return " + ".join(size_text(row.memory[name] + row.memory[name + WORKSPACE]) for name in pools)
+    pools = [name for name in row.memory if not name.endswith((WORKSPACE, LEASES))]
+    parts = {name: (name, name + WORKSPACE, name + LEASES) for name in pools}
+    return " + ".join(size_text(sum(row.memory.get(part, 0) for part in parts[name])) for name in pools)
 
 
 def _bytes_text(size_bytes: float) -> str:
@@ -253,6 +277,16 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
     "takt": _takt,
 }
+COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {
+    "memory": _budgets,
+    "texts": lambda row: str(row.texts),
+    "tokens/s": lambda row: f"{row.written_tokens_per_s:.1f}",
+    "text p50": lambda row: "-" if row.text_p50_s is None else _wait_text(row.text_p50_s),
+    "text p99": lambda row: "-" if row.text_p99_s is None else _wait_text(row.text_p99_s),
+}
+LEGEND_OF_TEXTS = (
+    "texts: images/s counts them, too. tokens/s: that are written. text p50, p99: from arrival to the last token."
+)
 LEGEND = (
     "of floor: images/s over the most that work, bytes and arrivals allow. loads: experts brought to where they run "
     "after the start; a request waited for those under switches. least: loads that no schedule can do without; "

@@ -16,23 +16,31 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from agent.core.request import IMAGE, Work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
 
+NO_TOKENS: Mapping[str, Work] = MappingProxyType({})
 SIZE_CLASS = Fraction(11, 10)  # experts whose bytes differ by less than this factor are of one class of sizes
 BURSTS = 16  # pauses of a trace after which what is still to come is weighed: each costs a pass over it
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSteps:
-    """One request: when it comes, in seconds since the start, and the experts that it runs, one after another."""
+    """One request: when it comes, in seconds since the start, and the experts that it runs, one after another.
+
+    ``work``: what it has in tokens for each of them that counts in tokens.
+    """
 
     at_s: float
     experts: tuple[str, ...]
+    work: Work = IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ def bounds(requests: Sequence[RequestSteps], resources: Resources) -> Bounds:
     return Bounds(
         switches=switches,
         fcfs_switches=max(switches, fewest_fcfs_switches(first_uses, resources)),
-        compute_s=compute_s(counts, resources),
+        compute_s=compute_s(counts, resources, tokens_of(requests)),
         io_s=unread_bytes(counts, resources) / resources.ssd_bytes_per_s,
         arrivals_s=arrivals_s(requests, resources),
     )
@@ -187,8 +195,21 @@ def unread_bytes(experts: Collection[str], resources: Resources, resident: Colle
     return max(needed_bytes - there_bytes, 0)
 
 
-def compute_s(counts: Mapping[str, int], resources: Resources) -> float:
+def tokens_of(requests: Iterable[RequestSteps]) -> dict[str, Work]:
+    """The tokens that each expert has to read and to write for these requests, of those that have any."""
+    totals: dict[str, Work] = {}
+    for request in requests:
+        if request.work is not IMAGE:
+            for expert in request.experts:
+                sum_ = totals.get(expert, IMAGE)
+                totals[expert] = Work(sum_.prompt + request.work.prompt, sum_.output + request.work.output)
+    return totals
+
+
+def compute_s(counts: Mapping[str, int], resources: Resources, tokens: Mapping[str, Work] = NO_TOKENS) -> float:
     """The least time in which the executors can run these experts so often, each where it is needed from the start.
+
+    ``tokens``: what they read and write for that, which takes its time by token wherever it is done.
 
     n images of an expert on one processor take ``K_s * n + B_s * ceil(n / max_batch)`` (CoServe, section 4.2) at the
     best. Give every executor of processor p the weight y_p, all weights together 1: then the time is no less than the
@@ -200,7 +221,11 @@ def compute_s(counts: Mapping[str, int], resources: Resources) -> float:
     performances = {expert: _performances(expert, resources) for expert in counts}
     return max(
         (
-            sum(_least_work_s(counts[expert], performances[expert], weights) for expert in counts)
+            sum(
+                _least_work_s(counts[expert], performances[expert], weights)
+                + _least_tokens_s(tokens.get(expert, IMAGE), performances[expert], weights)
+                for expert in counts
+            )
             for weights in _weightings(list(performances.values()), strengths)
         ),
         default=0.0,
@@ -216,13 +241,21 @@ def arrivals_s(requests: Sequence[RequestSteps], resources: Resources) -> float:
     if not requests:
         return 0.0
     ordered = sorted(requests, key=lambda request: request.at_s)
-    alone_s = {expert: _alone_s(expert, resources) for request in ordered for expert in request.experts}
-    chains_s = (request.at_s + sum(alone_s[expert] for expert in request.experts) for request in ordered)
+    alone_s = {
+        (expert, request.work): _alone_s(expert, resources, request.work)
+        for request in ordered
+        for expert in request.experts
+    }
+    chains_s = (request.at_s + sum(alone_s[expert, request.work] for expert in request.experts) for request in ordered)
     pauses_s = [later.at_s - earlier.at_s for earlier, later in pairwise(ordered)]
     moments = [0, *heapq.nlargest(BURSTS, range(1, len(ordered)), key=lambda start: pauses_s[start - 1])]
     suffixes_s = (
         ordered[start].at_s
-        + compute_s(Counter(expert for request in ordered[start:] for expert in request.experts), resources)
+        + compute_s(
+            Counter(expert for request in ordered[start:] for expert in request.experts),
+            resources,
+            tokens_of(ordered[start:]),
+        )
         for start in moments
     )
     return max((*chains_s, *suffixes_s))
@@ -335,7 +368,19 @@ def _weightings(
 
 
 def _per_image_s(performance: Performance) -> float:
+    """Of an expert of texts, per token that is read and one that is written: most of its work."""
+    if performance.runs_in_quanta:
+        return performance.K_prompt_s + performance.K_output_s
     return performance.latency_s(performance.max_batch) / performance.max_batch
+
+
+def _least_tokens_s(tokens: Work, performances: Mapping[str, Performance], weights: Mapping[str, float]) -> float:
+    """Weighted seconds of these tokens, each where it weighs least."""
+    if tokens is IMAGE:
+        return 0.0
+    read_s = min(each.K_prompt_s * weights.get(name, 0.0) for name, each in performances.items())
+    written_s = min(each.K_output_s * weights.get(name, 0.0) for name, each in performances.items())
+    return tokens.prompt * read_s + tokens.output * written_s
 
 
 def _least_work_s(count: int, performances: Mapping[str, Performance], weights: Mapping[str, float]) -> float:
@@ -352,11 +397,11 @@ def _weighed_s(count: int, performance: Performance, weight: float) -> list[floa
     return [weight * (performance.K_s * number + performance.B_s * batches[number]) for number in range(count + 1)]
 
 
-def _alone_s(expert: str, resources: Resources) -> float:
-    """One image alone on the fastest processor."""
+def _alone_s(expert: str, resources: Resources, work: Work) -> float:
+    """One request alone on the fastest processor."""
     counts = resources.processors
     return min(
-        performance.latency_s(1) / _pace(counts[name], resources.speedups.get(name))
+        (performance.latency_s(1) + performance.tokens_s(work)) / _pace(counts[name], resources.speedups.get(name))
         for name, performance in _performances(expert, resources).items()
     )
 

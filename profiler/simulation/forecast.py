@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.effects import Assigned, Evict, Fail, StartLoad
 from agent.core.performance import SSD, PerformanceMatrix
+from agent.core.request import IMAGE
 from experts.document import suggestion
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import NOTHING_FOUND, Prediction
@@ -53,7 +54,10 @@ class Scenario:
     @property
     def requests(self) -> list[RequestSteps]:
         """The same, as the bounds take it."""
-        return [RequestSteps(arrival.at_s, experts) for arrival, experts in zip(self.trace, self.steps, strict=True)]
+        return [
+            RequestSteps(arrival.at_s, experts, arrival.work)
+            for arrival, experts in zip(self.trace, self.steps, strict=True)
+        ]
 
     @property
     def offered_images_per_s(self) -> float:
@@ -87,9 +91,14 @@ class Scenario:
         if component is None:
             return Prediction("", 1.0)
         route = self.graph.routes[component]
+        place = experts.index(expert)
+        if place == len(route):
+            return Prediction("", 1.0)  # whom a router chose ends the route, whatever it says
+        if then := route[place].then:
+            return Prediction(next(label for label, chosen in then.items() if chosen == experts[place + 1]), 1.0)
         if expert == experts[-1] and len(experts) < len(route):
             return Prediction(NOTHING_FOUND, 0.0)
-        return Prediction(min(route[experts.index(expert)].passing), 1.0)
+        return Prediction(min(route[place].passing), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ class Forecast:
 
     @property
     def images_per_s(self) -> float:
-        """Requests over seconds."""
+        """Requests over seconds, texts among them."""
         return len(self.waits_s) / self.seconds if self.seconds > 0.0 else 0.0
 
     def loads_to(self, pools: Collection[str]) -> int:
@@ -118,8 +127,13 @@ class Forecast:
 
     def wait_s(self, quantile: float) -> float:
         """The wait that this share of all requests does not exceed (nearest rank)."""
-        ordered = sorted(self.waits_s)
-        return ordered[max(math.ceil(quantile * len(ordered) - ROUNDING), 1) - 1]
+        return quantile_s(self.waits_s, quantile)
+
+
+def quantile_s(waits_s: Sequence[float], quantile: float) -> float:
+    """The wait that this share of these, at least one, does not exceed (nearest rank)."""
+    ordered = sorted(waits_s)
+    return ordered[max(math.ceil(quantile * len(ordered) - ROUNDING), 1) - 1]
 
 
 def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arrival], seed: int = 0) -> Scenario:
@@ -147,6 +161,8 @@ def draw_steps(
 ) -> tuple[tuple[str, ...], ...]:
     """The experts that each request runs: it goes on at the rate of the step before, 1 where none is known.
 
+    Whom a router sends it to is drawn evenly of its labels.
+
     Raises ConfigError naming every component and expert that the line does not have.
     """
     strangers = [*_strangers(trace, graph)]
@@ -161,15 +177,21 @@ def draw_steps(
         experts: list[str] = []
         for step in graph.routes[arrival.component]:
             experts.append(step.expert)
-            if rng.random() >= pass_rates.get(step.expert, 1.0):
+            if step.then:
+                experts.append(step.then[rng.choice(sorted(step.then))])
+            elif rng.random() >= pass_rates.get(step.expert, 1.0):
                 break
         drawn.append(tuple(experts))
     return tuple(drawn)
 
 
 def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
-    """Play the trace. Raises ConfigError when an expert cannot fit, or no executor can run one that is needed."""
+    """Play the trace.
+
+    Raises ConfigError when an expert cannot fit, no executor can run one that is needed, or a text never has room.
+    """
     _refuse_unable(scenario, setup)
+    _refuse_too_long(scenario, setup)
     try:
         simulator = simulator_of(setup, scenario.predict, scenario.link_bytes_per_s, scenario.speedups)
     except MemoryExceeded as error:
@@ -257,6 +279,31 @@ def _refuse_unable(scenario: Scenario, setup: EngineSetup) -> None:
                 for expert in unable
             ]
         )
+
+
+def _refuse_too_long(scenario: Scenario, setup: EngineSetup) -> None:
+    """Every text needs room for its keys and values in a memory that its experts run from."""
+    leases = {pool.name: pool.lease_bytes for pool in setup.pools}
+    longest: dict[str, int] = {}
+    for arrival, experts in zip(scenario.trace, scenario.steps, strict=True):
+        if arrival.work is not IMAGE:
+            for expert in experts:
+                longest[expert] = max(longest.get(expert, 0), arrival.work.most)
+    problems = []
+    for expert, tokens in sorted(longest.items()):
+        rooms = [
+            (row.performance.lease_bytes, leases[spec.pool])
+            for spec in setup.executors
+            if (row := setup.matrix.experts.get(spec.processor, {}).get(expert)) is not None
+        ]
+        if not any(token_bytes * tokens <= room_bytes for token_bytes, room_bytes in rooms):
+            fit = max(room_bytes // token_bytes for token_bytes, room_bytes in rooms)
+            problems.append(
+                f"the trace has a text of {tokens} tokens for {expert}, and texts.kv has room for {fit} - raise it, or "
+                "shorten the text"
+            )
+    if problems:
+        raise ConfigError.of([ConfigError(problem) for problem in problems])
 
 
 def _resident(effects: Iterable[Effect]) -> frozenset[str]:

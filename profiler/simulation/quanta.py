@@ -26,14 +26,17 @@ class Quantum:
     unfinished: Mapping[int, Work]
 
 
-def run_quantum(left: Mapping[int, Work], performance: Performance, quantum_s: float) -> Quantum:
-    """One batch of these requests, at least one, for ``quantum_s``: B and every K of it come off first."""
-    seconds = performance.latency_s(len(left))
+def run_quantum(left: Mapping[int, Work], performances: Mapping[int, Performance], quantum_s: float) -> Quantum:
+    """One batch of these requests, at least one, for ``quantum_s``: B, the largest of any, and every K come off first.
+
+    ``performances``: each request's expert's.
+    """
+    seconds = max(each.B_s for each in performances.values()) + sum(each.K_s for each in performances.values())
     remaining_s = max(quantum_s - seconds, 0.0)
     after: dict[int, Work] = {}
-    shortest_first = sorted(left, key=lambda request: (performance.tokens_s(left[request]), request))
+    shortest_first = sorted(left, key=lambda request: (performances[request].tokens_s(left[request]), request))
     for position, request in enumerate(shortest_first):
-        work = left[request]
+        work, performance = left[request], performances[request]
         after[request] = _advanced(work, performance, remaining_s / (len(left) - position))
         used_s = performance.tokens_s(work) - performance.tokens_s(after[request])
         remaining_s = max(remaining_s - used_s, 0.0)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.engine import Engine
     from agent.core.events import Event
-    from agent.core.performance import ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.request import Batch, Outcome, Work
     from agent.deployment.engine_setup import EngineSetup
     from profiler.workload.traces import Arrival
@@ -205,20 +205,21 @@ class Simulator:
             work_s = performance.latency_s(len(batch.requests)) + tokens_s
             answer = Finished(batch.id, tuple(self.predict(request, batch.expert) for request in batch.requests))
         else:
-            work_s, answer = self._run_quantum(batch, batch.quantum_s, performance)
+            work_s, answer = self._run_quantum(batch, batch.quantum_s, processor)
         shared = self._shared.get(processor)
         if shared is None:
             self._post(now + work_s, answer)
         else:
             shared.start(now, work_s, answer)
 
-    def _run_quantum(
-        self, batch: Batch, quantum_s: float, performance: Performance
-    ) -> tuple[float, Finished | Progressed]:
+    def _run_quantum(self, batch: Batch, quantum_s: float, processor: str) -> tuple[float, Finished | Progressed]:
         left = {each: self._left.pop(each, self._work.get(each, IMAGE)) for each in batch.requests}
-        quantum = run_quantum(left, performance, quantum_s)
+        experts = {each: part.expert for part in batch.all_parts for each in part.requests}
+        column = self.profile.experts[processor]
+        performances = {each: column[expert].performance for each, expert in experts.items()}
+        quantum = run_quantum(left, performances, quantum_s)
         self._left.update(quantum.unfinished)
-        results = {each: self.predict(each, batch.expert) for each in batch.requests if each not in quantum.unfinished}
+        results = {each: self.predict(each, experts[each]) for each in batch.requests if each not in quantum.unfinished}
         if not quantum.unfinished:
             return quantum.seconds, Finished(batch.id, tuple(results.values()))
         return quantum.seconds, Progressed(batch.id, tuple(results.items()), tuple(quantum.unfinished.items()))

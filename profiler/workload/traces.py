@@ -6,9 +6,12 @@ same line and seed give the same boards.
 
     {"t": 0.004, "component": "resistor-0402", "image": "crops/17.png"}    a component's route, on this image
     {"t": 0.008, "expert": "cls/resistor-0402"}                            one expert directly, on a synthetic image
+    {"t": 0.010, "expert": "llm/manuals", "prompt": 120, "output": 60}     a text: tokens that are read, and written
+    {"t": 0.012, "component": "assistant", "prompt": 40, "output": 200}    one that a route's router sends on
 
 ``t``: seconds since any moment before the first arrival, never less than the line before. ``image`` is relative to the
-trace's folder, and may be left out. Empty lines count for nothing.
+trace's folder, and may be left out. What a rule of a route decides by is not in a trace: it names the expert that the
+rule names. Empty lines count for nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agent.core.request import IMAGE
+from agent.core.request import IMAGE, Work
 from experts.document import suggestion
 from experts.errors import ConfigError, Place
 
@@ -29,10 +32,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.core.request import Work
     from experts.catalog import Catalog
 
-KEYS = ("t", "component", "expert", "image")
+TOKENS = ("prompt", "output")
+KEYS = ("t", "component", "expert", "image", *TOKENS)
+MOST_TOKENS = 10**7  # of one text
 MOST_PROBLEMS = 20  # told of one file; the rest is counted
 LATEST_S = 1e9  # some thirty years: whatever is later is no time of a trace
 LONGEST_SHOWN = 40
@@ -44,7 +48,7 @@ IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.
 class Arrival:
     """One line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start.
 
-    ``work``: what it has in tokens; a file's arrivals are images, and have none.
+    ``work``: what it has in tokens; images have none.
     """
 
     at_s: float
@@ -54,12 +58,13 @@ class Arrival:
     work: Work = IMAGE
 
 
-def read_trace(path: Path, catalog: Catalog) -> tuple[Arrival, ...]:
+def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tuple[Arrival, ...]:
     """The arrivals of a trace file, for a line with these experts and routes; the first one comes at 0.
 
-    Raises ConfigError for a file that cannot be read or holds no arrival, and for what is wrong with its lines.
+    ``is_planned``: it may hold texts, too, which are planned with but not played. Raises ConfigError for a file that
+    cannot be read or holds no arrival, and for what is wrong with its lines.
     """
-    reader = _Reader(path, catalog)
+    reader = _Reader(path, catalog, is_planned)
     found = [reader.arrival(number, text) for number, text in _lines(path)]
     if reader.problems:
         raise _together(path, reader.problems)
@@ -135,6 +140,7 @@ class _Reader:
 
     path: Path
     catalog: Catalog
+    takes_texts: bool = False
     problems: list[ConfigError] = field(default_factory=list)
     _latest_s: float = 0.0
     _latest_line: int = 0
@@ -149,7 +155,7 @@ class _Reader:
             self._tell(number, text, mistake)
             return None
         checked: dict[str, Any] = {}
-        for check in (self._keys, self._time, self._target, self._image):
+        for check in (self._keys, self._time, self._target, self._image, self._tokens):
             try:
                 checked |= check(row, number)
             except _Mistake as mistake:
@@ -191,6 +197,8 @@ class _Reader:
         known: Collection[str] = self.catalog.graph.routes if key == "component" else self.catalog.experts
         if not isinstance(name, str):
             raise _Mistake(key, f"{_shown(name)} is not a name - write it in quotes")
+        if name not in known and name in self.catalog.texts:
+            raise _Mistake(key, f"{name!r} is a route of rules, and a trace has no words - name an expert of it")
         if name not in known:
             missing = f"no route for {name!r}" if key == "component" else f"no expert {name!r} on this line"
             raise _Mistake(key, f"{missing} - {suggestion(name, known)}")
@@ -208,6 +216,37 @@ class _Reader:
         if not self._images[name]:
             raise _Mistake("image", f"{image} is not there - copy it there, or correct the path")
         return {"image": image}
+
+    def _tokens(self, row: Mapping[str, object], number: int) -> dict[str, object]:
+        given = [key for key in TOKENS if key in row]
+        name = row.get("component", row.get("expert"))
+        if not isinstance(name, str) or not self._is_known(name):
+            return {}
+        if not self._is_of_texts(name):
+            if given:
+                raise _Mistake(given[0], f"{name} takes images, which have no tokens - leave it out")
+            return {}
+        if not self.takes_texts:
+            raise _Mistake("t", f"{name} takes texts, which are planned with but not played - leave the line out")
+        if "image" in row:
+            raise _Mistake("image", f"{name} takes texts, not images - leave it out")
+        counts = {key: self._count(row, key, least) for key, least in zip(TOKENS, (1, 0), strict=True)}
+        return {"work": Work(counts["prompt"], counts["output"], counts["prompt"] + counts["output"])}
+
+    def _count(self, row: Mapping[str, object], key: str, least: int) -> int:
+        if key not in row:
+            raise _Mistake(key, "is missing - tokens of the text")
+        count = row[key]
+        if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MOST_TOKENS:
+            raise _Mistake(key, f"{_shown(count)} is no number of tokens - write a whole number, {least} or more")
+        return count
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.catalog.experts or name in self.catalog.graph.routes
+
+    def _is_of_texts(self, name: str) -> bool:
+        expert = self.catalog.experts.get(name)
+        return name in self.catalog.texts if expert is None else expert.takes_texts
 
 
 def _parse(text: str) -> dict[str, object]:

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others from being heard
 QUESTIONS = 1000  # calls without images that may be open at a time
 CHECKS = 1000  # of health that may be open at a time, for they may be watched without end
+STALL_S = 30.0  # a caller that takes nothing of a text for so long holds its place for nobody
 STREAMS = 64  # open at a time; each holds one message at most that is not counted yet
 FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
 # gRPC refuses larger messages by itself, without a reason; what lies between is refused here, with one.
@@ -87,7 +88,8 @@ class Room:
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
     """One for all addresses. Of the loop's thread alone."""
 
-    def __init__(self, limits: ApiLimitsSection) -> None:
+    def __init__(self, limits: ApiLimitsSection, stall_s: float = STALL_S) -> None:
+        self.stall_s = stall_s
         self.calls = 0  # that must end before the server may; health and reflection not counted
         self.stopping = asyncio.Event()
         self._limits = limits
@@ -195,6 +197,7 @@ class _Guarded:
         self._parse = handler.request_deserializer
         self._is_stream = handler.request_streaming or handler.response_streaming
         self._takes_stream = handler.request_streaming
+        self._stall_s = door.stall_s if method.startswith(TEXTS) else None
         self._call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
@@ -212,7 +215,15 @@ class _Guarded:
             aclosing(self._call(await self._given(context, room), room)) as answers,
         ):
             async for answer in answers:
+                await self._written(answer, context)
+
+    async def _written(self, answer: Call, context: Call) -> None:
+        """Once the caller's side has it. Raises OrderRefused where a text's does not take it."""
+        try:
+            async with asyncio.timeout(self._stall_s):
                 await context.write(answer)
+        except TimeoutError:
+            raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {self._stall_s:g} s: ask again") from None
 
     @asynccontextmanager
     async def _entered(self) -> AsyncIterator[Room]:

@@ -23,6 +23,7 @@ JSON = ("content-type", "application/json")
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
 DONE = b"data: [DONE]\n\n"
 OWNER = "coserve"
+LEAST_LOGPROB = -9999.0  # for what is impossible, as with OpenAI: JSON has no infinity
 # OpenAI knows no deadline: what it ended is as long as it became.
 FINISHES = {Ending.STOP: "stop", Ending.LENGTH: "length", Ending.DEADLINE: "length"}
 
@@ -127,8 +128,8 @@ class TextReply:
             offset += len(token.text)
         return {
             "tokens": [token.text for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{other.text: other.logprob for other in token.alternatives} for token in tokens],
+            "token_logprobs": [_logprob(token) for token in tokens],
+            "top_logprobs": [{other.text: _logprob(other) for other in token.alternatives} for token in tokens],
             "text_offset": offsets,
         }
 
@@ -138,7 +139,11 @@ def _chat_token(token: TokenView) -> dict[str, Any]:
 
 
 def _one(token: TokenView) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.content)}
+    return {"token": token.text, "logprob": _logprob(token), "bytes": list(token.content)}
+
+
+def _logprob(token: TokenView) -> float:
+    return max(token.logprob, LEAST_LOGPROB)
 
 
 def _finish(end: TextEnd) -> str | None:

@@ -1,7 +1,7 @@
-"""How much callers may have under way together: so many images, of so many bytes; more is refused at once.
+"""How much callers may have under way together: so many images and texts, of so many bytes; more is refused at once.
 
 Guarantees: what is let in and not given back never exceeds the limits, except by one image that alone is larger than
-they are; a refusal says when there may be room, by how fast images ended of late.
+they are; a refusal says when there may be room, by how fast they ended of late.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Admission:
         self.size_bytes = 0
 
     def enter(self, images: int, size_bytes: int) -> Pass:
-        """Let in an image that so many requests are made of. Raises OrderRefused: TOO_LARGE, or QUEUE_FULL."""
+        """Let in an image that so many requests are made of, or a text. Raises OrderRefused: TOO_LARGE, QUEUE_FULL."""
         if images > self._limits.requests or size_bytes > self._limits.memory:
             raise OrderRefused(
                 Refusing.TOO_LARGE,
-                f"{images} images of {sizes.mib(size_bytes)} are more than the line takes at once "
+                f"{images} requests of {sizes.mib(size_bytes)} are more than the line takes at once "
                 f"({self._limits.requests}, {sizes.mib(self._limits.memory)}) - raise api.limits",
             )
         with self._lock:
@@ -57,7 +57,7 @@ class Admission:
             under_way, held = self.images, self.size_bytes
         raise OrderRefused(
             Refusing.QUEUE_FULL,
-            f"{under_way} images of {sizes.mib(held)} are under way, and the line takes {self._limits.requests} of "
+            f"{under_way} requests of {sizes.mib(held)} are under way, and the line takes {self._limits.requests} of "
             f"{sizes.mib(self._limits.memory)} at once - try again",
             self._retry_s(under_way + images - self._limits.requests),
         )

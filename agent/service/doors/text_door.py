@@ -151,7 +151,7 @@ class TextDoor:
         contexts = []
         for expert in experts:
             try:
-                contexts.append(self._models.of(expert, agent).model.context_tokens)
+                contexts.append(self._models.context_tokens(expert, agent))
             except ExpertError as error:
                 found.append(str(error))
         return TextModelView(name, experts, min(contexts, default=None), not found, next(iter(found), None))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from experts.errors import TokenizerUnusable
 from experts.llm.program import files_of, spec_of
-from experts.llm.text.tokenizer import CONFIG, TextModel
+from experts.llm.text.tokenizer import CONFIG, TOKENIZER, TextModel
 
 if TYPE_CHECKING:
     from agent.deployment.build import Agent
@@ -37,7 +37,19 @@ class TextModels:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._contexts: dict[str, int] = {}  # by the same; a few bytes each
         self._read: OrderedDict[str, tuple[TextModel, ArchSpec]] = OrderedDict()  # by the program's sha256
+
+    def context_tokens(self, expert: str, agent: Agent) -> int:
+        """Of an expert of the line, without reading its tokenizer. Raises as ``of``, where that is plain to see."""
+        packed = _packed(expert, agent)
+        sha256 = packed.program_sha256 or ""
+        if sha256 not in self._contexts:
+            program = agent.segments.program(packed)
+            if TOKENIZER not in files_of(program):
+                raise TokenizerUnusable(expert, TOKENIZER, "is not there: add it to the model's directory")
+            self._contexts[sha256] = spec_of(program, expert).max_positions
+        return self._contexts[sha256]
 
     def of(self, expert: str, agent: Agent) -> Speech:
         """Of an expert of the line. Raises TokenizerUnusable, and WeightsError where nothing of it is packed."""

@@ -117,6 +117,10 @@ def _files(folder: Path) -> tuple[Path, ...]:
         raise WeightsRefused(str(folder), "its weights lie in parts (ZeRO 3): join them with zero_to_fp32.py first")
     found = tuple(folder / name for name in names if RANK_FILE.fullmatch(name) or EXPERT_FILE.fullmatch(name))
     if not any(RANK_FILE.fullmatch(file.name) for file in found):
+        if (folder / "config.json").is_file():
+            raise WeightsRefused(
+                str(folder), "is a Hugging Face directory: nothing is to be imported, name it as `weights:` of an llm"
+            )
         raise WeightsMissing(str(folder), "holds no mp_rank_<n>_model_states.pt, as a checkpoint of DeepSpeed does")
     return found
 

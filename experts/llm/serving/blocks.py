@@ -13,6 +13,7 @@ that reads through the tables would save that. On CUDA this was never run; it wa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from threading import Lock
@@ -181,11 +182,14 @@ class BlockArena:
     def view(self, layout: KvLayout) -> Tensor:
         """All blocks as this layout has them: (blocks, layers, keys and values, kv heads, tokens, size)."""
         if layout not in self._views:
-            inner = (layout.layers, 2, layout.kv_heads, self._block_tokens(layout), layout.head_size)
-            typed = self._buffer.view(layout.dtype)
-            used = typed[:, : layout.layers * 2 * layout.kv_heads * inner[3] * layout.head_size]
-            self._views[layout] = used.unflatten(1, inner)
+            with torch.inference_mode(False):  # a view that a model's pass asked for is written outside of it, too
+                self._views[layout] = self._new_view(layout)
         return self._views[layout]
+
+    def _new_view(self, layout: KvLayout) -> Tensor:
+        inner = (layout.layers, 2, layout.kv_heads, self._block_tokens(layout), layout.head_size)
+        typed = self._buffer.view(layout.dtype)
+        return typed[:, : math.prod(inner)].unflatten(1, inner)
 
     def _table_for(self, layout: KvLayout, row: Row) -> Table:
         table = self._tables.get(row.sequence)

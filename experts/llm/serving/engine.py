@@ -23,6 +23,7 @@ import torch
 
 from experts.errors import MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
+from experts.llm.serving.family import Family, families
 from experts.llm.serving.generation import Ending, Refused, check_against
 from experts.llm.serving.iteration import LEAST_CHUNK_TOKENS, Candidate, IterationLimits, IterationTimes, Pick, plan
 from experts.llm.serving.kv import KvLayout, Prefix
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from experts.llm.key_values import BatchKeyValues, KeyValues
     from experts.llm.model import Model
     from experts.llm.serving.generation import Sampled, TextRequest
     from experts.llm.serving.kv import KvArena
@@ -118,12 +120,13 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Group:
-    """Texts of a quantum that run in one iteration: they are of one model."""
+    """Texts of a quantum that run in one iteration: their models are a family. ``owners``: which each request's is."""
 
-    model: Model
+    family: Family
     layout: KvLayout
     times: IterationTimes
-    texts: list[Text]
+    texts: list[Text] = field(default_factory=list)
+    owners: dict[int, int] = field(default_factory=dict)
 
     @property
     def going(self) -> list[Text]:
@@ -146,6 +149,24 @@ class _Row:
     @classmethod
     def of(cls, text: Text, tokens: int) -> _Row:
         return cls(text, tokens, text.wanted(tokens))
+
+
+class _TimedKeyValues:
+    """Keys and values as a model asks for them; making room is no tensor work, and its time is kept apart."""
+
+    def __init__(self, key_values: KeyValues, clock: Callable[[], float]) -> None:
+        self._key_values = key_values
+        self._clock = clock
+        self.reserving_s = 0.0
+
+    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
+        began_s = self._clock()
+        reserved = self._key_values.reserve(batch)
+        self.reserving_s += self._clock() - began_s
+        return reserved
+
+    def release(self, sequence: int) -> None:
+        self._key_values.release(sequence)
 
 
 class _Asked(Enum):
@@ -217,17 +238,18 @@ class LlmEngine:
         )  # fmt: skip
 
     def _groups(self, turns: Sequence[Turn]) -> list[_Group]:
-        groups: dict[int, _Group] = {}
+        places: dict[int, tuple[_Group, int]] = {}
+        groups = []
+        for family in families({id(turn.model): turn.model for turn in turns}.values()):
+            layout = KvLayout.of(family.spec, family.dtype)
+            groups.append(_Group(family, layout, self._times_of(family)))
+            places.update({id(model): (groups[-1], place) for place, model in enumerate(family.models)})
         for turn in turns:
             text = self._enter(turn)
-            if text.result is not None:
-                continue
-            key = id(turn.model)
-            if key not in groups:
-                layout = KvLayout.of(turn.model.spec, turn.model.dtype)
-                groups[key] = _Group(turn.model, layout, self._times_of(turn.model), [])
-            groups[key].texts.append(text)
-        return list(groups.values())
+            if text.result is None:
+                group, group.owners[turn.request] = places[id(turn.model)]
+                group.texts.append(text)
+        return groups
 
     def _enter(self, turn: Turn) -> Text:
         text = self._texts.get(turn.request)
@@ -246,8 +268,9 @@ class LlmEngine:
         text.lease = text.most_tokens if turn.lease is None else min(turn.lease, text.most_tokens)
         return text
 
-    def _times_of(self, model: Model) -> IterationTimes:
-        return self._times.setdefault((type(model), model.spec, model.dtype, model.device), IterationTimes())
+    def _times_of(self, family: Family) -> IterationTimes:
+        kind = (type(family.models[0]), family.spec, family.dtype, family.device, len(family.models))
+        return self._times.setdefault(kind, IterationTimes())
 
     def _make_room(self, groups: Iterable[_Group]) -> list[int]:
         """Promise each text all that its lease is for; returns those for which there is no room."""
@@ -317,7 +340,7 @@ class LlmEngine:
 
     def _iterate(self, group: _Group, rows: Sequence[_Row]) -> None:
         began_s = self._clock()
-        batch = TokenBatch.of([row.text.chunk(row.tokens) for row in rows], group.model.device)
+        batch = TokenBatch.of([row.text.chunk(row.tokens) for row in rows], group.family.device)
         logits = self._forward(group, batch, rows)
         for row in rows:
             row.text.ran_for(row.tokens)
@@ -336,11 +359,14 @@ class LlmEngine:
         """The logits of each row's last ``wanted`` tokens, rows one after the other."""
         ends = [start + row.tokens for start, row in zip(batch.starts, rows, strict=True)]
         places = [n for end, row in zip(ends, rows, strict=True) for n in range(end - row.wanted, end)]
-        index = torch.tensor(places, device=group.model.device)
+        index = torch.tensor(places, device=group.family.device)
+        owners = [group.owners[row.text.request] for row in rows]
+        wanted = [owner for owner, row in zip(owners, rows, strict=True) for _ in range(row.wanted)]
+        key_values = _TimedKeyValues(self._arena.key_values(group.layout), self._clock)
         began_s = self._clock()
-        hidden = group.model.hidden(batch, self._arena.key_values(group.layout))
-        logits = group.model.logits(hidden[index]) if places else None
-        self._tally.tensor_s += self._clock() - began_s
+        hidden = group.family.hidden(batch, key_values, owners)
+        logits = group.family.logits(hidden[index], wanted) if places else None
+        self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
         return logits
 
     def _take(self, rows: Sequence[_Row], logits: Tensor) -> None:

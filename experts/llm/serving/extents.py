@@ -18,7 +18,7 @@ import mmap
 import sys
 from bisect import insort
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -46,17 +46,25 @@ class Slab:
 
     def __init__(self, number: int, layout: KvLayout, positions: int, extents: int) -> None:
         self.number = number
+        self._unit = _unit(layout)
         self._extent_bytes = positions * layout.token_bytes
         self._map = mmap.mmap(-1, extents * self._extent_bytes, flags=_flags())
         if sys.platform == "linux":
             with suppress(OSError):  # of a kernel without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one is more than was promised
+            self._map.madvise(mmap.MADV_DONTDUMP)  # nobody reads a crash's file of so many addresses
         shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
-        self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
+        with torch.inference_mode(False):  # whoever asks for it, it is written outside of a model's pass, too
+            self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
         self.keys = [self.buffer[:, layer, 0] for layer in range(layout.layers)]
         self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]
         self.free = list(range(extents))  # the lowest is taken first: ranges stay short
         self.touched = [0] * extents  # how many positions of each are memory
+
+    def touch(self, extent: int, positions: int) -> None:
+        """So many positions are going to be written."""
+        if positions > self.touched[extent]:
+            self.touched[extent] = math.ceil(positions / self._unit) * self._unit
 
     def give_back(self, extent: int) -> None:
         """Leave zeros, and no memory."""
@@ -232,8 +240,7 @@ class ExtentArena:
 
     def _hold(self, extent: Extent, tokens: int) -> None:
         extent.held = tokens
-        touched = extent.slab.touched
-        touched[extent.number] = max(touched[extent.number], self.tokens_for(extent.layout, tokens))
+        extent.slab.touch(extent.number, tokens)
 
     def _begin(self, request: int, layout: KvLayout, promised: int, prefix: Prefix | None) -> int:
         best, common = self._best(layout, prefix)
@@ -431,20 +438,26 @@ class _Range:
     """Neighbouring extents that are read in one call: the decode rows in it, with their extents and lengths."""
 
     slab: Slab
-    rows: list[int]
-    numbers: list[int]
-    lengths: list[int]
+    rows: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    longest: int = 0
 
-    @property
-    def cost(self) -> int:
-        """The positions that are read: of the rows, and of what lies between."""
-        return (self.numbers[-1] - self.numbers[0] + 1) * max(self.lengths)
+    def added_positions(self, slab: Slab, number: int, length: int) -> float:
+        """How many positions more are read with the next extent in it, its own and what lies between included."""
+        if slab is not self.slab:
+            return math.inf
+        first, longest = self.numbers[0], max(self.longest, length)
+        return (number - first + 1) * longest - (self.numbers[-1] - first + 1) * self.longest
 
-    def joined(self, other: _Range) -> _Range:
-        return _Range(self.slab, self.rows + other.rows, self.numbers + other.numbers, self.lengths + other.lengths)
+    def add(self, row: int, number: int, length: int) -> None:
+        self.rows.append(row)
+        self.numbers.append(number)
+        self.lengths.append(length)
+        self.longest = max(self.longest, length)
 
     def of(self, buffer: Tensor) -> Tensor:
-        return buffer[self.numbers[0] : self.numbers[-1] + 1, :, : max(self.lengths)]
+        return buffer[self.numbers[0] : self.numbers[-1] + 1, :, : self.longest]
 
     def layout(self) -> DecodeLayout:
         first = self.numbers[0]
@@ -460,17 +473,12 @@ class _Range:
 
 def _ranges(extents: Sequence[Extent], lengths: Sequence[int], call_positions: int) -> list[_Range]:
     """Neighbours join where what is read beside their own costs less than another call."""
-    singles = [
-        _Range(extent.slab, [row], [extent.number], [length])
-        for row, (extent, length) in enumerate(zip(extents, lengths, strict=True))
-    ]
     ranges: list[_Range] = []
-    for single in sorted(singles, key=lambda one: (one.slab.number, one.numbers[0])):
-        joined = ranges[-1].joined(single) if ranges and ranges[-1].slab is single.slab else None
-        if joined is not None and joined.cost <= ranges[-1].cost + single.cost + call_positions:
-            ranges[-1] = joined
-        else:
-            ranges.append(single)
+    for row in sorted(range(len(extents)), key=lambda row: extents[row].place):
+        slab, number, length = extents[row].slab, extents[row].number, lengths[row]
+        if not ranges or ranges[-1].added_positions(slab, number, length) > length + call_positions:
+            ranges.append(_Range(slab))
+        ranges[-1].add(row, number, length)
     return ranges
 
 

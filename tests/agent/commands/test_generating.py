@@ -11,23 +11,23 @@ from agent.commands.generating import for_terminal
 from experts.errors import OrderRefused, Refusing
 from experts.llm.serving.generation import Sampling
 from tests.agent.api.fake_desk import PROSE
-from tests.agent.commands.test_asking import coserve, desk, line  # noqa: F401 - fixtures
+from tests.agent.commands.test_asking import coserve
 
 TEXT = "".join(PROSE)
 
 
-def test_the_text_goes_to_stdout_and_how_it_went_to_stderr(line, desk):  # noqa: F811
+def test_the_text_goes_to_stdout_and_how_it_went_to_stderr(line, desk):
     done = coserve("generate", line, "llm/code", "hello")
     assert done.stdout == f"{TEXT}\n"
     assert done.stderr == "llm/code: 7 tokens read, 4 written in 0.50 s (8.0/s); it had no more to say\n"
     assert desk.text_orders == [TextOrder("llm/code", messages=({"role": "user", "content": "hello"},))]
 
 
-def test_it_is_the_same_without_streaming(line):  # noqa: F811
+def test_it_is_the_same_without_streaming(line):
     assert coserve("generate", line, "llm/code", "hello", "--no-stream").stdout == f"{TEXT}\n"
 
 
-def test_for_scripts_it_is_one_object(line):  # noqa: F811
+def test_for_scripts_it_is_one_object(line):
     row = json.loads(coserve("generate", line, "llm/code", "hello", "--json").stdout)
     assert row == {
         "text": TEXT, "expert": "llm/code", "ending": "stop", "read_tokens": 7, "written_tokens": 4, "seconds": 0.5,
@@ -35,7 +35,7 @@ def test_for_scripts_it_is_one_object(line):  # noqa: F811
     }  # fmt: skip
 
 
-def test_all_that_can_be_asked_for_is(line, desk):  # noqa: F811
+def test_all_that_can_be_asked_for_is(line, desk):
     coserve(
         "generate", line, "helpdesk", "once upon", "--continue", "--max-tokens", 9, "--temperature", 0, "--top-p", 0.5,
         "--top-k", 3, "--min-p", 0.25, "--seed", 7, "--stop", "a", "--stop", "b", "--deadline", 60,
@@ -46,7 +46,7 @@ def test_all_that_can_be_asked_for_is(line, desk):  # noqa: F811
     assert second.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"})
 
 
-def test_at_another_address_with_a_token(line, desk, tmp_path):  # noqa: F811
+def test_at_another_address_with_a_token(line, desk, tmp_path):
     words = ("generate", line, "llm/code", "hello", "--target", desk.tcp)
     assert "wants a token" in coserve(*words, check=1).stderr
     assert coserve(*words, "--token-file", tmp_path / "token").stdout == f"{TEXT}\n"
@@ -61,13 +61,13 @@ def test_at_another_address_with_a_token(line, desk, tmp_path):  # noqa: F811
         (("llm/code", "", "--continue"), "prompt: is empty"),
     ],
 )
-def test_what_is_wrong_is_told_in_words(line, words, why):  # noqa: F811
+def test_what_is_wrong_is_told_in_words(line, words, why):
     done = coserve("generate", line, *words, check=1)
     assert why in done.stderr
     assert done.stdout == ""
 
 
-def test_a_text_that_fails_is_told_as_such(line, desk):  # noqa: F811
+def test_a_text_that_fails_is_told_as_such(line, desk):
     desk.holds = True
 
     def fail():
@@ -86,7 +86,7 @@ def test_what_a_model_writes_does_nothing_to_a_terminal():
     assert for_terminal("a\n\tb \x1b[2J\x07\r wörld 🙂") == "a\n\tb \\x1b[2J\\x07\\x0d wörld 🙂"
 
 
-def test_status_tells_of_texts(line):  # noqa: F811
+def test_status_tells_of_texts(line):
     shown = coserve("status", line).stdout
     assert "1 texts under way, 2 ended; 300 tokens read, 40 written, the first after 0.25 s" in shown
     assert "1.0 MiB" in shown

@@ -43,7 +43,8 @@ MAX_OVERTAKE_S = 1.0
 CPU_ONLY, SPLIT, UNIFIED = {"cpu": "host"}, {"cpu": "host", "gpu": "device"}, {"cpu": "host", "gpu": "host"}
 BOXES = (CPU_ONLY, SPLIT, UNIFIED)
 ANSWERS_PER_REQUEST = 50  # three times what any needs
-TEXTS = (0, 0, 1, 2)  # experts whose requests count in tokens
+TEXTS = (0, 0, 1, 2, 3)  # experts whose requests count in tokens
+FAMILIES = ((None, None, None), ("f", "f", "f"), ("f", "g", "f"))  # those that may run together
 WORKS = (
     IMAGE,
     Work(2, 1, 3),
@@ -86,10 +87,11 @@ def text_performance(draw) -> Performance:
 
 
 @st.composite
-def setups(draw, policies=tuple(PRESETS)):
-    classifiers = [f"cls/{n}" for n in range(draw(st.integers(1, 6)))]
-    detectors = [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
-    texts = [f"llm/{n}" for n in range(draw(st.sampled_from(TEXTS)))]
+def setups(draw, policies=tuple(PRESETS), texts_only=False):
+    """``texts_only``: of a family, with an expert of images beside them."""
+    classifiers = [f"cls/{n}" for n in range(1 if texts_only else draw(st.integers(1, 6)))]
+    detectors = [] if texts_only else [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
+    texts = [f"llm/{n}" for n in range(draw(st.integers(2, 3) if texts_only else st.sampled_from(TEXTS)))]
     experts = classifiers + detectors + texts
     routes = {f"t{number}": (RouteStep(text, OK),) for number, text in enumerate(texts)}
     for number, classifier in enumerate(classifiers):
@@ -104,6 +106,10 @@ def setups(draw, policies=tuple(PRESETS)):
         name: Footprint(draw(st.integers(1, 10)), (shared,) if draw(st.booleans()) else ()) for name in experts
     }
     performances = {name: text_performance(draw) if name in texts else image_performance(draw) for name in experts}
+    if texts_only:
+        most = draw(st.integers(3, 6))
+        performances |= {name: replace(performances[name], max_batch=most, workspace_bytes=0) for name in texts}
+    families = dict(zip(texts, draw(st.sampled_from(FAMILIES[texts_only:])), strict=False))
     same_precision = draw(st.booleans())
     processors = draw(st.sampled_from(BOXES))
     profiles = {}
@@ -112,13 +118,15 @@ def setups(draw, policies=tuple(PRESETS)):
         load_s = {SSD: 0.3, "host": 0.05} if processor == "gpu" else {SSD: 0.2}
         unable = draw(st.sets(st.sampled_from(experts), max_size=2)) if processor == "gpu" else set()
         profiles[processor] = {
-            name: ExpertProfile(f"{name}@{precision}", performances[name], footprints[name], load_s)
+            name: ExpertProfile(f"{name}@{precision}", performances[name], footprints[name], load_s, families.get(name))
             for name in experts
             if name not in unable
         }
     executors = tuple(
         ExecutorSpec(number, processor, processors[processor])
-        for number, processor in enumerate(draw(st.lists(st.sampled_from(sorted(processors)), min_size=1, max_size=4)))
+        for number, processor in enumerate(
+            draw(st.lists(st.sampled_from(sorted(processors)), min_size=1, max_size=1 if texts_only else 4))
+        )
     )
     largest = 3 + max(footprint.own_bytes for footprint in footprints.values())  # of any line: see successor
     pinned = frozenset(draw(st.lists(st.sampled_from(experts), max_size=1)))
@@ -129,7 +137,7 @@ def setups(draw, policies=tuple(PRESETS)):
             workspace_bytes=3 * len(executors) + draw(st.integers(0, 8)),
             cache="host" if name == "device" else None,
             is_one_piece=name == "device" and draw(st.booleans()),
-            lease_bytes=draw(st.integers(6, 30)) if texts else 0,
+            lease_bytes=draw(st.integers(6, 90 if texts_only else 30)) if texts else 0,
         )
         for name in dict.fromkeys(processors.values())
     )
@@ -255,7 +263,8 @@ class Shell:
                 assert effect.copy in self.resident[effect.source]
         elif isinstance(effect, Evict):
             assert effect.copy in self.resident[effect.pool]
-            busy = {b.batch.copy for b in self.batches.values() if self.pool_of(b.batch.executor) == effect.pool}
+            here = [each.batch for each in self.batches.values() if self.pool_of(each.batch.executor) == effect.pool]
+            busy = {copy for batch in here for copy in batch.copies}
             copied = {load.copy for load in self.loads.values() if load.source == effect.pool}
             assert effect.copy not in busy | copied
             self.check_pin(effect)
@@ -288,16 +297,19 @@ class Shell:
 
     def begin(self, batch) -> None:
         """Who is in a batch leaves its queue, and holds its lease from its first one on."""
-        for request in batch.requests:
-            executor, expert, _ = self.queued.pop(request)
-            assert (executor, expert) == (batch.executor, batch.expert)
+        for request, expert in experts_of(batch).items():
+            executor, queued_for, _ = self.queued.pop(request)
+            assert (executor, queued_for) == (batch.executor, expert)
             if self.runs_in_quanta(executor, expert) and request not in self.begun:
                 self.begun[request] = self.pool_of(executor), self.lease_of(request, executor, expert)
         self.check_leases(self.pool_of(batch.executor))
 
-    def performance_of(self, executor: int, expert: str) -> Performance:
+    def profile_of(self, executor: int, expert: str) -> ExpertProfile:
         processor = next(spec.processor for spec in self.setup.executors if spec.id == executor)
-        return self.setup.profile.experts[processor][expert].performance
+        return self.setup.profile.experts[processor][expert]
+
+    def performance_of(self, executor: int, expert: str) -> Performance:
+        return self.profile_of(executor, expert).performance
 
     def runs_in_quanta(self, executor: int, expert: str) -> bool:
         return self.performance_of(executor, expert).lease_bytes > 0
@@ -413,7 +425,8 @@ class Shell:
     def check_batch(self, effect: StartBatch) -> None:
         batch = effect.batch
         assert batch.requests
-        assert batch.copy in self.resident[self.pool_of(batch.executor)]
+        assert set(batch.copies) <= self.resident[self.pool_of(batch.executor)]
+        self.check_parts(batch)
         assert all(other.batch.executor != batch.executor for other in self.batches.values())
         assert len(set(batch.requests)) == len(batch.requests)
         quantum_s = self.setup.limits.quantum_s if self.runs_in_quanta(batch.executor, batch.expert) else None
@@ -422,6 +435,23 @@ class Shell:
         if PRESETS[self.setup.policy].bounded and not self.may_fail:
             self.check_overtaking(batch)
         self.check_turns(batch)
+
+    def check_parts(self, batch) -> None:
+        """Several experts run together only where they are one family, and all requests are somebody's."""
+        parts = batch.all_parts
+        assert parts[0][:2] == (batch.expert, batch.copy)
+        assert tuple(request for part in parts for request in part.requests) == batch.requests
+        assert len({part.expert for part in parts}) == len({part.copy for part in parts}) == len(parts)
+        assert all(part.requests for part in parts)
+        rows = [self.profile_of(batch.executor, part.expert) for part in parts]
+        assert [row.copy for row in rows] == [part.copy for part in parts]
+        if len(parts) > 1:
+            assert len({row.family for row in rows}) == 1
+            assert rows[0].family is not None
+            assert all(row.performance.runs_in_quanta for row in rows)
+        most = min(row.performance.max_batch for row in rows)
+        assert len(batch.requests) <= most
+        assert batch.workspace_bytes == max(row.performance.workspace_for(len(batch.requests)) for row in rows)
 
     def check_overtaking(self, batch) -> None:
         """Who waits on a resident expert, and can begin, is overtaken by nobody who begins and came max_overtake_s or
@@ -437,13 +467,13 @@ class Shell:
 
     def check_kept_leases(self, batch) -> None:
         """Who begins leaves room for the leases of all who have waited for max_overtake_s or more when it came."""
-        executor, expert, pool = batch.executor, batch.expert, self.pool_of(batch.executor)
+        executor, pool, experts = batch.executor, self.pool_of(batch.executor), experts_of(batch)
         beginning = [request for request in batch.requests if request not in self.begun]
-        if not self.runs_in_quanta(executor, expert) or not beginning:
+        if batch.quantum_s is None or not beginning:
             return
         share, taken = self.share_of(pool), self.leased(pool)
         for request in beginning:
-            size = self.lease_of(request, executor, expert)
+            size = self.lease_of(request, executor, experts[request])
             others = {each: row for each, row in self.queued.items() if each not in batch.requests}
             owed = sum(
                 self.lease_of(each, *row[:2])
@@ -556,15 +586,15 @@ class Shell:
 
     def progress(self, batch, fate: int):
         """What became of each request of a quantum; whoever goes on has less to do than before."""
-        finished, unfinished = [], []
+        finished, unfinished, experts = [], [], experts_of(batch)
         for request in batch.requests:
             left = self.left[request]
             if left.output and self.draw(st.booleans()):
                 self.left[request] = self.further(left)
                 pool, size = self.begun[request]
-                self.begun[request] = pool, max(size, self.lease_of(request, batch.executor, batch.expert))
+                self.begun[request] = pool, max(size, self.lease_of(request, batch.executor, experts[request]))
                 unfinished.append((request, self.left[request]))
-                self.queued[request] = batch.executor, batch.expert, self.now
+                self.queued[request] = batch.executor, experts[request], self.now
             else:
                 finished.append((request, self.result(fate)))
                 self.left[request] = self.work[request]
@@ -606,6 +636,11 @@ class Shell:
         self.arrived.add(number)
         self.work[number] = self.left[number] = work
         self.handle(events.Arrived(number, component, work=work))
+
+
+def experts_of(batch) -> dict[int, str]:
+    """Whom each request of a batch is for."""
+    return {request: part.expert for part in batch.all_parts for request in part.requests}
 
 
 def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
@@ -737,6 +772,13 @@ def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(s
 @given(setups(policies=("coserve",)), choosing())
 def test_nobody_is_overtaken_beyond_the_bound(setup, draw):
     play(setup, draw, may_fail=False, requests=60)
+
+
+@settings(SETTINGS, max_examples=60)
+@given(setups(policies=("coserve", "coserve", "paper"), texts_only=True), choosing(), st.booleans())
+def test_of_a_family_everybody_ends_and_nobody_is_overtaken_beyond_the_bound(setup, draw, may_fail):
+    shell = play(setup, draw, may_fail=may_fail, requests=50)
+    assert shell.ended.keys() == shell.arrived
 
 
 @settings(SETTINGS, max_examples=50)

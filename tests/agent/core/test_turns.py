@@ -35,9 +35,12 @@ LEFT = Work(prompt=0, output=2, most=6, held=3)
 class Line:
     """An Engine whose memory holds ``room`` of the experts: images of a and b, texts of t and u; one executor."""
 
-    def __init__(self, policy="coserve", room=4, executors=1, bound_s=BOUND_S, share=SHARE, texts=TEXTS):
+    def __init__(self, policy="coserve", room=4, executors=1, bound_s=BOUND_S, share=SHARE, texts=TEXTS, family=None):
         rows = {
-            name: ExpertProfile(name, texts if name in "tu" else PICTURES, Footprint(1), {SSD: 1.0}) for name in "abtu"
+            name: ExpertProfile(name, texts, Footprint(1), {SSD: 1.0}, family)
+            if name in "tu"
+            else ExpertProfile(name, PICTURES, Footprint(1), {SSD: 1.0})
+            for name in "abtu"
         }
         matrix = PerformanceMatrix({"cpu": rows}, dict.fromkeys("abtu", 0.25))
         routes = {"sorted": (RouteStep("a", frozenset({"ok"})), RouteStep("t", frozenset({"ok"})))}
@@ -609,3 +612,129 @@ def test_no_expert_that_somebody_goes_on_with_leaves_when_it_is_unwanted():
     line.quantum_ends()
     line.tell(events.Unwanted("t"))
     assert not [effect for effect in line.effects if isinstance(effect, Evict | FellBack)]
+
+
+# -- families --
+
+
+def parts(line, executor=0):
+    """Whom the running batch is for, by expert."""
+    return {part.expert: part.requests for part in line.running[executor].all_parts}
+
+
+def kin(**options):
+    """Texts of t and u may run together."""
+    return Line(family="f", **options)
+
+
+def both_begun(**options):
+    """A line of a family whose t has request 0 and whose u has request 1, both of which have begun."""
+    line = kin(**options)
+    line.ask(9, "a")
+    line.ask(0, "t")
+    line.ask(1, "u")
+    line.images_end()
+    return line
+
+
+def test_experts_of_a_family_begin_and_go_on_in_the_same_quanta():
+    line = both_begun()
+    assert parts(line) == {"t": (0,), "u": (1,)}
+    batch = line.running[0]
+    assert (batch.expert, batch.copy, batch.requests, batch.copies) == ("t", "t", (0, 1), ("t", "u"))
+    line.quantum_ends()
+    assert parts(line) == {"t": (0,), "u": (1,)}
+    assert line.quantum_ends(finished=[1]) == [(Complete, 1), ("t", (0,))]
+    assert parts(line) == {"t": (0,)}
+    assert line.running[0].parts == ()
+
+
+def test_without_a_family_each_has_a_quantum_of_its_own():
+    line = Line()
+    line.ask(0, "t")
+    line.ask(1, "u")
+    assert [line.quantum_ends() for _ in range(3)] == [[("u", (1,))], [("t", (0,))], [("u", (1,))]]
+
+
+def test_each_of_a_family_waits_for_its_own_lease_and_counts_in_its_own_tokens():
+    line = both_begun(share=6)
+    assert (parts(line), line.leased) == ({"t": (0,)}, 6)
+    line.quantum_ends(finished=[0])
+    assert (parts(line), line.leased) == ({"u": (1,)}, 6)
+    line.quantum_ends(finished=[1])
+    assert (line.leased, line.length_s) == (0, 0.0)
+
+
+def test_whoever_rides_along_does_so_with_all_that_have_begun_or_not_at_all():
+    line = kin(share=40)
+    line.ask(9, "a")
+    for request, expert in enumerate("ttuu"):
+        line.ask(request, expert)
+    line.images_end()
+    assert parts(line) == {"t": (0, 1), "u": (2,)}
+    line.quantum_ends()
+    assert parts(line) == {"t": (0, 1), "u": (2,)}  # 3 are a batch: the other of u has no place
+    line.quantum_ends(finished=[0])
+    assert parts(line) == {"t": (1,), "u": (2, 3)}
+    line.ask(4, "t")
+    line.quantum_ends()
+    assert parts(line) == {"t": (1,), "u": (2, 3)}
+    line.ask(5, "a")
+    line.quantum_ends()
+    line.images_end()
+    assert parts(line) == {"t": (1,), "u": (2, 3)}
+
+
+def test_of_a_family_those_begin_first_who_came_first():
+    line = kin(share=60)
+    line.ask(9, "a")
+    line.ask(0, "u")
+    line.ask(1, "t")
+    line.ask(2, "t")
+    line.ask(3, "u")
+    line.images_end()
+    assert parts(line) == {"u": (0, 3), "t": (1,)}  # a group's requests stand together
+
+
+def test_only_what_is_in_memory_rides_along():
+    line = kin(room=1)
+    line.ask(9, "a")
+    line.ask(0, "t")
+    line.ask(1, "u")
+    line.images_end()
+    for load in [each.load for each in line.effects if isinstance(each, StartLoad)]:
+        line.tell(events.Loaded(load))
+    assert parts(line) == {"t": (0,)}
+
+
+def test_no_copy_that_rides_along_leaves_meanwhile():
+    line = both_begun()
+    line.tell(events.LineChanged(ExpertGraph("abtu", {}), line.matrix, frozenset(), frozenset("u")))
+    assert not [effect for effect in line.effects if isinstance(effect, Evict)]
+    line.quantum_ends(finished=[1])
+    assert [effect.copy for effect in line.effects if isinstance(effect, Evict)] == ["u"]
+
+
+def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_guilty_expert_is_blamed():
+    line = both_begun()
+    line.quantum_ends()
+    assert line.breaks() == [("t", (0,))]
+    assert line.preempted == [(0, 0), (1, 0)]
+    line.quantum_ends(finished=[0])
+    assert parts(line) == {"u": (1,)}
+    line.breaks()
+    statistics = line.engine.statistics()
+    assert line.reason() == "u: broke"
+    assert (statistics.on_probation, statistics.quarantined) == ({}, {})
+    for request in (2, 3):
+        line.ask(request, "u")
+        line.breaks()
+    assert list(line.engine.statistics().on_probation) == ["u"]
+    assert line.ask(4, "t") == [("t", (4,))]
+
+
+def test_of_a_family_one_that_is_quarantined_ends_its_own():
+    line = both_begun()
+    line.tell(events.Quarantined("u", "bad"))
+    assert line.quantum_ends() == [(Fail, 1), ("t", (0,))]
+    assert line.reason() == "u is in quarantine: bad"

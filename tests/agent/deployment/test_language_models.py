@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from agent.config import read_line
 from agent.deployment.build import build_agent
-from agent.deployment.line_change import plan_change
+from agent.deployment.line_change import keys_for_restart, plan_change
 from agent.deployment.memory_needs import LEAST_LEASED_TOKENS
 from agent.deployment.profile_in_use import precision_of
 from experts.errors import ConfigError
@@ -130,6 +130,12 @@ class TestWhatAnAgentDecidesWith:
         assert one.shared == other.shared != ()
         assert one.total_bytes + other.own_bytes < 1.2 * one.total_bytes
 
+    def test_models_of_one_backbone_are_a_family(self, setup):
+        column = setup[1].matrix.experts["cpu"]
+        assert column["llm/a"].family == column["llm/b"].family is not None
+        assert column["llm/router"].family is None
+        assert column["cls/f"].family is None
+
     def test_keys_and_values_have_their_part_of_the_memory(self, setup):
         (pool,) = setup[1].pools
         assert pool.lease_bytes == 2 * MIB
@@ -241,8 +247,43 @@ class TestReload:
             save_file({name: tensor * 1.5 for name, tensor in load_file(path).items()}, path)
             change = plan_change(agent, line.config, lambda stage, done, total: None)
         assert (change.added, change.replaced, change.removed) == (("llm/router",), ("llm/a", "llm/b"), ())
-        assert change.event.matrix.experts["cpu"]["llm/router"].performance.runs_in_quanta
+        column = change.event.matrix.experts["cpu"]
+        assert column["llm/router"].performance.runs_in_quanta
+        assert column["llm/a+2"].family is column["llm/b+2"].family is None  # they have nothing in common any more
         assert change.quarantined == {}
+
+    def test_one_that_comes_to_a_family_is_of_it(self, line):
+        line.document["experts"].pop("llm/router")
+        del line.document["texts"]["routes"]
+        shutil.copytree(line.folder / "a", line.folder / "c")
+        path = line.folder / "c" / "model.safetensors"
+        tensors = load_file(path)
+        save_file({name: one + 1 if "layers.5.mlp" in name else one for name, one in tensors.items()}, path)
+        with line.built() as agent:
+            line.document["experts"]["llm/c"] = {"architecture": "llm", "weights": "c"}
+            change = plan_change(agent, line.config, lambda stage, done, total: None)
+        column = change.event.matrix.experts["cpu"]
+        names = [
+            name for name in column if name.startswith("llm/c") or change.agent.expert(name.partition("+")[0]) == name
+        ]
+        assert len({column[name].family for name in names if name.startswith("llm/")}) == 1
+
+    def test_texts_cannot_come_to_an_agent_without_memory_for_them(self, line):
+        texts = {name: line.document["experts"].pop(name) for name in ("llm/a", "llm/b", "llm/router")}
+        section = line.document.pop("texts")
+        with line.built() as agent:
+            line.document["experts"] |= texts
+            line.document["texts"] = section
+            with pytest.raises(ConfigError, match="no memory was kept for their keys and values"):
+                plan_change(agent, line.config, lambda stage, done, total: None)
+
+    @pytest.mark.parametrize(
+        ("changed", "asks"), [({"routes": {}}, ()), ({"quantum_s": 0.1}, ("texts",)), ({"kv": "3MiB"}, ("texts",))]
+    )
+    def test_routes_of_texts_are_taken_over_and_nothing_else_of_them(self, line, changed, asks):
+        before = line.config
+        line.document["texts"] |= changed
+        assert keys_for_restart(before, line.config) == asks
 
     def test_a_tokenizer_that_changed_is_another_expert(self, line):
         with line.built() as agent:

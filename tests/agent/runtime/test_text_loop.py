@@ -80,8 +80,9 @@ def test_a_router_sends_a_text_to_the_expert_that_ends_its_route(line):
     assert reader.tokens == line.greedy(f"llm/{chosen}", (3, 1, 4), 6)
 
 
-def test_texts_of_all_experts_and_images_share_one_executor(line):
-    with TextAgent(line) as agent:
+@pytest.mark.parametrize("family", [None, "f"])
+def test_texts_of_all_experts_and_images_share_one_executor(line, family):
+    with TextAgent(line, family=family) as agent:
         texts = [
             (*agent.ask(expert, (2, n + 1), 8), expert, n) for n in range(4) for expert in ("llm/code", "llm/maths")
         ]
@@ -145,6 +146,24 @@ def test_each_token_is_given_once_however_many_quanta_it_takes(line, fake):
         assert reader.tokens == written(expert, count=9)
         assert agent.outcomes[number].label == "length"
     assert fake.texts == {}
+
+
+def test_texts_of_experts_of_a_family_are_written_in_the_same_quanta(line, fake):
+    with served(line, fake, family="f") as agent:
+        for expert in ("llm/code", "llm/maths"):
+            agent.ask(expert, count=1)
+        agent.settle()  # both are in memory
+        fake.log.clear()
+        fake.gate, fake.entered = threading.Semaphore(0), threading.Semaphore(0)
+        first, _ = agent.ask("llm/code", count=9)
+        assert fake.entered.acquire(timeout=PATIENCE_S)
+        second, reader = agent.ask("llm/maths", count=9)
+        agent.loop.statistics()  # behind it in the loop's inbox
+        fake.gate.release(1000)
+        agent.settle()
+    runs = [requests for what, requests in fake.log if what == "run"]
+    assert [set(requests) for requests in runs[:3]] == [{first}, {first, second}, {first, second}]
+    assert reader.tokens == written("llm/maths", count=9)
 
 
 def test_a_text_may_end_before_its_time(line, fake):

@@ -107,8 +107,10 @@ class TextLine:
 class TextAgent:
     """An agent over a text line. ``engines``: what stands in the place of the engines; None for real ones."""
 
-    def __init__(self, line, *, engines=None, executors=1, lease_tokens=400, room=4, batch=4, on_outcome=None):
-        self.line, self.outcomes = line, {}
+    def __init__(
+        self, line, *, engines=None, executors=1, lease_tokens=400, room=4, batch=4, on_outcome=None, family=None
+    ):
+        self.line, self.outcomes, self.family = line, {}, family
         spec = parse_spec(CONFIG, "tiny")
         self.texts = Performance(
             0.001, 0.002, batch, 1024 * 1024, K_prompt_s=1e-5, K_output_s=1e-3,
@@ -128,8 +130,17 @@ class TextAgent:
 
     def _rows(self):
         for copy in self.line.copies.values():
-            performance = self.texts if copy.expert.id in LANGUAGE else IMAGES
-            yield copy.expert.id, ExpertProfile(copy.name, performance, footprint_of(copy.packed), {SSD: 0.01})
+            is_text = copy.expert.id in LANGUAGE
+            yield (
+                copy.expert.id,
+                ExpertProfile(
+                    copy.name,
+                    self.texts if is_text else IMAGES,
+                    footprint_of(copy.packed),
+                    {SSD: 0.01},
+                    self.family if is_text else None,
+                ),
+            )
 
     def __enter__(self):
         self.loop.start()

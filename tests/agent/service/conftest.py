@@ -17,6 +17,7 @@ from agent.records.journal import JournalReader
 from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
 from experts.backends.fake import FakeSkeleton
+from tests.agent.service.language_models import with_models, write_models
 
 PATIENCE_S = 60.0
 
@@ -146,3 +147,15 @@ def batches(monkeypatch):
     monkeypatch.setattr(FakeSkeleton, "infer", held)
     yield may_end
     may_end.set()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """A folder of language models."""
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def text_line(desk_line, models):
+    """The line of the images' tests, with language models and routes to them."""
+    return with_models(desk_line, models)

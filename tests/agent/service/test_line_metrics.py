@@ -34,6 +34,7 @@ PROMTOOL = shutil.which("promtool")
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 PATIENCE_S = 60.0
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+HISTOGRAMS = {"coserve_verdict_seconds", "coserve_text_first_token_seconds"}
 LABELS = {
     "version", "python", "line", "device", "verdict", "source", "le", "reason", "executor", "processor", "pool", "tier",
     "expert", "folder", "camera", "state", "receiver", "ending",
@@ -156,7 +157,10 @@ def test_no_metric_has_a_serial_or_a_path_for_a_label(busy, line):
     ):
         assert secret not in found.text
     histogram = {sample.name: set(sample.labels) for sample in found.samples.values() if "le" in sample.labels}
-    assert histogram == {"coserve_verdict_seconds_bucket": {"le", "source"}}
+    assert histogram == {
+        "coserve_verdict_seconds_bucket": {"le", "source"},
+        "coserve_text_first_token_seconds_bucket": {"le"},
+    }
 
 
 def test_promtool_finds_nothing_to_say_about_the_metrics(busy):
@@ -173,7 +177,7 @@ def test_promtool_finds_nothing_to_say_about_the_metrics(busy):
 
 def test_the_page_about_them_names_metrics_that_there_are_and_its_yaml_is_prometheus_s(busy, tmp_path):
     """docs/metrics.md: every name in it, its scrape configuration, and its alarms."""
-    told = {key[0] for key in scraped(busy).samples} | {"coserve_verdict_seconds"}
+    told = {key[0] for key in scraped(busy).samples} | HISTOGRAMS
     named = set(re.findall(r"\bcoserve_[a-z_]+\b", PAGE.read_text("utf-8")))
     assert named - told == set()
     assert len(named) > 30

@@ -36,10 +36,10 @@ NOISE_S = 1e-9  # of rounding
 BATCH_S = IMAGES.latency_s(IMAGES.max_batch)
 
 
-def build(images=1, texts=1, lease_bytes=400, speedups=None):
+def build(images=1, texts=1, lease_bytes=400, speedups=None, family=None):
     """One executor, all experts in memory from the start."""
     rows = {f"image{n}": ExpertProfile(f"image{n}", IMAGES, Footprint(1), {SSD: 0.1}) for n in range(images)}
-    rows |= {f"text{n}": ExpertProfile(f"text{n}", TEXTS, Footprint(1), {SSD: 0.1}) for n in range(texts)}
+    rows |= {f"text{n}": ExpertProfile(f"text{n}", TEXTS, Footprint(1), {SSD: 0.1}, family) for n in range(texts)}
     routes = {name: (RouteStep(name, frozenset({"ok"})),) for name in rows}
     profile = PerformanceMatrix({"cpu": rows}, dict.fromkeys(rows, 0.5))
     limits = Limits((PoolSpec("host", len(rows), 0, lease_bytes=lease_bytes),), BOUND_S, quantum_s=QUANTUM_S)
@@ -57,38 +57,43 @@ def batches(simulation, prefix=""):
     ]
 
 
+def run(left, quantum_s):
+    """One quantum of one expert's requests."""
+    return run_quantum(left, dict.fromkeys(left, TEXTS), quantum_s)
+
+
 def test_a_quantum_reads_before_it_writes():
     """0.005 s are B and K; of the rest 20 tokens are read in 0.01 s, and 11 written in 0.033 s."""
-    quantum = run_quantum({7: Work(20, 100, 120)}, TEXTS, QUANTUM_S)
+    quantum = run({7: Work(20, 100, 120)}, QUANTUM_S)
     assert quantum.unfinished == {7: Work(0, 89, 120, held=31)}
     assert quantum.seconds == pytest.approx(0.005 + 0.01 + 0.033)
 
 
 def test_a_quantum_ends_when_all_are_done():
-    quantum = run_quantum({1: Work(2, 1, 3), 2: IMAGE}, TEXTS, QUANTUM_S)
+    quantum = run({1: Work(2, 1, 3), 2: IMAGE}, QUANTUM_S)
     assert quantum.unfinished == {}
     assert quantum.seconds == pytest.approx(0.004 + 2 * 0.001 + 2 * 0.0005 + 0.003)
 
 
 def test_what_one_does_not_need_of_its_share_goes_to_the_others():
     """0.006 s are B and two K; 1 needs 0.003 of its 0.022 s, and 13 tokens of 2's are written in the other 0.041."""
-    quantum = run_quantum({2: Work(0, 50, 50), 1: Work(0, 1, 1)}, TEXTS, QUANTUM_S)
+    quantum = run({2: Work(0, 50, 50), 1: Work(0, 1, 1)}, QUANTUM_S)
     assert quantum.unfinished == {2: Work(0, 37, 50, held=13)}
 
 
 def test_seconds_are_shared_evenly():
-    quantum = run_quantum({1: Work(0, 50, 50), 2: Work(0, 60, 60)}, TEXTS, QUANTUM_S)
+    quantum = run({1: Work(0, 50, 50), 2: Work(0, 60, 60)}, QUANTUM_S)
     assert quantum.unfinished == {1: Work(0, 43, 50, held=7), 2: Work(0, 53, 60, held=7)}
 
 
 @pytest.mark.parametrize("work", [Work(5, 1, 6), Work(0, 5, 6)])
 def test_however_short_a_quantum_is_each_gets_a_token_further(work):
-    left = run_quantum({1: work, 2: work}, TEXTS, 0.0).unfinished
+    left = run({1: work, 2: work}, 0.0).unfinished
     assert [each.prompt + each.output for each in left.values()] == [work.prompt + work.output - 1] * 2
 
 
 def test_a_quantum_goes_no_further_than_the_lease_which_is_to_be_twice_as_large_then():
-    quantum = run_quantum({1: Work(6, 40, 46, lease=8), 2: Work(9, 1, 10, lease=4)}, TEXTS, QUANTUM_S)
+    quantum = run({1: Work(6, 40, 46, lease=8), 2: Work(9, 1, 10, lease=4)}, QUANTUM_S)
     assert quantum.unfinished == {1: Work(0, 38, 46, lease=16, held=8), 2: Work(5, 1, 10, lease=8, held=4)}
 
 
@@ -140,6 +145,21 @@ def test_a_text_that_loses_what_it_holds_reads_it_again_and_goes_on():
     assert simulation.finished_s[2] < simulation.finished_s[1]
 
 
+def test_each_request_of_a_quantum_takes_what_its_own_expert_takes():
+    slow = replace(TEXTS, B_s=0.01, K_s=0.002, K_output_s=0.006)
+    quantum = run_quantum({1: Work(0, 2, 2), 2: Work(0, 50, 50)}, {1: slow, 2: TEXTS}, QUANTUM_S)
+    assert quantum.unfinished == {2: Work(0, 42, 50, held=8)}  # of 0.05 - 0.01 - 0.003 - 2 * 0.006
+    assert quantum.seconds == pytest.approx(0.013 + 0.012 + 8 * 0.003)
+
+
+def test_texts_of_a_family_are_written_in_the_same_quanta():
+    trace = [Arrival(0.0, "image0"), *(Arrival(0.001, f"text{n}", work=Work(0, 20, 20)) for n in (0, 1))]
+    family, alone = (build(texts=2, family=name).run(trace) for name in ("f", None))
+    assert [requests for _, _, requests in batches(family, "text")] == [(1, 2)] * 3
+    assert [requests for _, _, requests in batches(alone, "text")] == [(1,), (2,), (1,), (2,)]
+    assert {outcome.verdict for outcome in family.outcomes.values()} == {Verdict.OK}
+
+
 @st.composite
 def tight(draw):
     """Texts with leases that are too small at first, more of them than there is room for."""
@@ -153,9 +173,9 @@ def tight(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(tight(), st.integers(90, 200))
-def test_whatever_leases_texts_begin_with_all_of_them_are_written(trace, lease_bytes):
-    simulation = build(1, 2, lease_bytes).run(trace)
+@given(tight(), st.integers(90, 200), st.sampled_from([None, "f"]))
+def test_whatever_leases_texts_begin_with_all_of_them_are_written(trace, lease_bytes, family):
+    simulation = build(1, 2, lease_bytes, family=family).run(trace)
     assert all(outcome.verdict is Verdict.OK for outcome in simulation.outcomes.values())
     assert len(simulation.outcomes) == len(trace)
 
@@ -172,15 +192,15 @@ def mixed(draw):
     for number in range(draw(st.integers(1, 12))):
         work = Work(draw(st.integers(0, 60)), draw(st.integers(1, 80)), 150, draw(st.sampled_from([None, 20, 90])))
         trace.append(Arrival(draw(st.floats(0.0, at_s)), f"text{number % texts}", work=work))
-    return images, texts, sorted(trace, key=lambda each: each.at_s)
+    return images, texts, sorted(trace, key=lambda each: each.at_s), draw(st.sampled_from([None, "f"]))
 
 
 @settings(max_examples=60, deadline=None)
 @given(mixed())
 def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(drawn):
     """Those before it are the batches of images that start while it waits, and its own."""
-    images, texts, trace = drawn
-    simulation = build(images, texts).run(trace)
+    images, texts, trace, family = drawn
+    simulation = build(images, texts, family=family).run(trace)
     assert all(outcome.verdict is Verdict.OK for outcome in simulation.outcomes.values())
     runs = batches(simulation)
     ends_s = [*(start_s for start_s, *_ in runs[1:]), simulation.seconds]
@@ -199,10 +219,13 @@ def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(draw
 @given(mixed())
 def test_images_end_by_as_many_quanta_later_than_without_texts(drawn):
     """As many as batches of images have run since none of them waited; and one batch later, that left without it."""
-    _, texts, trace = drawn
+    _, texts, trace, family = drawn
     trace = [arrival if arrival.work is not IMAGE else replace(arrival, component="image0") for arrival in trace]
     numbers = [number for number, arrival in enumerate(trace) if arrival.work is IMAGE]
-    beside, alone = build(1, texts).run(trace), build(1, texts).run([trace[number] for number in numbers])
+    beside, alone = (
+        build(1, texts, family=family).run(trace),
+        build(1, texts).run([trace[number] for number in numbers]),
+    )
     before = batches_before(beside, trace, numbers)
     for place, number in enumerate(numbers):
         assert beside.finished_s[number] <= alone.finished_s[place] + QUANTUM_S * before[number] + BATCH_S + NOISE_S
@@ -211,8 +234,8 @@ def test_images_end_by_as_many_quanta_later_than_without_texts(drawn):
 @settings(max_examples=60, deadline=None)
 @given(mixed())
 def test_a_text_that_has_begun_is_passed_by_no_two_batches_of_images_in_a_row(drawn):
-    images, texts, trace = drawn
-    simulation = build(images, texts).run(trace)
+    images, texts, trace, family = drawn
+    simulation = build(images, texts, family=family).run(trace)
     begun_s: dict[int, float] = {}
     for (start_s, expert, requests), (then_s, then, _) in pairwise(batches(simulation)):
         begun_s |= {each: start_s for each in requests if expert.startswith("text") and each not in begun_s}

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.config import read_line
+from agent.core.request import Work
 from experts.errors import ConfigError
 from profiler.workload.traces import MOST_PROBLEMS, Arrival, board_trace, read_trace
 
@@ -199,3 +200,74 @@ def test_a_line_without_boards_asks_all_its_routes_alike(tmp_path):
 def test_no_board_is_no_trace(tmp_path):
     with pytest.raises(ValueError, match="0 boards"):
         board_trace(line_of(tmp_path), boards=0, seed=0)
+
+
+class TestTexts:
+    @pytest.fixture
+    def mixed(self, tmp_path):
+        image = {"architecture": "fake", "weights": "w.yaml", "labels": ["ok"], "input": {"size": [8, 8]}}
+        llm = {"architecture": "llm", "weights": "m"}
+        experts = {"cls/a": image, "llm/a": llm, "llm/b": llm, "llm/r": llm | {"labels": ["a", "b"]}}
+        texts = {
+            "routes": {
+                "assistant": {"router": "llm/r", "experts": {"a": "llm/a", "b": "llm/b"}},
+                "by-rule": {"otherwise": "llm/a"},
+            }
+        }
+        return line_of(tmp_path, experts=experts, routes={"alpha": [{"expert": "cls/a", "pass": ["ok"]}]}, texts=texts)
+
+    def planned_problems(self, path, catalog):
+        with pytest.raises(ConfigError) as caught:
+            read_trace(path, catalog, is_planned=True)
+        return [str(problem).removeprefix(f"{path.parent}/") for problem in caught.value.problems]
+
+    def test_they_stand_beside_images(self, tmp_path, mixed):
+        path = trace_file(
+            tmp_path,
+            {"t": 0, "component": "alpha"},
+            {"t": 1, "expert": "llm/a", "prompt": 120, "output": 60},
+            {"t": 2, "component": "assistant", "prompt": 1, "output": 0},
+        )
+        assert read_trace(path, mixed.catalog, is_planned=True) == (
+            Arrival(0.0, "alpha"),
+            Arrival(1.0, expert="llm/a", work=Work(120, 60, 180)),
+            Arrival(2.0, "assistant", work=Work(1, 0, 1)),
+        )
+
+    @pytest.mark.parametrize(
+        ("row", "expected"),
+        [
+            ({"expert": "llm/a", "prompt": 4}, "output: is missing - tokens of the text"),
+            ({"expert": "llm/a", "output": 4}, "prompt: is missing - tokens of the text"),
+            (
+                {"expert": "llm/a", "prompt": 0, "output": 4},
+                "prompt: 0 is no number of tokens - write a whole number, 1",
+            ),
+            ({"expert": "llm/a", "prompt": 1, "output": 1.5}, "output: 1.5 is no number of tokens - write a whole"),
+            ({"expert": "llm/a", "prompt": 1, "output": True}, "output: true is no number of tokens"),
+            ({"expert": "llm/a", "prompt": 1, "output": 10**9}, "output: 1000000000 is no number of tokens"),
+            ({"component": "alpha", "prompt": 1}, "prompt: alpha takes images, which have no tokens - leave it out"),
+            (
+                {"component": "by-rule", "prompt": 1, "output": 1},
+                "component: 'by-rule' is a route of rules, and a trace",
+            ),
+            ({"expert": "llm/c", "prompt": 1, "output": 1}, "expert: no expert 'llm/c' on this line - did you mean"),
+        ],
+    )
+    def test_what_is_wrong_with_one_is_told(self, tmp_path, mixed, row, expected):
+        path = trace_file(tmp_path, {"t": 0, **row})
+        (problem,) = self.planned_problems(path, mixed.catalog)
+        assert problem.startswith("trace.jsonl:1:")
+        assert expected in problem
+
+    def test_an_image_is_not_theirs(self, tmp_path, mixed):
+        (tmp_path / "1.png").write_bytes(b"")
+        path = trace_file(tmp_path, {"t": 0, "expert": "llm/a", "prompt": 1, "output": 1, "image": "1.png"})
+        assert "image: llm/a takes texts, not images - leave it out" in self.planned_problems(path, mixed.catalog)[0]
+
+    def test_they_are_planned_with_and_not_played(self, tmp_path, mixed):
+        path = trace_file(tmp_path, {"t": 0, "expert": "llm/a", "prompt": 1, "output": 1})
+        assert "llm/a takes texts, which are planned with but not played" in problems_of(path, mixed.catalog)[0]
+
+    def test_boards_bring_none(self, mixed):
+        assert {arrival.component for arrival in board_trace(mixed, 2, seed=0)} == {"alpha"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import httpx2
 import openai
 import pytest
 
-from agent.api.calls.desk import TextOrder
+from agent.api.calls.desk import TextOrder, TextPiece, TokenView
 from experts.errors import OrderRefused, Refusing
 from experts.llm.serving.generation import Ending, Sampling
 from tests.agent.api.fake_desk import PROSE
@@ -93,6 +95,15 @@ class TestLogprobs:
         first = ask_chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content[0]
         assert (first.token, first.logprob, bytes(first.bytes)) == ("Hello", -0.5, b"Hello")
         assert [(other.token, other.logprob) for other in first.top_logprobs] == [("Bye", -2.5)] * 2
+
+    def test_what_is_impossible_has_a_number_all_the_same(self, client, desk, asking):
+        desk.holds = True
+        asked = asking.submit(ask_chat, client, logprobs=True)
+        desk.wait_for(lambda desk: desk.texts)
+        (text,) = desk.texts
+        text.listener.wrote(TextPiece("llm/code", "x", (TokenView("x", b"x", -math.inf),)))
+        text.end()
+        assert asked.result().choices[0].logprobs.content[0].logprob == -9999.0
 
     def test_of_a_streamed_chat(self, client):
         events = list(ask_chat(client, logprobs=True, stream=True))

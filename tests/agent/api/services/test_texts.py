@@ -142,6 +142,20 @@ def test_who_goes_away_has_the_text_cancelled(server, desk, way):
     assert len(desk.cancelled_texts) == len(desk.text_orders)
 
 
+def test_who_does_not_read_has_the_text_cancelled(server, desk, monkeypatch):
+    monkeypatch.setattr(server._door, "stall_s", 0.2)
+    desk.holds = True
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        stub = inspection_pb2_grpc.TextsStub(channel)
+        replies = stub.Generate(pb.GenerateRequest(model="llm/code", prompt="x"), timeout=DEADLINE_S)
+        desk.wait_for(lambda desk: desk.texts)
+        for _ in range(200):
+            desk.texts[0].write("x" * 100_000)  # more than is held for a call on its way
+        desk.wait_for(lambda desk: desk.cancelled_texts)
+        with pytest.raises(grpc.RpcError, match="nothing was read"):
+            list(replies)
+
+
 def test_a_text_that_never_begins_ends_by_its_deadline(texts, desk):
     desk.holds = True
     (last,) = generated(texts, deadline_s=0.01)

@@ -2,133 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import threading
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from agent.api.calls.desk import Order, TextOrder
 from experts.errors import OrderRefused, Refusing
-from experts.llm.config import parse_spec
 from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
-from experts.llm.names import assemblies
 from experts.llm.serving.generation import GREEDY, Ending, Sampling
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
-from tests.experts.llm.text.conftest import CHAT, byte_level
-
-PATIENCE_S = 60.0
-CONTEXT = 96
-TEXTS = {
-    "helpdesk": {
-        "rules": [{"matches": "(?i)python", "expert": "llm/code"}],
-        "router": "llm/router",
-        "experts": {"code": "llm/code", "maths": "llm/maths"},
-    },
-    "plain": {"rules": [{"matches": "[0-9]", "expert": "llm/maths"}], "otherwise": "llm/code"},
-}
-
-
-def config_of(tokenizer):
-    return {
-        "model_type": "llama", "vocab_size": tokenizer.get_vocab_size(), "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    }  # fmt: skip
-
-
-def random_tensors(config, seed):
-    generator = torch.Generator().manual_seed(seed)
-    parts = [part for one in assemblies(parse_spec(config, "tiny")) for part in one.forms[0]]
-    return {
-        part.name: 1 + 0.1 * drawn if "norm" in part.name else drawn / math.sqrt(part.shape[-1])
-        for part in parts
-        for drawn in [torch.randn(part.shape, generator=generator)]
-    }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A folder of three models of one tokenizer, and of one without."""
-    folder, tokenizer = tmp_path_factory.mktemp("models"), byte_level()
-    config = config_of(tokenizer)
-    for seed, name in enumerate(("router", "code", "maths", "mute")):
-        directory = folder / name
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(config), "utf-8")
-        save_file(random_tensors(config, seed), directory / "model.safetensors")
-        if name != "mute":
-            (directory / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
-            settings = {"eos_token": "<|end|>", "chat_template": CHAT}
-            (directory / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
-    return folder
-
-
-class Reader:
-    """A listener that remembers, and can be waited for."""
-
-    def __init__(self):
-        self.pieces = []
-        self.end = None
-        self.calls_after_end = 0
-        self.has_ended = threading.Event()
-        self.has_read = threading.Event()
-
-    def wrote(self, piece):
-        self.calls_after_end += self.end is not None
-        self.pieces.append(piece)
-        self.has_read.set()
-
-    def ended(self, end):
-        self.calls_after_end += self.end is not None
-        self.end = end
-        self.has_ended.set()
-
-    def wait(self):
-        assert self.has_ended.wait(PATIENCE_S), "no end"
-        return self.end
-
-    @property
-    def text(self):
-        return "".join(piece.text for piece in self.pieces)
-
-
-class Held(Reader):
-    """One that keeps whoever writes waiting at its first piece, which none may: so the text is under way for sure."""
-
-    def __init__(self):
-        super().__init__()
-        self.may_go_on = threading.Event()
-
-    def wrote(self, piece):
-        super().wrote(piece)
-        assert self.may_go_on.wait(PATIENCE_S)
-
-    def ended(self, end):
-        super().ended(end)
-        self.may_go_on.set()
+from tests.agent.service.language_models import CONTEXT, PATIENCE_S, TEXTS, Held, Reader
 
 
 @pytest.fixture
-def line(desk_line, models):
-    """The line of the images' tests, with language models and routes to them."""
-    for name in ("router", "code", "maths", "mute"):
-        labels = {"labels": ["code", "maths"]} if name == "router" else {}
-        desk_line.document["experts"][f"llm/{name}"] = {"architecture": "llm", "weights": str(models / name), **labels}
-    desk_line.document["texts"] = {"routes": TEXTS, "quantum_s": 0.02}
-    desk_line.document["memory"] = {"host": "64MiB", "workspace": "32MiB"}
-    desk_line.document["device"] = "cpu"
-    return desk_line
-
-
-@pytest.fixture
-def service(line):
-    with line.served() as service:
+def service(text_line):
+    with text_line.served() as service:
         yield service
 
 
@@ -252,9 +143,9 @@ class TestRoutes:
         assert (reader.text, reader.end.ending) == (reader.end.label, Ending.STOP)
         assert 0.5 <= reader.end.score <= 1
 
-    def test_auto_is_whoever_is_the_only_one(self, line):
-        line.document["texts"]["routes"] = {"helpdesk": TEXTS["helpdesk"]}
-        with line.served() as service:
+    def test_auto_is_whoever_is_the_only_one(self, text_line):
+        text_line.document["texts"]["routes"] = {"helpdesk": TEXTS["helpdesk"]}
+        with text_line.served() as service:
             assert written(service, "auto", "Python", most_tokens=2).end.expert == "llm/code"
 
     def test_auto_of_several_is_nobody(self, service):
@@ -300,9 +191,9 @@ class TestRefusals:
         assert service.agent.loop.statistics().engine.arrived == 0
         assert service.desk.status().texts.under_way == 0
 
-    def test_more_than_are_let_in(self, line):
-        line.document["api"] = {"limits": {"requests": 1}}
-        with line.served() as service:
+    def test_more_than_are_let_in(self, text_line):
+        text_line.document["api"] = {"limits": {"requests": 1}}
+        with text_line.served() as service:
             reader = Held()
             service.desk.generate(TextOrder("llm/code", "x", most_tokens=3, sampling=GREEDY), reader)
             refused = refusal(service, TextOrder("llm/code", "x"))
@@ -311,14 +202,14 @@ class TestRefusals:
             reader.wait()
             assert written(service, most_tokens=2).end.ending is Ending.LENGTH
 
-    def test_where_a_model_cannot_be_read_its_text_says_why(self, line, models, tmp_path):
+    def test_where_a_model_cannot_be_read_its_text_says_why(self, text_line, models, tmp_path):
         broken = tmp_path / "broken"
         broken.mkdir()
         for path in (models / "code").iterdir():
             size = 1000 if path.suffix == ".safetensors" else None
             (broken / path.name).write_bytes(path.read_bytes()[:size])
-        line.document["experts"]["llm/broken"] = {"architecture": "llm", "weights": str(broken)}
-        with line.served() as service:
+        text_line.document["experts"]["llm/broken"] = {"architecture": "llm", "weights": str(broken)}
+        with text_line.served() as service:
             refused = refusal(service, TextOrder("llm/broken", "x"))
             assert refused.field == "model"
             assert "llm/broken" in str(refused)
@@ -359,33 +250,35 @@ class TestEnds:
         assert reader.end.ending is Ending.DEADLINE
         assert reader.end.written_tokens < CONTEXT
 
-    def test_the_lines_deadline_is_whoevers_names_none(self, line):
-        line.document["texts"]["deadline_s"] = 0.001
-        with line.served() as service:
+    def test_the_lines_deadline_is_whoevers_names_none(self, text_line):
+        text_line.document["texts"]["deadline_s"] = 0.001
+        with text_line.served() as service:
             assert written(service).end.ending is Ending.DEADLINE
             assert written(service, deadline_s=60.0, most_tokens=2).end.ending is Ending.LENGTH
 
-    def test_an_agent_that_stops_tells_who_waits(self, line, monkeypatch):
+    def test_an_agent_that_stops_tells_who_waits(self, text_line, monkeypatch):
         monkeypatch.setattr("agent.service.line_service.API_STOP_S", 0.0)
         reader = Held()
-        with line.served() as service:
+        with text_line.served() as service:
             service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
             assert reader.has_read.wait(PATIENCE_S)
         assert reader.wait().failure.reason is Refusing.STOPPING
         assert refusal(service, TextOrder("llm/code", "x")).reason is Refusing.STOPPING
 
-    def test_an_agent_that_stops_lets_those_end_that_soon_do(self, line):
+    def test_an_agent_that_stops_lets_those_end_that_soon_do(self, text_line):
         reader = Reader()
-        with line.served() as service:
+        with text_line.served() as service:
             service.desk.generate(TextOrder("llm/code", "the quick", most_tokens=3, sampling=GREEDY), reader)
         assert reader.wait().ending is Ending.LENGTH
 
-    def test_nothing_of_a_text_is_kept(self, line):
-        with line.served() as service:
+    def test_nothing_of_a_text_is_kept(self, text_line):
+        with text_line.served() as service:
             written(service, prompt="the quick secret", most_tokens=5)
-        assert list(line.results.query()) == []
-        assert line.unfinished == []
-        assert not any(b"secret" in path.read_bytes() for path in (line.folder / "state").rglob("*") if path.is_file())
+        assert list(text_line.results.query()) == []
+        assert text_line.unfinished == []
+        assert not any(
+            b"secret" in path.read_bytes() for path in (text_line.folder / "state").rglob("*") if path.is_file()
+        )
 
     def test_they_are_counted(self, service, models):
         written(service, most_tokens=5)

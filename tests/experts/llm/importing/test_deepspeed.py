@@ -437,3 +437,9 @@ def test_all_of_it_is_safetensors_then(tmp_path):
     written = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
     assert "model.layers.3.mlp.coefficient.bias" in written
     assert not list((tmp_path / "out").glob("*.pt"))
+
+
+def test_a_hugging_face_directory_needs_no_import(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(WeightsRefused, match="nothing is to be imported, name it as `weights:` of an llm"):
+        import_deepspeed(tmp_path, tmp_path / "to")

@@ -1,6 +1,8 @@
 """The contract of keys and values, over both arenas: budget, contents, prefixes, swapping, and nothing left behind."""
 
 import random
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -405,6 +407,32 @@ def test_more_requests_than_a_slab_has_extents():
     texts.read(dict.fromkeys(range(150), 2))
     texts.read(dict.fromkeys(range(0, 150, 7), 1))
     texts.read({3: 1, 149: 1, 20: 2, 130: 2})
+
+
+def test_where_addresses_are_few_slabs_are_small():
+    code = """
+import resource
+from pathlib import Path
+import torch
+from experts.errors import MemoryExceeded
+from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.kv import KvLayout
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 3 * 2**30,) * 2)
+arena = ExtentArena(2**30)
+layout = KvLayout(8, 8, 64, 10**6, torch.float32)
+begun = 0
+try:
+    for request in range(4):
+        arena.begin(request, layout, 100)
+        begun += 1
+except MemoryExceeded as error:
+    assert "address space" in str(error), error
+print(begun, arena.statistics().requests)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    begun, counted = map(int, ran.stdout.split() or (0, 0))
+    assert begun == counted in (2, 3), ran.stderr
 
 
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))

@@ -1,9 +1,12 @@
 """Texts through the engine, under virtual time, with a model that counts: who runs when, and what comes of each."""
 
+import random
 import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from experts.expert import Prediction
 from experts.llm.serving.engine import Left, LlmEngine, Turn
@@ -344,6 +347,56 @@ class TestExpectations:
         told = desk.engine.statistics()
         assert (told.tensor_s, told.busy_s, told.overhead_s) == (2.0, 3.0, 0.25)
         assert told.iterations == 4
+
+
+def test_ten_thousand_texts_of_which_most_are_cancelled_leave_nothing_behind():
+    chance = random.Random(11)
+    desk = Desk(arena=ExtentArena(2**20), limits=IterationLimits(rows=64, tokens=2000))
+    desk.model = CountingModel()
+    for request in range(10_000):
+        prompt, new = [chance.randrange(100) for _ in range(chance.randint(1, 9))], chance.randint(1, 6)
+        desk.ask(request, prompt, new, weights="w" if request % 3 else None)
+        if len(desk.turns) > 20:
+            desk.quantum(0)
+            for one in chance.sample(sorted(desk.turns), min(len(desk.turns), 12)):
+                chance.choice((desk.engine.forget, desk.engine.forget, desk.engine.preempt))(one)
+            desk.turns = {one: turn for one, turn in desk.turns.items() if desk.engine.left(one) is not None}
+    desk.finish(quantum_s=0)
+    told = desk.arena.statistics()
+    assert (told.promised_bytes, told.swapped_bytes, told.requests) == (0, 0, 0)
+    assert len(desk.finished) < 10_000 / 2
+
+
+TEXTS = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 12), st.sampled_from([None, "w"])), min_size=1, max_size=10
+)
+DEEDS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "preempt", "swap", "forget"]), st.integers(0, 9)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(TEXTS, DEEDS, st.integers(1, 4), st.sampled_from([1, 7, 64]))
+def test_whatever_is_done_to_texts_each_is_what_it_is_alone(texts, deeds, rows, tokens):
+    desk = Desk(arena=ExtentArena(2**18), limits=IterationLimits(rows=rows, tokens=tokens))
+    forgotten = set()
+    for request, (length, new, weights) in enumerate(texts):
+        desk.ask(request, range(request, request + length), new, weights=weights)
+    for deed, request in deeds:
+        if deed == "run" and desk.turns:
+            desk.quantum(0)
+        elif deed == "preempt":
+            desk.engine.preempt(request)
+        elif deed == "swap":
+            desk.engine.preempt(request, is_swapped=True)
+        elif deed == "forget" and request in desk.turns:
+            desk.engine.forget(request)
+            del desk.turns[request]
+            forgotten.add(request)
+    written = desk.finish(quantum_s=0)
+    for request, (length, new, _) in enumerate(texts):
+        expected = counted(range(request, request + length), new)
+        assert written[request] == expected[: len(written[request])]
+        assert request in forgotten or written[request] == expected
+    assert desk.arena.statistics().requests == 0
 
 
 def test_engines_of_one_arena_run_beside_one_another():

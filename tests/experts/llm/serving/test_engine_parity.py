@@ -65,12 +65,13 @@ def test_preempted_and_resumed(oracle, arena, is_swapped, weights):
     desk = oracle.desk(arena, tokens=16)
     for request in desk.turns:
         desk.turns[request] = replace(desk.turns[request], weights=weights)
-    count = 0
+    preempted = set()
     while desk.turns:
         desk.quantum(0)
-        for request in list(desk.turns)[count % 3 :: 3]:
-            desk.engine.preempt(request, is_swapped=is_swapped)
-        count += 1
+        for moment in {(request, len(desk.notes[request].tokens)) for request in desk.turns} - preempted:
+            preempted.add(moment)  # once for each count of tokens, also before the first
+            desk.engine.preempt(moment[0], is_swapped=is_swapped)
+    assert len(preempted) > sum(NEW_TOKENS) / 2
     assert desk.finish() == oracle.expected
     assert desk.arena.statistics().requests == 0
 

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, Candidate, IterationTimes, Pick, plan
 
-CANDIDATES = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12
-).map(lambda rows: [Candidate(n, unread, n, ran, is_whole) for n, (unread, ran, is_whole) in enumerate(rows)])  # fmt: skip
+ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
+CANDIDATES = ROWS.map(lambda rows: [Candidate(n, unread, n, ran, whole) for n, (unread, ran, whole) in enumerate(rows)])
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(0, 64))

@@ -1,0 +1,55 @@
+"""Families: language models on one backbone, whose texts may run in one quantum.
+
+Copies are of one family where everything but their weights is the same (their kind, and so their program, and their
+precision) and some of their weights are the very same: they lie in one segment that both hold. Who shares several
+segments with different others is of the family that has the largest of them: no copy is of two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from agent.core.performance import PerformanceMatrix
+from agent.runtime.expert_copy import SHORT_SHA256
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from agent.runtime.expert_copy import ExpertCopy
+
+
+def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
+    """The name of each copy's family, by the copy's name; of those that are of one. Independent of their order."""
+    texts = {copy.name: copy for copy in copies if copy.expert.takes_texts}
+    holders: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for copy in texts.values():
+        for segment in copy.packed.shared:
+            holders[_key(copy, segment.sha256)].add(copy.name)
+    found = {}
+    for name, copy in texts.items():
+        common = [segment for segment in copy.packed.shared if len(holders[_key(copy, segment.sha256)]) > 1]
+        if common:
+            largest = max(common, key=lambda segment: (segment.size_bytes, segment.sha256))
+            found[name] = " ".join((copy.kind, copy.packed.precision, largest.sha256[:SHORT_SHA256]))
+    return found
+
+
+def with_families(
+    matrix: PerformanceMatrix, copies: Iterable[ExpertCopy], fresh: Collection[str] | None = None
+) -> PerformanceMatrix:
+    """The matrix with its experts' families. ``fresh``: copies that are given one, None = all; others keep theirs."""
+    named: Mapping[str, str] = families(copies)
+    experts = {
+        processor: {
+            expert: row if fresh is not None and row.copy not in fresh else replace(row, family=named.get(row.copy))
+            for expert, row in column.items()
+        }
+        for processor, column in matrix.experts.items()
+    }
+    return PerformanceMatrix(experts, matrix.usage)
+
+
+def _key(copy: ExpertCopy, segment: str) -> tuple[str, str, str]:
+    return copy.kind, copy.packed.precision, segment

@@ -1,0 +1,154 @@
+"""How many of a language model's experts it holds at a time, where it cannot or shall not hold all of them.
+
+The line file comes first: ``moe_cache`` of the expert's section. Where it says nothing, a model holds all that it has,
+and where it would fit into none of the memories that it is to run from, as many as are left room for there, when
+texts, batches and pinned experts have theirs. In front of a device more of them wait in host memory, which is set apart
+from what host memory has for whole experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from agent.core.performance import DEVICE, HOST
+from agent.deployment.memory_needs import WORKSPACE_FRACTION
+from agent.deployment.memory_split import pool_budgets, shares_of
+from agent.runtime.expert_copy import moe_block_bytes, moe_experts_of
+from experts.sizes import mib
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from agent.config import LineConfig
+    from agent.core.performance import ExecutorSpec, PerformanceMatrix
+    from agent.device_profile.records import Allocation
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.machine.box import Box
+    from experts.packed.weights import PackedExpert
+
+log = logging.getLogger(__name__)
+
+HOST_FRACTION = 0.25  # of host memory's budget, for what waits there in front of a device
+LEAST_PLACES = 1
+ROUNDS = 8  # of making caches smaller until all fits; the second is rarely needed
+
+
+def places_of(config: LineConfig, expert: str, packed: PackedExpert) -> int | None:
+    """How many the line file gives an expert room for; None for all. Raises ConfigError for less than one, or none."""
+    cache_bytes = config.catalog.experts[expert].moe_cache_bytes
+    if cache_bytes is None:
+        return None
+    where = ("experts", expert, "moe_cache")
+    block_bytes = moe_block_bytes(packed)
+    if not block_bytes:
+        raise config.document.error("the model has no experts inside - remove it", *where)
+    if cache_bytes < block_bytes:
+        raise config.document.error(
+            f"{mib(cache_bytes)} is too little - one of the experts inside takes {mib(block_bytes)}", *where
+        )
+    places = cache_bytes // block_bytes
+    return None if places >= moe_experts_of(packed) else places
+
+
+class MoeCaches:
+    """Sizes the caches of a line. ``times``: a matrix of copies, of which footprints and workspaces are read."""
+
+    def __init__(
+        self,
+        config: LineConfig,
+        box: Box,
+        executors: Sequence[ExecutorSpec],
+        allocation: Allocation | None,
+        times: Callable[[Mapping[str, Sequence[ExpertCopy]]], PerformanceMatrix],
+    ) -> None:
+        self._config = config
+        self._box = box
+        self._executors = executors
+        self._allocation = allocation
+        self._times = times
+
+    def sized(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
+        """The copies, by processor, those that do not fit with as many moe_experts as do."""
+        found = {processor: list(listed) for processor, listed in copies.items()}
+        listed = [copy for each in found.values() for copy in each]
+        if not any(moe_block_bytes(copy.packed) for copy in listed):
+            return found
+        places = self._fitting(found)
+        for copy in sorted({copy.name: copy for copy in listed if copy.expert.id in places}.values(), key=str):
+            held = places[copy.expert.id]
+            log.info(
+                "moe_experts_offloaded expert=%s held=%d of=%d cache=%s: the model is larger than its memory",
+                copy.expert.id, held, moe_experts_of(copy.packed), mib(held * copy.block_bytes),
+            )  # fmt: skip
+        return self._with_host_places(_having(found, places))
+
+    def _fitting(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
+        """Places, by expert, of those that hold fewer than all because of their memory."""
+        block_bytes: dict[str, int] = {}
+        for copy in (copy for listed in copies.values() for copy in listed if not copy.is_offloaded):
+            block_bytes[copy.expert.id] = max(copy.block_bytes, block_bytes.get(copy.expert.id, 0))
+        misfits = [expert for expert, lack in self._lacking_bytes(copies).items() if lack > 0]
+        places = {expert: LEAST_PLACES for expert in misfits if block_bytes.get(expert)}
+        if not places:
+            return {}
+        for expert, lack in self._lacking_bytes(_having(copies, places)).items():
+            if expert in places:
+                places[expert] += max(-lack // block_bytes[expert], 0)
+        for _ in range(ROUNDS):
+            lacking = self._lacking_bytes(_having(copies, places))
+            short = {expert: lacking[expert] for expert in places if lacking[expert] > 0}
+            if not short:
+                break
+            for expert, lack in short.items():
+                places[expert] = max(places[expert] - -(-lack // block_bytes[expert]), LEAST_PLACES)
+        return places
+
+    def _lacking_bytes(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
+        """By expert: how much more it needs than its memories have for it; below nothing: what they have left."""
+        found: dict[str, int] = {}
+        for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
+            room_bytes = min(share.expert_bytes, self._cautious_bytes(share.needs.budget_bytes))
+            for expert, needed_bytes in share.needs.misfits(-1).items():
+                lack = needed_bytes - room_bytes
+                found[expert] = max(lack, found.get(expert, lack))
+        return found
+
+    def _cautious_bytes(self, budget_bytes: int) -> int:
+        """What experts have whatever a probe finds of their batches."""
+        is_settled = self._allocation is not None or self._config.memory.workspace is not None
+        return budget_bytes if is_settled else budget_bytes - int(budget_bytes * WORKSPACE_FRACTION)
+
+    def _with_host_places(self, copies: dict[str, list[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
+        offloaded = sorted(
+            {copy.name for processor, listed in copies.items() for copy in listed
+             if copy.is_offloaded and self._box.pool_of(processor) == DEVICE}
+        )  # fmt: skip
+        if not offloaded:
+            return copies
+        share_bytes = int(pool_budgets(self._config, self._box)[HOST] * HOST_FRACTION) // len(offloaded)
+        return {
+            processor: [
+                replace(copy, moe_host_places=min(share_bytes // copy.block_bytes, moe_experts_of(copy.packed)))
+                if copy.name in offloaded
+                else copy
+                for copy in listed
+            ]
+            for processor, listed in copies.items()
+        }
+
+
+def host_tier_bytes(copies: Mapping[str, Iterable[ExpertCopy]]) -> int:
+    """What waits in host memory in front of a device, of all copies together."""
+    tiers = {copy.name: copy.host_tier_bytes for listed in copies.values() for copy in listed}
+    return sum(tiers.values())
+
+
+def _having(copies: Mapping[str, Sequence[ExpertCopy]], places: Mapping[str, int]) -> dict[str, list[ExpertCopy]]:
+    return {
+        processor: [
+            replace(copy, moe_places=places[copy.expert.id]) if copy.expert.id in places else copy for copy in listed
+        ]
+        for processor, listed in copies.items()
+    }

@@ -1,0 +1,171 @@
+"""Several models that have weights in common, in one pass: what is the same runs once for all their tokens.
+
+Experts of one backbone are bound to the same bytes where they do not differ. A pass over their mixed tokens goes step
+by step (embedding, each layer's attention and feed-forward part, head): a step whose weights are the very same tensors,
+at the same addresses, runs once over all tokens; one whose weights differ runs for each model's tokens. Attention
+itself has no weights: it runs over the rows of all, whose keys and values lie in one arena.
+
+Guarantees: a token is computed by its own model's weights, whatever runs beside it. Being the same is decided by
+addresses: bytes are never compared, and those that are written into a shared tensor change for all at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from experts.llm.attention import Attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from experts.llm.config import ArchSpec
+    from experts.llm.key_values import KeyValues
+    from experts.llm.model import Model
+    from experts.llm.rope import Rotation
+    from experts.llm.token_batch import TokenBatch
+
+Step: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
+
+
+class Family:
+    """Models of one shape, dtype and device. ``owners`` below: each row's or token's model, as a place among them."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        """Raises ValueError for models that cannot run in one pass."""
+        first = models[0]
+        if any(_form(model) != _form(first) for model in models):
+            raise ValueError("models of different shapes, number formats or devices are no family")
+        self.models = tuple(models)
+        # of each step, for each model the first that has the same weights; of one model nobody asks
+        identities = [[identity(part) for part in model.parts] for model in models] if len(models) > 1 else []
+        self._same = [tuple(step.index(each) for each in step) for step in zip(*identities, strict=True)]
+
+    @property
+    def spec(self) -> ArchSpec:
+        return self.models[0].spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.models[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.models[0].device
+
+    @property
+    def shared_steps(self) -> int:
+        """How many steps run once for all."""
+        return sum(len(set(same)) == 1 for same in self._same)
+
+    def hidden(self, batch: TokenBatch, key_values: KeyValues, owners: Sequence[int]) -> Tensor:
+        """All tokens behind the last layer; ``owners``: of the batch's rows."""
+        if len(set(owners)) == 1:
+            return self.models[owners[0]].hidden(batch, key_values)
+        with torch.inference_mode():
+            shares = _Shares([owner for owner, row in zip(owners, batch.rows, strict=True) for _ in range(row.count)])
+            attention = Attention(batch, key_values.reserve(batch))
+            rotation = self.models[0].rotation(batch.positions)
+            (tokens,) = self._run(shares, 0, lambda one, *own: (one.embedded(*own),), batch.token_ids, batch.positions)
+            for layer in range(len(self.spec.layers)):
+                tokens = self._layer(shares, layer, tokens, rotation, attention)
+            return tokens
+
+    def logits(self, hidden: Tensor, owners: Sequence[int]) -> Tensor:
+        """The head for some tokens; ``owners``: of these tokens."""
+        if len(set(owners)) == 1:
+            return self.models[owners[0]].logits(hidden)
+        with torch.inference_mode():
+            return self._run(_Shares(owners), -1, lambda one, own: (one.logits(own),), hidden)[0]
+
+    def _layer(
+        self, shares: _Shares, layer: int, tokens: Tensor, rotation: Rotation | None, attention: Attention
+    ) -> Tensor:
+        before, behind = 1 + 2 * layer, 2 + 2 * layer
+        queries, keys, values = self._run(shares, before, lambda one, own: one.attention_inputs(layer, own), tokens)
+        if rotation is not None:
+            queries, keys = rotation.turn(queries), rotation.turn(keys)
+        attended = attention.run(layer, queries, keys, values)
+        (output,) = self._run(shares, before, lambda one, own: (one.attention_output(layer, own),), attended)
+        tokens = tokens + output
+        (fed,) = self._run(shares, behind, lambda one, own: (one.feed_forward(layer, own),), tokens)
+        return tokens + fed
+
+    def _run(self, shares: _Shares, step: int, run: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """A step over all tokens: once, or for each of its weights over the tokens that are theirs."""
+        parts = shares.by(self._same[step])
+        if len(parts) == 1:
+            return run(self.models[parts[0].model], *inputs)
+        made = [run(self.models[part.model], *(one[part.tokens] for one in inputs)) for part in parts]
+        return tuple(
+            _joined([part.tokens for part in parts], pieces, len(inputs[0])) for pieces in zip(*made, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Which tokens a model runs in a step."""
+
+    model: int
+    tokens: Tensor
+
+
+class _Shares:
+    """How the tokens of a batch are divided among models, remembered for the steps that divide them alike."""
+
+    def __init__(self, owners: Sequence[int]) -> None:
+        self._owners = torch.tensor(owners)
+        self._there = sorted(set(owners))
+        self._divided: dict[tuple[int, ...], list[_Share]] = {}
+
+    def by(self, same: tuple[int, ...]) -> list[_Share]:
+        """``same``: for each model the first with the same weights."""
+        if same not in self._divided:
+            of_token = torch.tensor(same)[self._owners]
+            weights = sorted({same[owner] for owner in self._there})
+            self._divided[same] = [_Share(one, (of_token == one).nonzero().squeeze(1)) for one in weights]
+        return self._divided[same]
+
+
+def families(models: Iterable[Model]) -> list[Family]:
+    """These models by family: those that have at least a step in common run together."""
+    found: list[list[Model]] = []
+    for model in models:
+        near = next((group for group in found if _has_common(group[0], model)), None)
+        if near is None:
+            found.append([model])
+        else:
+            near.append(model)
+    return [Family(group) for group in found]
+
+
+def identity(part: object) -> Hashable:
+    """Equal for the very same weights: tensors by address, records of them by their fields, all else by itself."""
+    if isinstance(part, Tensor):
+        return part.data_ptr(), part.shape, part.stride(), part.dtype
+    if isinstance(part, tuple):
+        return tuple(identity(one) for one in part)
+    if is_dataclass(part):
+        return type(part), *(identity(getattr(part, field.name)) for field in fields(part))
+    return part if part is None or isinstance(part, int | float | Enum) else id(part)
+
+
+def _form(model: Model) -> tuple[object, ...]:
+    return type(model), model.spec, model.dtype, model.device
+
+
+def _has_common(one: Model, other: Model) -> bool:
+    if _form(one) != _form(other):
+        return False
+    return any(identity(a) == identity(b) for a, b in zip(one.parts, other.parts, strict=True))
+
+
+def _joined(places: Sequence[Tensor], pieces: Sequence[Tensor], count: int) -> Tensor:
+    joined = pieces[0].new_empty((count, *pieces[0].shape[1:]))
+    for place, piece in zip(places, pieces, strict=True):
+        joined[place] = piece
+    return joined

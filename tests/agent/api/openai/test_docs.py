@@ -1,0 +1,50 @@
+"""The snippets of docs/texts.md, run as they stand there but for the addresses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from agent.api.openai.requests import chat_of
+from agent.config import read_line
+from tests.agent.api.fake_desk import PROSE
+
+PAGE = (Path(__file__).parents[4] / "docs" / "texts.md").read_text("utf-8")
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+TEXT = "".join(PROSE)
+
+
+def run(snippet, **addresses):
+    for documented, address in addresses.items():
+        snippet = snippet.replace({"http": "127.0.0.1:8462", "grpc": "127.0.0.1:8461"}[documented], address)
+    exec(snippet, {})
+
+
+def test_openais_client_prints_the_text(serve_texts, desk, capsys):
+    (snippet,) = (each for each in SNIPPETS if "openai" in each)
+    run(snippet, http=serve_texts()[0])
+    assert capsys.readouterr().out == f"{TEXT}\n"
+    assert desk.text_orders[0].most_tokens == 200
+
+
+def test_grpc_prints_the_text_and_how_it_ended(server, desk, capsys):
+    (snippet,) = (each for each in SNIPPETS if "grpc" in each)
+    run(snippet, grpc=server.addresses[1])
+    assert capsys.readouterr().out == f"{TEXT}\nllm/code ENDING_STOP\n"
+    assert desk.text_orders[0].deadline_s == 30
+
+
+def test_what_the_shell_sends_is_taken():
+    (body,) = re.findall(r"-d '(.*)'$", PAGE, re.MULTILINE)
+    assert chat_of(body.encode()).order.model == json.loads(body)["model"] == "helpdesk"
+
+
+def test_the_line_file_is_one(tmp_path):
+    (document,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "line.yaml").write_text(document)
+    config = read_line(tmp_path / "line.yaml", {})
+    assert set(config.catalog.texts) == {"helpdesk"}
+    assert yaml.safe_load(document)["api"]["http"] == ["127.0.0.1:8462"]

@@ -1,0 +1,37 @@
+"""A line in memory at real addresses, for commands to ask."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.api.server import ApiServer
+from tests.agent.api.conftest import section
+from tests.agent.api.fake_desk import FakeDesk
+
+LINE = """line: test
+state: ./state
+experts:
+  cls/resistor: {architecture: fake, weights: weights.yaml, labels: [good, bad], input: {size: [8, 8]}}
+routes:
+  resistor: [{expert: cls/resistor, pass: [good]}]
+api: {grpc: [ADDRESS]}
+"""
+
+
+@pytest.fixture
+def desk():
+    return FakeDesk()
+
+
+@pytest.fixture
+def line(tmp_path, desk):
+    """The line file of an agent that runs, which answers at its first address and at another one."""
+    (tmp_path / "token").write_text("s3cret\n")
+    keys = {"grpc": ["unix:./state/coserve.sock", "127.0.0.1:0"], "token": {"file": "token"}}
+    server = ApiServer(section(tmp_path, **keys), desk)
+    server.start()
+    file = tmp_path / "line.yaml"
+    file.write_text(LINE.replace("ADDRESS", "'unix:./state/coserve.sock'"))
+    desk.tcp = server.addresses[1]
+    yield file
+    server.stop(0.0)

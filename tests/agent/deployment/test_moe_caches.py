@@ -1,0 +1,164 @@
+"""Lines whose language models take more memory than there is: how many of their experts they hold, and what is told."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import yaml
+
+from agent.config import read_line
+from agent.deployment.build import build_agent
+from agent.runtime.expert_copy import moe_experts_of
+from agent.runtime.text_sources import TextSource
+from experts.errors import ConfigError
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import load_model
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.conftest import ModelFiles
+
+MIB = 2**20
+MOE = "llm/moe"
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 16, "num_experts_per_tok": 2}
+BLOCK_BYTES = 3 * 128 * 256 * 4
+TEXTS = {"kv": "2MiB", "quantum_s": 0.02, "routes": {"ask": {"rules": [], "otherwise": MOE}}}
+PROMPT = (3, 1, 4, 1, 5)
+PATIENCE_S = 60.0
+
+
+class Line:
+    """One mixture of 48 experts of 384 KiB, 18 MiB together, and 0.8 MiB that is dense."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        files = ModelFiles(folder)
+        self.weights = files.write(files.config("mixtral", **SIZES))
+        self.section = {"architecture": "llm", "weights": str(self.weights)}
+        self.document = {
+            "line": "test", "state": str(folder / "state"), "experts": {MOE: self.section}, "texts": TEXTS,
+            "device": "cpu", "executors": {"cpu": 2}, "memory": {"host": "64MiB", "workspace": "16MiB"},
+        }  # fmt: skip
+
+    @contextmanager
+    def built(self):
+        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
+        config = read_line(self.folder / "line.yaml", {})
+        self.outcomes = {}
+        agent = build_agent(config, self.outcomes.__setitem__, lambda *_: None)
+        try:
+            yield agent
+        finally:
+            agent.stop()
+
+    def refusal(self):
+        with pytest.raises(ConfigError) as caught, self.built():
+            pass
+        return str(caught.value)
+
+    def held(self, agent):
+        (copy,) = agent.copies.values()
+        return copy
+
+    def without_an_agent(self):
+        """The likeliest tokens, the whole text anew for each."""
+        model, tokens = load_model(self.weights, MOE), list(PROMPT)
+        for _ in range(8):
+            batch = TokenBatch.of([Chunk(0, 0, tokens)])
+            tokens.append(int(model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))[-1].argmax()))
+        return tokens[len(PROMPT) :]
+
+    def greedy(self, agent):
+        tokens = []
+        agent.start()
+
+        class Reader:
+            def write(self, sampled):
+                tokens.append(sampled.token)
+                return False
+
+        request = TextRequest(Generation(PROMPT, 8, GREEDY), Reader())
+        agent.loop.submit(TextSource(lambda _: request), expert=MOE)
+        assert agent.loop.wait_until_idle(PATIENCE_S)
+        return tokens
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A tiny model gains nothing from more, and they wait for one another on few cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def line(tmp_path):
+    return Line(tmp_path)
+
+
+def test_a_model_that_fits_holds_all(line):
+    with line.built() as agent:
+        assert not line.held(agent).is_offloaded
+
+
+def test_the_line_file_says_how_many(line):
+    line.section["moe_cache"] = "4MiB"
+    with line.built() as agent:
+        copy = line.held(agent)
+        assert copy.block_bytes == BLOCK_BYTES
+        assert copy.moe_places == 4 * MIB // BLOCK_BYTES
+        (column,) = agent.setup.matrix.experts.values()
+        assert column[MOE].footprint == copy.footprint
+
+
+def test_room_for_all_is_as_if_nothing_was_said(line):
+    line.section["moe_cache"] = "48MiB"
+    with line.built() as agent:
+        assert not line.held(agent).is_offloaded
+
+
+def test_less_than_one_is_refused(line):
+    line.section["moe_cache"] = "100KiB"
+    assert "moe_cache: 0.1 MiB is too little - one of the experts inside takes 0.4 MiB" in line.refusal()
+
+
+def test_a_dense_model_has_none(line, tmp_path):
+    files = ModelFiles(tmp_path / "dense")
+    (tmp_path / "dense").mkdir()
+    line.section |= {"weights": str(files.write(files.config("llama"))), "moe_cache": "1MiB"}
+    assert "moe_cache: the model has no experts inside" in line.refusal()
+
+
+@pytest.mark.parametrize("host_mib", [21, 24, 30])
+def test_a_model_larger_than_its_memory_holds_what_there_is_room_for_and_says_the_same(line, host_mib):
+    expected = line.without_an_agent()
+    line.document["memory"]["host"] = f"{host_mib}MiB"
+    with line.built() as agent:
+        copy, (pool,) = line.held(agent), agent.setup.pools
+        assert 0 < copy.moe_places < moe_experts_of(copy.packed)
+        assert copy.footprint.total_bytes <= pool.expert_bytes < copy.footprint.total_bytes + 2 * BLOCK_BYTES
+        assert pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes == host_mib * MIB
+        assert line.greedy(agent) == expected
+        assert len(expected) == 8
+
+
+def test_a_model_whose_dense_part_does_not_fit_is_refused(line):
+    line.document["memory"]["host"] = "19MiB"
+    assert f"experts.{MOE}: needs" in line.refusal()
+
+
+def test_in_front_of_a_device_more_wait_in_host_memory_which_is_set_apart(line):
+    expected = line.without_an_agent()
+    line.document["device"] = "emulated"
+    line.document["executors"] = {"cpu": 0, "emulated": 2}
+    line.document["memory"] = {"host": "40MiB", "device": "28MiB", "workspace": "16MiB"}
+    with line.built() as agent:
+        copy, pools = line.held(agent), {pool.name: pool for pool in agent.setup.pools}
+        assert copy.moe_places < moe_experts_of(copy.packed)
+        assert copy.moe_host_places == 10 * MIB // BLOCK_BYTES
+        assert copy.footprint.total_bytes <= pools["device"].expert_bytes
+        host = pools["host"]
+        assert host.expert_bytes + host.workspace_bytes + host.lease_bytes + copy.host_tier_bytes == 40 * MIB
+        assert line.greedy(agent) == expected

@@ -1,0 +1,122 @@
+"""Texts of a served line over its wires: OpenAI's client, gRPC, and those who go away in the middle."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import yaml
+
+from agent.api.calls.desk import TextOrder
+from agent.api.client import AgentClient
+from experts.llm.serving.generation import GREEDY
+from tests.agent.service.language_models import CONTEXT, TEXTS, Reader
+
+USER = [{"role": "user", "content": "the quick fox"}]
+
+
+@pytest.fixture
+def line(text_line, tmp_path_factory):
+    """With addresses; a short path, as they have to be."""
+    text_line.document["api"] = {"grpc": f"unix:{tmp_path_factory.mktemp('s')}/c.sock", "http": "127.0.0.1:0"}
+    return text_line
+
+
+def client_of(service):
+    return openai.OpenAI(base_url=f"http://{service.web.addresses[0]}/v1", api_key="none", max_retries=0)
+
+
+def written(client):
+    """How many tokens of a text that is two long."""
+    answer = client.completions.create(model="llm/code", prompt="x", max_tokens=2, temperature=0)
+    return answer.usage.completion_tokens
+
+
+def at_the_desk(service, **given):
+    """The same text without a wire."""
+    reader = Reader()
+    service.desk.generate(TextOrder("llm/code", sampling=GREEDY, **given), reader)
+    reader.wait()
+    return reader.text
+
+
+def test_every_door_has_the_same_text(line):
+    with line.served() as service, client_of(service) as client:
+        messages = ({"role": "user", "content": "the quick fox"},)
+        text = at_the_desk(service, messages=messages, most_tokens=10)
+        asked = {"model": "llm/code", "messages": USER, "temperature": 0, "max_tokens": 10}
+        whole = client.chat.completions.create(**asked)
+        assert whole.choices[0].message.content == text
+        assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("length", 10)
+        streamed = client.chat.completions.create(**asked, stream=True)
+        assert "".join(event.choices[0].delta.content or "" for event in streamed) == text
+        with AgentClient(line.document["api"]["grpc"]) as other:
+            *pieces, end = other.generate(TextOrder("llm/code", None, messages, 10, GREEDY))
+        assert "".join(piece.text for piece in pieces) == text
+        assert end.written_tokens == 10
+
+
+def test_many_callers_at_once_have_what_each_has_alone(line):
+    prompts = [f"the {word}" for word in ("quick", "brown", "lazy", "fox")]
+    with line.served() as service, client_of(service) as client, ThreadPoolExecutor(len(prompts)) as threads:
+
+        def asked(prompt):
+            answer = client.completions.create(model="llm/code", prompt=prompt, temperature=0, max_tokens=8)
+            return answer.choices[0].text
+
+        alone = [asked(prompt) for prompt in prompts]
+        assert list(threads.map(asked, prompts)) == alone
+
+
+def test_who_goes_away_in_the_middle_leaves_nothing_behind(line, wait_until_so):
+    with line.served() as service, client_of(service) as client:
+        for _ in range(5):
+            with client.completions.create(model="helpdesk", prompt="fox", stream=True, max_tokens=CONTEXT) as events:
+                next(iter(events))
+        with AgentClient(line.document["api"]["grpc"]) as other:
+            told = other.generate(TextOrder("llm/maths", "fox"))
+            next(told)
+            told.close()
+        wait_until_so(lambda: service.agent.loop.requests_in_flight == 0)
+        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
+        assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
+        assert written(client) == 2
+
+
+def test_what_is_wrong_is_told_with_its_field_and_the_agent_lives_on(line):
+    with line.served() as service, client_of(service) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="llm/maths", prompt="fox " * CONTEXT)
+        assert refused.value.param == "prompt"
+        assert f"llm/maths is {CONTEXT}" in refused.value.body["message"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="llm/mute", messages=USER)
+        assert refused.value.param == "model"
+        assert "tokenizer.json: is not there" in refused.value.body["message"]
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="c0", messages=USER)
+        assert written(client) == 2
+
+
+def test_pages_and_texts_share_an_address(line):
+    with line.served() as service, client_of(service) as client:
+        client.completions.create(model="llm/code", prompt="the quick", max_tokens=5, temperature=0)
+        page = client.with_options(base_url=f"http://{service.web.addresses[0]}").get("/metrics", cast_to=str)
+        assert 'coserve_texts_ended_total{ending="length"} 1.0' in page
+        assert "coserve_texts_under_way 0.0" in page
+        assert "coserve_text_first_token_seconds_count 1.0" in page
+        assert 'coserve_executor_written_tokens_total{executor="0"} 5.0' in page
+        assert 'coserve_lease_used_bytes{pool="host"} 0.0' in page
+
+
+def test_models_come_and_go_with_the_line_file(line):
+    with line.served() as service, client_of(service) as client:
+        assert "plain" in [model.id for model in client.models.list()]
+        line.document["texts"]["routes"] = {"helpdesk": TEXTS["helpdesk"], "other": TEXTS["plain"]}
+        (line.folder / "line.yaml").write_text(yaml.safe_dump(line.document))
+        assert service.desk.reload().is_applied
+        names = [model.id for model in client.models.list()]
+        assert "other" in names
+        assert "plain" not in names
+        assert client.completions.create(model="other", prompt="fox", max_tokens=2, temperature=0).model == "llm/code"

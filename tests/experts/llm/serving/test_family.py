@@ -1,0 +1,123 @@
+"""Models that share tensors in one pass: each token by its own model's weights, shared weights once for all."""
+
+import pytest
+import torch
+
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import read_spec
+from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.model import Model
+from experts.llm.serving.family import Family, families
+from experts.llm.serving.generation import Sampling
+from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.serving.conftest import Desk
+
+OWN_OF = {  # what each of three experts has for itself
+    "head": ("head",),
+    "feed-forward of the last layer": ("layers.2.experts", "layers.2.gate", "layers.2.mlp"),
+    "attention of the middle": ("layers.1.qkv", "layers.1.output"),
+    "embedding": ("embedding",),
+}
+
+
+class Counting(Model):
+    """A model that counts its feed-forward steps, and over how many tokens."""
+
+    def __init__(self, spec, tensors):
+        super().__init__(spec, tensors)
+        self.fed = []
+
+    def feed_forward(self, layer, tokens):
+        self.fed.append((layer, len(tokens)))
+        return super().feed_forward(layer, tokens)
+
+
+@pytest.fixture
+def members(model_files):
+    def made(kind, own, count=3, **changes):
+        directory = model_files.write(model_files.config(kind, **changes))
+        spec = read_spec(directory, "tiny")
+        shared = open_checkpoint(directory, "tiny", spec).read_all()
+        models = []
+        for seed in range(count):
+            generator = torch.Generator().manual_seed(seed)
+            tensors = {
+                name: tensor + 0.3 * torch.randn(tensor.shape, generator=generator) if name.startswith(own) else tensor
+                for name, tensor in shared.items()
+            }
+            models.append(Counting(spec, tensors))
+        return models
+
+    return made
+
+
+def texts_of(models, weights=None):
+    desk = Desk(models[0])
+    for request in range(9):
+        prompt = [(7 * request + n) % 90 for n in range(3 + 5 * request)]
+        sampling = Sampling(seed=request) if request % 2 else Sampling(temperature=0)
+        desk.ask(request, prompt, 4 + request, model=models[request % 3], sampling=sampling, weights=weights)
+    return desk
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe", "pr_moe"])
+@pytest.mark.parametrize("own", OWN_OF.values(), ids=OWN_OF)
+def test_texts_are_what_they_are_alone(members, kind, own):
+    models = members(kind, own)
+    alone = {}
+    for number, model in enumerate(models):
+        desk = texts_of(models)
+        desk.turns = {request: turn for request, turn in desk.turns.items() if turn.model is model}
+        tokens = desk.finish()
+        alone.update({request: tokens[request] for request in range(number, 9, 3)})
+    together = texts_of(models)
+    assert together.finish() == alone
+    assert together.engine.statistics().rows > 2 * together.engine.statistics().iterations, "they ran together"
+
+
+def test_shared_weights_run_once_over_all_tokens(members):
+    models = members("llama", ("layers.2.mlp",))
+    batch = TokenBatch.of([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [4, 5]), Chunk(2, 0, [6])])
+    Family(models).hidden(batch, ContiguousKeyValues(models[0].spec, torch.float32), (0, 1, 2))
+    assert [model.fed for model in models] == [[(0, 6), (1, 6), (2, 3)], [(2, 2)], [(2, 1)]]
+    assert Family(models).shared_steps == 1 + 2 * 3 + 1 - 1
+
+
+def test_two_of_three_with_the_same_weights_run_together(members):
+    models = members("llama", ("layers.2.mlp",))
+
+    batch = TokenBatch.of([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [4, 5]), Chunk(2, 0, [6])])
+    Family([models[0], models[1], models[1]]).hidden(
+        batch, ContiguousKeyValues(models[0].spec, torch.float32), (0, 1, 2)
+    )
+    assert models[1].fed == [(2, 3)]
+
+
+def test_logits_are_those_of_each_token_s_model(members):
+    models = members("llama", ("head",))
+    hidden = torch.randn(4, models[0].spec.hidden_size)
+    logits = Family(models).logits(hidden, (2, 0, 1, 0))
+    for row, owner in enumerate((2, 0, 1, 0)):
+        torch.testing.assert_close(logits[row], models[owner].logits(hidden[row : row + 1])[0])
+
+
+class TestWhoIsAFamily:
+    def test_those_that_have_a_step_in_common(self, members):
+        models = members("llama", ("head",))
+        assert [list(family.models) for family in families(models)] == [models]
+
+    def test_equal_numbers_in_memory_of_their_own_are_not_the_same(self, members):
+        one, other = members("llama", (), count=1)[0], members("llama", (), count=1)[0]
+        assert [list(family.models) for family in families([one, other])] == [[one], [other]]
+
+    def test_other_shapes_and_number_formats_are_others(self, members):
+        one, other = members("llama", (), count=1)[0], members("llama", (), count=1, num_hidden_layers=2)[0]
+        assert len(families([one, other])) == 2
+        with pytest.raises(ValueError, match="no family"):
+            Family([one, other])
+
+    def test_a_shared_tensor_that_is_written_changes_for_all(self, members):
+        models = members("llama", ("head",))
+        before = texts_of(models).finish()
+        models[0].parts[0][0].add_(1.0)
+        assert texts_of(models).finish() != before

@@ -1,0 +1,108 @@
+"""Plans of lines with language models: texts beside images, by hand and in whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+)
+from agent.core.request import Work
+from agent.deployment.engine_setup import EngineSetup
+from experts.errors import ConfigError
+from experts.graph import ExpertGraph, RouteStep
+from profiler.planning.plan import as_json, plan_row, plan_table
+from profiler.simulation.forecast import Scenario, draw_steps, forecast
+from profiler.workload.traces import Arrival
+
+IMAGES = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)
+TEXTS = Performance(0.001, 0.004, 4, 0, K_prompt_s=0.0005, K_output_s=0.003, lease_bytes=10)
+GRAPH = ExpertGraph(
+    ["i", "r", "a", "b"],
+    {
+        "part": (RouteStep("i", frozenset({"ok"})),),
+        "assistant": (RouteStep("r", frozenset(), then={"one": "a", "other": "b"}),),
+    },
+)
+TEXT = Work(20, 30, 50)
+
+
+def setup_of(lease_bytes=10_000):
+    rows = {name: ExpertProfile(name, TEXTS, Footprint(4), {SSD: 0.4}) for name in "rab"}
+    rows["i"] = ExpertProfile("i", IMAGES, Footprint(4), {SSD: 0.4})
+    pools = (PoolSpec("host", 16, 4, lease_bytes=lease_bytes),)
+    matrix = PerformanceMatrix({"cpu": rows}, dict.fromkeys(rows, 0.5))
+    return EngineSetup(GRAPH, "coserve", (ExecutorSpec(0, "cpu", "host"),), matrix, Limits(pools, quantum_s=0.02))
+
+
+def scenario_of(trace):
+    return Scenario(GRAPH, tuple(trace), draw_steps(trace, GRAPH, {}, seed=0), {SSD: 10.0}, {})
+
+
+def images(count, every_s=0.1):
+    return [Arrival(every_s * number, "part") for number in range(count)]
+
+
+def test_a_router_sends_texts_to_each_of_its_experts():
+    steps = draw_steps([Arrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0)
+    assert {experts[0] for experts in steps} == {"r"}
+    assert {experts[1] for experts in steps} == {"a", "b"}
+    assert draw_steps([Arrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0) == steps
+
+
+def test_each_text_runs_what_was_drawn_for_it():
+    trace = [Arrival(0.1 * number, "assistant", work=TEXT) for number in range(10)]
+    scenario = scenario_of(trace)
+    played = forecast(scenario, setup_of())
+    alone_s = 2 * (0.005 + 20 * 0.0005 + 30 * 0.003)
+    assert min(played.waits_s) >= alone_s
+
+
+def test_texts_and_images_are_told_apart():
+    trace = sorted(
+        [*images(50), *[Arrival(0.5 * n, expert="a", work=TEXT) for n in range(8)]], key=lambda one: one.at_s
+    )
+    row = plan_row(scenario_of(trace), setup_of(), required_images_per_s=10.0)
+    assert (row.requests, row.texts) == (58, 8)
+    assert row.written_tokens_per_s == pytest.approx(8 * 30 / row.seconds)
+    assert row.text_p50_s > 30 * 0.003
+    assert row.p50_wait_s < row.text_p50_s  # an image waits for a quantum, not for a text
+    assert row.takt_met
+    assert row.bound.compute_s >= 8 * (20 * 0.0005 + 30 * 0.003)
+    assert "tokens/s" in plan_table([row])
+    assert as_json([row])["rows"][0]["texts"] == 8
+
+
+def test_texts_come_with_images_at_the_rate_of_the_takt():
+    """As many texts as images, of a tenth of a second each: ten images a second leave no time for them."""
+    trace = sorted(
+        [*images(30), *[Arrival(0.1 * n, expert="a", work=TEXT) for n in range(30)]], key=lambda one: one.at_s
+    )
+    assert not plan_row(scenario_of(trace), setup_of(), required_images_per_s=10.0).takt_met
+    assert plan_row(scenario_of(images(30)), setup_of(), required_images_per_s=10.0).takt_met
+
+
+def test_of_texts_alone_no_takt_is_asked():
+    row = plan_row(scenario_of([Arrival(0.0, expert="a", work=TEXT)]), setup_of(), required_images_per_s=10.0)
+    assert (row.takt_met, row.required_images_per_s) == (None, None)
+    assert row.p50_wait_s == row.text_p50_s
+
+
+def test_of_images_alone_nothing_is_said_of_texts():
+    row = plan_row(scenario_of(images(5)), setup_of(), None)
+    assert (row.texts, row.text_p50_s, row.written_tokens_per_s) == (0, None, 0.0)
+    assert "tokens/s" not in plan_table([row])
+
+
+def test_a_text_that_never_has_room_is_refused():
+    trace = [Arrival(0.0, "assistant", work=Work(90, 30, 120))]
+    with pytest.raises(ConfigError) as caught:
+        forecast(scenario_of(trace), setup_of(lease_bytes=1000))
+    assert "a text of 120 tokens for r, and texts.kv has room for 100 - raise it" in str(caught.value)
