@@ -58,7 +58,7 @@ class Shape:
         }
 
 
-class PrMoe(nn.Module):
+class PrMoe(nn.Module):  # type: ignore[misc]  # torch is untyped
     """Texts of one length in, what may follow each of their tokens out."""
 
     def __init__(self, shape: Shape, generator: torch.Generator) -> None:

@@ -145,7 +145,8 @@ def _train_own(backbone: PrMoe, texts: Texts, drawing: _Drawing) -> PrMoe:
             tokens, _ = network.trunk(batch.token_ids)
         logits, uneven = network.answer(tokens)
         descent.step(batch.loss(logits) + UNEVENNESS_WEIGHT * uneven)
-    return network.requires_grad_(False)
+    network.requires_grad_(False)
+    return network
 
 
 def write_model(directory: Path, network: PrMoe, characters: Characters) -> None:
