@@ -34,7 +34,7 @@ from experts.expert import Precision
 from experts.packed.weights import tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from agent.runtime.machine.memories import Memory, Region
     from agent.runtime.moe_loads import MoeLoads, OffloadedCopy
     from experts.backends.base import Skeleton
+    from experts.llm.tiers.offload import OffloadStatistics
     from experts.packed.weights import PackedExpert, Segment, SegmentStore
 
 
@@ -52,7 +53,10 @@ SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121)
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One memory, at one moment. Counters run since the start."""
+    """One memory, at one moment. Counters run since the start.
+
+    ``offloaded``: of each expert here whose moe_experts come and go, what came and went since it was loaded.
+    """
 
     pool: str
     budget_bytes: int
@@ -65,6 +69,7 @@ class SlotStatistics:
     regions_reused: int
     regions_moved: int
     binds: int
+    offloaded: Mapping[str, OffloadStatistics] = field(default_factory=dict)
 
 
 class SlotState(StrEnum):
@@ -344,6 +349,11 @@ class SlotStore:
                 regions_reused=self._regions_reused,
                 regions_moved=self._regions_moved,
                 binds=self._binds,
+                offloaded={
+                    slot.copy.expert.id: slot.moe.statistics()
+                    for slot in self._slots.values()
+                    if slot.moe is not None and slot.state is SlotState.READY
+                },
             )
 
     def close(self) -> None:

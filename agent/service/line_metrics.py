@@ -171,6 +171,7 @@ class LineMetrics:
             *_told(ENGINE, loop.engine),
             *_told(TRANSFERS, loop.transfers),
             *_loads(loop),
+            *_moe_experts(loop),
             Metric(GAUGE, "executor_info", "Where an executor runs.", places, ("executor", "processor")),
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
             *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
@@ -257,6 +258,23 @@ def _loads(loop: LoopStatistics) -> Iterator[Metric]:
     ):
         by_way: dict[Labels, float] = {tuple(way.split("_", 1)): value for way, value in found.items()}
         yield Metric(COUNTER, name, words, by_way, ("source", "tier"))
+
+
+def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
+    """Of language models that hold a part of their moe_experts; a load of the model begins anew."""
+    needed: dict[Labels, float] = {}
+    read: dict[Labels, float] = {}
+    waited: dict[Labels, float] = {}
+    for expert, found in ((line_name(one), found) for store in loop.slots for one, found in store.offloaded.items()):
+        residency = found.cache.residency
+        counts = {"hit": residency.hits, "late": residency.late, "miss": residency.misses}
+        needed.update({(expert, how): float(count) for how, count in counts.items()})
+        read[expert,], waited[expert,] = float(found.bytes_loaded), found.cache.waited_s
+    if needed:
+        words = "Uses of moe_experts: there, on their way, or not there."
+        yield Metric(COUNTER, "moe_experts_needed", words, needed, ("expert", "found"))
+        yield Metric(COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", read, ("expert",))
+        yield Metric(COUNTER, "moe_wait_seconds", "How long these were waited for.", waited, ("expert",))
 
 
 def _age_s(since: datetime | None) -> float:
