@@ -261,20 +261,17 @@ def _loads(loop: LoopStatistics) -> Iterator[Metric]:
 
 
 def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
-    """Of language models that hold a part of their moe_experts; a load of the model begins anew."""
+    """Of language models that hold a part of their moe_experts, by the memory that they run in."""
+    stores = {store.pool: store.moe_experts for store in loop.slots}
     needed: dict[Labels, float] = {}
-    read: dict[Labels, float] = {}
-    waited: dict[Labels, float] = {}
-    for expert, found in ((line_name(one), found) for store in loop.slots for one, found in store.offloaded.items()):
-        residency = found.cache.residency
-        counts = {"hit": residency.hits, "late": residency.late, "miss": residency.misses}
-        needed.update({(expert, how): float(count) for how, count in counts.items()})
-        read[expert,], waited[expert,] = float(found.bytes_loaded), found.cache.waited_s
-    if needed:
-        words = "Uses of moe_experts: there, on their way, or not there."
-        yield Metric(COUNTER, "moe_experts_needed", words, needed, ("expert", "found"))
-        yield Metric(COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", read, ("expert",))
-        yield Metric(COUNTER, "moe_wait_seconds", "How long these were waited for.", waited, ("expert",))
+    for pool, found in stores.items():
+        needed |= {(pool, "hit"): found.hits, (pool, "late"): found.late, (pool, "miss"): found.misses}
+    words = "Uses of moe_experts: there, on their way, or not there."
+    yield Metric(COUNTER, "moe_experts_needed", words, needed, ("pool", "found"))
+    read: dict[Labels, float] = {(pool,): found.bytes_loaded for pool, found in stores.items()}
+    yield Metric(COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", read, ("pool",))
+    waited: dict[Labels, float] = {(pool,): found.waited_s for pool, found in stores.items()}
+    yield Metric(COUNTER, "moe_wait_seconds", "How long these were waited for.", waited, ("pool",))
 
 
 def _age_s(since: datetime | None) -> float:

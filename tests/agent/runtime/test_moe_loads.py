@@ -175,10 +175,10 @@ def test_it_says_what_it_says_resident_and_takes_what_is_counted(yard, family, p
     held = sum(slot.region.size_bytes for slot in one.store._slots.values())
     held += sum(part.region.size_bytes for part in one.store._parts.values())
     assert held == statistics.used_bytes
-    offloaded = statistics.offloaded.get(expert)
-    assert (offloaded is None) is (places is None)
-    if offloaded is not None:
-        assert offloaded.bytes_loaded == offloaded.cache.loads * copy.block_bytes > 0
+    assert (statistics.moe_experts.bytes_loaded > 0) is (places is not None)
+    assert statistics.moe_experts.bytes_loaded % copy.block_bytes == 0
+    one.evict(expert)
+    assert one.store.statistics().moe_experts == statistics.moe_experts
     if places == 1:
         assert statistics.used_bytes < footprint_of(copy.packed).total_bytes
 
