@@ -194,6 +194,18 @@ def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):
     assert one.store.statistics().used_bytes == 0
 
 
+def test_a_copy_that_comes_back_knows_what_it_learned(yard):
+    one, expert = yard(4), "llm/mixtral-0"
+    one.load(expert)
+    one.greedy(expert)
+    one.evict(expert)
+    one.load(expert)
+    with one.store.using(f"{expert}@fp32") as slot:
+        known = slot.moe._cache.usage()
+    assert max(known.values()) > 0
+    assert one.greedy(expert) == expected(one, expert)
+
+
 def test_both_at_once_beside_each_other(yard):
     one = yard(2)
     for expert in ("llm/mixtral-0", "llm/qwen3_moe-0"):
