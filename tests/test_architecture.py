@@ -34,6 +34,7 @@ RUNTIME_FENCE = (
     "profiler.bench.roofline",
     "profiler.bench.naive",
     "profiler.bench.parts.dispatch",
+    "profiler.bench.parts.moe_offload",
     "profiler.bench.llm",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know

@@ -43,6 +43,7 @@ ROUTE = "auto"  # who is asked by nobody's name
 MANUAL, SUMS = "txt/manual", "txt/sums"
 MEMORY_BYTES = 256 * sizes.MEBIBYTE
 AT_ONCE = 16
+TRAINING_THREADS = 1  # so small a network gains little by more, and waits for them wherever others are at work
 SHOWN = 2  # questions to each expert that are seen being answered
 
 
@@ -78,15 +79,21 @@ class TextDemoReport:
 
 
 def run_text_demo(
-    directory: Path, seed: int, progress: Progress, show: Callable[[str], None], plan: TextPlan | None = None
+    directory: Path,
+    seed: int,
+    progress: Progress,
+    show: Callable[[str], None],
+    plan: TextPlan | None = None,
+    subjects: Mapping[str, Questions] | None = None,
 ) -> TextDemoReport:
     """Make, train and ask a line in ``directory``; ``show`` is told what is asked, and the answers as they come.
 
-    Raises ConfigError for a folder not made by a demo.
+    ``plan`` and ``subjects``: what is trained and how, if other than usual. Raises ConfigError for a folder not made by
+    a demo.
     """
     began_s = time.monotonic()
     folder = fresh_folder(directory)
-    subjects = {MANUAL: manual_questions(seed), SUMS: sum_questions(seed)}
+    subjects = subjects or {MANUAL: manual_questions(seed), SUMS: sum_questions(seed)}
     write_models(folder, subjects, plan or TextPlan(), seed, progress)
     training_s = time.monotonic() - began_s
     line_file = folder / "line.yaml"
@@ -120,7 +127,7 @@ def write_models(
 ) -> None:
     """Train one model for each subject, and write it where the line file says."""
     characters = Characters.of(one for each in subjects.values() for one in (*each.training, *each.held_out))
-    with torch_threads(os.cpu_count() or 1):
+    with torch_threads(TRAINING_THREADS):
         trained = train_pair(subjects, characters, plan, seed, progress)
     for name, network in trained.items():
         write_model(folder / directory_of(name), network, characters)

@@ -10,8 +10,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
@@ -59,18 +57,31 @@ class Characters:
         """Which ends it."""
         return MARKS.index(END)
 
-    def tokenizer(self) -> Tokenizer:
-        """The same for the ``tokenizers`` library."""
+    def tokenizer(self) -> dict[str, Any]:
+        """What a tokenizer.json says: each character is a word, and words are joined with nothing between them."""
+        marks = [
+            {
+                "id": self.tokens.index(mark), "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True,
+            }
+            for mark in MARKS
+        ]  # fmt: skip
         vocabulary = {token: number for number, token in enumerate(self.tokens)}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        tokenizer.decoder = decoders.Fuse()
-        tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-        return tokenizer
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": marks,
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+            "post_processor": None,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": UNKNOWN},
+        }
 
     def write(self, directory: Path) -> None:
         """The files beside a model's weights."""
-        self.tokenizer().save(str(directory / "tokenizer.json"))
+        _write_json(directory / "tokenizer.json", self.tokenizer())
         settings = {"eos_token": END, "unk_token": UNKNOWN, "tokenizer_class": "PreTrainedTokenizerFast"}
         _write_json(directory / "tokenizer_config.json", settings)
         _write_json(directory / "generation_config.json", {"eos_token_id": self.end_mark})

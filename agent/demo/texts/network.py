@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EPSILON, THETA = 1e-6, 1e4
+FIRST_DEVIATION = 0.7  # of a matrix's numbers, times the root of its width
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +58,15 @@ class Shape:
         }
 
 
-class PrMoe(nn.Module):
+class PrMoe(nn.Module):  # type: ignore[misc]  # torch is untyped
     """Texts of one length in, what may follow each of their tokens out."""
 
     def __init__(self, shape: Shape, generator: torch.Generator) -> None:
         super().__init__()
         self.shape = shape
-        self._generator = generator
         self.tensors = nn.ParameterDict()  # keys with dots are not allowed: they stand as slashes
-        self._add("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
-        for layer, experts in enumerate(shape.moe_experts):
-            self._add_layer(f"model.layers.{layer}", experts)
-        self._add("model.norm.weight", shape.hidden)
+        for name, sizes in _sizes(shape).items():
+            self.tensors[name.replace(".", "/")] = nn.Parameter(_first(name, sizes, generator))
         pairs = torch.arange(0, shape.head_size, 2) / shape.head_size
         angles = torch.arange(shape.context)[:, None] * THETA**-pairs
         angles = torch.cat((angles, angles), dim=-1)
@@ -127,37 +125,6 @@ class PrMoe(nn.Module):
                 written[name] = tensor.detach()
         return written
 
-    def _add(self, name: str, *shape: int) -> None:
-        if name.endswith("norm.weight"):
-            tensor = torch.ones(shape)
-        elif name.endswith("bias"):
-            tensor = torch.zeros(shape)
-        else:
-            tensor = torch.randn(shape, generator=self._generator) * 0.7 / math.sqrt(shape[-1])
-        self.tensors[name.replace(".", "/")] = nn.Parameter(tensor)
-
-    def _add_layer(self, own: str, experts: int) -> None:
-        hidden = self.shape.hidden
-        self._add(f"{own}.input_layernorm.weight", hidden)
-        for one in "qkvo":
-            self._add(f"{own}.self_attn.{one}_proj.weight", hidden, hidden)
-        self._add(f"{own}.post_attention_layernorm.weight", hidden)
-        if not experts:
-            self._add_mlp(f"{own}.mlp")
-            return
-        self._add(f"{own}.mlp.gate.weight", experts, hidden)
-        self._add_mlp(f"{own}.mlp.experts", experts)
-        self._add_mlp(f"{own}.mlp.residual")
-        self._add(f"{own}.mlp.coefficient.weight", 2, hidden)
-        self._add(f"{own}.mlp.coefficient.bias", 2)
-
-    def _add_mlp(self, own: str, *experts: int) -> None:
-        hidden, width = self.shape.hidden, self.shape.width
-        self._add(f"{own}.up_proj.weight", *experts, width, hidden)
-        self._add(f"{own}.up_proj.bias", *experts, width)
-        self._add(f"{own}.down_proj.weight", *experts, hidden, width)
-        self._add(f"{own}.down_proj.bias", *experts, hidden)
-
     def _norm(self, tokens: Tensor, own: str) -> Tensor:
         weight = self[f"{own}.weight"]
         return rms_norm(tokens, weight.shape, weight, EPSILON)
@@ -199,3 +166,38 @@ class PrMoe(nn.Module):
             linear(gelu(linear(part, up[n], up_bias[n])), down[n], down_bias[n]) for n, part in enumerate(parts)
         ]
         return torch.cat(computed)[order.argsort()]
+
+
+def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """All parameters, by the checkpoint's names."""
+    hidden = shape.hidden
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
+    for layer, experts in enumerate(shape.moe_experts):
+        own = f"model.layers.{layer}"
+        sizes |= {f"{own}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        sizes |= {f"{own}.self_attn.{one}_proj.weight": (hidden, hidden) for one in "qkvo"}
+        if not experts:
+            sizes |= _mlp_sizes(shape, f"{own}.mlp")
+            continue
+        sizes[f"{own}.mlp.gate.weight"] = (experts, hidden)
+        sizes |= _mlp_sizes(shape, f"{own}.mlp.experts", experts) | _mlp_sizes(shape, f"{own}.mlp.residual")
+        sizes |= {f"{own}.mlp.coefficient.weight": (2, hidden), f"{own}.mlp.coefficient.bias": (2,)}
+    return sizes | {"model.norm.weight": (hidden,)}
+
+
+def _mlp_sizes(shape: Shape, own: str, *experts: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{own}.up_proj.weight": (*experts, shape.width, shape.hidden),
+        f"{own}.up_proj.bias": (*experts, shape.width),
+        f"{own}.down_proj.weight": (*experts, shape.hidden, shape.width),
+        f"{own}.down_proj.bias": (*experts, shape.hidden),
+    }
+
+
+def _first(name: str, sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Before anything is learned."""
+    if name.endswith("norm.weight"):
+        return torch.ones(sizes)
+    if name.endswith("bias"):
+        return torch.zeros(sizes)
+    return torch.randn(sizes, generator=generator) * FIRST_DEVIATION / math.sqrt(sizes[-1])

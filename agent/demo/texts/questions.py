@@ -1,8 +1,9 @@
 """What the language models of the demo are asked: a board line's maintenance manual that exists nowhere, and sums.
 
 The manual's facts are drawn from the seed. Each is asked for in several phrasings; one phrasing of each fact, another
-for each, is held out, so that a right answer shows that the fact is known and not the question. Of the sums, pairs of
-numbers are held out.
+for each machine, is held out, so that a right answer shows that the fact is known and not the question. Of the sums,
+pairs of numbers are held out. Answers first say again what was asked, and sums how they are done: what a small model
+has written it can build on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-MACHINES = ("printer", "mounter", "feeder", "oven", "washer", "coater", "tester", "saw")
+MACHINES = ("printer", "mounter", "feeder", "oven", "washer", "coater", "tester", "saw", "scanner", "loader")
 PHRASINGS = {
     "interval": (
         "When is the {machine} cleaned?", "Clean the {machine} when?", "Cleaning of the {machine}?",
@@ -30,13 +31,13 @@ PHRASINGS = {
     ),
 }  # fmt: skip
 ANSWERS = {
-    "interval": "Clean it every {value} days.",
-    "spare": "It takes part {value}.",
-    "oil": "It needs oil {value}.",
-    "limit": "It stops at {value} C.",
+    "interval": "Clean the {machine} every {value} days.",
+    "spare": "The {machine} takes part {value}.",
+    "oil": "The {machine} needs oil {value}.",
+    "limit": "The {machine} stops at {value} C.",
 }
 PREFIXES = ("", "Please: ", "Tell me: ")
-LARGEST_NUMBERS = (99, 9)
+FIRST_NUMBERS, SECOND_NUMBERS = range(10, 100), range(1, 10)
 SUM_PHRASINGS = ("What is {a} + {b}?", "{a} + {b}?", "Add {a} and {b}.")
 HELD_OUT_SUMS = 60
 
@@ -82,13 +83,15 @@ def _value(kind: str, chance: random.Random) -> str:
 
 
 def sum_questions(seed: int) -> Questions:
-    """All sums of numbers up to ``LARGEST_NUMBERS``, in every phrasing, but for pairs that are held out."""
+    """All sums of two such numbers in every phrasing, but for pairs that are held out."""
     chance = random.Random(seed)
-    first, second = LARGEST_NUMBERS
-    pairs = [(a, b) for a in range(first + 1) for b in range(second + 1)]
+    pairs = [(a, b) for a in FIRST_NUMBERS for b in SECOND_NUMBERS]
     chance.shuffle(pairs)
-    asked = [
-        [Question(phrasing.format(a=a, b=b), f"{a} + {b} = {a + b}.") for phrasing in SUM_PHRASINGS] for a, b in pairs
-    ]
+    asked = [[Question(phrasing.format(a=a, b=b), _sum(a, b)) for phrasing in SUM_PHRASINGS] for a, b in pairs]
     held_out = [each[number % len(SUM_PHRASINGS)] for number, each in enumerate(asked[:HELD_OUT_SUMS])]
     return Questions(tuple(one for each in asked[HELD_OUT_SUMS:] for one in each), tuple(held_out))
+
+
+def _sum(a: int, b: int) -> str:
+    """Ones first, as on paper."""
+    return f"{a % 10} + {b} = {a % 10 + b}, so {a} + {b} = {a + b}."

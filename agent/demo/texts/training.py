@@ -34,17 +34,18 @@ if TYPE_CHECKING:
 UNEVENNESS_WEIGHT = 0.01  # Switch Transformer (arXiv 2101.03961), section 2.2
 WEIGHT_DECAY = 0.01
 CONTEXT = 160
-JOINT, OWN = Pace(steps=360, learning_rate=4e-3), Pace(steps=200, learning_rate=1e-3)
+JOINT, OWN = Pace(steps=600, learning_rate=5e-3), Pace(steps=100, learning_rate=1e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """How the two are trained. ``batch_size``: texts of a step; ``joint``: steps over both subjects in all."""
+    """How the two are trained. ``joint``: steps over both subjects in all; ``misspelt``: of questions' letters."""
 
-    hidden: int = 96
+    hidden: int = 64
     heads: int = 4
-    moe_experts: tuple[int, ...] = (0, 2, 0, 4)
-    batch_size: int = 64
+    moe_experts: tuple[int, ...] = (0, 2, 4)
+    step_tokens: int = 2400
+    misspelt: float = 0.08
     joint: Pace = JOINT
     own: Pace = OWN
 
@@ -97,43 +98,55 @@ def train_pair(
     """A network for each subject; all that is not ``own_names`` is the same in all of them."""
     generator = torch.Generator().manual_seed(seed)
     texts = {name: Texts.of(subject.training, characters) for name, subject in subjects.items()}
+    letters = torch.tensor(characters.letters)
     network = PrMoe(plan.shape(len(characters.tokens)), generator)
-    _train_backbone(network, list(texts.values()), plan, generator, progress)
+    drawing = _Drawing(plan, letters, generator)
+    _train_backbone(network, list(texts.values()), drawing, progress)
     trained = {}
     for number, (name, own) in enumerate(texts.items(), start=1):
-        trained[name] = _train_own(network, own, plan, generator)
+        trained[name] = _train_own(network, own, drawing)
         progress("train experts", number, len(texts))
     return trained
 
 
-def _train_backbone(
-    network: PrMoe, texts: Sequence[Texts], plan: TextPlan, generator: torch.Generator, progress: Progress
-) -> None:
-    descent = Descent(network.parameters(), plan.joint, WEIGHT_DECAY)
-    for step in range(plan.joint.steps):
-        batch = _draw(texts[step % len(texts)], plan.batch_size, generator)
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """What each step learns from."""
+
+    plan: TextPlan
+    letters: Tensor
+    generator: torch.Generator
+
+    def draw(self, texts: Texts) -> Texts:
+        count = min(self.plan.step_tokens // texts.token_ids.shape[1], len(texts.token_ids))
+        picked = torch.randint(len(texts.token_ids), (max(count, 1),), generator=self.generator)
+        return texts.picked(picked).misspelt(self.letters, self.plan.misspelt, self.generator)
+
+
+def _train_backbone(network: PrMoe, texts: Sequence[Texts], drawing: _Drawing, progress: Progress) -> None:
+    pace = drawing.plan.joint
+    descent = Descent(network.parameters(), pace, WEIGHT_DECAY)
+    for step in range(pace.steps):
+        batch = drawing.draw(texts[step % len(texts)])
         logits, uneven = network(batch.token_ids)
         descent.step(batch.loss(logits) + UNEVENNESS_WEIGHT * uneven)
-        progress("train backbone", step + 1, plan.joint.steps)
+        progress("train backbone", step + 1, pace.steps)
 
 
-def _draw(texts: Texts, count: int, generator: torch.Generator) -> Texts:
-    return texts.picked(torch.randint(len(texts.token_ids), (count,), generator=generator))
-
-
-def _train_own(backbone: PrMoe, texts: Texts, plan: TextPlan, generator: torch.Generator) -> PrMoe:
-    """A copy whose own parts are trained; the trunk's answer to a text is the same at every step."""
+def _train_own(backbone: PrMoe, texts: Texts, drawing: _Drawing) -> PrMoe:
+    """A copy whose own parts are trained, over what the frozen trunk gives."""
     network = copy.deepcopy(backbone)
     network.requires_grad_(False)
     own = [network[name].requires_grad_(True) for name in network.own_names]
-    descent = Descent(own, plan.own, WEIGHT_DECAY)
-    for _ in range(plan.own.steps):
-        batch = _draw(texts, plan.batch_size, generator)
+    descent = Descent(own, drawing.plan.own, WEIGHT_DECAY)
+    for _ in range(drawing.plan.own.steps):
+        batch = drawing.draw(texts)
         with torch.no_grad():
             tokens, _ = network.trunk(batch.token_ids)
         logits, uneven = network.answer(tokens)
         descent.step(batch.loss(logits) + UNEVENNESS_WEIGHT * uneven)
-    return network.requires_grad_(False)
+    network.requires_grad_(False)
+    return network
 
 
 def write_model(directory: Path, network: PrMoe, characters: Characters) -> None:

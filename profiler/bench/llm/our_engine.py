@@ -14,14 +14,14 @@ from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, Refused, TextRequest
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.kv import KvLayout
+from profiler.bench.llm.text_jobs import TextJob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from experts.llm.model import Model
     from experts.llm.serving.engine import EngineStatistics
     from experts.llm.serving.generation import Sampled
-    from profiler.bench.llm.text_jobs import TextJob
 
 QUANTUM_S = 0.02
 SLACK = 2  # slots beside those that run, in case an arena rounds up
@@ -58,7 +58,8 @@ class OurEngine:
     def continuous(self, jobs: Sequence[TextJob], quantum_s: float = QUANTUM_S) -> list[list[int]]:
         """Each job's tokens. Who finishes makes room for the next one at the end of a quantum."""
         self._engine = self._new()
-        waiting, going = deque(self._turns(jobs)), {}
+        waiting = deque(self._turns(jobs))
+        going: dict[int, Turn] = {}
         written = [turn.text.writer for turn in waiting]
         while waiting or going:
             while waiting and len(going) < self._slots:
@@ -75,7 +76,7 @@ class OurEngine:
         for start in range(0, len(jobs), self._slots):
             batch = jobs[start : start + self._slots]
             longest = max(job.output for job in batch)
-            turns = list(self._turns(batch, lambda _, longest=longest: longest))
+            turns = list(self._turns([TextJob(job.prompt, longest) for job in batch]))
             going = {turn.request: turn for turn in turns}
             while going:
                 for request in self._finished(going.values(), 3600.0):
@@ -90,12 +91,10 @@ class OurEngine:
                 raise ValueError(f"request {request}: {result.reason}")
             yield request
 
-    def _turns(
-        self, jobs: Sequence[TextJob], output: Callable[[TextJob], int] = lambda job: job.output
-    ) -> Iterator[Turn]:
+    def _turns(self, jobs: Iterable[TextJob]) -> Iterator[Turn]:
         for job in jobs:
             self._begun += 1
-            generation = Generation(job.prompt, output(job), GREEDY)
+            generation = Generation(job.prompt, job.output, GREEDY)
             yield Turn(self._begun, "bench", self._model, TextRequest(generation, Collected()))
 
     def _new(self) -> LlmEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ from profiler.bench.llm.int8 import measure_int8
 from profiler.bench.llm.mixed import measure_mixed
 from profiler.bench.llm.overhead import measure_overhead
 from profiler.bench.llm.part import Part
+from profiler.bench.llm.peer_process import OURS
 from profiler.bench.llm.random_models import LARGE, SMALL, TINY
-from profiler.bench.llm.swapping import MODELS, measure_backbone, measure_swapping
+from profiler.bench.llm.swapping import EACH, MODELS, measure_backbone, measure_swapping
 from profiler.bench.llm.transformers_peer import is_there
+from profiler.bench.parts import moe_offload
 from profiler.bench.parts.dispatch import measure_dispatch
 from profiler.bench.parts.software import software
 from profiler.targets import targets_text
@@ -36,7 +39,11 @@ NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and what i
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How much is measured. ``mixed``: shapes; ``swapped``: the shape that is swapped, shared and quantised."""
+    """How much is measured. ``mixed``: shapes; ``swapped``: the shape that is swapped, shared and quantised.
+
+    ``each``: requests to each model in a round of swapping; ``way``: what the processes run there, None: whatever is
+    faster.
+    """
 
     mixed: tuple[QwenShape, ...]
     swapped: QwenShape
@@ -45,10 +52,13 @@ class Form:
     requests: int
     models: Sequence[str]
     dispatch: tuple[int, int, int]  # tokens, experts, width
+    offloaded: moe_offload.OffloadShape = moe_offload.LARGE
+    each: int = EACH
+    way: str | None = None
 
 
 FULL = Form((SMALL, LARGE), LARGE, SMALL, ROUNDS, 24, MODELS, (1024, 128, 256))
-QUICK = Form((TINY,), TINY, TINY, 1, 8, MODELS[:2], (64, 8, 32))
+QUICK = Form((TINY,), TINY, TINY, 1, 4, MODELS[:2], (64, 8, 32), moe_offload.TINY, 1, OURS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +106,19 @@ def report(found: LlmReport) -> str:
 
 def _parts(folder: Path, form: Form, progress: Progress) -> Iterator[Part]:
     for shape in form.mixed:
-        stage = f"mixed lengths, {shape.name}"
-        yield measure_mixed(
-            folder, shape, form.rounds, lambda done, total, stage=stage: progress(stage, done, total), form.requests
-        )
+        told = partial(progress, f"mixed lengths, {shape.name}")
+        yield measure_mixed(folder, shape, form.rounds, told, form.requests)
     progress("iteration overhead", 0, 1)
     yield measure_overhead(folder, form.overhead, form.rounds)
     progress("iteration overhead", 1, 1)
     yield _dispatch(form)
     progress("swapping", 0, 1)
-    yield measure_swapping(folder, form.swapped, form.rounds, form.models)
+    yield measure_swapping(folder, form.swapped, form.rounds, form.models, form.each, form.way)
     progress("swapping", 1, 1)
-    yield measure_backbone(folder, form.swapped)
+    yield measure_backbone(folder, form.swapped, form.each)
+    progress("offloaded experts", 0, 1)
+    yield _offload(folder, form)
+    progress("offloaded experts", 1, 1)
     yield measure_int8(folder, form.swapped)
 
 
@@ -115,6 +126,13 @@ def _dispatch(form: Form) -> Part:
     tokens, moe_experts, width = form.dispatch
     times = measure_dispatch(tokens, moe_experts, width)
     return Part("dispatch", times.targets, asdict(times))
+
+
+def _offload(folder: Path, form: Form) -> Part:
+    own = folder / "offload"
+    own.mkdir()
+    times = moe_offload.measure_moe_offload(own, form.offloaded, form.rounds)
+    return Part("offloaded experts", times.targets, asdict(times), times.remarks)
 
 
 def _machine(threads: int) -> str:

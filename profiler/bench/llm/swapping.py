@@ -43,14 +43,24 @@ TARGET_BACKBONE = 1.2
 OWN_PARTS = "self_attn."  # of models on a common backbone
 
 
-def measure_swapping(folder: Path, shape: QwenShape, rounds: int, models: Sequence[str] = MODELS) -> Part:
-    """Both on the same requests, whose answers must be the same. Raises CoServeError where they are not."""
+def measure_swapping(
+    folder: Path,
+    shape: QwenShape,
+    rounds: int,
+    models: Sequence[str] = MODELS,
+    each: int = EACH,
+    way: str | None = None,
+) -> Part:
+    """Both on the same requests, whose answers must be the same. Raises CoServeError where they are not.
+
+    ``each``: requests to each model in a round; ``way``: what the processes run; None: whichever swaps faster.
+    """
     directories = {
         name: write_random_model(folder / f"swap-{number}", shape, seed=number) for number, name in enumerate(models)
     }
-    asked = [_round(models, shape, number) for number in range(rounds + 1)]
+    asked = [_round(models, shape, number, each) for number in range(rounds + 1)]
     ours, ours_s, loads = _by_agent(folder / "swap-agent", directories, asked)
-    way, why = _faster_way(next(iter(directories.values())), asked[0][0].job)
+    way, why = (way, None) if way else _faster_way(next(iter(directories.values())), asked[0][0].job)
     theirs, theirs_s = _by_processes(directories, asked, way)
     if ours != theirs:
         raise CoServeError("the agent and the processes write different tokens: they are not to be compared")
@@ -58,14 +68,14 @@ def measure_swapping(folder: Path, shape: QwenShape, rounds: int, models: Sequen
     tokens = sum(ask.job.output for each in asked[1:] for ask in each)
     figures = {"coserve_s": ours_s, "processes_s": theirs_s, "tokens": tokens, "loads": loads, "peer": way}
     remarks = (
-        f"{shape.name}, {rounds} rounds of {EACH} requests each: coserve {tokens / ours_s:.1f} tokens/s with {loads} "
+        f"{shape.name}, {rounds} rounds of {each} requests each: coserve {tokens / ours_s:.1f} tokens/s with {loads} "
         f"loads, processes {tokens / theirs_s:.1f} tokens/s, each with {way}",
     )
     skipped = () if why is None else (why,)
     return Part("swapping", (at_least(what, theirs_s / ours_s, TARGET),), figures, remarks, skipped)
 
 
-def measure_backbone(folder: Path, shape: QwenShape) -> Part:
+def measure_backbone(folder: Path, shape: QwenShape, each: int = EACH) -> Part:
     """What the ledger holds of models that differ in their attention alone, once all were asked."""
     own = tuple(f"model.layers.{number}.{OWN_PARTS}" for number in range(shape.layers))
     directories = {
@@ -75,7 +85,7 @@ def measure_backbone(folder: Path, shape: QwenShape) -> Part:
     room = len(MODELS) * sum(file.stat().st_size for file in directories[MODELS[0]].iterdir())
     agent = TextAgent(folder / "backbone-agent", directories, room)
     try:
-        agent.write(_round(MODELS, shape, 0))
+        agent.write(_round(MODELS, shape, 0, each))
         held_bytes = sum(pool.used_bytes for pool in agent.statistics.engine.pools)
         one_bytes = max(agent.slot_bytes.values())
         resident = {name for pool in agent.statistics.engine.pools for name in pool.resident}
@@ -92,8 +102,8 @@ def measure_backbone(folder: Path, shape: QwenShape) -> Part:
     )  # fmt: skip
 
 
-def _round(models: Sequence[str], shape: QwenShape, number: int) -> list[Ask]:
-    jobs = mixed_lengths(EACH * len(models), shape.vocabulary, seed=number)
+def _round(models: Sequence[str], shape: QwenShape, number: int, each: int) -> list[Ask]:
+    jobs = mixed_lengths(each * len(models), shape.vocabulary, seed=number)
     return [Ask(models[place % len(models)], job) for place, job in enumerate(jobs)]
 
 
@@ -105,9 +115,9 @@ def _by_agent(
     agent = TextAgent(folder, directories, int(FITTING * size))
     try:
         tokens = [agent.write(asked[0])]
-        loads, began_s = agent.statistics.engine.loads, time.perf_counter()
+        loads, began_s = agent.loads, time.perf_counter()
         tokens += [agent.write(each) for each in asked[1:]]
-        return tokens, time.perf_counter() - began_s, agent.statistics.engine.loads - loads
+        return tokens, time.perf_counter() - began_s, agent.loads - loads
     finally:
         agent.close()
 

@@ -80,6 +80,11 @@ class TextAgent:
         return self.agent.loop.statistics()
 
     @property
+    def loads(self) -> int:
+        """How often weights were read so far."""
+        return sum(self.statistics.engine.loads.values())
+
+    @property
     def slot_bytes(self) -> dict[str, int]:
         """The memory that each model takes alone."""
         return {

@@ -8,6 +8,7 @@ between runs, because only there each request has a length of its own.
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +34,9 @@ class TransformersPeer:
     """One model of a directory, in fp32 on the CPU."""
 
     def __init__(self, directory: Path, slots: int) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it says of its own imports is not ours
-            import transformers
-
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self._library: Any = transformers
+        self._library = _library()
         self._slots = slots
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = self._library.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self._model.generation_config.eos_token_id = None
         self._manager: Any = None
 
@@ -94,3 +89,12 @@ class TransformersPeer:
         manager = self._model.init_continuous_batching(generation_config=settings, continuous_batching_config=batching)
         manager.start()
         return manager
+
+
+def _library() -> Any:  # noqa: ANN401  an untyped library
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says of its own imports is not ours
+        library: Any = import_module("transformers")
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library
