@@ -46,10 +46,11 @@ def _summary(status: StatusView) -> list[str]:
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in status.verdicts.items())
     uptime = timedelta(seconds=int(status.uptime_s))
     read = mib(status.bytes_read)
+    images = status.requests_in_flight - status.texts.under_way
     doing = "stopping" if status.is_draining else "running"
     return [
         f"line {status.line}, coserve {status.version}, {doing} for {uptime}",
-        f"{status.requests_in_flight} images under way; judged {verdicts}; {status.boards_open} boards open",
+        f"{images} images under way; judged {verdicts}; {status.boards_open} boards open",
         f"{status.switches} switches, {status.loads} loads, {status.evictions} evictions, {read} read",
         *_texts(status.texts),
     ]
@@ -59,7 +60,7 @@ def _texts(texts: TextsView) -> list[str]:
     """Nothing on a line that never wrote one."""
     if not texts.under_way + texts.ended:
         return []
-    first = f", the first after {texts.first_token_s / texts.shown:.2f} s" if texts.shown else ""
+    first = f", begun after {texts.first_token_s / texts.shown:.2f} s on average" if texts.shown else ""
     tokens = f"{texts.read_tokens} tokens read, {texts.written_tokens} written{first}"
     return [f"{texts.under_way} texts under way, {texts.ended} ended; {tokens}"]
 

@@ -731,33 +731,17 @@ class Engine:
 
     def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
         spec, performance, is_front = queue.spec, group.profile.performance, group is queue.front
-        pool = self._pools[spec.pool]
-        quantum_s = self._limits.quantum_s if performance.runs_in_quanta else None
-        if quantum_s is None:
-            self._turns.images_start(queue)
-            parts: tuple[Part, ...] = ()
-            profiles: tuple[ExpertProfile, ...] = (group.profile,)
-            requests = self._take_images(queue, group)
-            tokens_s = self._off_queue(requests, performance)
-            workspace_bytes = performance.workspace_for(len(requests))
-        else:
-            parts, profiles = self._take_quantum(queue, group)
-            requests = tuple(request for part in parts for request in part.requests)
-            tokens_s = sum(
-                self._off_queue(part.requests, profile.performance)
-                for part, profile in zip(parts, profiles, strict=True)
-            )
-            workspace_bytes = max(profile.performance.workspace_for(len(requests)) for profile in profiles)
-            parts = parts if len(parts) > 1 else ()
-        predicted_s = performance.latency_s(len(requests)) + tokens_s
         self._last_batch += 1
-        batch = Batch(
-            self._last_batch, spec.id, group.expert, group.profile.copy, requests, workspace_bytes, quantum_s, parts
-        )
+        if performance.runs_in_quanta:
+            batch, profiles, tokens_s = self._batch_of_texts(queue, group)
+        else:
+            batch, profiles, tokens_s = self._batch_of_images(queue, group)
+        predicted_s = performance.latency_s(len(batch.requests)) + tokens_s
+        pool = self._pools[spec.pool]
         for copy in batch.copies:
             pool.start_use(copy)
-        pool.take_workspace(spec.id, workspace_bytes)
-        runs_s = predicted_s if quantum_s is None else min(predicted_s, quantum_s)
+        pool.take_workspace(spec.id, batch.workspace_bytes)
+        runs_s = predicted_s if batch.quantum_s is None else min(predicted_s, batch.quantum_s)
         queue.running_until_s = self._now + runs_s
         queue.unfinished_s = predicted_s - runs_s
         queue.is_overtaken = not is_front
@@ -766,7 +750,32 @@ class Engine:
         self._running[spec.id] = batch.id
         effects.append(StartBatch(batch))
         for part in batch.all_parts:
-            self._speculate(queue.spec, part.expert)
+            self._speculate(spec, part.expert)
+
+    def _batch_of_images(self, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
+        """What runs to its end; what it runs by, and the predicted seconds of its tokens."""
+        self._turns.images_start(queue)
+        requests, performance = self._take_images(queue, group), group.profile.performance
+        workspace_bytes = performance.workspace_for(len(requests))
+        batch = Batch(self._last_batch, queue.spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
+        return batch, (group.profile,), self._off_queue(requests, performance)
+
+    def _batch_of_texts(self, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
+        """The same of what runs for a quantum: of all experts that run together."""
+        parts, profiles = self._take_quantum(queue, group)
+        requests = tuple(request for part in parts for request in part.requests)
+        batch = Batch(
+            self._last_batch,
+            queue.spec.id,
+            group.expert,
+            group.profile.copy,
+            requests,
+            max(profile.performance.workspace_for(len(requests)) for profile in profiles),
+            self._limits.quantum_s,
+            parts if len(parts) > 1 else (),
+        )
+        tokens_s = (self._off_queue(part.requests, row.performance) for part, row in zip(parts, profiles, strict=True))
+        return batch, profiles, sum(tokens_s)
 
     def _take_images(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
         """Requests that run to their end."""

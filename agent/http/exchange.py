@@ -35,14 +35,14 @@ class Answer:
 class Terms:
     """What one exchange may take: its body, its time from the connection on, how long its caller may read nothing.
 
-    ``connections``: places of its own at each address; None: it keeps the place that it came in by. ``withdraws``: who
-    goes away before the answer's end wants none any more, and whoever answers is cancelled.
+    ``connections``: how many at each address. ``withdraws``: who goes away before the answer's end wants none any more,
+    and whoever answers is cancelled.
     """
 
     body_bytes: int
     longest_s: float
     stall_s: float
-    connections: int | None = None
+    connections: int
     withdraws: bool = False
 
 

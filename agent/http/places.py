@@ -1,4 +1,4 @@
-"""How many may be connected at once: so many who have not said yet what they want, and more of whom that is granted.
+"""How many may be connected at once: so many who have not said yet what they want, and so many of each application's.
 
 Guarantees: nobody is counted twice, or after the end.
 """
@@ -44,11 +44,8 @@ class Place:
         self._is_held = True
 
     def change(self, application: Application) -> bool:
-        """For one of an application's own, if it has such; False where all of these are taken."""
-        most = application.terms.connections
-        if most is None:
-            return True
-        if not self._places.take(id(application), most):
+        """For one of an application's; False where all of these are taken."""
+        if not self._places.take(id(application), application.terms.connections):
             return False
         self._places.give_back(self._kind)
         self._kind = id(application)

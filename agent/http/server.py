@@ -1,9 +1,9 @@
 """Applications at the line's HTTP addresses, all of which only this machine reaches.
 
-Guarantees: it starts at every address, or at none. A connection is one request (``agent.http.connection``); more than
-ARRIVALS that have not said what they want, or want what has no places of its own, are closed at once, so that no caller
-takes memory from the agent. No name is asked of the network. One thread serves all of it; when it stops, all
-connections are closed, and that thread has ended.
+Guarantees: it starts at every address, or at none. A connection is one request (``agent.http.connection``). More than
+ARRIVALS that have not said yet what they want are closed at once, and who wants what all places are taken of is told
+so: no caller takes memory from the agent. No name is asked of the network. One thread serves all of it; when it stops,
+all connections are closed, and that thread has ended.
 Why its own: gRPC's server speaks no HTTP/1, the standard library's takes a thread for each connection and cuts none off
 that reads slowly, and frameworks bound neither heads nor slow readers.
 """
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ARRIVALS = 16  # of each address at a time
+ARRIVALS = 128  # of each address at a time: callers come in bursts, and each says within milliseconds what it wants
 STOP_S = 0.2  # for answers that are on their way: they take milliseconds, and the rest of a stop has little time
-BACKLOG = 64
+BACKLOG = 128
 
 
 class HttpServer:

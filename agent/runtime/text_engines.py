@@ -6,6 +6,7 @@ is what leases are counted by, so who has its lease finds room.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import torch
 from agent.runtime.machine.box import torch_device
 from agent.runtime.texts import Reached
 from experts.backends import LLM, family
+from experts.errors import CoServeError
 from experts.llm.names import EMBEDDING
 from experts.llm.program import spec_of
 from experts.llm.serving.blocks import BlockArena
@@ -57,17 +59,17 @@ class TextEngines:
             self.arenas[pool].set_budget(budget_bytes)
 
     def _rounded(self, copies: Sequence[ExpertCopy], tokens: int) -> int:
-        if self.layout_of is None:
-            return tokens
-        layouts = [self._layout(copy, self.layout_of) for copy in copies]
+        layouts = [layout for copy in copies if (layout := self._layout(copy)) is not None]
         return max(
             (arena.tokens_for(layout, tokens) for arena in self.arenas.values() for layout in layouts), default=tokens
         )
 
-    def _layout(self, copy: ExpertCopy, layout_of: Callable[[ExpertCopy], KvLayout]) -> KvLayout:
-        if copy.name not in self._layouts:
-            self._layouts[copy.name] = layout_of(copy)
-        return self._layouts[copy.name]
+    def _layout(self, copy: ExpertCopy) -> KvLayout | None:
+        """None for one whose program cannot be read: whoever loads it says so."""
+        if copy.name not in self._layouts and self.layout_of is not None:
+            with suppress(CoServeError):
+                self._layouts[copy.name] = self.layout_of(copy)
+        return self._layouts.get(copy.name)
 
 
 def text_engines(

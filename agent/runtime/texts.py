@@ -176,7 +176,7 @@ class Texts:
                 refused.append((request, text))
             else:
                 lease = self._asked[request].lease
-                turns.append(Turn(request, expert_name(copy), models[copy.name], text, weights_name(copy), lease))
+                turns.append(Turn(request, copy.expert.id, models[copy.name], text, weights_name(copy), lease))
         if not turns:
             return Progressed(batch.id, tuple(refused), ())
         quantum = self._engines[batch.executor].run(turns, batch.quantum_s)

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 PREFIX = "coserve"
 PATIENCE_S = 5.0  # Prometheus and those who look after health wait for ten
 BODY_BYTES = 1024  # which no page wants
+CONNECTIONS = 16  # of each address at a time
 FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
 PATHS = ("/metrics", "/health/live", "/health/ready")
 
@@ -46,7 +47,7 @@ class Pages:
     """Keeps ``agent.http.exchange.Application``."""
 
     def __init__(self, line: Line, patience_s: float, connection_s: float) -> None:
-        self.terms = Terms(BODY_BYTES, connection_s, connection_s)
+        self.terms = Terms(BODY_BYTES, connection_s, connection_s, CONNECTIONS)
         self._patience_s = patience_s
         self._condition = _Question(line.condition, "web-health")
         self._metrics = _Question(line.metrics, "web-metrics")

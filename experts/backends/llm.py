@@ -23,6 +23,7 @@ from experts.llm.model import Model
 from experts.llm.names import expert_stacks
 from experts.llm.program import pack_program, read_program, spec_of
 from experts.llm.quant import Int8Tensors
+from experts.llm.text.tokenizer import TOKENIZER, TextModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -89,6 +90,7 @@ class LlmBackend:
                 expert.id, f"language models do not run in {precision}: choose fp32, bf16, fp16 or int8"
             )
         program = read_program(expert.weights, expert.id)
+        _check_words(expert, program)
         checkpoint = open_checkpoint(expert.weights, expert.id, read_spec(expert.weights, expert.id))
         checkpoint.check_tied_head()
         exact = _PackedTensors(checkpoint, None if precision is Precision.INT8 else precision)
@@ -105,7 +107,8 @@ class LlmBackend:
         raise ValueError(f"{expert.id} takes texts, not images")
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return PACKED_AS
+        labels = f", for {', '.join(expert.labels)}" if expert.labels else ""  # whose spelling is looked at
+        return PACKED_AS + labels
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)
@@ -113,6 +116,26 @@ class LlmBackend:
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return read_spec(expert.weights, expert.id).kv_bytes(COMPUTED_IN[precision].itemsize)
+
+
+def _check_words(expert: Expert, files: Mapping[str, bytes]) -> None:
+    """What turns words into tokens, where it is there: without it a model still answers those who ask in tokens.
+
+    Raises TokenizerUnusable, WeightsMismatch for a label that it has no token for.
+    """
+    if TOKENIZER not in files:
+        return
+    words = TextModel.of(files, expert.id)
+    for label in expert.labels:
+        if not _can_spell(words, label):
+            raise WeightsMismatch(expert.id, f"{TOKENIZER} has no token for the label {label!r}: rename the label")
+
+
+def _can_spell(words: TextModel, label: str) -> bool:
+    try:
+        return bool(words.encode(label, adds_special=False))
+    except Exception:  # noqa: BLE001  of a vocabulary without a token for what it does not know: it has no other
+        return False
 
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:

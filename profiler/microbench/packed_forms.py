@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.deployment.executors import executor_specs
 from agent.deployment.memory_split import pool_budgets
+from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import copy_of
 from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.box import torch_device
+from agent.runtime.measuring.probe import estimated_matrix
 from experts.backends import GRAPH_FAMILIES, family
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
+    from agent.core.performance import PerformanceMatrix
     from agent.runtime.machine.box import Box
     from experts.packed.packing import PackingStep
     from experts.packed.weights import SegmentStore
@@ -40,7 +44,8 @@ class LinePacking:
     """A line's packed weights. ``failed``: experts that cannot be served, and why.
 
     Those are the ones that cannot be packed in their reference, or in no form that they are to run in; that one cannot
-    be packed in a form that was only to be tried says nothing. Whoever finds another reason adds it.
+    be packed in a form that was only to be tried says nothing. Whoever finds another reason adds it. Models that are
+    larger than the memories of ``box`` are held as its agent holds them.
     """
 
     def __init__(
@@ -49,7 +54,9 @@ class LinePacking:
         segments: SegmentStore,
         samples: LineSamples,
         progress: Callable[[str, int, int], None],
+        box: Box | None = None,
     ) -> None:
+        self._box = box
         self.failed: dict[str, str] = {}
         self._refused: dict[str, str] = {}  # experts that could not be packed in one form at least, and why
         self._config = config
@@ -107,7 +114,7 @@ class LinePacking:
         for name, by_form in report.packed.items():
             for form, packed in by_form.items():
                 found[form].append(copy_of(self._config, name, form, packed))
-        return found
+        return found if self._box is None else as_held(self._config, self._box, found)
 
     def keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:
         """Pack every expert as it will run, forget its other forms; the copies. ``precisions``: by kind, processor."""
@@ -139,6 +146,20 @@ class LinePacking:
             }
         except BackendUnavailable as error:
             raise ConfigError(f"{error} - {MISSING_RUNTIME}") from error
+
+
+def as_held(config: LineConfig, box: Box, copies: Copies) -> Copies:
+    """The copies with as many of their moe_experts as an agent would have them hold: all, where there is room."""
+    executors = executor_specs(config, box)
+
+    def sizes(listed: Mapping[str, Sequence[ExpertCopy]]) -> PerformanceMatrix:
+        return estimated_matrix(box, listed, {})
+
+    caches = MoeCaches(config, box, executors, None, sizes)
+    held: Copies = defaultdict(list)
+    for form, listed in copies.items():
+        held[form] = caches.sized({spec.processor: listed for spec in executors})[executors[0].processor]
+    return held
 
 
 def refuse_what_never_fits(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from agent.deployment.profile_in_use import precision_of
 from agent.device_profile.identity import packed_sha256
-from agent.runtime.expert_copy import by_kind, footprint_of
+from agent.runtime.expert_copy import by_kind
 from experts.expert import Precision
 from experts.sizes import mib
 from profiler.microbench.agreement import choose_precision, compare, image_s
@@ -100,7 +100,7 @@ class PrecisionChoice:
         wanted = {copy.expert.id: {Precision.FP32} for copy in references}
         packed = self._packing.pack(wanted, f"pack fp32 for {bench.processor}: {references[0].kind}")
         exact = [copy for copy in packed[Precision.FP32] if copy.expert.id in wanted]
-        largest_bytes = max((footprint_of(copy.packed).total_bytes for copy in exact), default=0)
+        largest_bytes = max((copy.footprint.total_bytes for copy in exact), default=0)
         pool = bench.box.pool_of(bench.processor)
         if not exact or largest_bytes > COMPARED_FRACTION * bench.box.size_of(pool).available_bytes:
             reason = f"in fp32 it takes {mib(largest_bytes)}" if exact else "it cannot be packed in fp32"

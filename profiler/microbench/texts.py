@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.device_profile.records import Agreement, BatchTimes, KindProfile
-from agent.runtime.expert_copy import footprint_of
 from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.rig import LEAST_S
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
@@ -209,7 +208,7 @@ def _kind_profile(
         B_s=max(times.fixed_s, LEAST_S),
         fit_error=fit_latency(batches).error,
         max_batch=times.max_batch,
-        weight_bytes=footprint_of(copy.packed).total_bytes,
+        weight_bytes=sum(segment.slot_bytes for segment in copy.segments),
         workspace_base_bytes=workspace.base_bytes,
         workspace_bytes=workspace.per_image_bytes,
         load_s=load_s,

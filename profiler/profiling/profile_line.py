@@ -210,7 +210,7 @@ class _Profiling:
         self._samples = samples
         self._draft = draft
         self._search = options.search.on(box)
-        self._packing = LinePacking(config, segments, samples, progress)
+        self._packing = LinePacking(config, segments, samples, progress, box)
         self._notes: list[str] = []
 
     def run(self, served: UsageFound | None) -> Profiled:

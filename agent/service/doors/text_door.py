@@ -23,7 +23,7 @@ from agent.runtime.text_sources import TextSource
 from agent.service.doors.durations import Durations
 from agent.service.doors.text_models import TextModels
 from agent.service.judging.inspector import Task
-from experts.errors import ExpertError, GenerationInvalid, OrderRefused, Refusing, TokenizerUnusable
+from experts.errors import CoServeError, ExpertError, GenerationInvalid, OrderRefused, Refusing, TokenizerUnusable
 from experts.llm.serving.generation import Ending, Generation, TextRequest, check_against
 from experts.llm.text.text_writer import TextWriter, check_stops
 
@@ -59,11 +59,12 @@ class TextStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Who is asked for a text: one expert, or a route whose router decides. ``first``: who is asked first."""
+    """Who is asked for a text: one expert, or a route whose router decides. ``reached``: whom it may come to, the
+    first of them for certain."""
 
     expert: str | None
     route: str | None
-    first: str
+    reached: tuple[str, ...]
 
 
 class TextDoor:
@@ -89,7 +90,7 @@ class TextDoor:
         try:
             _check(order)
             destination = destination_of(order, agent.config.catalog)
-            text.text_for(destination.first)
+            text.prepare(destination.reached)
         except GenerationInvalid as error:
             raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
         except TokenizerUnusable as error:
@@ -184,7 +185,7 @@ class _Text:
     first_s: float | None = None
     since_s: float = field(init=False)
     _requests: dict[str, TextRequest] = field(default_factory=dict)
-    _invalid: GenerationInvalid | None = None
+    _failures: dict[str, CoServeError] = field(default_factory=dict)  # by whom it cannot be asked of
     _is_closed: bool = False  # nobody listens any more
 
     def __post_init__(self) -> None:
@@ -197,14 +198,20 @@ class _Text:
         words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
         return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
 
+    def prepare(self, reached: Sequence[str]) -> None:
+        """What it wants of all these, so that nobody waits for that later. Raises as ``text_for`` of the first."""
+        for expert in reached:
+            if expert not in self._requests and expert not in self._failures:
+                try:
+                    self._requests[expert] = self._asked_of(expert)
+                except CoServeError as error:
+                    self._failures[expert] = error
+        self.text_for(reached[0])
+
     def text_for(self, expert: str) -> TextRequest:
-        """What it wants of an expert; tokenised once. Raises GenerationInvalid, ExpertError."""
-        if expert not in self._requests:
-            try:
-                self._requests[expert] = self._asked_of(expert)
-            except GenerationInvalid as error:
-                self._invalid = error
-                raise
+        """What it wants of an expert. Raises GenerationInvalid, ExpertError."""
+        if expert in self._failures:
+            raise self._failures[expert]
         return self._requests[expert]
 
     def cancel(self) -> None:
@@ -281,8 +288,9 @@ class _Text:
 
     def _failure(self, reason: str) -> OrderRefused:
         """Whose fault it is: the order's, where it was refused for an expert that its route came to."""
-        if self._invalid is not None and str(self._invalid) in reason:
-            return OrderRefused(Refusing.INVALID, reason, field=self._invalid.field)
+        for error in self._failures.values():
+            if isinstance(error, GenerationInvalid) and str(error) in reason:
+                return OrderRefused(Refusing.INVALID, reason, field=error.field)
         return OrderRefused(Refusing.NOT_NOW, reason)
 
     def _fail(self, failure: OrderRefused) -> None:
@@ -308,10 +316,10 @@ def destination_of(order: TextOrder, catalog: Catalog) -> Destination:
         expert = catalog.texts[name].expert_for(_last_words(order))
         router = catalog.texts[name].router
         if expert is None and router is not None:
-            return Destination(None, name, router)
+            return Destination(None, name, (router, *catalog.texts[name].branches.values()))
         assert expert is not None, "a route without a router has an answer for every text"
-        return Destination(expert, None, expert)
-    return Destination(name, None, name)
+        return Destination(expert, None, (expert,))
+    return Destination(name, None, (name,))
 
 
 def _model_name(model: str, catalog: Catalog) -> str:

@@ -333,7 +333,7 @@ class LlmEngine:
         room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
         least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
         if is_first:
-            room = max(room, least)
+            room = max(room, min(group.times.least_tokens(left_s), self._limits.tokens))
         elif left_s <= 0 or group.times.seconds(max(writing, 1)) > left_s or (not writing and room < least):
             return []
         return plan(candidates, self._limits.rows, room)

@@ -116,13 +116,34 @@ class IterationTimes:
         most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)
         return int(min((seconds - base_s) / token_s, most)) if token_s > 0 else most
 
+    def least_tokens(self, seconds: float) -> int:
+        """How many tokens of prompts an iteration may have in any case, though it ends too late.
+
+        Where it would without any, as many as take no longer than the pass over the weights that is paid anyway.
+        """
+        if self.seconds(LEAST_CHUNK_TOKENS) <= max(seconds, 0.0):
+            return LEAST_CHUNK_TOKENS
+        most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)
+        if not self._has_line:
+            return GROWTH * LEAST_CHUNK_TOKENS  # another size tells what the pass itself takes
+        base_s, token_s = self._line()
+        return max(int(min(base_s / token_s, most)), LEAST_CHUNK_TOKENS)
+
+    @property
+    def _variance(self) -> float:
+        return self._squares / self._weight - (self._tokens / self._weight) ** 2
+
+    @property
+    def _has_line(self) -> bool:
+        """Whether sizes differ enough for a line through them."""
+        return self._weight > 0 and self._variance >= (0.05 * self._tokens / self._weight) ** 2
+
     def _line(self) -> tuple[float, float]:
         if not self.is_known or not self._tokens:
             return 0.0, 0.0
         mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - mean_tokens**2
         covariance = self._products / self._weight - mean_tokens * mean_s
-        if variance < (0.05 * mean_tokens) ** 2 or covariance <= 0:
+        if not self._has_line or covariance <= 0:
             return 0.0, mean_s / mean_tokens
-        token_s = min(covariance / variance, mean_s / mean_tokens)
+        token_s = min(covariance / self._variance, mean_s / mean_tokens)
         return mean_s - token_s * mean_tokens, token_s

@@ -1,8 +1,9 @@
-"""Jinja's immutable sandbox, which also ends: within a time, and with so much text.
+"""Jinja's immutable sandbox, which also ends: within a time, with so much text, in so much memory.
 
-Guarantees: a rendering ends soon after RENDER_S, for every loop's turn, every call, filter and piece of text looks at
-the clock; and with at most MOST_CHARACTERS of text. What could grow far beyond that in one step (a product, a power, a
-format, a width, a replacement, a list that holds itself many times over) is refused before it is made.
+Guarantees: a rendering ends soon after RENDER_S, for every loop's turn, every call, filter and operator looks at the
+clock; its text has at most MOST_CHARACTERS; all that its calls, filters and operators make on the way has at most
+MOST_MADE together, whether it is kept or not. What could make more than that in one step (a product, a power, a width,
+a format, a replacement, a join, a list that holds itself many times over) is refused before it is made.
 Why: the sandbox of the library keeps a template from the program, but lets it fill the memory or turn for hours.
 """
 
@@ -27,19 +28,40 @@ if TYPE_CHECKING:
 
 RENDER_S = 2.0  # a template that is well takes milliseconds
 MOST_CHARACTERS = 1_000_000  # of a text: a context of two hundred thousand tokens
+MOST_MADE = 64 * MOST_CHARACTERS  # a template that is well passes each character on some ten times
 MOST_REPEATS = 10_000  # a width, an indentation, an exponent's bits: templates pad by a few
 DIGITS = re.compile(r"\d+")
 LOOPED, JOINED = "_looped", "_joined"  # filters that every loop and every ~ goes through
-UNBOUNDED = ("lipsum",)  # which no chat needs
-WIDTHS = frozenset({"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate",
-                    "wordwrap", "zfill"})  # fmt: skip
+LEFT_OUT = frozenset({"lipsum", "pprint", "urlize", "wordwrap", "xmlattr", "translate"})  # which no chat needs
+WIDTHS = frozenset({
+    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson", "truncate",
+    "zfill",
+})  # fmt: skip
 FORMATS = frozenset({"format", "format_map", "strftime_now"})
-
-_due_s: ContextVar[float | None] = ContextVar("due_s", default=None)
 
 
 class _Exceeded(TemplateRuntimeError):
     """A template that takes more than it may."""
+
+
+class _Budget:
+    """What is left of one rendering's time and text."""
+
+    def __init__(self, render_s: float) -> None:
+        self._due_s = time.monotonic() + render_s
+        self._made = 0
+
+    def look(self) -> None:
+        if time.monotonic() > self._due_s:
+            raise _Exceeded("it takes longer than it may")
+
+    def made(self, value: object) -> None:
+        self._made += _length(value)
+        if self._made > MOST_MADE:
+            raise _Exceeded(f"it makes more than {MOST_MADE} characters on the way")
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
@@ -50,18 +72,15 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def __init__(self, render_s: float = RENDER_S, **options: Any) -> None:  # noqa: ANN401 - jinja2's
         super().__init__(finalize=_checked, **options)
         self._render_s = render_s
-        for name in UNBOUNDED:
-            del self.globals[name]
-        self.give(filters=dict(self.filters))
-        self.filters[LOOPED] = _looped
-        self.filters[JOINED] = _joined
+        self.globals = {name: function for name, function in self.globals.items() if name not in LEFT_OUT}
+        known = {name: function for name, function in self.filters.items() if name not in LEFT_OUT}
+        self.filters = {LOOPED: _looped, JOINED: _joined}
+        self.give(filters=known, calls={})
 
-    def give(
-        self, *, filters: Mapping[str, Callable[..., Any]], calls: Mapping[str, Callable[..., Any]] | None = None
-    ) -> None:
+    def give(self, *, filters: Mapping[str, Callable[..., Any]], calls: Mapping[str, Callable[..., Any]]) -> None:
         """More that a template may use."""
         self.filters.update({name: _bounded(name, function) for name, function in filters.items()})
-        self.globals.update({name: _bounded(name, function) for name, function in (calls or {}).items()})
+        self.globals.update({name: _bounded(name, function) for name, function in calls.items()})
 
     def compiled(self, source: str) -> Template:
         """A template to render. Raises TemplateSyntaxError."""
@@ -70,22 +89,24 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def render(self, template: Template, given: Mapping[str, Any]) -> str:
         """Its text. Raises TemplateRuntimeError, and whatever goes wrong in it."""
-        token = _due_s.set(time.monotonic() + self._render_s)
+        token = _budget.set(_Budget(self._render_s))
         try:
             return "".join(_counted(template.generate(given)))
         finally:
-            _due_s.reset(token)
+            _budget.reset(token)
 
     def call(self, context: Context, obj: Any, *given: Any, **named: Any) -> Any:  # noqa: ANN401 - jinja2's
         """Each call that a template makes."""
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps those that format
-        _check_call(getattr(method, "__name__", ""), getattr(method, "__self__", None), (*given, *named.values()))
-        return super().call(context, obj, *given, **named)
+        name = getattr(method, "__name__", "")
+        settled = _settled(given) if name == "join" else given
+        _check_call(name, getattr(method, "__self__", None), (*settled, *named.values()))
+        return _made(super().call(context, obj, *settled, **named))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - jinja2's
         """Each operator that can make much of little."""
         _check_operator(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        return _made(super().call_binop(context, operator, left, right))
 
 
 class _Watched(NodeTransformer):
@@ -105,15 +126,20 @@ class _Watched(NodeTransformer):
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which looks at what it is given first."""
+    passed = 0 if getattr(function, "jinja_pass_arg", None) is None else 1  # the library's context or environment
 
-    @functools.wraps(function)  # with the marks that the library passes its context or environment by
+    @functools.wraps(function)  # with the mark of that
     def bounded(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - any filter
-        has_context = getattr(function, "jinja_pass_arg", None) is not None
-        own = given[1:] if has_context else given
-        _check_call(name, own[0] if own else None, (*own, *named.values()))
-        return function(*given, **named)
+        own = _settled(given[passed:]) if name == "join" else given[passed:]
+        _check_call(name, own[0] if own else None, (*own[1:], *named.values()))
+        return _made(function(*given[:passed], *own, **named))
 
     return bounded
+
+
+def _settled(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same, with lists for what would only be made when it is asked for."""
+    return tuple(list(_looped(one)) if hasattr(one, "__next__") else one for one in given)
 
 
 def _looped(items: Iterable[Any]) -> Iterator[Any]:
@@ -125,7 +151,7 @@ def _looped(items: Iterable[Any]) -> Iterator[Any]:
 def _joined(parts: Iterable[Any]) -> str:
     texts = [str(_checked(part)) for part in parts]
     _check_length(sum(map(len, texts)))
-    return "".join(texts)
+    return str(_made("".join(texts)))
 
 
 def _counted(pieces: Iterable[str]) -> Iterator[str]:
@@ -138,9 +164,17 @@ def _counted(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _look() -> None:
-    due_s = _due_s.get()
-    if due_s is not None and time.monotonic() > due_s:
-        raise _Exceeded("it takes longer than it may")
+    budget = _budget.get()
+    if budget is not None:
+        budget.look()
+
+
+def _made(value: Any) -> Any:  # noqa: ANN401 - whatever a template makes
+    """The same value, counted."""
+    budget = _budget.get()
+    if budget is not None:
+        budget.made(value)
+    return value
 
 
 def _check_length(characters: int) -> None:
@@ -161,7 +195,7 @@ def _size(value: object) -> int:
     size, waiting = 0, [value]
     while waiting:
         one = waiting.pop()
-        size += len(one) + 1 if isinstance(one, str | bytes | list | tuple | dict | set) else _number_size(one)
+        size += 1 + (one.bit_length() // 3 if isinstance(one, int) else _length(one))
         _check_length(size)
         if isinstance(one, dict):
             waiting += one.keys()
@@ -173,22 +207,24 @@ def _size(value: object) -> int:
     return size
 
 
-def _number_size(one: object) -> int:
-    return 1 + one.bit_length() // 3 if isinstance(one, int) else 1
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict | set) else 0
 
 
 def _check_call(name: str, receiver: object, given: tuple[Any, ...]) -> None:
+    """``receiver``: whose method it is, or what is filtered."""
     _look()
-    for one in (receiver, *given):
-        _size(one)
+    if name in LEFT_OUT:
+        raise _Exceeded(f"{name} may take more than there is, and is left out")
+    sizes = [_size(one) for one in (receiver, *given)]
     if name in WIDTHS:
-        _check_repeats(*(one for one in given if isinstance(one, int)))
+        _check_widths(receiver, given, sizes[0])
     elif name in FORMATS:
-        _check_format(receiver if isinstance(receiver, str) else "", *given)
+        _check_format(receiver, given, max(sizes))
     elif name == "replace":
-        _check_replacement(receiver, given if isinstance(receiver, str) else given[1:])
-    elif name == "join":
-        _check_join(receiver, given)
+        _check_replacement(receiver, given)
+    elif name == "join":  # as many times the one as there are of the other
+        _check_length(_length(receiver) * max((_length(one) for one in given), default=0))
 
 
 def _check_repeats(*numbers: int) -> None:
@@ -196,28 +232,40 @@ def _check_repeats(*numbers: int) -> None:
         raise _Exceeded(f"it repeats something more than {MOST_REPEATS} times")
 
 
-def _check_format(*given: object) -> None:
-    """Widths stand in the format, or beside it where that has a star."""
+def _check_widths(receiver: object, given: tuple[Any, ...], size: int) -> None:
+    """Once for a whole text, or in each of its lines, or at each of many things."""
+    widths = [one if isinstance(one, int) else _length(one) for one in given]
+    _check_repeats(*widths)
+    is_text = isinstance(receiver, str)
+    places = 1 + receiver.count("\n") + receiver.count("\t") if isinstance(receiver, str) else size
+    _check_length(max(widths, default=0) * places if is_text or isinstance(receiver, dict | list | tuple) else 0)
+
+
+def _check_format(receiver: object, given: tuple[Any, ...], largest: int) -> None:
+    """Widths stand in the format, or beside it where that has a star; and what is given may stand there many times."""
+    form = receiver if isinstance(receiver, str) else next((one for one in given if isinstance(one, str)), "")
+    _check_repeats(*(int(found[:9]) for found in DIGITS.findall(form)))
+    _check_repeats(*(one for one in _flat(given) if isinstance(one, int)))
+    if (form.count("%") + form.count("{")) * largest > MOST_MADE:
+        raise _Exceeded(f"it makes more than {MOST_MADE} characters on the way")
+
+
+def _flat(given: Iterable[Any]) -> Iterator[Any]:
     for one in given:
-        if isinstance(one, str):
-            _check_repeats(*(int(found[:9]) for found in DIGITS.findall(one)))
-        elif isinstance(one, int):
-            _check_repeats(one)
+        if isinstance(one, tuple | list):
+            yield from one
+        elif isinstance(one, dict):
+            yield from one.values()
+        else:
+            yield one
 
 
 def _check_replacement(receiver: object, given: tuple[Any, ...]) -> None:
-    texts = [one for one in given if isinstance(one, str) and one is not receiver]
+    texts = [one for one in given if isinstance(one, str)]
     if isinstance(receiver, str) and len(texts) > 1:
         old, new = texts[:2]
         places = receiver.count(old) if old else len(receiver) + 1
         _check_length(len(receiver) + places * len(new))
-
-
-def _check_join(receiver: object, given: tuple[Any, ...]) -> None:
-    """Between many things a long text may stand many times."""
-    glue = max((len(one) for one in (receiver, *given) if isinstance(one, str)), default=0)
-    things = max((len(one) for one in (receiver, *given) if isinstance(one, list | tuple)), default=1)
-    _check_length(glue * things)
 
 
 def _check_operator(operator: str, left: Any, right: Any) -> None:  # noqa: ANN401 - a template's values
@@ -225,17 +273,17 @@ def _check_operator(operator: str, left: Any, right: Any) -> None:  # noqa: ANN4
     if operator == "+":
         _check_length(_length(left) + _length(right))
     elif operator == "*":
-        times, sized = (left, right) if isinstance(left, int) else (right, left)
-        bits = times.bit_length() if isinstance(times, int) else 0
-        if isinstance(sized, int):
-            _check_repeats(bits + sized.bit_length())
-        elif isinstance(times, int):
-            _check_length(_length(sized) * max(times, 0))
+        _check_product(left, right)
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         _check_repeats(left.bit_length() * right)
     elif operator == "%" and isinstance(left, str):
-        _check_format(left, *(right if isinstance(right, tuple) else (right,)))
+        _check_format(left, (right,), _size(right))
 
 
-def _length(value: object) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+def _check_product(left: Any, right: Any) -> None:  # noqa: ANN401 - a template's values
+    if isinstance(left, int) and isinstance(right, int):
+        _check_repeats(left.bit_length() + right.bit_length())
+        return
+    for times, repeated in ((left, right), (right, left)):
+        if isinstance(times, int):
+            _check_length(_length(repeated) * max(times, 0))

@@ -88,5 +88,5 @@ def test_what_a_model_writes_does_nothing_to_a_terminal():
 
 def test_status_tells_of_texts(line):
     shown = coserve("status", line).stdout
-    assert "1 texts under way, 2 ended; 300 tokens read, 40 written, the first after 0.25 s" in shown
+    assert "1 texts under way, 2 ended; 300 tokens read, 40 written, begun after 0.25 s on average" in shown
     assert "1.0 MiB" in shown

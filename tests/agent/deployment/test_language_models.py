@@ -285,9 +285,9 @@ class TestReload:
         line.document["texts"] |= changed
         assert keys_for_restart(before, line.config) == asks
 
-    def test_a_tokenizer_that_changed_is_another_expert(self, line):
+    def test_what_stands_beside_weights_that_changed_is_another_expert(self, line):
         with line.built() as agent:
-            (line.folder / "b" / "tokenizer.json").write_text("{}")
+            (line.folder / "b" / "generation_config.json").write_text("{}")
             change = plan_change(agent, line.config, lambda stage, done, total: None)
         assert change.replaced == ("llm/b",)
 

@@ -260,6 +260,25 @@ def test_whoever_is_cancelled_while_it_is_written_ends_and_is_forgotten(line, fa
     assert (fake.texts, fake.held) == ({}, {})
 
 
+def test_after_a_thousand_random_cancels_nothing_is_held_by_anybody(line, fake):
+    random = np.random.default_rng(3)
+    with served(line, fake, lease_tokens=80, batch=8) as agent:
+        numbers = []
+        for _ in range(1000):
+            count = int(random.integers(1, 30))
+            ask = random.integers(3)
+            asked = agent.ask_route(count=count) if ask == 2 else agent.ask(("llm/code", "llm/maths")[ask], count=count)
+            numbers.append(asked[0])
+            agent.loop.cancel(int(random.choice(numbers[-8:])))
+        agent.settle()
+        statistics = agent.loop.statistics()
+    assert sorted(agent.outcomes) == numbers
+    reasons = {outcome.reason for outcome in agent.outcomes.values()}
+    assert reasons == {"cancelled", None, "asked of one expert, not of a route"}
+    assert (fake.texts, fake.held, statistics.engine.pools[0].lease_used_bytes) == ({}, {}, 0)
+    assert statistics.requests_in_flight == 0
+
+
 def test_a_lost_device_ends_the_agent_and_no_text_is_blamed(line, fake):
     fake.errors = [torch.AcceleratorError("CUDA error: an illegal memory access was encountered")]
     agent = served(line, fake)

@@ -22,7 +22,7 @@ from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
 from experts.llm.key_values import ContiguousKeyValues
-from experts.llm.model import load_model
+from experts.llm.model import Model, load_model
 from experts.llm.names import assemblies
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import kv_bytes_per_token
@@ -75,6 +75,7 @@ class TextLine:
 
     segments: SegmentStore
     copies: dict[str, ExpertCopy]
+    models: dict[str, Model] = field(default_factory=dict)  # without the runtime, those that were asked
 
     @classmethod
     def packed(cls, folder, experts):
@@ -96,8 +97,9 @@ class TextLine:
 
     def greedy(self, expert, prompt, count):
         """The likeliest tokens after a prompt, without the runtime: the whole text anew for each."""
-        model = load_model(self.copy(expert).expert.weights, expert)
-        tokens = list(prompt)
+        if expert not in self.models:
+            self.models[expert] = load_model(self.copy(expert).expert.weights, expert)
+        model, tokens = self.models[expert], list(prompt)
         for _ in range(count):
             batch = TokenBatch.of([Chunk(0, 0, tokens)])
             tokens.append(int(model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))[-1].argmax()))

@@ -19,8 +19,11 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
+from agent.api.calls.desk import TextOrder
+from agent.api.client import AgentClient
 from agent.records.result_reader import ResultReader
 from experts.backends.detector import build_trainable
+from experts.llm.serving.generation import GREEDY
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 90.0
@@ -116,6 +119,32 @@ def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path, wait_unti
     assert agent.process.returncode == 0, err
     (row,) = ResultReader(results).query()
     assert row.result.experts == ("det/shift",), row
+    assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
+
+
+def test_writing_texts_sends_not_one_packet(namespace, tmp_path, tmp_path_factory, models, wait_until_so):
+    address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {"llm/code": {"architecture": "llm", "weights": str(models / "code")}},
+        "memory": {"host": "64MiB"},
+        "api": {"grpc": address},
+    }
+    (tmp_path / "line.yaml").write_text(json.dumps(document))
+    agent = namespace(sys.executable, str(ROOT / "coserve.py"), "serve", str(tmp_path / "line.yaml"))
+
+    def is_served():
+        assert agent.process.poll() is None, agent.process.stderr.read()
+        return Path(address.removeprefix("unix:")).exists()
+
+    wait_until_so(is_served)
+    with AgentClient(address) as client:  # a unix socket is no network
+        *_, end = client.generate(TextOrder("llm/code", "the quick", most_tokens=5, sampling=GREEDY))
+    agent.hold()
+    agent.process.send_signal(signal.SIGTERM)
+    _, err = agent.process.communicate(timeout=PATIENCE_S)
+    assert (agent.process.returncode, end.written_tokens) == (0, 5), err
     assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
 
 

@@ -9,7 +9,7 @@ import socket
 import stat
 import threading
 import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -207,19 +207,30 @@ class TestRudeCallers:
 
             until(is_cut_off)
 
-    def test_who_does_not_read_is_cut_off(self, line):
+    def test_who_does_not_read_is_cut_off(self, line, monkeypatch):
+        monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
         many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
         line.told = [Metric(Kind.GAUGE, "many", "Many.", many, ("one",))]
-        with served(line, connection_s=1.0) as server, ExitStack() as open_:
-            slow = [open_.enter_context(closing(connected(server.addresses[0]))) for _ in range(ARRIVALS)]
-            slow[0].sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+        with served(line, connection_s=1.0) as server, closing(connected(server.addresses[0])) as slow:
+            slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             until(lambda: line.scraped)
-            until(lambda: answers(server.addresses[0]))  # as soon as they are cut off, and their places free
+            until(lambda: answers(server.addresses[0]))  # as soon as it is cut off, and its place free
+            received = 0
             with suppress(ConnectionError):
-                received = 0
-                while more := slow[0].recv(65536):
+                while more := slow.recv(65536):
                     received += len(more)
             assert received < 60_000 * 100
+
+    def test_more_pages_than_are_answered_at_once_are_refused(self, line, monkeypatch):
+        monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
+        with served(line) as server, closing(connected(server.addresses[0])) as first:
+            line.goes_on.clear()
+            first.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            until(lambda: line.scraped)
+            status, _, text = asked(server.addresses[0], "/health/live")
+            assert (status, text) == (503, "1 callers are being answered - ask again in a while\n")
+            line.goes_on.set()
+            until(lambda: answers(server.addresses[0]))
 
     def test_more_than_there_is_room_for_are_closed_at_once_and_room_comes_back(self, line):
         with served(line, connection_s=10 * PATIENCE_S) as server:

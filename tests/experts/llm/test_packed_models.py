@@ -3,13 +3,24 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from experts.backends import backend_for
-from experts.errors import LoadError, ModelUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.errors import (
+    LoadError,
+    ModelUnsupported,
+    TokenizerUnusable,
+    WeightsCorrupt,
+    WeightsMismatch,
+    WeightsMissing,
+    WeightsRefused,
+)
 from experts.expert import Expert, Precision
 from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
@@ -19,6 +30,7 @@ from experts.packed.packing import pack_line
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+WORDS = Tokenizer(WordLevel({"word": 0, "other": 1})).to_str()
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (5, 3), (58,))
 
 
@@ -153,7 +165,7 @@ class TestADirectoryThatChanges:
     def expert(self, model_files):
         values = model_files.config("llama")
         expert = llm("llm/a", model_files.write_shards(values, model_files.tensors(values)))
-        (expert.weights / "tokenizer.json").write_text("{}")
+        (expert.weights / "tokenizer.json").write_text(WORDS)
         return expert
 
     def sources(self, store, expert):
@@ -186,9 +198,10 @@ class TestADirectoryThatChanges:
     @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
     def test_what_stands_beside_the_weights(self, store, expert, name):
         before = packed_in(store, [expert])[expert.id]
-        (expert.weights / name).write_text('{"a": 1}')
+        content = f"{WORDS}\n" if name == "tokenizer.json" else '{"a": 1}'
+        (expert.weights / name).write_text(content)
         after = packed_in(store, [expert])[expert.id]
-        assert files_of(store.program(after))[name] == b'{"a": 1}'
+        assert files_of(store.program(after))[name].decode() == content
         assert after.program_sha256 != before.program_sha256
         assert after.own.sha256 == before.own.sha256
 
@@ -259,6 +272,22 @@ class TestWhatIsWrong:
         directory = model_files.write(model_files.config("llama"))
         (directory / "config.json").unlink()
         assert "config.json is not there" in str(self.failure(store, llm("llm/a", directory)))
+
+    def test_a_tokenizer_that_is_none(self, model_files, store):
+        directory = model_files.write(model_files.config("llama"))
+        (directory / "tokenizer.json").write_text('{"model": 1}')
+        error = self.failure(store, llm("llm/a", directory))
+        assert isinstance(error, TokenizerUnusable)
+        assert "tokenizer.json: describes no tokenizer that is known here" in str(error)
+
+    def test_a_label_that_the_tokenizer_cannot_spell(self, model_files, store):
+        directory = model_files.write(model_files.config("llama"))
+        (directory / "tokenizer.json").write_text(WORDS)
+        sound = Expert("llm/a", "llm", directory, ("word", "other"), None)
+        assert pack(store, [sound]).failed == {}
+        error = self.failure(store, replace(sound, labels=("word", "unknown")))
+        assert isinstance(error, WeightsMismatch)
+        assert "tokenizer.json has no token for the label 'unknown': rename the label" in str(error)
 
     def test_a_pickle(self, model_files, store):
         directory = model_files.write(model_files.config("llama"), name="other.bin")

@@ -129,3 +129,23 @@ def test_a_line_of_texts_alone_is_profiled(profiled, tmp_path):
     assert found.profile.usage.probabilities == {"llm/a": 1.0}
     assert found.profile.allocation.pools[0].experts == 1
     assert any("no expert takes images" in note for note in found.notes)
+
+
+def test_a_model_larger_than_its_memory_is_measured_as_it_is_held(tmp_path):
+    files = ModelFiles(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 64}
+    files.write(files.config("olmoe", **sizes)).rename(tmp_path / "large")
+    document = {key: value for key, value in DOCUMENT.items() if key not in {"routes", "texts"}} | {
+        "experts": {"llm/large": {"architecture": "llm", "weights": "large"}},
+        "memory": {"host": "20MiB"},
+        "precision": "fp32",
+    }
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
+    config = read_line(tmp_path / "line.yaml", {})
+    found = profile_line(config, SHORT, no_progress)
+    (kind,) = found.profile.chosen_kinds
+    assert kind.weight_bytes < 20 * 2**20 < 2 * 64 * 3 * 64 * 256 * 4
+    agent = build_agent(config, lambda request, outcome: None, no_progress)
+    agent.stop()
+    assert agent.setup.broken == {}
+    assert agent.setup.matrix.experts["cpu"]["llm/large"].performance.K_output_s > 0

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import httpx2
 import yaml
 
 from agent.api.openai.requests import chat_of
@@ -37,9 +38,13 @@ def test_grpc_prints_the_text_and_how_it_ended(server, desk, capsys):
     assert desk.text_orders[0].deadline_s == 30
 
 
-def test_what_the_shell_sends_is_taken():
-    (body,) = re.findall(r"-d '(.*)'$", PAGE, re.MULTILINE)
-    assert chat_of(body.encode()).order.model == json.loads(body)["model"] == "helpdesk"
+def test_what_the_shell_sends_is_taken_and_what_is_wrong_refused_as_the_page_has_it(serve_texts):
+    taken, refused = re.findall(r"-d '(.*)'$", PAGE, re.MULTILINE)
+    assert chat_of(taken.encode()).order.model == json.loads(taken)["model"] == "helpdesk"
+    (told,) = re.findall(r"^{.error.*$", PAGE, re.MULTILINE)
+    url = f"http://{serve_texts()[0]}/v1/completions"
+    answer = httpx2.post(url, content=refused, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.text) == (400, told)
 
 
 def test_the_line_file_is_one(tmp_path):

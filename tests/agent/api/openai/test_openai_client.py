@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import openai
@@ -88,6 +89,11 @@ class TestAnswers:
             assert next(events).choices[0].delta.content == "two"
             text.end()
             assert [event.choices[0].finish_reason for event in events] == ["stop"]
+
+    def test_a_burst_of_callers_is_answered(self, client):
+        with ThreadPoolExecutor(64) as callers:
+            answers = list(callers.map(lambda _: ask_chat(client), range(128)))
+        assert {answer.choices[0].message.content for answer in answers} == {TEXT}
 
 
 class TestLogprobs:

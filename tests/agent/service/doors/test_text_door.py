@@ -130,6 +130,15 @@ class TestRoutes:
         assert reader.end.expert == f"llm/{label}"
         assert reader.text == written(service, f"llm/{label}", "the fox", most_tokens=6).text
 
+    def test_where_its_router_sends_a_text_to_nobody_who_can_it_says_why(self, text_line):
+        route = TEXTS["helpdesk"] | {"experts": {"code": "llm/mute", "maths": "llm/mute"}}
+        text_line.document["texts"]["routes"] = {"helpdesk": route}
+        with text_line.served() as service:
+            failure = written(service, "helpdesk", "the fox").end.failure
+            assert failure.reason is Refusing.NOT_NOW
+            assert "llm/mute: tokenizer.json: is not there" in str(failure)
+            assert written(service, "helpdesk", "Python", most_tokens=2).end.ending is Ending.LENGTH
+
     def test_rules_look_at_what_the_user_said_last(self, service):
         messages = (
             {"role": "user", "content": "1"},

@@ -64,6 +64,14 @@ class TestIterations:
         assert max(took_s) <= 0.05 + 1e-9
         assert sum(took_s) / len(took_s) > 0.03, "and it is used"
 
+    def test_a_pass_that_takes_longer_than_a_quantum_reads_as_much_as_that_is_worth(self):
+        clock = VirtualClock()
+        desk = Desk(CountingModel(clock, base_s=0.1, token_s=0.001), clock=clock)
+        for request in range(6):
+            desk.ask(request, range(200), 1)
+        desk.finish(quantum_s=0.05)
+        assert len(desk.quanta) < 6 * 200 / 80
+
     def test_every_text_gets_on_though_there_are_more_than_rows_and_no_time(self):
         clock = VirtualClock()
         desk = Desk(CountingModel(clock, base_s=1.0), limits=IterationLimits(rows=3, tokens=16), clock=clock)

@@ -76,6 +76,20 @@ class TestTimes:
             times.ran(10 + n % 30, slow * (0.002 + 0.001 * (10 + n % 30)))
         assert times.seconds(20) == pytest.approx(5 * 0.022, rel=0.02)
 
+    def test_where_a_pass_takes_too_long_anyway_it_reads_as_much_as_that_is_worth(self):
+        times = IterationTimes()
+        times.ran(10, 0.11)
+        times.ran(60, 0.16)
+        assert times.least_tokens(0.2) == LEAST_CHUNK_TOKENS
+        assert times.least_tokens(0.05) == 100
+
+    def test_what_a_pass_takes_is_found_out(self):
+        times = IterationTimes()
+        for _ in range(20):
+            tokens = times.least_tokens(0.05)
+            times.ran(tokens, 0.1 + 0.001 * tokens)
+        assert times.least_tokens(0.05) == pytest.approx(100, abs=1)
+
     def test_there_may_be_no_time_left(self):
         times = IterationTimes()
         times.ran(10, 0.02)

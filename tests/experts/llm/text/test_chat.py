@@ -33,6 +33,9 @@ def rendered(source, *messages, render_s=RENDER_S, **special):
         ("{{ '%s!' % 'a' }}{{ 'ab' * 2 }}{{ 'a'.replace('a', 'b') }}", "a!ababb"),
         ("{{ bos_token }}{{ missing }}{% if missing is defined %}no{% endif %}", "<s>"),
         ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ 'a\\nb' | indent(2) }}|{{ [1, {'a': 2}] | tojson(indent=1) | length }}", "a\n  b|22"),
+        ("{{ ['a', 'b'] | join(', ') }}{{ '-'.join(['c', 'd']) }}", "a, bc-d"),
+        ("{{ 'x'.center(3) }}{{ '%5.1f' % 2 }}{{ '{:>4}'.format('y') }}", " x   2.0   y"),
         ("{{ messages[::-1][0].role }}{{ 7 // 2 }}{{ 7 % 4 }}", "user33"),
         ("{% for n in [3] recursive %}{{ n }}{{ loop([n - 1]) if n }}{% endfor %}", "3210"),
     ],
@@ -121,11 +124,27 @@ def test_a_template_has_no_way_to_the_program(source):
         "{% set ns = namespace(t=[1]) %}{% for i in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ ns }}",
         "{% set t = 'x' * 900000 %}{{ t.join([''] * 1000000) }}",
         "{% set t = 'x' * 900000 %}{{ ([''] * 1000000) | join(t) }}",
+        "{% set t = 'x' * 900000 %}{{ t.join(t) }}",
+        "{% set t = 'x' * 900000 %}{{ range(99999) | map('string') | join(t) }}",
+        "{% set t = 'x' * 900000 %}{{ t.join(range(99999) | map('string')) }}",
         "{% set t = 'x' * 900000 %}{{ t }}{{ t }}",
+        "{% set t = 'x' * 900000 %}{{ '%s' * 1000 % ((t,) * 1000) }}",
+        "{% set t = 'x' * 900000 %}{{ ('%(a)s' * 10000) % {'a': t} }}",
+        "{% set t = 'x' * 900000 %}{{ ('{a}' * 10000).format(a=t) }}",
+        "{{ '{:>{w}}'.format_map({'': 1, 'w': 10000000000}) }}",
+        "{{ ('\\t' * 900000).expandtabs(10000) }}",
+        "{{ ('\\n' * 900000) | indent(10000) }}",
+        "{{ ('x\\n' * 400000) | indent('y' * 10000) }}",
+        "{{ ([1] * 900000) | tojson(indent=10000) }}",
+        "{{ (1).to_bytes(10000000000, 'big') }}",
+        "{% set t = 'x' * 900000 %}{{ t.translate({120: t}) }}",
+        "{{ range(99999) | map('center', 10000) | list | length }}",
+        "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = [ns.l, 'x'.ljust(9999)] %}{% endfor %}",
+        "{% set ns = namespace(l=[]) %}{% for i in range(99999) %}{% set ns.l = ns.l + ['x' * 9999] %}{% endfor %}",
     ],
 )
 def test_a_template_that_would_never_end_or_fill_the_memory_is_told(source):
-    with pytest.raises(TokenizerUnusable, match=r"longer than|more than"):
+    with pytest.raises(TokenizerUnusable, match=r"longer than|more than|left out"):
         rendered(source, render_s=0.2)
 
 
