@@ -2,8 +2,8 @@
 
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 4.2. The student begins as the teacher without some of its layers;
 those that stay keep their moe_experts. Its loss is what it says of the text (CE) + ALPHA * how far it is from the
-teacher (KL), and staged: after ``stop_step`` steps the teacher is no longer listened to, for a small student that imitates to
-the end does not reach what it could.
+teacher (KL), and staged: after ``stop_step`` steps the teacher is no longer listened to, for a small student that
+imitates to the end does not reach what it could.
 """
 
 from __future__ import annotations
