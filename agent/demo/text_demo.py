@@ -202,7 +202,8 @@ def show_text_report(shown: TextDemoReport) -> None:
     coserve = os.path.relpath(sys.argv[0])  # as it was called: it need not be on the PATH
     lines = (
         "\nNext:",
-        f"  {coserve} serve {line}",
-        f"  {coserve} experts list {line}",
+        f"  {coserve} serve {line}      then, beside it:",
+        f"  {coserve} generate {line} {ROUTE} 'Which oil for the oven?' --temperature 0",
+        f"  {coserve} status {line}",
     )
     print("\n".join(lines))  # noqa: T201 - the report is this command's output

@@ -91,11 +91,6 @@ def import_deepspeed(
     return Imported(destination, moe_experts, size_bytes, (destination / TOKENIZER_FILES[0]).is_file())
 
 
-def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder holds what DeepSpeed writes, or a file that names where it does."""
-    return folder.is_dir() and ((folder / LATEST).is_file() or any(_states(folder)))
-
-
 def _states(folder: Path) -> Iterable[Path]:
     return (file for file in sorted(folder.iterdir()) if RANK_FILE.fullmatch(file.name))
 

@@ -1,7 +1,7 @@
 """Texts whose answers have many lengths: iteration-level scheduling against static batching, ours and transformers'.
 
-Systems take turns, round by round, and medians are told; a first round counts for nothing. All have as many requests at
-a time, the same fp32 weights, and must write the same tokens, which is checked in every round.
+Systems take turns, round by round, and medians are told; a first round counts for nothing. All run as many rows at a
+time over the same fp32 weights, and must write the same tokens, which is checked in every round.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def measure_mixed(
         f"mixed lengths, {shape.name}",
         times.targets,
         {"tokens": times.tokens, "requests": requests, "slots": SLOTS, "seconds": dict(seconds)},
-        (f"tokens/s: {rates}; {requests} requests, {SLOTS} at a time, every system the same tokens",),
+        (f"tokens/s: {rates}; {requests} requests, {SLOTS} rows at a time, every system the same tokens",),
         () if peer is not None else (f"mixed lengths against transformers: {TRANSFORMERS}",),
     )
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from experts.llm.serving.engine import EngineStatistics
     from experts.llm.serving.generation import Sampled
 
-QUANTUM_S = 0.02
-SLACK = 2  # slots beside those that run, in case an arena rounds up
+QUANTUM_S = 0.05  # a line's default
+WAITING = 4  # texts beside those that have a row: whoever finishes within a quantum leaves it to one of these
 
 
 @dataclass(slots=True)
@@ -39,14 +39,14 @@ class Collected:
 
 
 class OurEngine:
-    """An engine with room for so many requests at a time."""
+    """An engine whose iterations have at most so many rows."""
 
     def __init__(self, model: Model, slots: int) -> None:
         self._model = model
         self._slots = slots
         self._limits = IterationLimits(rows=slots)
         layout = KvLayout.of(model.spec, model.dtype)
-        self._budget_bytes = (slots + SLACK) * layout.positions * layout.token_bytes
+        self._budget_bytes = (slots + WAITING) * layout.positions * layout.token_bytes
         self._engine = self._new()
         self._begun = 0
 
@@ -56,13 +56,13 @@ class OurEngine:
         return self._engine.statistics()
 
     def continuous(self, jobs: Sequence[TextJob], quantum_s: float = QUANTUM_S) -> list[list[int]]:
-        """Each job's tokens. Who finishes makes room for the next one at the end of a quantum."""
+        """Each job's tokens. Who finishes leaves its row at once, and the engine at the end of the quantum."""
         self._engine = self._new()
         waiting = deque(self._turns(jobs))
         going: dict[int, Turn] = {}
         written = [turn.text.writer for turn in waiting]
         while waiting or going:
-            while waiting and len(going) < self._slots:
+            while waiting and len(going) < self._slots + WAITING:
                 turn = waiting.popleft()
                 going[turn.request] = turn
             for request in self._finished(going.values(), quantum_s):

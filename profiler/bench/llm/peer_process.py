@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from agent.runtime.threads import use_threads
 from profiler.bench.llm.text_jobs import TextJob
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ OURS, TRANSFORMERS = "our loader and engine", "transformers"
 
 def main(directory: Path, way: str, threads: int) -> None:
     """Serve until stdin ends."""
-    torch.set_num_threads(threads)
+    use_threads(threads)
     write = _writer(directory, way)
     _tell("ready")
     for line in sys.stdin:

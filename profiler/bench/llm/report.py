@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agent.runtime.threads import use_threads
 from profiler.bench.llm.int8 import measure_int8
 from profiler.bench.llm.mixed import measure_mixed
 from profiler.bench.llm.overhead import measure_overhead
@@ -84,12 +85,12 @@ def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, thr
     before = torch.get_num_threads()
     if not quick:
         require_disk(directory, NEEDED_BYTES, "three models of 105M parameters, and what is packed of them,")
-    torch.set_num_threads(threads)
+    use_threads(threads)
     try:
         with removed_afterwards(directory, "bench-llm-") as folder:
             parts = tuple(_parts(folder, form, progress))
     finally:
-        torch.set_num_threads(before)
+        use_threads(before)
     return LlmReport(_machine(threads), quick, parts)
 
 

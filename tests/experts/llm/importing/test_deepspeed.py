@@ -15,7 +15,6 @@ from torch.nn.functional import gelu, layer_norm, linear
 
 from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
-from experts.llm.importing.deepspeed import is_deepspeed
 from experts.llm.importing.model_states import DONE, main
 from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
@@ -302,7 +301,6 @@ def test_a_flat_state_dict_and_a_tag_are_known(tmp_path):
     tensors = gpt_tensors()
     write(tmp_path / "ds" / "global_step7", tensors, arguments(), module=dict)
     (tmp_path / "ds" / "latest").write_text("global_step7")
-    assert is_deepspeed(tmp_path / "ds")
     import_deepspeed(tmp_path / "ds", tmp_path / "out")
     assert_same(tmp_path / "out", Reference(tensors))
 
@@ -424,8 +422,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert not is_deepspeed(tmp_path)
-    assert not is_deepspeed(tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMissing, match="as a checkpoint of DeepSpeed does"):
+        import_deepspeed(tmp_path, tmp_path / "out")
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(WeightsMissing, match="no folder beside it"):
         import_deepspeed(tmp_path, tmp_path / "out")
