@@ -132,7 +132,12 @@ class LineService:
         self.web = _web_of(config, LineMetrics(instruments), self._openai)
         self._reloading = threading.Lock()
         self._housekeeper = Housekeeper(
-            {"boards": self._boards.expire, "drift": self._warn_of_drift, "readers": self._tell_stuck_readers}
+            {
+                "boards": self._boards.expire,
+                "drift": self._warn_of_drift,
+                "readers": self._tell_stuck_readers,
+                "texts": self._texts.end_overdue,
+            }
         )
 
     @property

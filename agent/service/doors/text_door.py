@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from agent.web.readings import Distribution
 
 STOP_LOOK_S = 0.01
+OVERDUE_S = 0.5  # what runs ends at its deadline by itself, a quantum later at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,13 @@ class TextDoor:
         }
         asked |= {name: route.experts for name, route in catalog.texts.items()}
         return [self._view(name, experts, agent, reasons) for name, experts in asked.items()]
+
+    def end_overdue(self) -> None:
+        """Texts whose deadline has passed while they wait for their turn: to be called now and then."""
+        with self._lock:
+            waiting = tuple(self._under_way)
+        for text in waiting:
+            text.end_if_overdue(OVERDUE_S)
 
     def statistics(self) -> TextStatistics:
         """A frozen snapshot."""

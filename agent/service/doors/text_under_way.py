@@ -51,6 +51,7 @@ class TextUnderWay:
     key: str = field(default_factory=lambda: f"{KEY_PREFIX}{uuid.uuid4().hex}")
     first_s: float | None = None
     since_s: float = field(init=False)
+    _writes: str | None = None  # the expert that has begun to write it
     _requests: dict[str, TextRequest] = field(default_factory=dict)
     _failures: dict[str, CoServeError] = field(default_factory=dict)  # by whom it cannot be asked of
     _is_closed: bool = False  # nobody listens any more
@@ -86,6 +87,11 @@ class TextUnderWay:
         self._is_closed = True
         self.withdraw()
 
+    def end_if_overdue(self, since_s: float) -> None:
+        """Past its deadline for so long, it waits where nobody looks at that: it waits no longer."""
+        if self._is_overdue(since_s):
+            self.withdraw()
+
     def give_up(self) -> None:
         """The agent stops, and whoever listens is told so."""
         self._fail(OrderRefused(Refusing.STOPPING, "the agent is stopping, and the text ends here", 5.0))
@@ -94,7 +100,10 @@ class TextUnderWay:
     def end(self, outcome: Outcome, course: Course) -> None:
         """Its outcome, on the agent's thread."""
         step = outcome.steps[-1] if outcome.steps else None
-        if outcome.reason == CANCELLED:
+        if outcome.reason == CANCELLED and self._is_overdue() and not self._is_closed:
+            self.left(self, Ending.DEADLINE)
+            self._tell_end(self._ended_waiting(course))
+        elif outcome.reason == CANCELLED:
             self.left(self, CANCELLED)
             self._fail(OrderRefused(Refusing.NOT_NOW, "the text was cancelled"))
         elif outcome.label is None or step is None:
@@ -126,6 +135,7 @@ class TextUnderWay:
 
     def _wrote(self, expert: str, model: TextModel, piece: Piece) -> None:
         """On the executor's thread, or where the text ends."""
+        self._writes = expert
         tokens = piece.tokens if self.order.sampling.logprobs is not None else ()
         self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens)))
 
@@ -152,6 +162,16 @@ class TextUnderWay:
             ending, expert, len(request.generation.prompt), written, self.clock() - self.since_s, course.queue_s,
             first_s, label, score,
         )  # fmt: skip
+
+    def _ended_waiting(self, course: Course) -> TextEnd:
+        """Its deadline has passed while it waited, to be begun or to go on."""
+        if self._writes is not None:
+            self._finish(self._writes)
+            return self._ended(Ending.DEADLINE, self._writes, course)
+        return TextEnd(Ending.DEADLINE, None, 0, 0, self.clock() - self.since_s, course.queue_s)
+
+    def _is_overdue(self, since_s: float = 0.0) -> bool:
+        return self.due_s is not None and self.clock() >= self.due_s + since_s
 
     def _failure(self, reason: str) -> OrderRefused:
         """Whose fault it is: the order's, where it was refused for an expert that its route came to."""
