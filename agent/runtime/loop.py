@@ -204,7 +204,7 @@ class AgentLoop:
         self._carry_out: dict[type, Callable[..., None]] = {
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
-            effects.Preempt: lambda effect: self._texts.preempt(effect.request, effect.executor),
+            effects.Preempt: self._preempt,
             effects.Evict: self._evict,
             effects.Assigned: lambda _: None,  # tells why, and asks for nothing
             effects.StandingChanged: self._log_standing,
@@ -446,6 +446,10 @@ class AgentLoop:
             return
         images = [self._sources[request] for request in batch.requests]
         executor.start_batch(batch, self._copies[batch.copy].expert, images)
+
+    def _preempt(self, effect: effects.Preempt) -> None:
+        self._texts.preempt(effect.request, effect.executor)
+        logger.debug("text_preempted request=%d executor=%d", effect.request, effect.executor)
 
     def _batch_answered(self, batch: int) -> None:
         answered = self._open.close_batch(batch)

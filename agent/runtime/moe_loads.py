@@ -61,7 +61,8 @@ class Offloads(Protocol):
 class MoeLoads:
     """The loads of one agent. ``host``: memory that blocks pass through on their way to a device.
 
-    ``usage``: how likely a token needs each moe_expert, by the copy's name; of others nothing is known beforehand.
+    ``usage``: how likely a token needs each moe_expert, by the copy's name; of others nothing is known beforehand. What
+    a copy learned is known again when it comes back.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class MoeLoads:
         self._segments = segments
         self._link = link
         self._host = host
-        self._usage = dict(usage or {})
+        self._usage = usage or {}
+        self._learned: dict[str, Mapping[MoeExpert, float]] = {}
         self._tiers: dict[str, _HostBlocks] = {}
         self._costs: dict[str, MoveCosts] = {}
         self._ending = Flag()
@@ -84,7 +86,12 @@ class MoeLoads:
         """What runs the moe_experts of a copy in its slot of this memory, with nothing in their places yet."""
         copy = slot.copy
         host = None if slot.region.buffer is not None else self._blocks_of(copy)
-        return OffloadedCopy(slot, memory, self, host, self._usage.get(copy.name, {}))
+        usage = self._learned.get(copy.name) or self._usage.get(copy.name, {})
+        return OffloadedCopy(slot, memory, self, host, usage)
+
+    def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
+        """What was learned of a copy that leaves."""
+        self._learned[copy.name] = usage
 
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
         """One block from the drive. Raises what reading raises, LoadError when the agent ends meanwhile."""
@@ -163,6 +170,7 @@ class OffloadedCopy:
     def close(self) -> None:
         """End what fills its places. Idempotent."""
         self._cache.close()
+        self._loads.remember(self._slot.copy, self._cache.usage())
 
     def _moe_of(self, spec: ArchSpec, device: str) -> OffloadedMoe:
         if self._host is not None:

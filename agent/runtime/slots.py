@@ -31,6 +31,7 @@ from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
 from experts.errors import IllegalMove, LoadError, MemoryExceeded, WorkOverdue
 from experts.expert import Precision
+from experts.llm.tiers.offload import OffloadTotals
 from experts.packed.weights import tensor_views
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121)
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One memory, at one moment. Counters run since the start."""
+    """One memory, at one moment. Counters run since the start. ``moe_experts``: those that come and go."""
 
     pool: str
     budget_bytes: int
@@ -65,6 +66,7 @@ class SlotStatistics:
     regions_reused: int
     regions_moved: int
     binds: int
+    moe_experts: OffloadTotals
 
 
 class SlotState(StrEnum):
@@ -226,6 +228,7 @@ class SlotStore:
         self._devices = tuple(devices)
         self._shelf = shelf
         self._moe_loads = moe_loads
+        self._moe_of_gone = OffloadTotals()
         self._slots: dict[str, Slot] = {}
         self._parts: dict[str, SharedPart] = {}
         self._spares: list[Housing] = []  # the one that came free last stands last
@@ -344,7 +347,16 @@ class SlotStore:
                 regions_reused=self._regions_reused,
                 regions_moved=self._regions_moved,
                 binds=self._binds,
+                moe_experts=self._offloaded(),
             )
+
+    def _offloaded(self) -> OffloadTotals:
+        """Of copies that have left, and of those that are here."""
+        totals = self._moe_of_gone
+        for slot in self._slots.values():
+            if slot.moe is not None and slot.state is SlotState.READY:
+                totals = totals.plus(slot.moe.statistics())
+        return totals
 
     def close(self) -> None:
         """Give everything back. Nothing may be loading or in use."""
@@ -366,6 +378,8 @@ class SlotStore:
                 self.memory.close()
 
     def _release(self, slot: Slot) -> None:
+        if slot.moe is not None and slot.state is SlotState.READY:
+            self._moe_of_gone = self._moe_of_gone.plus(slot.moe.statistics())
         slot.state = SlotState.GONE
         del self._slots[slot.copy.name]
         _end_loads(slot)

@@ -171,6 +171,7 @@ class LineMetrics:
             *_told(ENGINE, loop.engine),
             *_told(TRANSFERS, loop.transfers),
             *_loads(loop),
+            *_moe_experts(loop),
             Metric(GAUGE, "executor_info", "Where an executor runs.", places, ("executor", "processor")),
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
             *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
@@ -257,6 +258,20 @@ def _loads(loop: LoopStatistics) -> Iterator[Metric]:
     ):
         by_way: dict[Labels, float] = {tuple(way.split("_", 1)): value for way, value in found.items()}
         yield Metric(COUNTER, name, words, by_way, ("source", "tier"))
+
+
+def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
+    """Of language models that hold a part of their moe_experts, by the memory that they run in."""
+    stores = {store.pool: store.moe_experts for store in loop.slots}
+    needed: dict[Labels, float] = {}
+    for pool, found in stores.items():
+        needed |= {(pool, "hit"): found.hits, (pool, "late"): found.late, (pool, "miss"): found.misses}
+    words = "Uses of moe_experts: there, on their way, or not there."
+    yield Metric(COUNTER, "moe_experts_needed", words, needed, ("pool", "found"))
+    read: dict[Labels, float] = {(pool,): found.bytes_loaded for pool, found in stores.items()}
+    yield Metric(COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", read, ("pool",))
+    waited: dict[Labels, float] = {(pool,): found.waited_s for pool, found in stores.items()}
+    yield Metric(COUNTER, "moe_wait_seconds", "How long these were waited for.", waited, ("pool",))
 
 
 def _age_s(since: datetime | None) -> float:

@@ -115,15 +115,9 @@ class LineService:
         tally = Tally()
         self._verdicts.subscribe(tally.stored)
         self.desk = LineDesk(
-            self._inspector,
-            OrderTaker(self._inspector, self._journal, admission),
-            self._texts,
-            self._verdicts,
-            self._boards,
-            self._store,
-            tally,
-            Controls(self._sources, self._trigger, self._reload, self._alarms),
-        )
+            self._inspector, OrderTaker(self._inspector, self._journal, admission), self._texts, self._verdicts,
+            self._boards, self._store, tally, Controls(self._sources, self._trigger, self._reload, self._alarms),
+        )  # fmt: skip
         self._cameras = {
             camera.name: CameraDoor(camera, self._inspector, self._journal, self._verdicts)
             for camera in config.intake.cameras
@@ -132,8 +126,7 @@ class LineService:
         self._phase: str | None = "it starts"
         instruments = Instruments(
             self._inspector, admission, self._journal, self._verdicts, self._boards, self._upkeep, tally, self._cameras,
-            self._texts,
-            folders=lambda: self._folders, alarms=self._alarms, phase=lambda: self._phase,
+            self._texts, folders=lambda: self._folders, alarms=self._alarms, phase=lambda: self._phase,
         )  # fmt: skip
         self._openai = _openai_of(config, self.desk)
         self.web = _web_of(config, LineMetrics(instruments), self._openai)

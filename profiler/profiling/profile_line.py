@@ -339,16 +339,16 @@ class _Profiling:
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
         """By the kind with the most experts, without those that fail at it; where all do, one alone counts.
 
-        Language models are not asked: their texts run on as few executors as may be, so that more of them run together.
+        Language models are not asked: images are what several executors are for, while texts run together on one.
         """
-        copies = [copy for copy in copies if not copy.expert.takes_texts]
+        of_images = [copy for copy in copies if not copy.expert.takes_texts]
         most = min(self._box.cores, max(MOST_TOGETHER, self._search.most_cpu_executors))
         if len(self._draft.speedups().get(processor, ())) >= most:
             return
         self._progress(f"executors of {processor}", 0, 1)
-        reason = "" if copies else "no expert of images runs there"
+        reason = "" if of_images else "texts alone run there" if copies else "none of the experts runs there"
         speedups: tuple[float, ...] = (1.0,)
-        left = max(by_kind(copies).values(), key=len, default=[])
+        left = max(by_kind(of_images).values(), key=len, default=[])
         while left:
             try:
                 with self._noticing_others(f"the gain of several executors of {processor}"):

@@ -46,7 +46,7 @@ class Admission:
         if images > self._limits.requests or size_bytes > self._limits.memory:
             raise OrderRefused(
                 Refusing.TOO_LARGE,
-                f"{images} requests of {sizes.mib(size_bytes)} are more than the line takes at once "
+                f"{images} images or texts of {sizes.mib(size_bytes)} are more than the line takes at once "
                 f"({self._limits.requests}, {sizes.mib(self._limits.memory)}) - raise api.limits",
             )
         with self._lock:
@@ -57,8 +57,8 @@ class Admission:
             under_way, held = self.images, self.size_bytes
         raise OrderRefused(
             Refusing.QUEUE_FULL,
-            f"{under_way} requests of {sizes.mib(held)} are under way, and the line takes {self._limits.requests} of "
-            f"{sizes.mib(self._limits.memory)} at once - try again",
+            f"{under_way} images or texts of {sizes.mib(held)} are under way, and the line takes "
+            f"{self._limits.requests} of {sizes.mib(self._limits.memory)} at once - try again",
             self._retry_s(under_way + images - self._limits.requests),
         )
 

@@ -121,6 +121,11 @@ class MoeCache:
         with self._changed:
             return self._residency.place_of(moe_expert) is not None
 
+    def usage(self) -> dict[MoeExpert, float]:
+        """See MoeResidency.usage."""
+        with self._changed:
+            return self._residency.usage()
+
     def statistics(self) -> CacheStatistics:
         """A frozen snapshot."""
         with self._changed:

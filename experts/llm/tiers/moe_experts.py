@@ -219,6 +219,13 @@ class MoeResidency:
         """Loads without an answer."""
         return self._in_flight
 
+    def usage(self) -> dict[MoeExpert, float]:
+        """How likely a pass needs each, by those that were seen: what the next cache of the model may begin with."""
+        now = self._passes / self._half_life_passes
+        fading = 2.0 ** (-1.0 / self._half_life_passes)
+        weight = (1.0 - fading**self._passes) / (1.0 - fading) + PRIOR_PASSES * fading**self._passes
+        return {one: min(2.0 ** (rank - now) / weight, 1.0) for one, rank in self._ranks.items()}
+
     def statistics(self) -> ResidencyStatistics:
         """A frozen snapshot."""
         counts = self._counts

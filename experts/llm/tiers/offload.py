@@ -72,6 +72,25 @@ class OffloadStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadTotals:
+    """What came and went of all copies of a memory since the start, those that have left it included."""
+
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    bytes_loaded: int = 0
+    waited_s: float = 0.0
+
+    def plus(self, found: OffloadStatistics) -> OffloadTotals:
+        """With one copy's more."""
+        cache, residency = found.cache, found.cache.residency
+        return OffloadTotals(
+            self.hits + residency.hits, self.late + residency.late, self.misses + residency.misses,
+            self.bytes_loaded + found.bytes_loaded, self.waited_s + cache.waited_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class _Span:
     """One moe_expert's rows among those of its layer."""
 

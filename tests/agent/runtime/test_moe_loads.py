@@ -175,6 +175,10 @@ def test_it_says_what_it_says_resident_and_takes_what_is_counted(yard, family, p
     held = sum(slot.region.size_bytes for slot in one.store._slots.values())
     held += sum(part.region.size_bytes for part in one.store._parts.values())
     assert held == statistics.used_bytes
+    assert (statistics.moe_experts.bytes_loaded > 0) is (places is not None)
+    assert statistics.moe_experts.bytes_loaded % copy.block_bytes == 0
+    one.evict(expert)
+    assert one.store.statistics().moe_experts == statistics.moe_experts
     if places == 1:
         assert statistics.used_bytes < footprint_of(copy.packed).total_bytes
 
@@ -188,6 +192,18 @@ def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):
         one.evict(expert)
     assert one.store.statistics().regions_allocated == 1
     assert one.store.statistics().used_bytes == 0
+
+
+def test_a_copy_that_comes_back_knows_what_it_learned(yard):
+    one, expert = yard(4), "llm/mixtral-0"
+    one.load(expert)
+    one.greedy(expert)
+    one.evict(expert)
+    one.load(expert)
+    with one.store.using(f"{expert}@fp32") as slot:
+        known = slot.moe._cache.usage()
+    assert max(known.values()) > 0
+    assert one.greedy(expert) == expected(one, expert)
 
 
 def test_both_at_once_beside_each_other(yard):

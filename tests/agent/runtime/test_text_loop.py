@@ -97,6 +97,33 @@ def test_texts_of_all_experts_and_images_share_one_executor(line, family):
     assert statistics.engine.pools[0].lease_used_bytes == 0
 
 
+def test_texts_of_experts_on_one_backbone_run_together_and_each_is_its_own_expert_s(line):
+    assert line.copy("llm/code").packed.shared == line.copy("llm/manuals").packed.shared != ()
+    batches, second = [], []
+    are_here = threading.Event()
+
+    def begun(requests):
+        batches.append(set(requests))
+        if are_here.is_set() and not second:  # before the answer of this batch, in which there is time for one token
+            second.append(agent.ask("llm/manuals", (5, 4, 3), 24))
+
+    agent = TextAgent(line, family="f", room=5, quantum_s=1e-6)
+    agent.loop.watch_batches(BatchWatch(begun, lambda _: None))
+    with agent:
+        for expert in ("llm/code", "llm/manuals"):
+            agent.ask(expert, count=1)
+        agent.settle()  # both are in memory
+        batches.clear()
+        are_here.set()
+        asked = [agent.ask("llm/code", (5, 4, 3), 24)]
+        agent.settle()
+    asked += second
+    texts = [reader.tokens for _, reader in asked]
+    assert texts == [line.greedy(expert, (5, 4, 3), 24) for expert in ("llm/code", "llm/manuals")]
+    assert texts[0] != texts[1]
+    assert batches[1] == {number for number, _ in asked}
+
+
 def test_texts_of_which_few_fit_at_a_time_are_all_written(line):
     with TextAgent(line, lease_tokens=130, batch=8) as agent:
         asked = [agent.ask("llm/code", (n + 1, 2, 3), 16) for n in range(8)]

@@ -31,11 +31,12 @@ from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 768, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
 }  # fmt: skip
-LANGUAGE = ("llm/router", "llm/code", "llm/maths")
+LANGUAGE = ("llm/router", "llm/code", "llm/maths", "llm/manuals")  # manuals is code with another head
+HEAD = "lm_head.weight"
 EYE = "cls/eye"
 LABELS = ("ok", "missing", "tombstone")
 CHOICES = {"code": (7, 8), "maths": (9,)}
@@ -51,7 +52,10 @@ def write_line(folder):
         directory = folder / name.replace("/", "-")
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(CONFIG), "utf-8")
-        save_file(_random_tensors(seed), directory / "model.safetensors")
+        tensors = _random_tensors(seed)
+        if name == "llm/manuals":
+            tensors = _random_tensors(LANGUAGE.index("llm/code")) | {HEAD: tensors[HEAD]}
+        save_file(tensors, directory / "model.safetensors")
         experts.append(Expert(name, "llm", directory, tuple(CHOICES) if name == LANGUAGE[0] else (), None))
     torch.manual_seed(0)
     save_file(models.squeezenet1_1(num_classes=len(LABELS)).state_dict(), folder / "eye.safetensors")
@@ -110,7 +114,17 @@ class TextAgent:
     """An agent over a text line. ``engines``: what stands in the place of the engines; None for real ones."""
 
     def __init__(
-        self, line, *, engines=None, executors=1, lease_tokens=400, room=4, batch=4, on_outcome=None, family=None
+        self,
+        line,
+        *,
+        engines=None,
+        executors=1,
+        lease_tokens=400,
+        room=4,
+        batch=4,
+        on_outcome=None,
+        family=None,
+        quantum_s=0.02,
     ):
         self.line, self.outcomes, self.family = line, {}, family
         spec = parse_spec(CONFIG, "tiny")
@@ -121,7 +135,7 @@ class TextAgent:
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
         pool = PoolSpec("host", room * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
-        limits = Limits((pool,), load_backoff_s=0.001, quantum_s=0.02)
+        limits = Limits((pool,), load_backoff_s=0.001, quantum_s=quantum_s)
         graph, matrix = line.graph(), PerformanceMatrix({"cpu": dict(self._rows())})
         self.engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
         self.loop = assemble(

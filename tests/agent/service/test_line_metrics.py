@@ -36,6 +36,7 @@ PATIENCE_S = 60.0
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 HISTOGRAMS = {"coserve_verdict_seconds", "coserve_text_first_token_seconds"}
 LABELS = {
+    "found",
     "version", "python", "line", "device", "verdict", "source", "le", "reason", "executor", "processor", "pool", "tier",
     "expert", "folder", "camera", "state", "receiver", "ending",
 }  # fmt: skip

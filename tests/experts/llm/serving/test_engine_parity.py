@@ -59,8 +59,7 @@ def test_in_quanta_of_one_iteration_with_more_texts_than_rows(oracle):
 
 
 @pytest.mark.parametrize("arena", ARENAS)
-@pytest.mark.parametrize("is_swapped", [False, True])
-@pytest.mark.parametrize("weights", [None, "w"])
+@pytest.mark.parametrize(("is_swapped", "weights"), [(False, None), (False, "w"), (True, "w")])
 def test_preempted_and_resumed(oracle, arena, is_swapped, weights):
     desk = oracle.desk(arena, tokens=16)
     for request in desk.turns:

@@ -185,6 +185,22 @@ def test_usage_probabilities_say_who_goes_before_anything_was_seen():
     assert cache.held() == {MoeExpert(0, 0), MoeExpert(0, 2)}
 
 
+def test_what_was_seen_is_how_likely_a_pass_needs_each():
+    cache = Cache(LAYERS * NUMBERS)
+    for passed in range(400):
+        cache.run_layer(0, [0] if passed % 4 else [0, 1])
+        cache.settle()
+    usage = cache.policy.usage()
+    assert usage[MoeExpert(0, 0)] == pytest.approx(1.0, abs=0.1)
+    assert usage[MoeExpert(0, 1)] == pytest.approx(0.25, abs=0.05)
+    assert usage.keys() == {MoeExpert(0, 0), MoeExpert(0, 1)}
+
+
+def test_usage_probabilities_are_kept_until_something_is_seen():
+    prior = {MoeExpert(0, 0): 0.9, MoeExpert(1, 1): 0.1}
+    assert MoeResidency(1, LAYERS, prior).usage() == pytest.approx(prior)
+
+
 def test_what_is_predicted_comes_ahead_and_is_a_hit():
     cache = Cache(3)
     cache.run_layer(0, [0])

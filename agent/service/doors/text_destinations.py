@@ -1,0 +1,80 @@
+"""Where a text goes: which expert of the line its order means, or which route's router has to be asked.
+
+Guarantees: pure; what is refused here is refused by the name of the order's field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import AUTO
+from experts.errors import OrderRefused, Refusing
+from experts.llm.text.text_writer import check_stops
+
+if TYPE_CHECKING:
+    from agent.api.calls.desk import TextOrder
+    from experts.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Who is asked for a text: one expert, or a route whose router decides. ``reached``: whom it may come to, the
+    first of them for certain."""
+
+    expert: str | None
+    route: str | None
+    reached: tuple[str, ...]
+
+
+def destination_of(order: TextOrder, catalog: Catalog) -> Destination:
+    """Who is to write it. Raises OrderRefused."""
+    name = _model_name(order.model, catalog)
+    if name in catalog.texts:
+        expert = catalog.texts[name].expert_for(last_words(order))
+        router = catalog.texts[name].router
+        if expert is None and router is not None:
+            return Destination(None, name, (router, *catalog.texts[name].branches.values()))
+        assert expert is not None, "a route without a router has an answer for every text"
+        return Destination(expert, None, (expert,))
+    return Destination(name, None, (name,))
+
+
+def check_order(order: TextOrder) -> None:
+    """What is wrong with an order whoever writes it. Raises OrderRefused, GenerationInvalid."""
+    if order.most_tokens is not None and order.most_tokens < 1:
+        raise invalid("max_tokens", f"is {order.most_tokens}: give 1 or more")
+    if order.prompt is not None and order.messages:
+        raise invalid("prompt", "is given beside messages: give one of them")
+    if not order.prompt and not order.messages:
+        raise invalid("prompt", "is empty: there is nothing to continue")
+    check_stops(order.stop)
+
+
+def last_words(order: TextOrder) -> str:
+    """What rules and routers decide by: the prompt, or what the user of a chat said last. Raises OrderRefused."""
+    if isinstance(order.prompt, tuple):
+        raise invalid("prompt", "tokens are one expert's own: name an expert, or give words")
+    if order.prompt is not None:
+        return order.prompt
+    return next((message["content"] for message in reversed(order.messages) if message["role"] == "user"), "")
+
+
+def invalid(field: str, message: str) -> OrderRefused:
+    return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
+
+
+def _model_name(model: str, catalog: Catalog) -> str:
+    """An expert or a route of the line. AUTO is a route of that name, else the only one, else the only expert."""
+    writers = [name for name, expert in catalog.experts.items() if expert.takes_texts]
+    if model in writers or model in catalog.texts:
+        return model
+    if model == AUTO:
+        for known in (list(catalog.texts), writers):
+            if len(known) == 1:
+                return known[0]
+    if model in catalog.experts:
+        raise invalid("model", f"{model} takes images, not texts")
+    names = ", ".join((*catalog.texts, *writers)) or "none on this line"
+    why = "could be several" if model == AUTO and writers else "is not known"
+    raise OrderRefused(Refusing.NOT_FOUND, f"model: {model!r} {why} - texts are written by: {names}", field="model")
