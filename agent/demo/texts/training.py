@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 UNEVENNESS_WEIGHT = 0.01  # Switch Transformer (arXiv 2101.03961), section 2.2
 WEIGHT_DECAY = 0.01
 CONTEXT = 160
-JOINT, OWN = Pace(steps=600, learning_rate=5e-3), Pace(steps=100, learning_rate=1e-3)
+JOINT, OWN = Pace(steps=400, learning_rate=4e-3), Pace(steps=80, learning_rate=1e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
     """How the two are trained. ``joint``: steps over both subjects in all; ``misspelt``: of questions' letters."""
 
-    hidden: int = 64
+    hidden: int = 112
     heads: int = 4
     moe_experts: tuple[int, ...] = (0, 2, 4)
     step_tokens: int = 2400

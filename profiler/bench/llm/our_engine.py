@@ -39,25 +39,23 @@ class Collected:
 
 
 class OurEngine:
-    """An engine whose iterations have at most so many rows."""
+    """An engine whose iterations have at most so many rows; it learns from run to run how long they take."""
 
     def __init__(self, model: Model, slots: int) -> None:
         self._model = model
         self._slots = slots
-        self._limits = IterationLimits(rows=slots)
         layout = KvLayout.of(model.spec, model.dtype)
-        self._budget_bytes = (slots + WAITING) * layout.positions * layout.token_bytes
-        self._engine = self._new()
+        arena = ExtentArena((slots + WAITING) * layout.positions * layout.token_bytes, keeps_prefixes=False)
+        self._engine = LlmEngine(arena, IterationLimits(rows=slots))
         self._begun = 0
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Of the last run."""
+        """Of all its runs."""
         return self._engine.statistics()
 
     def continuous(self, jobs: Sequence[TextJob], quantum_s: float = QUANTUM_S) -> list[list[int]]:
         """Each job's tokens. Who finishes leaves its row at once, and the engine at the end of the quantum."""
-        self._engine = self._new()
         waiting = deque(self._turns(jobs))
         going: dict[int, Turn] = {}
         written = [turn.text.writer for turn in waiting]
@@ -71,7 +69,6 @@ class OurEngine:
 
     def static(self, jobs: Sequence[TextJob]) -> list[list[int]]:
         """Each job's tokens, batch by batch: a batch begins together, and ends when its longest job does."""
-        self._engine = self._new()
         tokens: list[list[int]] = []
         for start in range(0, len(jobs), self._slots):
             batch = jobs[start : start + self._slots]
@@ -96,9 +93,6 @@ class OurEngine:
             self._begun += 1
             generation = Generation(job.prompt, job.output, GREEDY)
             yield Turn(self._begun, "bench", self._model, TextRequest(generation, Collected()))
-
-    def _new(self) -> LlmEngine:
-        return LlmEngine(ExtentArena(self._budget_bytes, keeps_prefixes=False), self._limits)
 
 
 def _tokens(writers: Iterable[object]) -> list[list[int]]:
