@@ -217,6 +217,7 @@ class Texts:
             generation,
             prompt=generation.prompt + written,
             most_new_tokens=generation.most_new_tokens - len(written),
+            written=generation.written + len(written),
         )
         asked.give(replace(asked.running, generation=further, writer=asked.writer.target), executor)
 

@@ -87,7 +87,8 @@ class Generation:
 
     ``stop_tokens``: one of them ends the text, and is not written. ``choices``: a router's, label -> its tokens;
     nothing is sampled then: the answer is the label whose tokens are likeliest after the prompt, its score its
-    probability among the choices.
+    probability among the choices. ``written``: so many of the prompt's last tokens were written by this very text,
+    on another engine; it goes on as it would have there.
     """
 
     prompt: tuple[int, ...]
@@ -95,6 +96,7 @@ class Generation:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
     choices: Mapping[str, tuple[int, ...]] | None = None
+    written: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -28,12 +28,16 @@ FIRST_SEEN = 64
 
 
 class Sampler:
-    """How one request's tokens are drawn: its Sampling, its generator, and what it has read and written."""
+    """How one request's tokens are drawn: its Sampling, its generator, and what it has read and ``written``."""
 
-    def __init__(self, sampling: Sampling, prompt: Iterable[int]) -> None:
+    def __init__(self, sampling: Sampling, prompt: Iterable[int], written: Sequence[int] = ()) -> None:
         self.sampling = sampling
         self._random = random.Random(sampling.seed)
         self._seen = SeenTokens(prompt) if sampling.has_penalties else None
+        for token in written:
+            self.wrote(token)
+            if not sampling.is_greedy:
+                self.draw()
 
     def draw(self) -> float:
         """The next number of the request's own, in [0, 1)."""

@@ -98,7 +98,9 @@ class WrittenText(Text):
 
     def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
         super().__init__(request, expert, text, came)
-        self.sampler = Sampler(text.generation.sampling, text.generation.prompt)
+        generation = text.generation
+        read = len(generation.prompt) - generation.written
+        self.sampler = Sampler(generation.sampling, generation.prompt[:read], generation.prompt[read:])
 
     def follows(self, sampled: Sampled) -> None:
         """Take the next token. A stop token ends the text and is not written."""

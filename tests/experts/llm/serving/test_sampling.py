@@ -125,6 +125,22 @@ def test_the_same_seed_writes_the_same_text_and_another_another():
     assert text(None) != text(None)
 
 
+@pytest.mark.parametrize("name", ["plain", "all of these", "repetition", "presence and frequency"])
+def test_a_text_that_goes_on_elsewhere_draws_what_it_would_have_drawn(name):
+    sampling, prompt, rows = replace(SAMPLINGS[name], seed=7), (1, 2), random_logits(12)
+
+    def drawn(sampler, rows):
+        tokens = []
+        for row in rows:
+            tokens.append(sample(row[None], [sampler])[0].token)
+            sampler.wrote(tokens[-1])
+        return tokens
+
+    whole = drawn(Sampler(sampling, prompt), rows)
+    assert len(set(whole)) > 1
+    assert drawn(Sampler(sampling, prompt, whole[:5]), rows[5:]) == whole[5:]
+
+
 @given(st.integers(0, 100))
 @settings(deadline=None, max_examples=20)
 def test_the_likeliest_of_one_is_greedy(seed):
