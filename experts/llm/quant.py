@@ -35,14 +35,6 @@ LARGEST = 127
 #  4096x1024  0.48  0.32  0.68     0.77  0.78  1.17     0.80  1.22  1.15     1.10  2.26  1.56
 #  8192x2048  1.23  1.01  2.94     2.28  2.80  4.70     2.84  4.77  4.85     3.82  8.99  6.03
 FEW_ROWS = 16
-# fp32 on a CPU: few rows are multiplied from the other side, (matrix x rows^T)^T, and one as two. Measured likewise
-# (MKL), ms for 8 matrices as linear does it / turned:
-#             1 row          2 rows          8 rows         32 rows
-#   256x256   0.29 0.20      0.35 0.13      0.34 0.20      0.80 0.53
-#  4096x512   6.5  2.3      11.9  2.3       7.4  4.8      18.6 11.5
-#  2048x1024  4.1  2.1       7.2  2.0       6.6  7.9      13.9  8.2
-# 32000x512  47.7 16.4     115.5 17.8      84.5 34.7     123.2 92.9
-FEW_FP32_ROWS = 32
 _TRIAL_ROWS, _TRIAL_WIDTH = 4, 64
 
 
@@ -64,21 +56,12 @@ Matrix: TypeAlias = "Tensor | Int8Matrix"
 def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """(rows, in) times one matrix: (rows, out), in the rows' dtype."""
     if not isinstance(matrix, Int8Matrix):
-        if len(rows) <= FEW_FP32_ROWS and rows.dtype is torch.float32 and rows.device.type == "cpu":
-            return _turned(rows, matrix, bias)
         return linear(rows, matrix, bias)
     if len(rows) <= FEW_ROWS and has_int8_kernel(rows.device.type, rows.dtype):
         projected = torch._weight_int8pack_mm(rows.contiguous(), matrix.values, matrix.scale)
     else:
         projected = linear(rows, matrix.values.to(rows.dtype)) * matrix.scale
     return projected if bias is None else projected + bias
-
-
-def _turned(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """A multiplication of a matrix by one column runs another kernel, which is slower than the one for two."""
-    columns = (rows.repeat(2, 1) if len(rows) == 1 else rows).t()
-    turned = torch.mm(matrix, columns) if bias is None else torch.addmm(bias.unsqueeze(1), matrix, columns)
-    return turned.t()[: len(rows)].contiguous()
 
 
 @lru_cache
