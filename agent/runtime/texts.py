@@ -180,6 +180,8 @@ class Texts:
         if not turns:
             return Progressed(batch.id, tuple(refused), ())
         quantum = self._engines[batch.executor].run(turns, batch.quantum_s)
+        if quantum.lacking:  # who has a lease finds room: else ledger and arena have come apart, and they wait
+            logger.error("texts_lack_room executor=%d requests=%s", batch.executor, quantum.lacking)
         finished = [(request, self._ended(request, result)) for request, result in quantum.finished]
         experts = {request: copy.expert.id for request, copy in zip(batch.requests, copies, strict=True)}
         unfinished = [(request, self._left(request, experts[request], left)) for request, left in quantum.unfinished]

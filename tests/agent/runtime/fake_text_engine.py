@@ -26,6 +26,7 @@ class FakeTextEngine:
         self.held = {}  # request -> tokens, of those that have begun
         self.texts = {}  # request -> text, and what was written of it
         self.errors = []  # raised by the next quanta, one each
+        self.lacking = ()  # whom it tells to have found no room for
         self.gate = None
         self.entered = threading.Semaphore(0)
         self.read = self.written = 0
@@ -47,7 +48,7 @@ class FakeTextEngine:
             else:
                 finished.append((turn.request, ended))
                 self.forget(turn.request)
-        return Quantum(tuple(finished), tuple(unfinished))
+        return Quantum(tuple(finished), tuple(unfinished), self.lacking)
 
     def forget(self, request):
         self.log.append(("forget", request))

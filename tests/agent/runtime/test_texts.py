@@ -117,6 +117,15 @@ def test_an_expert_that_may_hold_more_than_was_foreseen_says_so(desk):
     assert desk.run("b", 1).unfinished[0][1].most == 52
 
 
+def test_whoever_has_a_lease_and_finds_no_room_is_told_of(desk, caplog):
+    desk.ask(1, text(count=9), "a")
+    desk.run("a", 1)
+    assert not caplog.records
+    desk.engines[0].lacking = (1,)
+    desk.run("a", 1)
+    assert "texts_lack_room executor=0 requests=(1,)" in caplog.text
+
+
 def test_whoever_lost_what_it_held_reads_it_again_and_writes_on(desk):
     reader = Reader()
     desk.ask(1, source((1, 2, 3), 6, reader), "a")
