@@ -57,6 +57,11 @@ def stored_bytes(store):
     return sum(path.stat().st_size for path in (store.directory / "segments").iterdir())
 
 
+def assert_alike(found, expected):
+    """Up to the last bits: a kernel may go another way over the same numbers where they begin at another address."""
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 class TestBoundToPackedBytes:
     @pytest.mark.parametrize("precision", list(DTYPES))
     @pytest.mark.parametrize("family", FAMILIES)
@@ -65,7 +70,7 @@ class TestBoundToPackedBytes:
         slot = make_slot(expert, packed_in(store, [expert], precision)[expert.id], store)
         model = slot.skeleton.model
         assert model.dtype is DTYPES[precision]
-        assert torch.equal(logits(model), logits(load_model(expert.weights, expert.id, DTYPES[precision])))
+        assert_alike(logits(model), logits(load_model(expert.weights, expert.id, DTYPES[precision])))
 
     def test_overwriting_its_bytes_makes_it_another_model(self, model_files, store, make_slot):
         values = model_files.config("qwen3_moe")
@@ -77,7 +82,7 @@ class TestBoundToPackedBytes:
         slot = make_slot(first, packed["llm/0"], store)
         model = slot.skeleton.model
         slot.load(other, packed["llm/1"])
-        assert torch.equal(logits(model), logits(load_model(other.weights, other.id)))
+        assert_alike(logits(model), logits(load_model(other.weights, other.id)))
 
     def test_another_config_is_another_layout(self, model_files, store):
         values = model_files.config("llama")
@@ -111,7 +116,7 @@ class TestBoundToPackedBytes:
         packed = packed_in(store, [expert])[expert.id]
         assert "head" not in {spec.name for spec in packed.own.tensors}
         slot = make_slot(expert, packed, store)
-        assert torch.equal(logits(slot.skeleton.model), logits(load_model(expert.weights, expert.id)))
+        assert_alike(logits(slot.skeleton.model), logits(load_model(expert.weights, expert.id)))
 
 
 class TestOneBackbone:
@@ -145,7 +150,7 @@ class TestOneBackbone:
         for expert in experts:
             slot = make_slot(expert, packed[expert.id], store)
             answers.append(logits(slot.skeleton.model))
-            assert torch.equal(answers[-1], logits(load_model(expert.weights, expert.id, DTYPES[precision])))
+            assert_alike(answers[-1], logits(load_model(expert.weights, expert.id, DTYPES[precision])))
         assert not torch.equal(*answers)
 
     def test_a_second_one_that_comes_later_shares_what_lies_there(self, model_files, store, values):
