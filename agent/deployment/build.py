@@ -27,6 +27,7 @@ from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.probe import estimated_matrix, probe
 from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
+from agent.runtime.threads import end_team
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError, DeviceMissing
 from experts.packed.packing import PackingStep, pack_line
@@ -193,6 +194,8 @@ def pack(
         return pack_line(config.catalog.experts.values(), wanted, segments, step, in_use)
     except BackendUnavailable as error:
         raise ConfigError(f"{error} - install it, or take the experts that need it off the line") from error
+    finally:
+        end_team()
 
 
 def detect_box(config: LineConfig) -> Box:

@@ -38,6 +38,7 @@ from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
 from agent.runtime.texts import Texts, expert_name
+from agent.runtime.threads import end_team
 from agent.runtime.transfer import PacedLink, Transfers
 from experts.errors import AgentCrashed
 
@@ -219,6 +220,7 @@ class AgentLoop:
 
     def start(self) -> None:
         """Begin: experts are placed, requests are taken."""
+        end_team()  # of whoever prepared this; see there what it would cost the executors
         for executor in self._workshop.executors.values():
             executor.start()
         self._thread.start()

@@ -26,7 +26,7 @@ from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.executor import is_out_of_memory
-from agent.runtime.threads import use_threads
+from agent.runtime.threads import end_team, use_threads
 from experts import errors
 from experts.daemon_threads import DaemonThreads
 
@@ -198,6 +198,8 @@ class Transfers:
             store.commit(slot)
             self._finished(effect, time.monotonic() - started)
             self._answer(Loaded(effect.load))
+        finally:
+            end_team()
 
     def _unloaded(self, effect: StartLoad, error: Exception) -> LoadFailed | Breakdown:
         """What an error makes of a load: the boundary of these threads."""

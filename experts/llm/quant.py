@@ -36,8 +36,8 @@ LARGEST = 127
 #  8192x2048  1.23  1.01  2.94     2.28  2.80  4.70     2.84  4.77  4.85     3.82  8.99  6.03
 FEW_ROWS = 16
 # fp32 on a CPU: few rows are multiplied from the other side, (matrix x rows^T)^T, in blocks of the matrix's rows: one
-# batched multiplication, whose threads share the blocks, where linear keeps one thread busy. Measured likewise (MKL), us
-# as linear does it / in blocks:
+# batched multiplication, whose threads share the blocks, where linear keeps one thread busy. Measured likewise (MKL),
+# us as linear does it / in blocks:
 #             1 row        2 rows       4 rows       8 rows       16 rows
 #   256x256    12  10       15  16       16  17       48  41       22  30
 #   512x512   127  66      218  79      160  66      186 135      223 180

@@ -26,6 +26,7 @@ from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
 from agent.runtime.slots import SkeletonShelf, SlotStore
+from agent.runtime.threads import end_team
 from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends.llm import LlmSkeleton
@@ -117,6 +118,7 @@ class MeasuringRig:
     @contextmanager
     def opened(self) -> Iterator[MeasuringRig]:
         """The rig, until its memory is given back."""
+        end_team()  # as whoever starts an agent does
         for executor in self._executors:
             executor.start()
         try:

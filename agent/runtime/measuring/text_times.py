@@ -19,7 +19,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, TypeVar
 
 from agent.runtime.executor import own_stream
-from agent.runtime.threads import use_threads
+from agent.runtime.threads import end_team, use_threads
 from experts.errors import LoadError
 from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.engine import LlmEngine, Turn
@@ -98,6 +98,7 @@ def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> 
         with own_stream(device):
             return work()
 
+    end_team()  # as whoever starts an agent does
     with ThreadPoolExecutor(1, "text-times", use_threads, (threads,)) as thread:
         return thread.submit(streamed).result()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from agent.commands.experts import expert_rows
@@ -25,10 +27,12 @@ from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, Poo
 from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
+from agent.runtime.threads import use_threads
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict
 from experts.packed.packing import forget_other_forms, pack_line
 from experts.packed.weights import SegmentStore
+from tests.agent.runtime.native_threads import native_threads, on_linux
 
 PATIENCE_S = 60.0
 MIB = 2**20
@@ -308,6 +312,29 @@ def test_what_experts_are_copies_of_is_made_before_it_starts_and_told(line):
     assert [step for step in told if step[0] == "templates"] == [("templates", number, 6) for number in range(1, 7)]
     assert len(agent.templates.held) == 6  # three programs, on either processor in its precision
     assert agent.templates.failed == {}
+
+
+@on_linux
+def test_whoever_builds_and_starts_an_agent_leaves_its_executors_the_cores(line):
+    """A team that waits on the builder's thread makes them take up to twice as long: see ``agent.runtime.threads``."""
+
+    def with_a_team(*_):
+        torch.ones(512, 512).mm(torch.ones(512, 512))  # as packing what is larger than fakes does
+
+    def build_and_start():
+        use_threads(3)
+        before = native_threads()
+        with_a_team()
+        assert native_threads() == before + 2
+        agent = build_agent(line.config, lambda *_: None, with_a_team)
+        agent.start()
+        try:
+            return native_threads() - before
+        finally:
+            agent.stop()
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(build_and_start).result() == 0
 
 
 def test_a_program_that_cannot_be_read_is_found_by_the_load(line, caplog):
