@@ -771,11 +771,20 @@ class Engine:
             group.profile.copy,
             requests,
             max(profile.performance.workspace_for(len(requests)) for profile in profiles),
-            self._limits.quantum_s,
+            self._quantum_s(queue),
             parts if len(parts) > 1 else (),
         )
         tokens_s = (self._off_queue(part.requests, row.performance) for part, row in zip(parts, profiles, strict=True))
         return batch, profiles, sum(tokens_s)
+
+    def _quantum_s(self, queue: ExecutorQueue) -> float:
+        """Shorter where images may come, now or after the next change of the line."""
+        lone_s = self._limits.lone_quantum_s
+        if lone_s is None:
+            return self._limits.quantum_s
+        rows = self._matrix.experts[queue.spec.processor]
+        served = (row for expert, row in rows.items() if expert not in self._retired)
+        return lone_s if all(row.performance.runs_in_quanta for row in served) else self._limits.quantum_s
 
     def _take_images(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
         """Requests that run to their end."""

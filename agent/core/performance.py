@@ -146,6 +146,7 @@ class Limits:
     load_backoff_s: float = 0.25  # after a failed load; doubles with each further one, up to longest_pause_s
     batch_attempts: int = 3
     quantum_s: float = 0.05  # that requests with leases run before others may; whoever waits for them waits for as long
+    lone_quantum_s: float | None = None  # the same where no images may come; None: the same
     expert_failures: int = 3  # batches of one that fail in a row: probation
     probation_s: float = 1.0  # after failed batches; doubles with each failed trial, up to longest_pause_s
     longest_pause_s: float = 60.0

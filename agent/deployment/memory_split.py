@@ -19,6 +19,7 @@ from agent.core.performance import DEVICE, HOST, ExecutorSpec, Limits, PoolSpec
 from agent.deployment.executors import casual_executors
 from agent.deployment.memory_needs import WORKSPACE_FRACTION, MemoryNeeds, memory_needs
 from agent.device_profile.records import Allocation, PoolAllocation
+from agent.line_file.texts import LONE_QUANTUM_S, QUANTUM_S
 from experts.errors import ConfigError
 from experts.sizes import mib
 
@@ -100,8 +101,13 @@ def shares_of(
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
     """What the Engine of this line has to keep to."""
+    given_s = config.texts.quantum_s
     return Limits(
-        pools, config.scheduling.max_overtake_s, quantum_s=config.texts.quantum_s, pinned=pinned_experts(config)
+        pools,
+        config.scheduling.max_overtake_s,
+        quantum_s=QUANTUM_S if given_s is None else given_s,
+        lone_quantum_s=LONE_QUANTUM_S if given_s is None else given_s,
+        pinned=pinned_experts(config),
     )
 
 

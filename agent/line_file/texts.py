@@ -65,6 +65,9 @@ class TextRouteSection(Section):
     )
 
 
+QUANTUM_S, LONE_QUANTUM_S = 0.05, 0.2  # beside images, and without: whoever has a text joins after an iteration anyway
+
+
 class TextsSection(Section):
     """Texts, beside images."""
 
@@ -73,10 +76,10 @@ class TextsSection(Section):
         description="memory for keys and values of texts under way, of each memory that language models run from: "
         "auto (a quarter of it) or a size (1GiB); default auto",
     )
-    quantum_s: Annotated[float, Field(strict=True, ge=0.001, le=10.0)] = Field(
-        0.05,
+    quantum_s: Annotated[float, Field(strict=True, ge=0.001, le=10.0)] | None = Field(
+        None,
         description="longest that texts keep an executor before images that wait may run, seconds, 0.001 to 10; "
-        "default 0.05",
+        f"default {QUANTUM_S:g}, and {LONE_QUANTUM_S:g} where no expert takes images",
     )
     deadline_s: Seconds | None = Field(
         None, description="a text that is not answered in so many seconds ends there; default none"

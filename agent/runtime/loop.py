@@ -425,6 +425,8 @@ class AgentLoop:
             self._carry_out[type(effect)](effect)
         if isinstance(event, events.Loaded | events.LoadFailed):
             self._open.close_load(event.load)
+        if isinstance(event, events.Arrived) and event.work != IMAGE:
+            self._texts.hurry()
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._copies = dict(self._copies) | dict(copies)

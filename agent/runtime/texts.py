@@ -51,6 +51,9 @@ class TextEngine(Protocol):
     def preempt(self, request: int) -> None:
         """Give back what it holds; what it has written stays, and is read again. From any thread."""
 
+    def hurry(self) -> None:
+        """End the quantum that runs after its present iteration: somebody wants to join. From any thread."""
+
     def statistics(self) -> EngineStatistics: ...
 
 
@@ -162,6 +165,11 @@ class Texts:
     def preempt(self, request: int, executor: int) -> None:
         """What it holds there is others' from now on."""
         self._engines[executor].preempt(request)
+
+    def hurry(self) -> None:
+        """A text has come: wherever others run, it may join after their present iteration."""
+        for engine in self._engines.values():
+            engine.hurry()
 
     # -- of an executor's thread --
 

@@ -192,6 +192,7 @@ class LlmEngine:
         self._weights: dict[int, str] = {}
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
+        self._is_hurried = False
         self._asked: deque[tuple[int, _Asked]] = deque()
         self._tally = _Tally()
         self._came = 0
@@ -205,11 +206,18 @@ class LlmEngine:
             is_first = True
             while groups and self._iterate_in_time(groups, began_s + quantum_s, is_first):
                 is_first = False
+                if self._is_hurried:
+                    break
+            self._is_hurried = False
             quantum = self._answer(turns, lacking)
             self._tally.quanta += 1
             self._tally.busy_s += self._clock() - began_s
         self._do_what_was_asked_if_idle()
         return quantum
+
+    def hurry(self) -> None:
+        """Somebody wants to join: the quantum that runs, or else the next, ends after an iteration. From any thread."""
+        self._is_hurried = True
 
     def forget(self, request: int) -> None:
         """Nobody waits for it any more, or it has its answer: give back what it holds. Idempotent, from any thread."""

@@ -1,23 +1,30 @@
 """Texts whose answers have many lengths: iteration-level scheduling against static batching, ours and transformers'.
 
 Systems take turns, round by round, and medians are told; a first round counts for nothing. All run as many rows at a
-time over the same fp32 weights, and must write the same tokens, which is checked in every round.
+time over the same fp32 weights, and must write the same tokens, which is checked in every round. Peers have a process
+each: see ``peer_process``.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
+from agent.line_file.texts import QUANTUM_S
 from experts.errors import CoServeError
 from experts.llm.model import load_model
 from profiler.bench.llm.our_engine import OurEngine
 from profiler.bench.llm.part import TRANSFORMERS, Part
+from profiler.bench.llm.peer_process import CONTINUOUS, SLOTS, STATIC, PeerProcess
 from profiler.bench.llm.random_models import write_random_model
 from profiler.bench.llm.text_jobs import mixed_lengths
-from profiler.bench.llm.transformers_peer import TransformersPeer, is_there
+from profiler.bench.llm.transformers_peer import is_there
 from profiler.targets import Target, at_least
 
 if TYPE_CHECKING:
@@ -29,13 +36,15 @@ if TYPE_CHECKING:
 
     System = Callable[[Sequence[TextJob]], list[list[int]]]
 
-REQUESTS, SLOTS = 24, 8
-OURS, OURS_STATIC, STATIC, CONTINUOUS = (
+REQUESTS = 24
+OURS, OURS_BESIDE_IMAGES, OURS_STATIC, THEIR_STATIC, THEIR_CONTINUOUS = (
     "coserve",
+    "coserve, in quanta as beside images",
     "coserve, static",
     "transformers, static",
     "transformers, generate_batch",
 )
+THEIRS = {THEIR_STATIC: STATIC, THEIR_CONTINUOUS: CONTINUOUS}
 TARGET_STATIC, TARGET_CONTINUOUS = 2.0, 1.0
 
 
@@ -59,22 +68,22 @@ class MixedTimes:
     @property
     def targets(self) -> tuple[Target, ...]:
         """Against the peers, where those ran; and what of it is scheduling alone."""
-        scheduling = Target(
-            f"{self.shape}: the same against our own static batching", "-", f"{self.over(OURS, OURS_STATIC):.2f}", None
-        )
-        if STATIC not in self.seconds:
+        scheduling = self._told("the same against our own static batching", OURS, OURS_STATIC)
+        if THEIR_STATIC not in self.seconds:
             return (scheduling,)
+        over = f"{self.shape}: mixed lengths, over"
         return (
-            at_least(f"{self.shape}: mixed lengths, over transformers' static", self.over(OURS, STATIC), TARGET_STATIC),
-            at_least(f"{self.shape}: the same over its generate_batch", self.over(OURS, CONTINUOUS), TARGET_CONTINUOUS),
-            scheduling,
-            Target(
-                f"{self.shape}: our static over transformers' static",
-                "-",
-                f"{self.over(OURS_STATIC, STATIC):.2f}",
-                None,
+            at_least(f"{over} transformers' static", self.over(OURS, THEIR_STATIC), TARGET_STATIC),
+            at_least(
+                f"{self.shape}: the same over its generate_batch", self.over(OURS, THEIR_CONTINUOUS), TARGET_CONTINUOUS
             ),
+            self._told("in quanta as beside images, over transformers' static", OURS_BESIDE_IMAGES, THEIR_STATIC),
+            scheduling,
+            self._told("our static over transformers' static", OURS_STATIC, THEIR_STATIC),
         )
+
+    def _told(self, what: str, system: str, other: str) -> Target:
+        return Target(f"{self.shape}: {what}", "-", f"{self.over(system, other):.2f}", None)
 
 
 def measure_mixed(
@@ -84,15 +93,17 @@ def measure_mixed(
     directory = write_random_model(folder / f"mixed-{shape.name}", shape)
     jobs = mixed_lengths(requests, shape.vocabulary)
     engine = OurEngine(load_model(directory, shape.name), SLOTS)
-    systems: dict[str, System] = {OURS: engine.continuous, OURS_STATIC: engine.static}
-    peer = TransformersPeer(directory, SLOTS) if is_there() else None
-    if peer is not None:
-        systems |= {STATIC: peer.static, CONTINUOUS: peer.continuous}
-    try:
+    systems: dict[str, System] = {
+        OURS: engine.continuous,
+        OURS_BESIDE_IMAGES: partial(engine.continuous, quantum_s=QUANTUM_S),
+        OURS_STATIC: engine.static,
+    }
+    with ExitStack() as peers:
+        for name, way in THEIRS.items() if is_there() else ():
+            peer = PeerProcess(directory, way, torch.get_num_threads())
+            peers.callback(peer.close)
+            systems[name] = peer.write
         seconds = _turns(systems, jobs, rounds, progress)
-    finally:
-        if peer is not None:
-            peer.close()
     times = MixedTimes(shape.name, requests, SLOTS, sum(job.output for job in jobs), seconds)
     rates = ", ".join(f"{name} {times.tokens_per_s(name):.0f}" for name in systems)
     return Part(
@@ -100,7 +111,7 @@ def measure_mixed(
         times.targets,
         {"tokens": times.tokens, "requests": requests, "slots": SLOTS, "seconds": dict(seconds)},
         (f"tokens/s: {rates}; {requests} requests, {SLOTS} rows at a time, every system the same tokens",),
-        () if peer is not None else (f"mixed lengths against transformers: {TRANSFORMERS}",),
+        () if THEIR_STATIC in systems else (f"mixed lengths against transformers: {TRANSFORMERS}",),
     )
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agent.line_file.texts import LONE_QUANTUM_S
 from experts.llm.serving.engine import LlmEngine, Turn
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, Refused, TextRequest
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from experts.llm.serving.engine import EngineStatistics
     from experts.llm.serving.generation import Sampled
 
-QUANTUM_S = 0.05  # a line's default
 WAITING = 4  # texts beside those that have a row: whoever finishes within a quantum leaves it to one of these
 
 
@@ -54,7 +54,7 @@ class OurEngine:
         """Of all its runs."""
         return self._engine.statistics()
 
-    def continuous(self, jobs: Sequence[TextJob], quantum_s: float = QUANTUM_S) -> list[list[int]]:
+    def continuous(self, jobs: Sequence[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:
         """Each job's tokens. Who finishes leaves its row at once, and the engine at the end of the quantum."""
         waiting = deque(self._turns(jobs))
         going: dict[int, Turn] = {}

@@ -17,7 +17,7 @@ from profiler.bench.llm.overhead import measure_overhead
 from profiler.bench.llm.part import Part
 from profiler.bench.llm.peer_process import OURS
 from profiler.bench.llm.random_models import LARGE, SMALL, TINY
-from profiler.bench.llm.swapping import EACH, MODELS, measure_backbone, measure_swapping
+from profiler.bench.llm.swapping import EACH, MODELS, WAYS, measure_backbone, measure_swapping
 from profiler.bench.llm.transformers_peer import is_there
 from profiler.bench.parts import moe_offload
 from profiler.bench.parts.dispatch import measure_dispatch
@@ -42,8 +42,7 @@ NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and what i
 class Form:
     """How much is measured. ``mixed``: shapes; ``swapped``: the shape that is swapped, shared and quantised.
 
-    ``each``: requests to each model in a round of swapping; ``way``: what the processes run there, None: whatever is
-    faster.
+    ``each``: requests to each model in a round of swapping; ``ways``: what the processes run there.
     """
 
     mixed: tuple[QwenShape, ...]
@@ -55,11 +54,11 @@ class Form:
     dispatch: tuple[int, int, int]  # tokens, experts, width
     offloaded: moe_offload.OffloadShape = moe_offload.LARGE
     each: int = EACH
-    way: str | None = None
+    ways: Sequence[str] = WAYS
 
 
 FULL = Form((SMALL, LARGE), LARGE, SMALL, ROUNDS, 24, MODELS, (1024, 128, 256))
-QUICK = Form((TINY,), TINY, TINY, 1, 4, MODELS[:2], (64, 8, 32), moe_offload.TINY, 1, OURS)
+QUICK = Form((TINY,), TINY, TINY, 1, 4, MODELS[:2], (64, 8, 32), moe_offload.TINY, 1, (OURS,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ def _parts(folder: Path, form: Form, progress: Progress) -> Iterator[Part]:
     progress("iteration overhead", 1, 1)
     yield _dispatch(form)
     progress("swapping", 0, 1)
-    yield measure_swapping(folder, form.swapped, form.rounds, form.models, form.each, form.way)
+    yield measure_swapping(folder, form.swapped, form.rounds, form.models, form.each, form.ways)
     progress("swapping", 1, 1)
     yield measure_backbone(folder, form.swapped, form.each)
     progress("offloaded experts", 0, 1)

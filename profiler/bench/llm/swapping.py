@@ -4,17 +4,13 @@ Rounds of requests: in each, all models are asked, by turns, and a round begins 
 agent holds what fits and loads what it needs beside what runs. The peer is what model-swapping servers do: the process
 of a model is started when its turn comes, loads its checkpoint, answers all that waits for it, and is ended for the
 next one. It is served in the order that is best for it: what is in memory at the end of a round comes first in the
-next. Its processes run our own loader and engine or transformers, whichever swaps faster here; the weights are in the
-page cache for it, and are read past it by the agent.
+next. Its processes run our own loader and engine, and transformers', one after the other; the weights are in the page
+cache for them, and are read past it by the agent.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,21 +18,23 @@ import torch
 from experts.errors import CoServeError
 from profiler.bench.llm.part import TRANSFORMERS as TRANSFORMERS_MISSING
 from profiler.bench.llm.part import Part
-from profiler.bench.llm.peer_process import OURS, TRANSFORMERS
+from profiler.bench.llm.peer_process import OURS, STATIC, PeerProcess
 from profiler.bench.llm.random_models import write_random_model
-from profiler.bench.llm.text_jobs import TextJob, mixed_lengths
+from profiler.bench.llm.text_jobs import mixed_lengths
 from profiler.bench.llm.texts_on_agent import Ask, TextAgent
 from profiler.bench.llm.transformers_peer import is_there
 from profiler.targets import Target, at_least
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from profiler.bench.llm.random_models import QwenShape
+    from profiler.bench.llm.text_jobs import TextJob
 
 MODELS = ("llm/a", "llm/b", "llm/c")
 FITTING = 1.5  # of the models
+WAYS = (OURS, STATIC)
 EACH = 4  # requests to each model in a round
 TARGET = 3.0
 TARGET_BACKBONE = 1.2
@@ -49,30 +47,46 @@ def measure_swapping(
     rounds: int,
     models: Sequence[str] = MODELS,
     each: int = EACH,
-    way: str | None = None,
+    ways: Sequence[str] = WAYS,
 ) -> Part:
-    """Both on the same requests, whose answers must be the same. Raises CoServeError where they are not.
+    """All on the same requests, whose answers must be the same. Raises CoServeError where they are not.
 
-    ``each``: requests to each model in a round; ``way``: what the processes run; None: whichever swaps faster.
+    ``each``: requests to each model in a round; ``ways``: what the processes run; the target is over the fastest.
     """
     directories = {
         name: write_random_model(folder / f"swap-{number}", shape, seed=number) for number, name in enumerate(models)
     }
     asked = [_round(models, shape, number, each) for number in range(rounds + 1)]
     ours, ours_s, loads = _by_agent(folder / "swap-agent", directories, asked)
-    way, why = (way, None) if way else _faster_way(next(iter(directories.values())), asked[0][0].job)
-    theirs, theirs_s = _by_processes(directories, asked, way)
-    if ours != theirs:
-        raise CoServeError("the agent and the processes write different tokens: they are not to be compared")
-    what = f"{len(models)} LLM experts, memory for {FITTING:g}: over one process each"
+    theirs_s = {}
+    for way in [way for way in ways if way == OURS or is_there()]:
+        theirs, theirs_s[way] = _by_processes(directories, asked, way)
+        if ours != theirs:
+            raise CoServeError(
+                f"the agent and processes with {way} write different tokens: they are not to be compared"
+            )
     tokens = sum(ask.job.output for each in asked[1:] for ask in each)
-    figures = {"coserve_s": ours_s, "processes_s": theirs_s, "tokens": tokens, "loads": loads, "peer": way}
-    remarks = (
-        f"{shape.name}, {rounds} rounds of {each} requests each: coserve {tokens / ours_s:.1f} tokens/s with {loads} "
-        f"loads, processes {tokens / theirs_s:.1f} tokens/s, each with {way}",
+    rates = ", ".join(f"processes with {way} {tokens / seconds:.1f}" for way, seconds in theirs_s.items())
+    return Part(
+        "swapping",
+        _swapping_targets(len(models), ours_s, theirs_s),
+        {"coserve_s": ours_s, "processes_s": theirs_s, "tokens": tokens, "loads": loads},
+        (
+            f"{shape.name}, {rounds} rounds of {each} requests to each model, tokens/s: coserve {tokens / ours_s:.1f} "
+            f"with {loads} loads, {rates}",
+        ),
+        tuple(f"processes with {way}: {TRANSFORMERS_MISSING}" for way in ways if way not in theirs_s),
     )
-    skipped = () if why is None else (why,)
-    return Part("swapping", (at_least(what, theirs_s / ours_s, TARGET),), figures, remarks, skipped)
+
+
+def _swapping_targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple[Target, ...]:
+    what = f"{models} LLM experts, memory for {FITTING:g}: over a process each"
+    fastest = min(theirs_s, key=lambda way: theirs_s[way])
+    others = [way for way in theirs_s if way != fastest]
+    return (
+        at_least(f"{what}, {fastest}", theirs_s[fastest] / ours_s, TARGET),
+        *(Target(f"the same, {way}", "-", f"{theirs_s[way] / ours_s:.2f}", None) for way in others),
+    )
 
 
 def measure_backbone(folder: Path, shape: QwenShape, each: int = EACH) -> Part:
@@ -147,7 +161,7 @@ class _Swapper:
         self._directories = directories
         self._way = way
         self._name: str | None = None
-        self._process: subprocess.Popen[str] | None = None
+        self._process: PeerProcess | None = None
 
     def __enter__(self) -> _Swapper:
         return self
@@ -159,73 +173,10 @@ class _Swapper:
         """These jobs' tokens, after a swap where another model is in memory."""
         if self._process is None or self._name != name:
             self._end()
-            self._process, self._name = _started(self._directories[name], self._way), name
-        return _asked(self._process, jobs)
+            self._process, self._name = PeerProcess(self._directories[name], self._way, torch.get_num_threads()), name
+        return self._process.write(jobs)
 
     def _end(self) -> None:
         if self._process is not None:
-            _ended(self._process)
+            self._process.close()
             self._process = None
-
-
-def _faster_way(directory: Path, job: TextJob) -> tuple[str, str | None]:
-    """Which kind of process answers first, from its start on; and what was not tried."""
-    if not is_there():
-        return OURS, f"processes that swap with transformers: {TRANSFORMERS_MISSING}"
-    return min((OURS, TRANSFORMERS), key=lambda way: _first_answer_s(directory, way, job)), None
-
-
-def _first_answer_s(directory: Path, way: str, job: TextJob) -> float:
-    began_s = time.perf_counter()
-    with _process(directory, way) as process:
-        _asked(process, [job])
-        return time.perf_counter() - began_s
-
-
-@contextmanager
-def _process(directory: Path, way: str) -> Iterator[subprocess.Popen[str]]:
-    process = _started(directory, way)
-    try:
-        yield process
-    finally:
-        _ended(process)
-
-
-def _started(directory: Path, way: str) -> subprocess.Popen[str]:
-    """A process that has its weights. Raises CoServeError where it ends instead."""
-    command = [
-        sys.executable,
-        "-m",
-        "profiler.bench.llm.peer_process",
-        str(directory),
-        way,
-        str(torch.get_num_threads()),
-    ]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        _answer(process)
-    except BaseException:
-        _ended(process)
-        raise
-    return process
-
-
-def _asked(process: subprocess.Popen[str], jobs: Sequence[TextJob]) -> list[list[int]]:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps([[job.prompt, job.output] for job in jobs]) + "\n")
-    process.stdin.flush()
-    tokens: list[list[int]] = json.loads(_answer(process))
-    return tokens
-
-
-def _answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise CoServeError(f"the process of a model ended by itself with {process.wait()}: see its words above")
-    return line
-
-
-def _ended(process: subprocess.Popen[str]) -> None:
-    with process:
-        process.kill()

@@ -25,7 +25,7 @@ from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 
 PASS = Prediction("ok", 1.0)
-QUANTUM_S, BOUND_S, SHARE = 4.0, 100.0, 20
+QUANTUM_S, LONE_QUANTUM_S, BOUND_S, SHARE = 4.0, 9.0, 100.0, 20
 PICTURES = Performance(K_s=1.0, B_s=1.0, max_batch=4, workspace_bytes=1)
 TEXTS = Performance(0.0, 1.0, 3, 1, K_prompt_s=0.5, K_output_s=2.0, lease_bytes=1)
 ASK = Work(prompt=2, output=3, most=6)
@@ -46,7 +46,7 @@ class Line:
         routes = {"sorted": (RouteStep("a", frozenset({"ok"})), RouteStep("t", frozenset({"ok"})))}
         workspace_bytes = executors * max(PICTURES.workspace_for(4), texts.workspace_for(4))
         pool = PoolSpec("host", room, workspace_bytes, lease_bytes=share)
-        limits = Limits((pool,), bound_s, quantum_s=QUANTUM_S, loads_in_flight=4)
+        limits = Limits((pool,), bound_s, quantum_s=QUANTUM_S, lone_quantum_s=LONE_QUANTUM_S, loads_in_flight=4)
         specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
         self.graph, self.matrix = ExpertGraph("abtu", routes), matrix
         self.engine = Engine(self.graph, matrix, specs, PRESETS[policy], limits)
@@ -126,6 +126,17 @@ def test_texts_run_in_quanta_and_images_to_their_end():
     line.quantum_ends(finished=[0])
     line.ask(1, "a")
     assert line.running[0].quantum_s is None
+
+
+def test_quanta_are_longer_where_no_images_may_come():
+    line = Line()
+    line.tell(events.LineChanged(ExpertGraph("abtu", {}), line.matrix, frozenset(), frozenset("ab")))
+    line.ask(0, "t")
+    assert line.running[0].quantum_s == LONE_QUANTUM_S
+    line.quantum_ends(finished=[0])
+    line.tell(events.LineChanged(line.graph, line.matrix, frozenset(), frozenset()))
+    line.ask(1, "t")
+    assert line.running[0].quantum_s == QUANTUM_S
 
 
 def test_who_is_not_done_goes_on_and_who_is_done_ends():

@@ -15,6 +15,7 @@ from agent.config import read_line
 from agent.deployment.build import build_agent
 from agent.deployment.line_change import keys_for_restart, plan_change
 from agent.deployment.memory_needs import LEAST_LEASED_TOKENS
+from agent.deployment.memory_split import limits_of
 from agent.deployment.profile_in_use import precision_of
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -142,7 +143,12 @@ class TestWhatAnAgentDecidesWith:
         assert pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes == 64 * MIB
 
     def test_quanta_are_as_long_as_the_line_says(self, setup):
-        assert setup[1].limits.quantum_s == 0.02
+        assert setup[1].limits.quantum_s == setup[1].limits.lone_quantum_s == 0.02
+
+    def test_by_itself_they_are_longer_where_nobody_takes_images(self, line):
+        del line.document["texts"]["quantum_s"]
+        limits = limits_of(line.config, ())
+        assert (limits.quantum_s, limits.lone_quantum_s) == (0.05, 0.2)
 
     def test_routes_of_texts_branch(self, setup):
         (step,) = setup[1].graph.routes["assistant"]

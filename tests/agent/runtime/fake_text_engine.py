@@ -29,7 +29,7 @@ class FakeTextEngine:
         self.lacking = ()  # whom it tells to have found no room for
         self.gate = None
         self.entered = threading.Semaphore(0)
-        self.read = self.written = 0
+        self.read = self.written = self.hurried = 0
         self.leases = []  # of each turn
         self.lengths = None  # by which it tells what is left; None: as much as may be written
 
@@ -58,6 +58,9 @@ class FakeTextEngine:
     def preempt(self, request):
         self.log.append(("preempt", request))
         self.held.pop(request, None)
+
+    def hurry(self):
+        self.hurried += 1
 
     def statistics(self):
         return EngineStatistics(read_tokens=self.read, written_tokens=self.written)

@@ -200,6 +200,17 @@ def test_a_text_may_end_before_its_time(line, fake):
     assert (agent.outcomes[number].label, len(reader.tokens)) == ("stop", 3)
 
 
+def test_who_comes_with_a_text_joins_after_an_iteration_and_who_brings_an_image_waits_for_the_quantum(line, fake):
+    with served(line, fake) as agent:
+        for count in (1, 2):
+            agent.ask("llm/code", count=3)
+            agent.settle()
+            assert fake.hurried == count
+        agent.loop.submit(IMAGE, component="eye")
+        agent.settle()
+        assert fake.hurried == 2
+
+
 def test_an_image_waits_for_one_quantum(line, fake):
     fake.gate = threading.Semaphore(0)
     begun = []

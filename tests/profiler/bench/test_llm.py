@@ -70,20 +70,18 @@ def test_static_batching_runs_every_batch_to_its_longest_end(tmp_path):
 
 def test_systems_that_write_something_else_are_not_compared(tmp_path, monkeypatch):
     class Wrong:
-        def __init__(self, directory, slots):
-            self.right = OurEngine(load_model(directory, "tiny"), slots)
+        def __init__(self, directory, way, threads):
+            self.right = OurEngine(load_model(directory, "tiny"), slots=3)
 
-        def static(self, jobs):
+        def write(self, jobs):
             tokens = self.right.continuous(jobs)
             return [*tokens[:-1], [0] * len(tokens[-1])]
-
-        continuous = static
 
         def close(self):
             pass
 
     monkeypatch.setattr(mixed, "is_there", lambda: True)
-    monkeypatch.setattr(mixed, "TransformersPeer", Wrong)
+    monkeypatch.setattr(mixed, "PeerProcess", Wrong)
     with pytest.raises(CoServeError, match=r"transformers, static writes other tokens .* \[3\]"):
         mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, requests=4)
 

@@ -184,6 +184,19 @@ class TestPreempting:
         assert desk.engine.left(1).prompt == (0 if is_swapped else 4)
         assert desk.finish() == {1: [5, 6, 7, 8, 9, 10]}
 
+    def test_a_quantum_ends_after_the_iteration_in_which_somebody_comes(self, desk):
+        class Comes(Notes):
+            def write(self, sampled):
+                if len(self.sampled) == 1:
+                    desk.engine.hurry()
+                return super().write(sampled)
+
+        desk.ask(1, [3], 9, notes=Comes())
+        desk.quantum()
+        assert desk.notes[1].tokens == [4, 5]
+        desk.quantum()  # and no other one
+        assert len(desk.notes[1].tokens) == 9
+
     def test_in_the_middle_of_a_quantum_it_waits_for_the_next(self, desk):
         class Preempts(Notes):
             def write(self, sampled):
