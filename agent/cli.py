@@ -473,7 +473,10 @@ def demo(
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
     if llm and data is not None:
         raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
+    from agent.deployment.profile_in_use import set_default_spinning
+
     log_to_stderr(logging.WARNING)
+    set_default_spinning()
     if llm:
         _demo_texts(directory, seed, as_json=as_json)
         return
