@@ -56,7 +56,7 @@ def spans_of(text: str) -> Span | None:
 
 
 def _span(event: Any, events: Iterator[Any], text: str) -> Span:  # noqa: ANN401  # PyYAML's events have no common type
-    start, end = event.start_mark.index, event.end_mark.index
+    start, end = event.start_mark.index, _end(event)
     if isinstance(event, yaml.AliasEvent):
         return Span(start, end, alias=event.anchor)
     if isinstance(event, yaml.ScalarEvent):
@@ -64,14 +64,22 @@ def _span(event: Any, events: Iterator[Any], text: str) -> Span:  # noqa: ANN401
     flow = bool(event.flow_style)
     if isinstance(event, yaml.SequenceStartEvent):
         items = []
-        while not isinstance(inner := next(events), yaml.SequenceEndEvent):
+        inner = next(events)
+        while not isinstance(inner, yaml.SequenceEndEvent):
             items.append(_span(inner, events, text))
-        return _around(Span(start, inner.end_mark.index, flow, items=tuple(items)), items)
+            inner = next(events)
+        return _around(Span(start, _end(inner), flow, items=tuple(items)), items)
     pairs = []
-    while not isinstance(inner := next(events), yaml.MappingEndEvent):
+    inner = next(events)
+    while not isinstance(inner, yaml.MappingEndEvent):
         key = _span(inner, events, text)
         pairs.append((key, _span(next(events), events, text)))
-    return _around(Span(start, inner.end_mark.index, flow, pairs=tuple(pairs)), [pair[1] for pair in pairs])
+        inner = next(events)
+    return _around(Span(start, _end(inner), flow, pairs=tuple(pairs)), [pair[1] for pair in pairs])
+
+
+def _end(event: Any) -> int:  # noqa: ANN401  # as above
+    return int(event.end_mark.index)
 
 
 def _around(span: Span, inside: list[Span]) -> Span:
