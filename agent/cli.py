@@ -36,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-experts_app = typer.Typer(help="The experts of a line: list, import, verify.", no_args_is_help=True)
+experts_app = typer.Typer(help="The experts of a line: list, add, import, verify.", no_args_is_help=True)
 config_app = typer.Typer(help="Line files: check one, print their schema.", no_args_is_help=True)
 app.add_typer(experts_app, name="experts")
 app.add_typer(config_app, name="config")
@@ -325,6 +325,80 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+@experts_app.command("add")
+def add_expert(
+    line: LineFile,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="a model: .safetensors or .onnx", show_default=False)],
+    expert: Annotated[str | None, typer.Option("--id", help="its id, kind/name; default by its kind and file")] = None,
+    component: Annotated[
+        list[str] | None, typer.Option(help="component type whose route asks it last; may be given several times")
+    ] = None,
+    labels: Annotated[str | None, typer.Option(help="what its outputs mean, in their order: ok,missing")] = None,
+    size: Annotated[str | None, typer.Option(metavar="HEIGHTxWIDTH", help="pixels of its images")] = None,
+    normalize: Annotated[str | None, typer.Option(help="how its pixels were scaled: imagenet or unit")] = None,
+    kind: Annotated[str | None, typer.Option(help="classifier, detector or anomaly; default as the file shows")] = None,
+    architecture: Annotated[str | None, typer.Option(help="what it has to be, such as resnet18")] = None,
+    passing: Annotated[
+        str | None, typer.Option("--pass", help="labels that let a route go on; default the one that is ok")
+    ] = None,
+    min_score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="a lower score is NG")] = None,
+    image: Annotated[Path | None, typer.Option(help="file to try it on; default a made-up image")] = None,
+    prints: Annotated[bool, typer.Option("--print", help="the lines that would be added, and write nothing")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add a model to a line: told what it is, tried on an image, its weights and its entry written.
+
+    What the file does not tell is asked for by option.
+    """
+    given: dict[str, Any] = {
+        "id": expert,
+        "components": tuple(component or ()),
+        "kind": _one_of(kind, ("classifier", "detector", "anomaly"), "--kind"),
+        "architecture": architecture,
+        "labels": _words(labels),
+        "size": _size(size),
+        "normalize": _one_of(normalize, ("imagenet", "unit"), "--normalize"),
+        "passing": _words(passing),
+        "min_score": min_score,
+        "image": image,
+        "prints": prints,
+    }
+    log_to_stderr(logging.WARNING)
+    with explained():
+        from agent.commands.adding import Wishes, add_model, told_lines  # loads torch
+
+        added = add_model(line, file, Wishes(**given))
+    if as_json:
+        print(json.dumps(added.as_json()))
+        return
+    told = "\n".join(told_lines(line, file, added))
+    if prints:
+        sys.stderr.write(f"{told}\n")
+        print(added.lines, end="")
+    else:
+        print(told)
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
+def _one_of(text: str | None, known: tuple[str, ...], option: str) -> str | None:
+    if text is not None and text not in known:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(known)}", param_hint=option)
+    return text
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    """HEIGHTxWIDTH, or one number for both."""
+    if text is None:
+        return None
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdigit() for side in sides):
+        raise typer.BadParameter(f"{text!r} is no size - write 224x224, height first", param_hint="--size")
+    return int(sides[0]), int(sides[-1])
 
 
 @experts_app.command("verify")

@@ -45,6 +45,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
         "experts.llm",
     ),
+    "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),
+    "experts.inspection": ("experts.backends", "experts.checkpoints", "experts.errors"),
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.importing", "experts.llm.program",

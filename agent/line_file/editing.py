@@ -139,6 +139,8 @@ def _block(key: str, value: Plain, column: int, comment: str = "") -> list[str]:
     indent = " " * column
     words = [f"{indent}# {line}".rstrip() for line in comment.splitlines()]
     if isinstance(value, dict) and (len(rendered(value)) > ROW_LENGTH or any(map(_has_rows, value.values()))):
+        if len(value) == 1 and isinstance(each := next(iter(value.values())), dict):  # a section made for its entry
+            return [f"{indent}{_quoted(key)}:", *_block(next(iter(value)), each, column + len(STEP), comment)]
         inside = [line for name, each in value.items() for line in _block(name, each, column + len(STEP))]
         return [f"{indent}{_quoted(key)}:", *(f"{STEP}{line}" for line in words), *inside]
     if isinstance(value, list | tuple) and _has_rows(value):

@@ -39,15 +39,18 @@ class _Value:
         return f"{self.name} ({', '.join('n' if each is None else str(each) for each in self.shape)})"
 
 
-def inspect_graph(file: Path) -> Inspected:
-    """What an .onnx file is. Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served."""
+def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
+    """What an .onnx file is. ``kind``: what whoever brings it says that it answers with.
+
+    Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served.
+    """
     model = read_onnx(str(file), file)
     facts = {entry.key: entry.value for entry in model.metadata_props}
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in map(_value, model.graph.input) if value.name not in weights]
     outputs = [_value(value) for value in model.graph.output]
     _require_images(file, inputs)
-    return _Graph(file, facts, inputs[0], tuple(outputs)).inspected()
+    return _Graph(file, facts, inputs[0], tuple(outputs), kind).inspected()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class _Graph:
     facts: Mapping[str, str]
     images: _Value
     outputs: tuple[_Value, ...]
+    given: Kind | None
 
     def inspected(self) -> Inspected:
         kind, why = self._kind()
@@ -74,6 +78,8 @@ class _Graph:
     def _kind(self) -> tuple[Kind | None, str]:
         """What the graph answers with, and what says so."""
         task = self.facts.get("task")
+        if self.given is not None:
+            return self.given, f"that answers as a {self.given} does, as whoever added it said"
         if task is not None and "stride" in self.facts:
             if task not in TASKS:
                 served = ", ".join(TASKS)
