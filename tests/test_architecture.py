@@ -24,6 +24,7 @@ EDGES = ("agent.intake", "agent.api", "agent.records", "agent.web")
 RUNTIMES = ("torch", "torchvision", "ultralytics", "onnxruntime", "onnx")
 RUNTIME_FENCE = (
     "experts.backends",
+    "experts.checkpoints",
     "experts.llm",
     "experts.packed.packing",
     "experts.packed.weights",
@@ -45,6 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
         "experts.llm",
     ),
+    "experts.checkpoints": ("experts.backends", "experts.errors"),
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.importing", "experts.llm.program",
