@@ -37,7 +37,7 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # it may hold itself, and others at any depth
 class Record:
     """An object that was not built: what it is of, and all that the pickle would have given it.
 
@@ -57,7 +57,7 @@ class Record:
         return next(found, None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Opaque:
     """A key that Python would have to compare at any depth: it stands for itself alone."""
 

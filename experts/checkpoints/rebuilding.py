@@ -21,10 +21,6 @@ HARMFUL_BUILTINS = frozenset(
 )
 
 
-class Malformed(Exception):
-    """A call that no torch writes, in words. It does not leave the reading: it becomes a WeightsCorrupt there."""
-
-
 def named(module: str, name: str) -> Name:
     """What a pickle names, by the module's name of today."""
     return Name(RENAMED.get(module, module), name)
@@ -38,7 +34,7 @@ def is_harmful(name: Name) -> bool:
 
 
 def called(name: Name, arguments: tuple[object, ...]) -> object:
-    """What a call becomes, or an object made of a class. Raises Malformed."""
+    """What a call becomes, or an object made of a class. Raises ValueError, in words, for what no torch writes."""
     rebuild = REBUILT.get((name.module, name.name))
     return Record(name, arguments) if rebuild is None else rebuild(arguments)
 
@@ -55,29 +51,29 @@ def storage_of(reference: object) -> object:
     match reference:
         case ("storage", Name(name=kind), str() | int() as key, _, int() as elements, *_):
             if kind not in STORAGE_TYPES:
-                raise Malformed(f"a storage of type {kind}, which is not known")
+                raise ValueError(f"a storage of type {kind}, which is not known")
             if isinstance(elements, bool) or elements < 0:
-                raise Malformed("a storage of a negative size")
+                raise ValueError("a storage of a negative size")
             return Storage(str(key), STORAGE_TYPES[kind], elements)
         case ("module", kind, *_):
             return kind
-    raise Malformed("a reference to something outside that is no storage")
+    raise ValueError("a reference to something outside that is no storage")
 
 
 def _tensor(arguments: tuple[object, ...]) -> StoredTensor:
     match arguments:
         case (Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, *_):
             return _checked(storage, storage.dtype, offset, shape, strides)
-    raise Malformed("a tensor that is not described as torch describes one")
+    raise ValueError("a tensor that is not described as torch describes one")
 
 
 def _tensor_of_type(arguments: tuple[object, ...]) -> StoredTensor:
     match arguments:
         case (Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, _, _, Name() as dtype, *_):
             if dtype.name not in TYPES:
-                raise Malformed(f"a tensor of type {dtype.name}, which is not known")
+                raise ValueError(f"a tensor of type {dtype.name}, which is not known")
             return _checked(storage, TYPES[dtype.name], offset, shape, strides)
-    raise Malformed("a tensor that is not described as torch describes one")
+    raise ValueError("a tensor that is not described as torch describes one")
 
 
 def _checked(
@@ -87,16 +83,16 @@ def _checked(
     sizes = tuple(extent for extent in shape if isinstance(extent, int))
     steps = tuple(stride for stride in strides if isinstance(stride, int))
     if len(sizes) != len(shape) or len(steps) != len(strides):
-        raise Malformed("a tensor whose sizes are no numbers")
+        raise ValueError("a tensor whose sizes are no numbers")
     tensor = StoredTensor(storage, dtype, offset, sizes, steps)
     if tensor.problem is not None:
-        raise Malformed(tensor.problem)
+        raise ValueError(tensor.problem)
     return tensor
 
 
 def _parameter(arguments: tuple[object, ...]) -> object:
     if not arguments:
-        raise Malformed("a parameter of nothing")
+        raise ValueError("a parameter of nothing")
     return arguments[0]
 
 
@@ -104,7 +100,7 @@ def _of_subclass(arguments: tuple[object, ...]) -> object:
     match arguments:
         case (Name() as rebuild, _, tuple() as inner, *_) if not _calls(rebuild):
             return called(rebuild, inner)
-    raise Malformed("a tensor of a class of its own that is not described as torch describes one")
+    raise ValueError("a tensor of a class of its own that is not described as torch describes one")
 
 
 def _calls(name: Name) -> bool:
@@ -118,7 +114,7 @@ def _reconstructed(arguments: tuple[object, ...]) -> object:
             return called(kind, ())
         case (Name() as kind, _, value, *_) if not _calls(kind):
             return called(kind, (value,))
-    raise Malformed("an object of no class")
+    raise ValueError("an object of no class")
 
 
 def _dictionary(arguments: tuple[object, ...]) -> dict[object, object]:
@@ -128,14 +124,14 @@ def _dictionary(arguments: tuple[object, ...]) -> dict[object, object]:
         return dict(given)
     pairs = [pair for pair in given if isinstance(pair, list | tuple) and len(pair) == 2]
     if len(pairs) != len(given):
-        raise Malformed("a dictionary that is not made of pairs")
+        raise ValueError("a dictionary that is not made of pairs")
     return {key_of(pair[0]): pair[1] for pair in pairs}
 
 
 def _elements(arguments: tuple[object, ...]) -> list[object]:
     given = arguments[0] if arguments else ()
     if not isinstance(given, list | tuple | set | frozenset | dict):
-        raise Malformed("a container that is made of no container")
+        raise ValueError("a container that is made of no container")
     return list(given)
 
 
@@ -148,7 +144,7 @@ def _bytes(arguments: tuple[object, ...]) -> bytes:
             return text.encode("latin-1", "replace")
         case (bytes() as given, *_):
             return given
-    raise Malformed("bytes that are not written as Python writes them")
+    raise ValueError("bytes that are not written as Python writes them")
 
 
 REBUILT: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {

@@ -17,7 +17,7 @@ import struct
 from typing import TYPE_CHECKING, NoReturn
 
 from experts.checkpoints.inert import Name, Record, Storage, StoredTensor
-from experts.checkpoints.rebuilding import Malformed, called, is_harmful, key_of, named, storage_of
+from experts.checkpoints.rebuilding import called, is_harmful, key_of, named, storage_of
 from experts.errors import WeightsCorrupt, WeightsRefused
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Unpickler:
                 self._corrupt(f"opcode {opcode:#04x}, which is not known or not permitted")
             try:
                 step(self)
-            except Malformed as error:
+            except ValueError as error:
                 self._corrupt(str(error))
         raise WeightsRefused(self._source, f"its pickle has over {OPCODES_MAXIMUM} opcodes: {SAVE_ADVICE}")
 
