@@ -264,7 +264,9 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
 def import_expert(
     source: Annotated[
         Path,
-        typer.Argument(help=".safetensors, .onnx, a state dict .pt/.pth, or a DeepSpeed folder", show_default=False),
+        typer.Argument(
+            help=".safetensors, .onnx, a checkpoint .pt/.pth/.ckpt, or a DeepSpeed folder", show_default=False
+        ),
     ],
     destination: Annotated[
         Path, typer.Argument(help="the .safetensors or .onnx to write; of a folder, a new folder", show_default=False)
@@ -280,20 +282,25 @@ def import_expert(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring weights into a format that is safe to serve; a pickle is read once, as tensors only, in its own process."""
+    """Bring weights into a format that is safe to serve; a checkpoint is read as data, in a process of its own."""
     if source.is_dir():
         _import_folder(source, destination, argument or [], tokenizer, as_json=as_json)
         return
     if argument or tokenizer is not None:
         raise typer.BadParameter(f"{source} is no folder of DeepSpeed's - leave --arg and --tokenizer")
-    from experts.importing import import_weights
+    from experts.importing import bring
 
     with explained():
-        sha256 = import_weights(source, destination)
+        imported = bring(source, destination)
+    size_bytes, said = destination.stat().st_size, imported.told.said if imported.told else ()
     if as_json:
-        print(json.dumps({"weights": str(destination), "sha256": sha256, "size_bytes": destination.stat().st_size}))
-    else:
-        print(f"{destination}  sha256 {sha256}\nName it as `weights:` of an expert in the line file.")
+        row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
+        print(json.dumps(row))
+        return
+    print(f"{destination}  sha256 {imported.sha256}")
+    for sentence in said:
+        print(f"{sentence[:1].upper()}{sentence[1:]}.")
+    print("Name it as `weights:` of an expert in the line file.")
 
 
 def _import_folder(
@@ -330,7 +337,9 @@ def _argument(text: str) -> tuple[str, Any]:
 @experts_app.command("add")
 def add_expert(
     line: LineFile,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="a model: .safetensors or .onnx", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="a model: .pt, .ckpt, .safetensors or .onnx", show_default=False)
+    ],
     expert: Annotated[str | None, typer.Option("--id", help="its id, kind/name; default by its kind and file")] = None,
     component: Annotated[
         list[str] | None, typer.Option(help="component type whose route asks it last; may be given several times")

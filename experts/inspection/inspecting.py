@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 
 from experts.backends.weight_files import saving
+from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
+from experts.importing import PICKLES
 from experts.inspection.graphs import inspect_graph
-from experts.inspection.states import inspect_safetensors
+from experts.inspection.states import inspect_checkpoint, inspect_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +31,9 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
         return inspect_graph(file, kind)
     if file.suffix == ".safetensors":
         return inspect_safetensors(file, architecture)
-    raise WeightsRefused(str(file), "unknown format: give a .safetensors or .onnx file")
+    if file.suffix in PICKLES:
+        return inspect_checkpoint(file, read_checkpoint(file), architecture)
+    raise WeightsRefused(str(file), "unknown format: give a .pt, .pth, .ckpt, .safetensors or .onnx file")
 
 
 def write_weights(inspected: Inspected, destination: Path) -> None:

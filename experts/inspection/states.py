@@ -55,9 +55,9 @@ def inspect_tensors(
     if architecture not in {None, found.architecture}:
         raise WeightsRefused(str(file), f"is no {architecture}: {found.evidence}")
     told = _told(found, facts)
-    labels = told.get("labels")
-    if labels is not None and len(labels[0]) != found.labels:
-        raise WeightsRefused(str(file), f"names {len(labels[0])} labels, and its weights tell {found.labels} apart")
+    if "labels" in told and len(told["labels"][0]) != found.labels:
+        names, where = told.pop("labels")
+        said = (*said, f"{where} names {len(names)} labels, and the weights tell {found.labels} apart: not taken")
     values = {key: value for key, (value, _) in told.items()}
     return Inspected(
         file,
