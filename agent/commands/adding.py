@@ -165,7 +165,7 @@ class _Settled:
         _refuse_other_labels(inspected, wishes)
         missing = {key: why for key, why in inspected.missing.items() if getattr(known, key) is None}
         passing = wishes.passing or _good_labels(known)
-        missing |= _missing_of_routes(wishes, passing, parse_document(line, content).values)
+        missing |= _missing_of_routes(known, wishes, passing, parse_document(line, content).values)
         if missing:
             raise WeightsUnclear(str(inspected.file), missing)
         expert = wishes.id or _id_of(known)
@@ -224,10 +224,12 @@ def _good_labels(known: Inspected) -> tuple[str, ...]:
     return good if len(good) == 1 else ()
 
 
-def _missing_of_routes(wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]) -> dict[str, str]:
+def _missing_of_routes(
+    known: Inspected, wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]
+) -> dict[str, str]:
     if not wishes.components and not values.get("routes"):
         return {"component": "the line has no routes yet: say with --component whose images it judges"}
-    if wishes.components and not passing:
+    if wishes.components and known.labels and not passing:
         return {"pass": "no label is plainly that of a good part: --pass label,... which let a route go on"}
     return {}
 
