@@ -353,6 +353,9 @@ def add_expert(
         str | None, typer.Option("--pass", help="labels that let a route go on; default the one that is ok")
     ] = None,
     min_score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="a lower score is NG")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="of an anomaly model: from which score on a part is NG")
+    ] = None,
     image: Annotated[Path | None, typer.Option(help="file to try it on; default a made-up image")] = None,
     prints: Annotated[bool, typer.Option("--print", help="the lines that would be added, and write nothing")] = False,
     as_json: AsJson = False,
@@ -371,6 +374,7 @@ def add_expert(
         "normalize": _one_of(normalize, ("imagenet", "unit"), "--normalize"),
         "passing": _words(passing),
         "min_score": min_score,
+        "threshold": threshold,
         "image": image,
         "prints": prints,
     }
