@@ -50,8 +50,8 @@ COMMENT_WIDTH = 100
 class Wishes:
     """What whoever adds a model says of it; None: what its file tells. ``size``: (height, width).
 
-    ``components``: whose routes ask it, and ``passing``: the labels that let them go on. ``threshold``: of an anomaly expert.
-    ``prints``: write nothing.
+    ``components``: whose routes ask it, and ``passing``: the labels that let them go on. ``threshold``: of anomaly
+    experts. ``prints``: write nothing.
     """
 
     id: str | None = None
@@ -141,7 +141,8 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
                 edit_file(line, settled.edited)
     return Added(
         settled.expert, str(inspected.kind), settled.entry, settled.edited(""),
-        wishes.components, settled.sure, settled.said(inspected), None if wishes.prints else settled.weights, sha256, tried,
+        wishes.components, settled.sure, settled.said(inspected),
+        None if wishes.prints else settled.weights, sha256, tried,
     )  # fmt: skip
 
 
