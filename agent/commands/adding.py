@@ -337,7 +337,8 @@ def told_lines(line: Path, file: Path, added: Added) -> list[str]:
     """What was found and done, for people."""
     entry, prediction = added.entry, added.tried.prediction
     values = {**entry, **entry["input"]}
-    lines = [f"{file}: {entry['architecture']}, a {added.kind} of {len(entry['labels'])} labels"]
+    what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {len(entry['labels'])} labels"
+    lines = [f"{file}: {entry['architecture']}, {what}"]
     lines += [f"  {key:<13}{_shown(values[key]):<24} {why}" for key, why in added.sure.items() if key in values]
     lines += [f"  {each}" for each in added.said]
     seconds = f"{added.tried.seconds:.3f} s"
