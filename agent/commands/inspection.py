@@ -32,7 +32,7 @@ NOT_PACKED = "not packed yet: the agent packs it when it starts"
 def inspect_images(
     config: LineConfig, images: Sequence[Path], component: str, progress: Callable[[str, int, int], None]
 ) -> list[dict[str, Any]]:
-    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes.
+    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes, anomalies.
 
     An agent may run on this line meanwhile. Raises ConfigError for a component without a route, and AgentCrashed; what
     is wrong with an image is its row's reason.
@@ -128,4 +128,9 @@ def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[
         "seconds": round(seconds, 6),
         "reason": outcome.reason,
         "boxes": [box.as_json() for step in outcome.steps for box in step.prediction.boxes],
+        "anomalies": [
+            {"expert": step.expert, **step.prediction.anomaly.as_json()}
+            for step in outcome.steps
+            if step.prediction.anomaly is not None
+        ],
     }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agent.intake.arrivals import Arrival, Refusal
     from agent.records.journal import Entry
     from agent.records.results import Content
+    from experts.expert import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
             "boxes": [box.as_json() for box in step.prediction.boxes],
             "model_sha256": model,
         }
+        | _anomaly(step.prediction)
         for step, model in zip_longest(outcome.steps, models)
     ]
     return Result(
@@ -172,3 +174,8 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
         experts=tuple(step.expert for step in outcome.steps),
         detail={"steps": steps},
     )
+
+
+def _anomaly(prediction: Prediction) -> dict[str, object]:
+    """What anomaly experts have beside what all have."""
+    return {} if prediction.anomaly is None else {"anomaly": prediction.anomaly.as_json()}

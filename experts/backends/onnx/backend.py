@@ -1,9 +1,10 @@
-"""ONNX graphs on ONNX Runtime: classifiers exported by whatever made them; float32 only.
+"""ONNX graphs on ONNX Runtime: classifiers and anomaly experts exported by whatever made them; float32 only.
 
 A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
 weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
 inputs. What is left is the program: experts of one program share a session, and a switch constructs nothing.
-The first output counts, (n, labels): logits or probabilities, see ``onnx_answers``.
+Of a classifier the first output counts, (n, labels): logits or probabilities, see ``answers``; of an anomaly expert its
+score and its map, see ``anomaly``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable
+from experts.backends.onnx import anomaly
 from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
 from experts.backends.onnx.memory import peak_bytes
 from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
@@ -26,7 +28,7 @@ from experts.backends.pixels import stretched
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import is_finite, read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
-from experts.expert import Precision, Prediction
+from experts.expert import Precision, Prediction, Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +53,7 @@ class OnnxSkeleton:
     def __init__(self, session: InferenceSession, device: str) -> None:
         self._session = session
         self._answers = noted(session)
+        self._anomaly = anomaly.noted_outputs(session)
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
         self._images = ""
@@ -72,25 +75,34 @@ class OnnxSkeleton:
         if not batch:
             raise ValueError("an empty batch")
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
-        size = self._batch_size or len(batch)
-        parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
-        rows = probabilities(expert, np.concatenate(parts)[: len(batch)], self._answers)
+        if self._anomaly is not None:
+            answers = self._answered(images, self._anomaly.names)
+            return anomaly.predictions(expert, self._anomaly, answers)
+        first = self._session.get_outputs()[0].name
+        rows = probabilities(expert, self._answered(images, (first,))[first], self._answers)
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
-    def _run(self, images: Tensor) -> np.ndarray:
+    def _answered(self, images: Tensor, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """These outputs for all the images, in batches as the graph takes them."""
+        size = self._batch_size or len(images)
+        parts = [self._run(_filled(images[start : start + size], size), names) for start in range(0, len(images), size)]
+        joined = (anomaly.joined(rows)[: len(images)] for rows in zip(*parts, strict=True))
+        return dict(zip(names, joined, strict=True))
+
+    def _run(self, images: Tensor, names: Sequence[str]) -> list[np.ndarray]:
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
             feeds.bind_input(
                 name, self._device.type, self._device.index or 0, element, list(tensor.shape), tensor.data_ptr()
             )
-        first = self._session.get_outputs()[0].name
-        feeds.bind_output(first, "cpu")
+        for name in names:
+            feeds.bind_output(name, "cpu")
         await_writes(self._device)  # the session reads on a stream of its own
         self._session.run_with_iobinding(feeds)
         feeds.synchronize_outputs()
-        output: np.ndarray = feeds.copy_outputs_to_cpu()[0]
-        return output
+        outputs: list[np.ndarray] = feeds.copy_outputs_to_cpu()
+        return outputs
 
 
 class OnnxBackend:
@@ -104,15 +116,13 @@ class OnnxBackend:
         if expert.weights.suffix != ".onnx":
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
         model = read_onnx(expert.id, expert.weights)
-        _require_fitting_input(expert, _images_of(expert, model))
+        images = _images_of(expert, model)
+        _require_fitting_input(expert, images)
         try:
-            folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)  # still in standard operators
-            rows = _probe(expert, folded)
+            folded = _understood(expert, model, images)
         except REFUSALS as error:
             raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
-        answers = answers_of(expert, folded, rows)
         tensors = _lift(folded)
-        note(folded, answers)
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
@@ -128,7 +138,7 @@ class OnnxBackend:
         return stretched(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return RECIPE
+        return anomaly.RECIPE if expert.task is Task.ANOMALY else RECIPE
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
@@ -136,6 +146,18 @@ class OnnxBackend:
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
+
+
+def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
+    """The graph as it is run, still in standard operators, with a note of what it answers with."""
+    if expert.task is Task.ANOMALY:
+        outputs = anomaly.keep_outputs(expert, model, images)
+        folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
+        anomaly.note(folded, outputs)
+        return folded
+    folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
+    note(folded, answers_of(expert, folded, _probe(expert, folded)))
+    return folded
 
 
 def _filled(images: Tensor, size: int) -> Tensor:
