@@ -74,7 +74,7 @@ def labelled_samples(config: LineConfig, expert: Expert, folder: Path) -> Labell
 
 
 def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, int, int], None]) -> Scores:
-    """The score of each sample. Raises ConfigError where no good one can be read, OutputInvalid, and as packing does."""
+    """Each sample's score. Raises ConfigError where no good one can be read, OutputInvalid, and as packing does."""
     backend = backend_for(expert.architecture)
     packable = backend.pack(expert, Precision.FP32)
     skeleton = backend.skeleton(expert, Precision.FP32, packable.program, "cpu")

@@ -1,4 +1,4 @@
-"""An anomaly expert in a line: judged by its threshold, and by nothing without one."""
+"""An anomaly expert in a line: judged by its threshold, by nothing without one, and drawn where it is strange."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import onnx
 import pytest
 import yaml
 from PIL import Image
+from typer.testing import CliRunner
 
+from agent.cli import app
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from experts.backends.onnx.anomaly import certainty
+from experts.errors import ConfigError
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 
 
@@ -63,3 +66,49 @@ def test_without_a_threshold_everything_is_unknown_and_said_why(tmp_path, images
     rows = inspect_images(line_of(tmp_path, None), images, "solder", quiet)
     assert [row["verdict"] for row in rows] == ["UNKNOWN", "UNKNOWN"]
     assert all("anomaly/solder" in row["reason"] and "has no threshold" in row["reason"] for row in rows)
+
+
+def difference(picture, image):
+    """How far each pixel is from what it was."""
+    with Image.open(picture) as drawn, Image.open(image) as original:
+        times = drawn.width // original.width
+        shown = drawn.crop((0, 0, original.width * times, original.height * times)).resize(original.size, 0)
+        return np.abs(np.asarray(shown, int) - np.asarray(original, int)).sum(axis=2)
+
+
+def test_what_is_strange_is_drawn_where_it_is(tmp_path, images):
+    rows = inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet, tmp_path / "pictures")
+    dark, spotted = (difference(row["picture"], image) for row, image in zip(rows, images, strict=True))
+    assert dark.max() == 0  # nothing was found
+    changed = np.argwhere(spotted > 100)
+    assert len(changed) > 50
+    assert ((changed >= (27, 7)) & (changed < (43, 23))).all()  # the spot, and what scaling makes of its edges
+
+
+def test_pictures_of_one_name_do_not_replace_one_another(tmp_path, images):
+    other = tmp_path / "other"
+    other.mkdir()
+    images[0].rename(other / "spotted.png")
+    both = [images[1], other / "spotted.png"]
+    rows = inspect_images(line_of(tmp_path, 0.6), both, "solder", quiet, tmp_path / "pictures")
+    assert len({row["picture"] for row in rows}) == 2
+
+
+def test_an_image_that_cannot_be_read_has_no_picture(tmp_path, images):
+    images[0].write_bytes(b"none")
+    rows = inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet, tmp_path / "pictures")
+    assert rows[0]["picture"] is None
+    assert rows[0]["verdict"] == "UNKNOWN"
+
+
+def test_a_folder_that_is_a_file_is_told(tmp_path, images):
+    with pytest.raises(ConfigError, match="name a folder that can be written"):
+        inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet, images[0])
+
+
+def test_a_running_agent_is_not_asked_for_pictures(tmp_path, images):
+    line_of(tmp_path, 0.6)
+    command = ["inspect", tmp_path / "line.yaml", images[0], "--component", "solder", "--picture", tmp_path]
+    result = CliRunner().invoke(app, [*map(str, command), "--target", "127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert "--picture" in result.stderr
