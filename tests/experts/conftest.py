@@ -198,3 +198,14 @@ def make_slot():
 @pytest.fixture(scope="session")
 def make_files():
     return ExpertFiles
+
+
+@pytest.fixture(scope="session")
+def finding_boxes():
+    """Makes a fresh detector one that finds boxes."""
+
+    def trained(detector, seed=0):
+        spread_scores(trained_looking(detector, seed))
+        return detector
+
+    return trained
