@@ -28,7 +28,8 @@ def exported(tmp_path_factory, finding_boxes):
     def export(architecture, **options):
         from ultralytics import YOLO
 
-        model = finding_boxes(build_trainable(architecture, len(LABELS)))
+        spread = {"branch": "one2one", "mean_logit": -2.5} if options.get("nms") is False else {}
+        model = finding_boxes(build_trainable(architecture, len(LABELS)), **spread)
         model.names, model.args, model.task = dict(enumerate(LABELS)), dict(vars(model.args)), "detect"
         facade = YOLO(f"{architecture}.yaml", task="detect")
         facade.model = model
@@ -89,3 +90,23 @@ def test_boxes_are_those_that_ultralytics_predicts_with_the_file(exported, image
     assert layout_of(expert) == Layout.ANCHORS_LAST
     for each in (image, image.transpose(1, 0, 2).copy()):
         require_same(answered(expert, each)[0], ultralytics_boxes(path, each))
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True, "batch": 2}], ids=["as-is", "dynamic"])
+@pytest.mark.parametrize("architecture", ["yolov5n", "yolov8n", "yolo11n"])
+def test_boxes_that_the_graph_suppresses_itself_are_those_that_ultralytics_predicts(
+    exported, image, architecture, options
+):
+    path = exported(architecture, nms=True, iou=0.45, **options)
+    expert = expert_of(path)
+    assert layout_of(expert) == Layout.CHOSEN
+    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["as-is", "dynamic"])
+@pytest.mark.parametrize("architecture", ["yolov10n", "yolo26n"])
+def test_boxes_from_end_to_end_are_those_that_ultralytics_predicts(exported, image, architecture, options):
+    path = exported(architecture, nms=False, **options)
+    expert = expert_of(path)
+    assert layout_of(expert) == Layout.CHOSEN
+    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
