@@ -212,3 +212,8 @@ def finding_boxes():
         return detector
 
     return trained
+
+
+@pytest.fixture(scope="session")
+def looking_trained():
+    return trained_looking
