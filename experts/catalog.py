@@ -1,13 +1,14 @@
 """The catalog: a line's experts and routes as read from YAML, validated and hashed.
 
 What the file says is checked here to the end, so that a wrong one never starts; what the disk holds is not: weights
-that are missing or broken quarantine their expert at run time and leave the others serving.
+that are missing or broken quarantine their expert at run time and leave the others serving. Of ONNX files the heading
+is read, which tells detectors from classifiers: they want their images otherwise.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -28,9 +29,10 @@ from pydantic_core import PydanticKnownError
 
 from experts.architectures import known_architecture
 from experts.backends import LLM, family
+from experts.backends.onnx.layouts import input_of
 from experts.document import Document, read_document, suggestion
-from experts.errors import ConfigError
-from experts.expert import NOTHING_FOUND, Expert, InputSpec, Precision, Task
+from experts.errors import ConfigError, ExpertError
+from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision, Task
 from experts.graph import ExpertGraph, RouteStep, find_cycle
 from experts.sizes import SIZE, size_bytes
 
@@ -304,7 +306,7 @@ def is_llm(section: ExpertSection) -> bool:
 
 
 def _expert(name: str, section: ExpertSection) -> Expert:
-    return Expert(
+    expert = Expert(
         id=name,
         architecture=section.architecture,
         weights=section.weights,
@@ -317,6 +319,21 @@ def _expert(name: str, section: ExpertSection) -> Expert:
         task=None if section.task is None else Task(section.task),
         threshold=section.threshold,
     )
+    return _fitted(expert, section) if section.architecture == "onnx" and section.task is None else expert
+
+
+def _fitted(expert: Expert, section: ExpertSection) -> Expert:
+    """One whose file is an ONNX detector gets images as its exporter makes them; others, and files unread, as it was.
+
+    What is wrong with a file is told when it is packed, or by ``config check``.
+    """
+    try:
+        pixels = input_of(expert)
+    except ExpertError:
+        return expert
+    if section.input is not None and section.input.normalize is None and pixels.fit is not Fit.STRETCHED:
+        pixels = replace(pixels, normalize="unit")
+    return replace(expert, input=pixels)
 
 
 def _input(section: InputSection, architecture: str) -> InputSpec:

@@ -46,16 +46,30 @@ class Task(StrEnum):
     ANOMALY = "anomaly"
 
 
+class Fit(StrEnum):
+    """How an image of another size comes to what an expert of pixels wants to see; of an ONNX graph, told by its file.
+
+    ``STRETCHED``: its proportions are not kept, and it is smoothed. ``LETTERBOXED``: kept, with grey beside it, as
+    ultralytics does. ``FILLED``: not kept, as ultralytics does for RT-DETR.
+    """
+
+    STRETCHED = "stretched"
+    LETTERBOXED = "letterboxed"
+    FILLED = "filled"
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """What an expert wants to see: pixels, and how they are normalised.
 
-    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is.
+    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is. ``fit`` counts for ONNX
+    graphs; what a classifier or a detector of another backend wants is that backend's to know.
     """
 
     height: int
     width: int
     normalize: str = "imagenet"
+    fit: Fit = Fit.STRETCHED
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ import torch
 from torch.nn.functional import adaptive_max_pool2d
 
 from experts.backends.onnx.answers import probe_images
+from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.onnx.session import REFUSALS, session_once
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Anomaly, AnomalyMap, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import onnx
     from onnxruntime import InferenceSession
@@ -58,7 +59,7 @@ class AnomalyOutputs:
         return tuple(name for name in (self.score, self.map) if name is not None)
 
 
-def keep_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
+def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
     """Find the outputs that count, and leave no others in the graph; one that takes only one image says so then.
 
     In place; ``images``: the graph's input. Raises WeightsMismatch where no output is a score or a map, or where two
@@ -67,7 +68,7 @@ def keep_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoP
     made_up = probe_images(expert.pixels.height, expert.pixels.width)
     alone = _answers(session_once(model.SerializeToString()), made_up, at_once=1)
     outputs = _counting(expert, alone)
-    _prune(model.graph, outputs.names)
+    keep_outputs(model, outputs.names)
     first = images.type.tensor_type.shape.dim[0]
     if not first.dim_value and not _takes_several(model, outputs, made_up, alone):
         first.dim_value = 1
@@ -85,14 +86,21 @@ def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
     return None if note is None else AnomalyOutputs(**json.loads(note))
 
 
-def predictions(expert: Expert, outputs: AnomalyOutputs, answers: Mapping[str, np.ndarray]) -> tuple[Prediction, ...]:
-    """One prediction per image. Raises OutputInvalid for what is no number, and for an expert without a threshold."""
+def predictions(
+    expert: Expert, outputs: AnomalyOutputs, runs: Sequence[Sequence[np.ndarray]], count: int
+) -> tuple[Prediction, ...]:
+    """One prediction for each of ``count`` images. ``runs``: what the graph answered with, time after time, by output.
+
+    Raises OutputInvalid for what is no number, and for an expert without a threshold.
+    """
     if expert.threshold is None:
         raise OutputInvalid(
             expert.id,
             f"it has no threshold: run `coserve experts threshold LINE.yaml {expert.id} --samples DATA`, "
             "or write `threshold:`",
         )
+    parts = zip(*runs, strict=True)
+    answers = {name: _joined(values)[:count] for name, values in zip(outputs.names, parts, strict=True)}
     if not all(np.isfinite(values).all() for values in answers.values()):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
     maps = None if outputs.map is None else _maps(answers[outputs.map])
@@ -136,7 +144,7 @@ def _small(values: np.ndarray) -> AnomalyMap:
     return AnomalyMap(*size, lowest, highest, np.round(grey).astype(np.uint8).tobytes())
 
 
-def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
     """The answers to several batches as one. A number without dimensions is the score of a single image."""
     return np.concatenate([np.atleast_1d(part) for part in parts])
 
@@ -148,7 +156,7 @@ def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> di
     filled = np.concatenate([made_up, np.zeros((-len(made_up) % size, *made_up.shape[1:]), made_up.dtype)])
     rows = [session.run(None, {images.name: filled[start : start + size]}) for start in range(0, len(filled), size)]
     names = [output.name for output in session.get_outputs()]
-    return {name: joined(parts)[: len(made_up)] for name, parts in zip(names, zip(*rows, strict=True), strict=True)}
+    return {name: _joined(parts)[: len(made_up)] for name, parts in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutputs:
@@ -185,34 +193,6 @@ def _is_score(rows: np.ndarray) -> bool:
 
 def _is_map(rows: np.ndarray) -> bool:
     return rows.ndim == 3 or (rows.ndim == 4 and rows.shape[1] == 1)
-
-
-def _prune(graph: onnx.GraphProto, outputs: Collection[str]) -> None:
-    """Leave only what leads to these outputs. In place."""
-    wanted = set(outputs)
-    nodes = []
-    for node in reversed(graph.node):  # of a valid graph, whoever makes a value stands before whoever reads it
-        if wanted.intersection(node.output):
-            wanted.update(_read_by(node))
-            nodes.append(node)
-    kept = {
-        "node": nodes[::-1],
-        "output": [value for value in graph.output if value.name in outputs],
-        "initializer": [tensor for tensor in graph.initializer if tensor.name in wanted],
-    }
-    for field, values in kept.items():
-        graph.ClearField(field)
-        getattr(graph, field).extend(values)
-
-
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """The values that a node reads, those in its branches and loops included."""
-    yield from node.input
-    for attribute in node.attribute:
-        for graph in (attribute.g, *attribute.graphs):
-            yield from (value.name for value in graph.output)
-            for inner in graph.node:
-                yield from _read_by(inner)
 
 
 def _takes_several(
