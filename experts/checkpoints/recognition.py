@@ -104,7 +104,7 @@ def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recogni
 def _classifier(shapes: Shapes, hint: str | None) -> Recognised | None:
     ours = {name: shape for name, shape in shapes.items() if not name.startswith(AUXILIARY_HEADS)}
     for family in FAMILIES:
-        if family.mark in ours and ours.get(family.head, (0,))[0:1] > (0,):
+        if family.mark in ours and _rows(ours.get(family.head)):
             return _member(family, ours, hint)
     return None
 
@@ -148,9 +148,9 @@ def _yolo(shapes: Shapes, hint: str | None) -> Recognised | None:
         return unserved
     head = named.get(f"model.{last}.cv3.0.2.weight")
     first = named.get("model.0.conv.weight") or named.get("model.1.conv.weight")
-    if not head or not first or not head[0]:
+    if not _rows(head) or not _rows(first):
         return None
-    return _detector(named, hint, labels=head[0], layers=last + 1, first_channels=first[0])
+    return _detector(named, hint, labels=_rows(head), layers=last + 1, first_channels=_rows(first))
 
 
 def _detector(shapes: Shapes, hint: str | None, labels: int, layers: int, first_channels: int) -> Recognised | None:
@@ -179,8 +179,8 @@ def _detectors() -> Iterator[str]:
     for family, scales in SCALES.items():
         yield from (f"{family}{scale}" for scale in scales)
     for family, variants in VARIANTS.items():
-        scales = SCALES.get(family, ("",))
-        yield from (f"{family}{scale}{variant}" for variant in variants for scale in scales)
+        letters = tuple(SCALES.get(family, "")) or ("",)
+        yield from (f"{family}{letter}{variant}" for variant in variants for letter in letters)
 
 
 def _other_head(shapes: Shapes, last: int) -> Recognised | None:
@@ -201,6 +201,10 @@ def _other_head(shapes: Shapes, last: int) -> Recognised | None:
 
 
 # what both do
+
+
+def _rows(shape: tuple[int, ...] | None) -> int:
+    return shape[0] if shape else 0
 
 
 def _fits(expected: Shapes, shapes: Shapes) -> bool:
