@@ -25,7 +25,7 @@ from experts.backends.onnx import detections
 from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
 from experts.backends.onnx.layouts import read_detections
 from experts.backends.onnx.memory import peak_bytes
-from experts.backends.onnx.pruning import keep_outputs
+from experts.backends.onnx.pruning import keep_outputs, take_batches
 from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
 from experts.backends.streams import await_writes
@@ -121,6 +121,7 @@ class OnnxBackend:
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
         model = read_onnx(expert.id, expert.weights)
         images = _images_of(expert, model)
+        take_batches(model, images)
         _require_fitting_input(expert, images)
         try:
             folded = _understood(expert, model, images)
@@ -261,4 +262,6 @@ def _is_weight(tensor: onnx.TensorProto, readers: set[str]) -> bool:
 def _workspace_bytes(expert: Expert, size_bytes: int, mtime_ns: int) -> int:
     """For one image; keyed by the file's stamp, so that other weights are looked at anew."""
     model = read_onnx(expert.id, expert.weights)
-    return peak_bytes(model, _images_of(expert, model).name, (1, 3, expert.pixels.height, expert.pixels.width))
+    images = _images_of(expert, model)
+    take_batches(model, images)
+    return peak_bytes(model, images.name, (1, 3, expert.pixels.height, expert.pixels.width))
