@@ -32,7 +32,7 @@ from experts.backends import LLM, family
 from experts.backends.onnx.layouts import input_of
 from experts.document import Document, read_document, suggestion
 from experts.errors import ConfigError, ExpertError
-from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision
+from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision, Task
 from experts.graph import ExpertGraph, RouteStep, find_cycle
 from experts.sizes import SIZE, size_bytes
 
@@ -45,6 +45,7 @@ WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
 NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 DETECTOR_STRIDE_PX = 32
+ANOMALY_LABELS = ("ok", "anomalous")
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; what file names, metrics and addresses can all carry
@@ -122,6 +123,13 @@ def _for_images(value: object, info: ValidationInfo) -> object:
     return value
 
 
+def _labels_of_images(labels: list[str] | None, info: ValidationInfo) -> object:
+    """Labels, which language models can do without, and anomaly experts have by default."""
+    if labels is None and info.data.get("task") == Task.ANOMALY:
+        return list(ANOMALY_LABELS)
+    return _for_images(labels, info)
+
+
 class ExpertSection(Section):
     """One expert: architecture, weights, and for images labels and input."""
 
@@ -131,11 +139,21 @@ class ExpertSection(Section):
     weights: FilePath = Field(
         description="weights file, .safetensors or .onnx, of llm a Hugging Face directory; relative to this file"
     )
-    labels: Annotated[Labels | None, AfterValidator(_labels), AfterValidator(_for_images)] = Field(
+    task: Literal["anomaly"] | None = Field(
+        None, description="of onnx: anomaly = it gives a score or a map of what is strange; default: it tells labels"
+    )
+    labels: Annotated[Labels | None, AfterValidator(_labels), AfterValidator(_labels_of_images)] = Field(
         None,
         validate_default=True,
-        description="what the outputs mean, in their order: distinct words, at least one; of llm what a router may "
-        "answer, by default nothing",
+        description="what the outputs mean, in their order: distinct words, at least one; of task anomaly the good one "
+        "and the other, default [ok, anomalous]; of llm what a router may answer, by default nothing",
+    )
+    threshold: float | None = Field(
+        None,
+        strict=True,
+        allow_inf_nan=False,
+        description="of task anomaly: the score from which an image is anomalous; default none, and nothing is judged "
+        "until `coserve experts threshold` has found one",
     )
     input: Annotated[InputSection | None, AfterValidator(_for_images)] = Field(
         None,
@@ -169,6 +187,14 @@ class ExpertSection(Section):
             raise ValueError(
                 f"weights of {self.architecture} must be a {wanted} file, not {suffix or 'without suffix'}"
             )
+        if self.task and kind != "onnx":
+            raise ValueError(f"task {self.task} is for onnx, not for {self.architecture} - remove it")
+        if self.threshold is not None and not self.task:
+            raise ValueError("threshold is for task anomaly - write `task: anomaly` beside it, or remove it")
+        if self.task and len(self.labels or ()) != len(ANOMALY_LABELS):
+            raise ValueError(
+                f"labels of task anomaly are two, of what is good and of what is not, not {self.labels} - correct them"
+            )
         if self.stem and kind != "classifier":
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
         for key in ("precision", "moe_cache"):
@@ -187,7 +213,7 @@ class ExpertSection(Section):
                 f"weights of llm are a Hugging Face directory, not a {suffix} file - name the folder that holds "
                 "config.json and model.safetensors"
             )
-        for key in ("input", "stem"):
+        for key in ("input", "stem", "task", "threshold"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for images, and llm takes texts - remove it")
         return self
@@ -290,8 +316,10 @@ def _expert(name: str, section: ExpertSection) -> Expert:
         stem=section.stem,
         precision=None if section.precision is None else Precision(section.precision),
         moe_cache_bytes=section.moe_cache,
+        task=None if section.task is None else Task(section.task),
+        threshold=section.threshold,
     )
-    return _fitted(expert, section) if section.architecture == "onnx" else expert
+    return _fitted(expert, section) if section.architecture == "onnx" and section.task is None else expert
 
 
 def _fitted(expert: Expert, section: ExpertSection) -> Expert:

@@ -165,6 +165,25 @@ def results_by_content(database: Database) -> None:
     database.execute(f"CREATE INDEX results_content ON results ({IMAGE_SHA256}) WHERE {IMAGE_SHA256} IS NOT NULL")
 
 
+@migrations()
+def anomaly_maps(database: Database) -> None:
+    """Small pictures of where images were anomalous. They go with their result, whoever removes that."""
+    database.execute(
+        """
+        CREATE TABLE anomaly_maps (
+            seq INTEGER NOT NULL REFERENCES results,
+            step INTEGER NOT NULL,
+            expert TEXT NOT NULL,
+            png BLOB NOT NULL,
+            PRIMARY KEY (seq, step)
+        )
+        """
+    )
+    database.execute(
+        "CREATE TRIGGER anomaly_maps_go AFTER DELETE ON results BEGIN DELETE FROM anomaly_maps WHERE seq = OLD.seq; END"
+    )
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """The migrated database, with its folder; the connection may be used by one thread at a time.
 

@@ -151,6 +151,16 @@ def build_trainable(architecture: str, class_count: int, stem: str | None = None
     return _build(_form_of(architecture, class_count, stem, (image_size, image_size)), init_weights=True).train()
 
 
+def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of an architecture's weights, without auxiliary heads; nothing of their size is held.
+
+    Raises ValueError for an architecture or a stem that is not known.
+    """
+    form = _form_of(architecture, class_count, stem, (image_size, image_size))
+    with Weightless():
+        return {name: tuple(tensor.shape) for name, tensor in _build(form, init_weights=False).state_dict().items()}
+
+
 def write_random_weights(path: Path, architecture: str, class_count: int, seed: int) -> None:
     """A .safetensors file of untrained weights, for measuring: the same ones for the same seed.
 

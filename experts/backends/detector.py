@@ -9,6 +9,7 @@ An image with more boxes than can be kept is not judged by the best of them: Out
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import shutil
@@ -71,8 +72,9 @@ _torch_save, _open_image = torch.save, Image.open
 from ultralytics.cfg import get_cfg  # noqa: E402
 from ultralytics.nn.modules.conv import Conv  # noqa: E402
 from ultralytics.nn.modules.head import Detect, v10Detect  # noqa: E402
-from ultralytics.nn.tasks import DetectionModel  # noqa: E402
+from ultralytics.nn.tasks import DetectionModel, yaml_model_load  # noqa: E402
 from ultralytics.utils import SETTINGS  # noqa: E402
+from ultralytics.utils.ops import make_divisible  # noqa: E402
 
 torch.save, Image.open = _torch_save, _open_image  # the import replaced both for the whole process
 SETTINGS.update({"sync": False})
@@ -186,6 +188,36 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What tells most architectures apart before they are built: how many layers, and the first one's channels."""
+
+    layers: int
+    first_channels: int
+
+
+def outline(architecture: str) -> Outline:
+    """By ultralytics' YAML of it. Raises ValueError for an architecture that is not known."""
+    try:
+        document = yaml_model_load(f"{architecture}.yaml")
+    except FileNotFoundError as error:
+        raise ValueError(f"ultralytics has no model {architecture!r}") from error
+    scales = document.get("scales") or {"": (1.0, document.get("width_multiple", 1.0), math.inf)}
+    _, width, *most = scales.get(document["scale"]) or next(iter(scales.values()))
+    channels = next(arguments[0] for *_, arguments in document["backbone"] if arguments)  # YOLOv9e's first has none
+    first_channels = make_divisible(min(channels, most[0] if most else math.inf) * width, 8)
+    return Outline(len(document["backbone"]) + len(document["head"]), int(first_channels))
+
+
+def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of an architecture's weights; nothing of their size is held.
+
+    Raises ValueError for an architecture that is not known.
+    """
+    with Weightless():
+        return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
 
 
 def _template_of(expert: Expert) -> _Template:

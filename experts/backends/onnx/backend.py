@@ -1,10 +1,10 @@
-"""ONNX graphs on ONNX Runtime: classifiers and detectors exported by whatever made them; float32 only.
+"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts exported by whatever made them; float32 only.
 
 A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
 weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
 inputs. What is left is the program: experts of one program share a session, and a switch constructs nothing.
 Of a classifier the first output counts, (n, labels): logits or probabilities, see ``answers``; what a detector answers
-with, see ``detections``.
+with, see ``detections``; an anomaly expert, ``anomaly``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable
 from experts.backends.letterbox import filled, letterboxed
-from experts.backends.onnx import detections
+from experts.backends.onnx import anomaly, detections
 from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
 from experts.backends.onnx.layouts import read_detections
 from experts.backends.onnx.memory import peak_bytes
@@ -31,7 +31,7 @@ from experts.backends.pixels import stretched
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import is_finite, read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
-from experts.expert import Fit, Precision, Prediction
+from experts.expert import Fit, Precision, Prediction, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +59,9 @@ class OnnxSkeleton:
         self._session = session
         self._layout = detections.noted(session)
         self._answers = noted(session)
+        self._anomaly = anomaly.noted_outputs(session)
+        names = [output.name for output in session.get_outputs()]
+        self._outputs = (names if self._layout else names[:1]) if self._anomaly is None else self._anomaly.names
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
         self._images = ""
@@ -80,27 +83,23 @@ class OnnxSkeleton:
         if not batch:
             raise ValueError("an empty batch")
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
-        names = [output.name for output in self._session.get_outputs()]
+        size = self._batch_size or len(batch)
+        parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
         if self._layout is not None:
-            return detections.predictions(expert, self._layout, self._runs(images, names), batch)
-        answers = np.concatenate([first for (first,) in self._runs(images, names[:1])])
-        rows = probabilities(expert, answers[: len(batch)], self._answers)
+            return detections.predictions(expert, self._layout, parts, batch)
+        if self._anomaly is not None:
+            return anomaly.predictions(expert, self._anomaly, parts, len(batch))
+        rows = probabilities(expert, np.concatenate([part[0] for part in parts])[: len(batch)], self._answers)
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
-    def _runs(self, images: Tensor, names: Sequence[str]) -> list[list[np.ndarray]]:
-        """These outputs for all the images, in batches as the graph takes them."""
-        size = self._batch_size or len(images)
-        starts = range(0, len(images), size)
-        return [self._run(_filled(images[start : start + size], size), names) for start in starts]
-
-    def _run(self, images: Tensor, names: Sequence[str]) -> list[np.ndarray]:
+    def _run(self, images: Tensor) -> list[np.ndarray]:
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
             feeds.bind_input(
                 name, self._device.type, self._device.index or 0, element, list(tensor.shape), tensor.data_ptr()
             )
-        for name in names:
+        for name in self._outputs:
             feeds.bind_output(name, "cpu")
         await_writes(self._device)  # the session reads on a stream of its own
         self._session.run_with_iobinding(feeds)
@@ -143,6 +142,8 @@ class OnnxBackend:
         return _FITTED[expert.pixels.fit](image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
+        if expert.task is Task.ANOMALY:
+            return anomaly.RECIPE
         return RECIPE if expert.pixels.fit is Fit.STRETCHED else f"{detections.RECIPE}: {', '.join(expert.labels)}"
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
@@ -153,15 +154,13 @@ class OnnxBackend:
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
 
 
-def _filled(images: Tensor, size: int) -> Tensor:
-    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
-    if len(images) == size:
-        return images.contiguous()
-    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
-
-
 def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
     """The graph as it is run, still in standard operators, with a note of what it answers with."""
+    if expert.task is Task.ANOMALY:
+        outputs = anomaly.settle_outputs(expert, model, images)
+        folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
+        anomaly.note(folded, outputs)
+        return folded
     found = read_detections(expert)
     if found is not None:
         keep_outputs(model, found.outputs)
@@ -175,6 +174,13 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
     else:
         detections.note(folded, detections.decided(expert, found, next(_probe(session, made_up[NOISY]))))
     return folded
+
+
+def _filled(images: Tensor, size: int) -> Tensor:
+    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
+    if len(images) == size:
+        return images.contiguous()
+    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
 
 
 def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:

@@ -1,0 +1,117 @@
+"""Weights are recognised by their names and shapes: as what they are, or as nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experts.architectures import CLASSIFIERS, known_architecture
+from experts.backends import classifier, detector
+from experts.checkpoints.recognition import FAMILIES, _detectors, recognise
+
+ONE_OF_EACH = (  # families, and what differs within one
+    "alexnet", "vgg11_bn", "convnext_small", "densenet161", "efficientnet_v2_s", "efficientnet_b1", "googlenet",
+    "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_large", "regnet_y_800mf", "resnet34",
+    "resnext50_32x4d", "wide_resnet50_2", "shufflenet_v2_x1_5", "squeezenet1_1", "swin_t", "swin_v2_s", "vit_b_32",
+)  # fmt: skip
+
+
+def without_memory(shapes):
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def weights_of(architecture, labels=3, stem=None, size=224):
+    if architecture in CLASSIFIERS:
+        return without_memory(classifier.weight_shapes(architecture, labels, stem, size))
+    return without_memory(detector.weight_shapes(architecture, labels))
+
+
+@pytest.mark.parametrize("architecture", ONE_OF_EACH)
+def test_classifiers_are_recognised(architecture):
+    found = recognise(weights_of(architecture, labels=5))
+    assert (found.architecture, found.labels, found.stem, found.unserved) == (architecture, 5, None, None)
+
+
+def test_every_classifier_has_a_family():
+    strays = [name for name in CLASSIFIERS if sum(name.startswith(family.prefixes) for family in FAMILIES) != 1]
+    assert strays == []
+
+
+@pytest.mark.parametrize(
+    "architecture", ["yolov5n", "yolov8m", "yolov9e", "yolov10s", "yolo11n", "yolo12n", "yolo26s", "yolov3-tiny"]
+)
+def test_detectors_are_recognised(architecture):
+    found = recognise(weights_of(architecture, labels=7))
+    assert (found.architecture, found.labels, found.unserved) == (architecture, 7, None)
+
+
+def test_every_detector_that_is_tried_may_stand_in_a_line_file():
+    names = list(_detectors())
+    assert [known_architecture(name) for name in names] == names
+    assert all(detector.outline(name) for name in names)
+
+
+def test_a_hint_is_believed_only_if_it_fits():
+    weights = weights_of("yolov8n")
+    assert recognise(weights, "yolo11n").architecture == "yolov8n"
+    assert recognise(weights, "no such thing").architecture == "yolov8n"
+    assert recognise(weights_of("resnet18"), "resnet34").architecture == "resnet18"
+
+
+def test_another_stem_and_another_size_are_seen():
+    assert recognise(weights_of("resnet18", stem="3x3")).stem == "3x3"
+    assert recognise(weights_of("vit_b_16", size=96)).size == (96, 96)
+
+
+@pytest.mark.parametrize("architecture", ["resnet18", "yolov8n"])
+def test_a_weight_more_or_less_or_of_another_shape_is_another_model(architecture):
+    weights = weights_of(architecture)
+    name = next(iter(weights))
+    assert recognise({**weights, "model.0.more": torch.empty(1, device="meta")}) is None
+    assert recognise({**weights, name: torch.empty(7, 7, device="meta")}) is None
+    del weights[name]
+    assert recognise(weights) is None
+
+
+def test_auxiliary_heads_and_counts_of_batches_do_not_matter():
+    from torchvision import models
+
+    full = models.googlenet(num_classes=4, aux_logits=True, init_weights=False).state_dict()
+    assert recognise(full).architecture == "googlenet"
+    without = {name: tensor for name, tensor in full.items() if not name.endswith("num_batches_tracked")}
+    assert recognise(without).labels == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("blocks.0.attn.qkv.weight", "vision transformer of timm"),
+        ("stages.0.blocks.0.conv_dw.weight", "ConvNeXt of timm"),
+        ("roi_heads.box_head.fc6.weight", "detector of torchvision"),
+        ("model.memory_bank", "anomaly model"),
+    ],
+)
+def test_what_is_not_served_is_named_with_what_can_be_done(name, told):
+    found = recognise(without_memory({name: (4, 4), "other": (1,)}))
+    assert (found.architecture, found.evidence) == (told, f"{name} is in it")
+    assert "export it to ONNX" in found.unserved
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        ("m.0.weight", "yolov5 with anchors"),
+        ("proto.cv1.conv.weight", "yolo segmentation"),
+        ("linear.weight", "yolo classifier"),
+    ],
+)
+def test_other_models_of_yolo_are_named(head, told):
+    found = recognise(without_memory({"model.0.conv.weight": (16, 3, 3, 3), f"model.9.{head}": (4, 4)}))
+    assert found.architecture == told
+    assert found.unserved
+
+
+def test_what_is_unknown_is_nothing():
+    assert recognise({}) is None
+    assert recognise(without_memory({"weight": (3, 3)})) is None
+    assert recognise(without_memory({"model.0.conv.weight": ()})) is None
