@@ -25,7 +25,7 @@ from experts.backends.onnx import anomaly, detections
 from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
 from experts.backends.onnx.layouts import read_detections
 from experts.backends.onnx.memory import peak_bytes
-from experts.backends.onnx.pruning import keep_outputs
+from experts.backends.onnx.pruning import keep_outputs, take_batches
 from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
 from experts.backends.streams import await_writes
@@ -60,8 +60,8 @@ class OnnxSkeleton:
         self._layout = detections.noted(session)
         self._answers = noted(session)
         self._anomaly = anomaly.noted_outputs(session)
-        asked = [output.name for output in session.get_outputs()][: None if self._layout else 1]
-        self._outputs = asked if self._anomaly is None else self._anomaly.names
+        names = [output.name for output in session.get_outputs()]
+        self._outputs = (names if self._layout else names[:1]) if self._anomaly is None else self._anomaly.names
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
         self._images = ""
@@ -83,19 +83,14 @@ class OnnxSkeleton:
         if not batch:
             raise ValueError("an empty batch")
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
+        size = self._batch_size or len(batch)
+        parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
         if self._layout is not None:
-            return detections.predictions(expert, self._layout, self._runs(images), batch)
+            return detections.predictions(expert, self._layout, parts, batch)
         if self._anomaly is not None:
-            return anomaly.predictions(expert, self._anomaly, self._runs(images), len(batch))
-        answers = np.concatenate([first for (first,) in self._runs(images)])
-        rows = probabilities(expert, answers[: len(batch)], self._answers)
+            return anomaly.predictions(expert, self._anomaly, parts, len(batch))
+        rows = probabilities(expert, np.concatenate([part[0] for part in parts])[: len(batch)], self._answers)
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
-
-    def _runs(self, images: Tensor) -> list[list[np.ndarray]]:
-        """Its outputs for all the images, in batches as the graph takes them."""
-        size = self._batch_size or len(images)
-        starts = range(0, len(images), size)
-        return [self._run(_filled(images[start : start + size], size)) for start in starts]
 
     def _run(self, images: Tensor) -> list[np.ndarray]:
         feeds = self._session.io_binding()
@@ -125,6 +120,7 @@ class OnnxBackend:
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
         model = read_onnx(expert.id, expert.weights)
         images = _images_of(expert, model)
+        take_batches(model, images)
         _require_fitting_input(expert, images)
         try:
             folded = _understood(expert, model, images)
@@ -158,13 +154,6 @@ class OnnxBackend:
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
 
 
-def _filled(images: Tensor, size: int) -> Tensor:
-    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
-    if len(images) == size:
-        return images.contiguous()
-    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
-
-
 def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
     """The graph as it is run, still in standard operators, with a note of what it answers with."""
     if expert.task is Task.ANOMALY:
@@ -185,6 +174,13 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
     else:
         detections.note(folded, detections.decided(expert, found, next(_probe(session, made_up[NOISY]))))
     return folded
+
+
+def _filled(images: Tensor, size: int) -> Tensor:
+    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
+    if len(images) == size:
+        return images.contiguous()
+    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
 
 
 def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:
@@ -272,4 +268,6 @@ def _is_weight(tensor: onnx.TensorProto, readers: set[str]) -> bool:
 def _workspace_bytes(expert: Expert, size_bytes: int, mtime_ns: int) -> int:
     """For one image; keyed by the file's stamp, so that other weights are looked at anew."""
     model = read_onnx(expert.id, expert.weights)
-    return peak_bytes(model, _images_of(expert, model).name, (1, 3, expert.pixels.height, expert.pixels.width))
+    images = _images_of(expert, model)
+    take_batches(model, images)
+    return peak_bytes(model, images.name, (1, 3, expert.pixels.height, expert.pixels.width))

@@ -109,7 +109,9 @@ def _require_fitting_input(expert: Expert, heading: Heading) -> None:
     shape = heading.inputs[0].shape
     if shape is None:
         return
-    fits = len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], (3, *size), strict=True))
+    fits = shape == (3, *size) or (
+        len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], (3, *size), strict=True))
+    )
     if heading.inputs[0].element != FLOAT or not fits:
         raise WeightsMismatch(
             expert.id,

@@ -312,6 +312,44 @@ def with_other_weights(graph):
             tensor.CopyFrom(onnx.numpy_helper.from_array(np.flip(values, axis=(2, 3)).copy(), tensor.name))
 
 
+@pytest.fixture(scope="session")
+def ssd():
+    """A detector of torchvision's that finds boxes of three labels."""
+    from torchvision.models.detection import ssdlite320_mobilenet_v3_large
+
+    torch.manual_seed(0)
+    model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=1 + len(LABELS)).eval()
+    head, seen = model.head.classification_head, []
+    with torch.no_grad(), head.register_forward_hook(lambda _, __, logits: seen.append(logits)):
+        model([torch.rand((3, 96, 128), generator=torch.Generator().manual_seed(0))])
+        for branch in head.module_list:
+            branch[-1].weight.mul_(2 / seen[0].std())
+            branch[-1].bias[:: 1 + len(LABELS)] += 6  # the background is likelier
+    return model
+
+
+@pytest.mark.parametrize("is_list", [False, True], ids=["batch", "list"])
+def test_boxes_of_torchvision_are_its_own(ssd, tmp_path, is_list):
+    """Of an image that needs no scaling; its label 0 is the background."""
+    image = np.random.default_rng(0).integers(0, 256, (96, 128, 3), dtype=np.uint8)
+    pixels = torch.from_numpy(image).permute(2, 0, 1) / 255
+    path = tmp_path / "ssd.onnx"
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        asked = ([pixels],) if is_list else (pixels.unsqueeze(0),)
+        torch.onnx.export(ssd, asked, path, dynamo=False, opset_version=17)
+        expected = ssd([pixels])[0]
+    expert = Expert("det/x", "onnx", path, LABELS, InputSpec(96, 128, "unit"))
+    expert = replace(expert, input=input_of(expert))
+    require_served(expert)
+    assert BACKEND.workspace_bytes(expert, Precision.FP32, 1) > 0
+    assert layout_of(expert) == Layout.TORCHVISION
+    sure = expected["scores"] > 0.25
+    rows = [expected["boxes"][sure], expected["scores"][sure, None], expected["labels"][sure, None] - 1.0]
+    for prediction in answered(expert, image, image):
+        require_same(prediction, boxes_of(torch.cat(rows, dim=1), (96, 128)))
+
+
 def refusal(path, labels=LABELS, size=SIZE, **pixels):
     """Why a file is refused, as ``config check`` and packing tell it."""
     expert = Expert("det/x", "onnx", path, labels, InputSpec(size, size, **{"normalize": "unit", **pixels}))
