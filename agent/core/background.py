@@ -83,7 +83,8 @@ class BackgroundWork:
         self._came += 1
         self._experts[request] = expert
         self._waiting.setdefault(expert, OrderedDict())[request] = self._came
-        return list(self._experts)[: max(len(self._experts) - self._limits.background_requests, 0)]
+        too_many = len(self._experts) - self._limits.background_requests
+        return list(self._experts)[:too_many] if too_many > 0 else []
 
     def leave(self, request: int) -> None:
         """A request does not wait any more."""

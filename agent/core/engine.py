@@ -577,6 +577,8 @@ class Engine:
         ticket = self._tickets.get(event.request)
         if self._background.expert_of(event.request) is not None:
             return self._drop(event.request, CANCELLED, effects)
+        if event.request == self._background.request:
+            return False  # it is one image: its answer comes soon
         if ticket is None:
             return self._unexpected()
         if ticket.group is None:
