@@ -149,7 +149,12 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
 
     Raises ConfigError, whose ``problems`` are all that was found.
     """
-    document = overlay(read_document(path.absolute()), os.environ if environment is None else environment)
+    return line_of(read_document(path.absolute()), environment)
+
+
+def line_of(document: Document, environment: Mapping[str, str] | None = None) -> LineConfig:
+    """As ``read_line``, of a file that is read already, or of what is about to be written to it."""
+    document = overlay(document, os.environ if environment is None else environment)
     sections = document.validate(LineSections)
     problems = [
         *catalog_problems(sections, document),

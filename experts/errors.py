@@ -13,7 +13,8 @@ CoServeError
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
 |  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks, or cannot be used
 |  |  +- TrainingUnsupported  a trainer's argument that an import needs is not known, or is one it cannot follow
-|  |  `- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
+|  |  +- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
+|  |  `- WeightsUnclear     a model's file does not tell all that a line file has to: which options do
 |  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken: no words go in or out
 |  +- LoadError             reading or copying failed this time; may be retried
 |  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
@@ -177,6 +178,15 @@ class TrainingUnsupported(WeightsError):
 
 class WeightsRefused(WeightsError):
     """A format that is never read at serve time, or a pickle that holds more than tensors."""
+
+
+class WeightsUnclear(WeightsError):
+    """What a model's file does not tell. ``missing``: by key, why it is not known, and which option gives it."""
+
+    def __init__(self, source: str, missing: Mapping[str, str]) -> None:
+        lines = "".join(f"\n  {key}: {why}" for key, why in missing.items())
+        super().__init__(source, f"does not tell all that a line has to know of it:{lines}")
+        self.missing = missing
 
 
 class TokenizerUnusable(ExpertError):

@@ -1,7 +1,7 @@
 """Brings a weights file into a format that is safe to read: `coserve experts import`.
 
-A .pt or .pth is a pickle, and reading one may run whatever its author wrote. So it is read once, here, in a process of
-its own that is thrown away, only as tensors (``torch.load(weights_only=True)``), and written as .safetensors.
+A .pt, .pth or .ckpt is a pickle, and reading one as Python does may run whatever its author wrote. So it is read as
+data, in a process of its own that is thrown away (experts.checkpoints), and its weights are written as .safetensors.
 """
 
 from __future__ import annotations
@@ -10,31 +10,47 @@ import hashlib
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experts.checkpoints.reading import convert_checkpoint
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
 from experts.packed.manifests import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-UNPICKLING = Path(__file__).parent / "backends" / "unpickling.py"
+    from experts.checkpoints.found import Told
+
 UNPICKLING_LIMIT_S = 600.0  # a few GB from a slow disk; a file that takes longer is not a state dict
-PICKLES = frozenset({".pt", ".pth"})
+PICKLES = frozenset({".pt", ".pth", ".ckpt"})
 FORMATS = frozenset({".safetensors", ".onnx"})
 
 
-def import_weights(source: Path, destination: Path) -> str:
-    """Copy weights to ``destination``, as .safetensors or .onnx; returns the sha256 of what was written.
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Weights that were written. ``told``: of a checkpoint, what was taken and what it says of its model."""
 
-    ``source``: .safetensors and .onnx are copied and checked; a .pt or .pth must hold a state dict, or a checkpoint
-    {"state_dict": ...}. Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for a pickle that holds
-    more than tensors. Nothing is left at ``destination`` then that was not there before.
+    sha256: str
+    told: Told | None
+
+
+def import_weights(source: Path, destination: Path) -> str:
+    """``bring``, for whoever needs nothing but the sha256 of what was written."""
+    return bring(source, destination).sha256
+
+
+def bring(source: Path, destination: Path) -> Imported:
+    """Copy weights to ``destination``, as .safetensors or .onnx.
+
+    ``source``: .safetensors and .onnx are copied and checked; of a .pt, .pth or .ckpt the weights are taken, wherever
+    its trainer put them. Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what holds no weights
+    or means harm. Nothing is left at ``destination`` then that was not there before.
     """
     wanted = ".safetensors" if source.suffix in PICKLES else source.suffix
     if source.suffix not in PICKLES | FORMATS:
-        raise WeightsRefused(str(source), "unknown format: give a .safetensors, .onnx, .pt or .pth file")
+        raise WeightsRefused(str(source), "unknown format: give a .safetensors, .onnx, .pt, .pth or .ckpt file")
     if destination.suffix != wanted:
         raise WeightsRefused(str(source), f"its import is a {wanted} file: name the destination so, not {destination}")
     if not source.is_file():
@@ -42,15 +58,12 @@ def import_weights(source: Path, destination: Path) -> str:
     candidate = destination.with_name(f".{destination.stem}.import{wanted}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        if source.suffix in PICKLES:
-            _unpickle(source, candidate)
-        else:
-            shutil.copyfile(source, candidate)
+        told = _write(source, candidate)
         _check(source, candidate)
         with candidate.open("rb") as file, replacing(destination) as final:
             shutil.copyfileobj(file, final)
         with destination.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return Imported(hashlib.file_digest(file, "sha256").hexdigest(), told)
     except OSError as error:
         raise LoadError(str(source), f"cannot be imported: {error}") from error
     finally:
@@ -58,8 +71,11 @@ def import_weights(source: Path, destination: Path) -> str:
             candidate.unlink()
 
 
-def _unpickle(source: Path, candidate: Path) -> None:
-    run_unpickling(source, UNPICKLING, [str(source.resolve()), str(candidate.resolve())])
+def _write(source: Path, candidate: Path) -> Told | None:
+    if source.suffix in PICKLES:
+        return convert_checkpoint(source, candidate)
+    shutil.copyfile(source, candidate)
+    return None
 
 
 def run_unpickling(source: Path, script: Path, arguments: Sequence[str]) -> None:

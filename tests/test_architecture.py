@@ -24,6 +24,8 @@ EDGES = ("agent.intake", "agent.api", "agent.records", "agent.web")
 RUNTIMES = ("torch", "torchvision", "ultralytics", "onnxruntime", "onnx")
 RUNTIME_FENCE = (
     "experts.backends",
+    "experts.checkpoints",
+    "experts.inspection",
     "experts.llm",
     "experts.packed.packing",
     "experts.packed.weights",
@@ -45,6 +47,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
         "experts.llm",
     ),
+    "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),
+    "experts.inspection": ("experts.backends", "experts.checkpoints", "experts.errors", "experts.importing"),
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.importing", "experts.llm.program",

@@ -32,7 +32,7 @@ from experts.backends.modules.binding import Binding, weight_names
 from experts.backends.modules.weightless import Weightless
 from experts.backends.outputs import require_numbers
 from experts.backends.pixels import normalized, require_rgb
-from experts.backends.state_dict import DTYPES, executable, fit
+from experts.backends.state_dict import DTYPES, executable, fit, shapes_of
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import read_state_dict
 from experts.errors import OutputInvalid, WeightsMismatch
@@ -72,7 +72,7 @@ from ultralytics.cfg import get_cfg  # noqa: E402
 from ultralytics.data.augment import LetterBox  # noqa: E402
 from ultralytics.nn.modules.conv import Conv  # noqa: E402
 from ultralytics.nn.modules.head import Detect, v10Detect  # noqa: E402
-from ultralytics.nn.tasks import DetectionModel  # noqa: E402
+from ultralytics.nn.tasks import DetectionModel, yaml_model_load  # noqa: E402
 from ultralytics.utils import SETTINGS  # noqa: E402
 
 torch.save, Image.open = _torch_save, _open_image  # the import replaced both for the whole process
@@ -203,6 +203,18 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
+
+
+def tensor_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of an architecture, by name, without BatchNorm's counts; nothing is held. ValueError as above."""
+    with Weightless():
+        return shapes_of(_build(architecture, class_count).state_dict())
+
+
+def block_count(architecture: str) -> int:
+    """How many blocks an architecture has one after another, as its YAML says."""
+    described = yaml_model_load(f"{architecture}.yaml")
+    return len(described["backbone"]) + len(described["head"])
 
 
 def _template_of(expert: Expert) -> _Template:

@@ -51,7 +51,7 @@ def read_state_dict(expert: Expert) -> dict[str, Tensor]:
         )
     if expert.weights.suffix != ".safetensors":
         raise WeightsRefused(expert.id, f"{expert.weights}: {expert.architecture} takes a .safetensors file")
-    return _read_safetensors(expert.id, expert.weights)
+    return read_tensors(expert.id, expert.weights)
 
 
 def read_onnx(expert: str, path: Path) -> onnx.ModelProto:
@@ -78,10 +78,11 @@ def check_weights(expert: str, path: Path) -> None:
     if path.suffix == ".onnx":
         read_onnx(expert, path)
     else:
-        _read_safetensors(expert, path)
+        read_tensors(expert, path)
 
 
-def _read_safetensors(expert: str, path: Path) -> dict[str, Tensor]:
+def read_tensors(expert: str, path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file. Raises WeightsMissing, WeightsCorrupt, LoadError about ``expert``."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping

@@ -198,7 +198,7 @@ class LlmEngine:
         self._came = 0
 
     def run(self, turns: Sequence[Turn], quantum_s: float) -> Quantum:
-        """Iterate until the quantum is over, or all have finished."""
+        """Iterate until the quantum is over, one has finished whose row nobody here can take, or somebody comes."""
         with self._running:
             began_s = self._clock()
             groups = self._groups(turns)
@@ -206,7 +206,7 @@ class LlmEngine:
             is_first = True
             while groups and self._iterate_in_time(groups, began_s + quantum_s, is_first):
                 is_first = False
-                if self._is_hurried:
+                if self._is_hurried or self._has_free_rows(groups):
                     break
             self._is_hurried = False
             quantum = self._answer(turns, lacking)
@@ -214,6 +214,12 @@ class LlmEngine:
             self._tally.busy_s += self._clock() - began_s
         self._do_what_was_asked_if_idle()
         return quantum
+
+    def _has_free_rows(self, groups: Sequence[_Group]) -> bool:
+        """Has one finished whose row nobody here can take? Then its answer goes out, and others may come."""
+        texts = [text for group in groups for text in group.texts]
+        going = sum(text.result is None for text in texts)
+        return going < min(len(texts), self._limits.rows)
 
     def hurry(self) -> None:
         """Somebody wants to join: the quantum that runs, or else the next, ends after an iteration. From any thread."""

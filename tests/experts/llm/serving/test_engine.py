@@ -197,6 +197,14 @@ class TestPreempting:
         desk.quantum()  # and no other one
         assert len(desk.notes[1].tokens) == 9
 
+    @pytest.mark.parametrize(("rows", "left"), [(64, 2), (3, 2), (2, 1)])
+    def test_a_quantum_ends_with_a_text_whose_row_nobody_here_can_take(self, rows, left):
+        desk = Desk(limits=IterationLimits(rows=rows))
+        desk.ask(1, [3], 2).ask(2, [20], 9).ask(3, [30], 20)
+        quantum = desk.quantum()
+        assert 1 in dict(quantum.finished)
+        assert len(quantum.unfinished) == left
+
     def test_in_the_middle_of_a_quantum_it_waits_for_the_next(self, desk):
         class Preempts(Notes):
             def write(self, sampled):
@@ -267,7 +275,8 @@ class TestWhatIsWrong:
         assert desk.notes[1].tokens == [4, 5]
         assert desk.notes[2].tokens == [21, 22, 23]
 
-    def test_what_a_model_raises_passes_through_and_nothing_is_lost(self, desk):
+    def test_what_a_model_raises_passes_through_and_nothing_is_lost(self):
+        desk = Desk(limits=IterationLimits(rows=2))  # so that the quantum goes on with the third when the first is done
         desk.ask(1, [3], 2).ask(2, [20], 6)
         desk.quantum(0)
         broken = threading.Event()

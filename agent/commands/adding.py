@@ -1,0 +1,326 @@
+"""Brings a model to a line: `coserve experts add`.
+
+Guarantees: what goes into the line file is what the model's file tells, or what whoever adds it said, and what neither
+tells is asked for, never guessed. The expert has answered to an image, packed and run as the agent would, before
+anything is written; the weights are there before the line file names them; the line file keeps its comments and order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import textwrap
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agent.config import line_of
+from agent.line_file.editing import add_expert, append, edit_file
+from experts.backends import backend_for
+from experts.document import parse_document, read_document
+from experts.errors import ConfigError, LoadError, WeightsUnclear
+from experts.expert import Precision
+from experts.images import read_image
+from experts.inspection.inspecting import inspect_file, served_suffix, write_weights
+from experts.packed.manifests import replacing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from experts.expert import Expert, Prediction
+    from experts.inspection.inspected import Inspected, Kind
+
+FOLDERS: dict[str, str] = {"classifier": "cls", "detector": "det", "anomaly": "ano"}  # kind of id, and of weights
+GOOD_LABELS = frozenset({"ok", "good", "pass"})
+UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
+KEYS = ("architecture", "labels", "size", "normalize", "stem")  # in the order of their lines
+COMMENT_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What whoever adds a model says of it; None: what its file tells. ``size``: (height, width).
+
+    ``components``: whose routes ask it, and ``passing``: the labels that let them go on. ``prints``: write nothing.
+    """
+
+    id: str | None = None
+    components: tuple[str, ...] = ()
+    kind: Kind | None = None
+    architecture: str | None = None
+    labels: tuple[str, ...] | None = None
+    size: tuple[int, int] | None = None
+    normalize: str | None = None
+    passing: tuple[str, ...] | None = None
+    min_score: float | None = None
+    image: Path | None = None
+    prints: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What an expert said of one image. ``image``: which, in words."""
+
+    image: str
+    prediction: Prediction
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What was added, or would be. ``entry``: the keys of the expert; ``lines``: both in YAML.
+
+    ``sure``: by key, what says so. ``weights``: the file that serves; None where nothing was written.
+    """
+
+    expert: str
+    kind: str
+    entry: dict[str, Any]
+    lines: str
+    routes: tuple[str, ...]
+    sure: dict[str, str]
+    said: tuple[str, ...]
+    weights: Path | None
+    sha256: str
+    tried: Tried
+
+    def as_json(self) -> dict[str, Any]:
+        prediction = self.tried.prediction
+        return {
+            "expert": self.expert,
+            "kind": self.kind,
+            "entry": self.entry,
+            "lines": self.lines,
+            "routes": list(self.routes),
+            "sure": self.sure,
+            "said": list(self.said),
+            "weights": None if self.weights is None else str(self.weights),
+            "sha256": self.sha256,
+            "tried": {
+                "image": self.tried.image,
+                "label": prediction.label,
+                "score": prediction.score,
+                "boxes": [box.as_json() for box in prediction.boxes],
+                "seconds": round(self.tried.seconds, 6),
+            },
+        }
+
+
+def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
+    """Add a model's file to a line. Raises ConfigError, ImageError, and WeightsError: WeightsUnclear for what to ask.
+
+    Nothing is left behind then that was not there before.
+    """
+    content = read_document(line).content
+    inspected = inspect_file(file, wishes.architecture, wishes.kind)
+    settled = _Settled.of(line, inspected, wishes, content)
+    changed = settled.edited(content.decode("utf-8"))
+    config = line_of(parse_document(line.absolute(), changed.encode()))
+    expert = config.catalog.experts[settled.expert]
+    with _weights_for_trial(inspected, settled) as weights:
+        tried = _tried(replace(expert, weights=weights), wishes.image)
+        sha256 = _sha256(weights)
+        if not wishes.prints:
+            with _put_in_place(weights, settled):
+                edit_file(line, settled.edited)
+    return Added(
+        settled.expert, str(inspected.kind), settled.entry, settled.edited(""),
+        wishes.components, settled.sure, inspected.said, None if wishes.prints else settled.weights, sha256, tried,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """An expert of which all is known. ``is_in_place``: its weights are served from where they lie."""
+
+    line: Path
+    expert: str
+    entry: dict[str, Any]
+    step: dict[str, Any]
+    components: tuple[str, ...]
+    sure: dict[str, str]
+    weights: Path
+    is_in_place: bool
+    source: str
+
+    @classmethod
+    def of(cls, line: Path, inspected: Inspected, wishes: Wishes, content: bytes) -> _Settled:
+        """Raises WeightsUnclear with all that is not known, and ConfigError for what contradicts the file."""
+        known = replace(
+            inspected,
+            kind=inspected.kind or wishes.kind,
+            labels=wishes.labels or inspected.labels,
+            size=wishes.size or inspected.size,
+            normalize=wishes.normalize or inspected.normalize,
+        )
+        _refuse_other_labels(inspected, wishes)
+        missing = {key: why for key, why in inspected.missing.items() if getattr(known, key) is None}
+        passing = wishes.passing or _good_labels(known)
+        missing |= _missing_of_routes(wishes, passing, parse_document(line, content).values)
+        if missing:
+            raise WeightsUnclear(str(inspected.file), missing)
+        expert = wishes.id or _id_of(known)
+        folder, file = line.absolute().parent, inspected.file.absolute()
+        own = folder / "weights" / f"{expert}{served_suffix(inspected)}"
+        is_in_place = inspected.tensors is None and file.resolve().is_relative_to(folder.resolve())
+        weights = file.resolve() if is_in_place else own
+        step: dict[str, Any] = {"expert": expert, "pass": list(passing)}
+        if wishes.min_score is not None:
+            step["min_score"] = wishes.min_score
+        entry = _entry(known, Path(os.path.relpath(weights, folder.resolve() if is_in_place else folder)))
+        sure = _evidence(inspected, wishes)
+        return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, inspected.file.name)
+
+    def edited(self, text: str) -> str:
+        """The line file's text with the expert, and its step at the end of its components' routes."""
+        comment = "\n".join([f"Added from {self.source}.", *(f"{key}: {why}" for key, why in self.sure.items())])
+        wrapped = "\n".join(
+            line for each in comment.splitlines() for line in textwrap.wrap(each, COMMENT_WIDTH, subsequent_indent="  ")
+        )
+        text = add_expert(text, self.expert, self.entry, wrapped, file=self.line)
+        for component in self.components:
+            text = append(text, ("routes", component), self.step, file=self.line)
+        return text
+
+
+def _entry(known: Inspected, weights: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = {"architecture": known.architecture, "weights": weights.as_posix()}
+    if known.kind == "anomaly":
+        entry["task"] = "anomaly"
+    entry["labels"] = list(known.labels or ())
+    entry["input"] = {"size": list(known.size or ()), "normalize": known.normalize}
+    if known.stem is not None:
+        entry["stem"] = known.stem
+    return entry
+
+
+def _evidence(inspected: Inspected, wishes: Wishes) -> dict[str, str]:
+    """What says so, of each key: the file, or whoever added it."""
+    sure = dict(inspected.sure)
+    for key in ("labels", "size", "normalize"):
+        if getattr(wishes, key) is not None:
+            sure[key] = f"given by --{key}"
+    return {key: sure[key] for key in KEYS if key in sure}
+
+
+def _refuse_other_labels(inspected: Inspected, wishes: Wishes) -> None:
+    given, count = wishes.labels, inspected.label_count
+    if given is not None and count is not None and len(given) != count:
+        raise ConfigError(f"{inspected.file} tells {count} labels apart, and --labels names {len(given)}: name each")
+
+
+def _good_labels(known: Inspected) -> tuple[str, ...]:
+    """The label of a good part, where exactly one says so by its name."""
+    good = tuple(label for label in known.labels or () if label.lower() in GOOD_LABELS)
+    return good if len(good) == 1 else ()
+
+
+def _missing_of_routes(wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]) -> dict[str, str]:
+    if not wishes.components and not values.get("routes"):
+        return {"component": "the line has no routes yet: say with --component whose images it judges"}
+    if wishes.components and not passing:
+        return {"pass": "no label is plainly that of a good part: --pass label,... which let a route go on"}
+    return {}
+
+
+def _id_of(known: Inspected) -> str:
+    name = UNSUITED.sub("-", known.file.stem.replace("..", ".")).strip("-.") or "model"
+    return f"{FOLDERS[str(known.kind)]}/{name}"
+
+
+@contextmanager
+def _weights_for_trial(inspected: Inspected, settled: _Settled) -> Iterator[Path]:
+    """The weights as they are served, in a place of their own for as long as it takes."""
+    if settled.is_in_place:
+        yield settled.weights
+        return
+    try:
+        with tempfile.TemporaryDirectory(prefix="coserve-add-") as folder:
+            candidate = Path(folder) / f"weights{settled.weights.suffix}"
+            write_weights(inspected, candidate)
+            yield candidate
+    except OSError as error:
+        raise LoadError(str(inspected.file), f"cannot be added: {error}") from error
+
+
+@contextmanager
+def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
+    """The weights where the line file is going to name them; gone again if it comes to nothing."""
+    if settled.is_in_place or _is_there(weights, settled.weights):
+        yield
+        return
+    with weights.open("rb") as file, replacing(settled.weights) as final:
+        shutil.copyfileobj(file, final)
+    try:
+        yield
+    except BaseException:
+        settled.weights.unlink(missing_ok=True)
+        raise
+
+
+def _is_there(weights: Path, destination: Path) -> bool:
+    """Whether these weights lie there already. Raises ConfigError where others do."""
+    if not destination.exists():
+        return False
+    if _sha256(destination) != _sha256(weights):
+        raise ConfigError(f"{destination} is there already, and is another file: choose another --id, or remove it")
+    return True
+
+
+def _tried(expert: Expert, file: Path | None) -> Tried:
+    """One image's way through the expert, packed and run as the agent would on a CPU."""
+    pixels = expert.pixels
+    if file is None:
+        image, name = _made_up(pixels.height, pixels.width), f"a made-up image of {pixels.height}x{pixels.width}"
+    else:
+        image, name = read_image(file, str(file)), str(file)
+    backend = backend_for(expert.architecture)
+    packed = backend.pack(expert, Precision.FP32)
+    skeleton = backend.skeleton(expert, Precision.FP32, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    started_s = time.perf_counter()
+    (prediction,) = skeleton.infer(expert, [backend.prepare(expert, image)])
+    return Tried(name, prediction, time.perf_counter() - started_s)
+
+
+def _made_up(height: int, width: int) -> NDArray[np.uint8]:
+    """Something to look at: a slope of grey with a bright square and some noise."""
+    image = np.random.default_rng(0).integers(0, 24, (height, width, 3))
+    image += np.linspace(40, 160, width, dtype=np.int64)[None, :, None]
+    image[height // 3 : height // 2, width // 3 : width // 2] += 70
+    return image.clip(0, 255).astype(np.uint8)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def told_lines(line: Path, file: Path, added: Added) -> list[str]:
+    """What was found and done, for people."""
+    entry, prediction = added.entry, added.tried.prediction
+    values = {**entry, **entry["input"]}
+    lines = [f"{file}: {entry['architecture']}, a {added.kind} of {len(entry['labels'])} labels"]
+    lines += [f"  {key:<13}{_shown(values[key]):<24} {why}" for key, why in added.sure.items() if key in values]
+    lines += [f"  {each}" for each in added.said]
+    seconds = f"{added.tried.seconds:.3f} s"
+    lines.append(f"tried on {added.tried.image}: {prediction.label} {prediction.score:.3f} in {seconds}")
+    where = ", ".join([f"experts.{added.expert}", *(f"routes.{component}" for component in added.routes)])
+    if added.weights is None:
+        return [*lines, f"nothing was written; {line} would get {where}:"]
+    return [*lines, f"{added.weights}: sha256 {added.sha256}", f"{line}: {where}"]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ("x" if all(isinstance(each, int) for each in value) else ", ").join(map(str, value))
+    return str(value)

@@ -1,0 +1,87 @@
+"""Where in a YAML text each key and value stands, to the character.
+
+The same parser reads a line file, so that what is edited is what is read. A value ends with its last character: not
+with the comment behind it, nor with the blank lines below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One value: text[start:end]. ``flow``: in brackets or braces, or a scalar; else lines below one another.
+
+    A mapping has ``pairs`` of keys and values, a sequence ``items``; an alias has neither, and its anchor's ``name``.
+    """
+
+    start: int
+    end: int
+    flow: bool = True
+    text: str | None = None  # of a scalar, as YAML reads it
+    alias: str | None = None
+    pairs: tuple[tuple[Span, Span], ...] | None = None
+    items: tuple[Span, ...] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing stands there, as behind a key without a value."""
+        return self.start == self.end
+
+    def child(self, key: str | int) -> tuple[Span, Span] | None:
+        """The key and the value of this name, or the item of this number (as its own key); None if there is none."""
+        if self.pairs is not None:
+            return next((pair for pair in self.pairs if pair[0].text == key), None)
+        if self.items is not None and isinstance(key, int) and 0 <= key < len(self.items):
+            return self.items[key], self.items[key]
+        return None
+
+
+def spans_of(text: str) -> Span | None:
+    """The root of a text without byte order mark; None where it holds nothing. Raises yaml.YAMLError."""
+    events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
+    for event in events:
+        if isinstance(event, yaml.DocumentStartEvent):
+            return _span(next(events), events, text)
+    return None
+
+
+def _span(event: Any, events: Iterator[Any], text: str) -> Span:  # noqa: ANN401  # PyYAML's events have no common type
+    start, end = event.start_mark.index, _end(event)
+    if isinstance(event, yaml.AliasEvent):
+        return Span(start, end, alias=event.anchor)
+    if isinstance(event, yaml.ScalarEvent):
+        return Span(start, max(start, len(text[:end].rstrip())), flow=event.style not in {"|", ">"}, text=event.value)
+    flow = bool(event.flow_style)
+    if isinstance(event, yaml.SequenceStartEvent):
+        items = []
+        inner = next(events)
+        while not isinstance(inner, yaml.SequenceEndEvent):
+            items.append(_span(inner, events, text))
+            inner = next(events)
+        return _around(Span(start, _end(inner), flow, items=tuple(items)), items)
+    pairs = []
+    inner = next(events)
+    while not isinstance(inner, yaml.MappingEndEvent):
+        key = _span(inner, events, text)
+        pairs.append((key, _span(next(events), events, text)))
+        inner = next(events)
+    return _around(Span(start, _end(inner), flow, pairs=tuple(pairs)), [pair[1] for pair in pairs])
+
+
+def _end(event: Any) -> int:  # noqa: ANN401  # as above
+    return int(event.end_mark.index)
+
+
+def _around(span: Span, inside: list[Span]) -> Span:
+    """A block ends where the last value in it does; its own mark stands at what comes next."""
+    return span if span.flow else replace(span, end=inside[-1].end if inside else span.start)

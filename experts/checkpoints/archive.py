@@ -1,0 +1,232 @@
+"""A file of torch.save, opened: the object that it holds, read as data, and where the numbers of its storages lie.
+
+Two forms: the zip archive (since torch 1.6), and before it a row of pickles with the storages behind them. Guarantees:
+what the archive says of itself is compared with the file before it is used: entries lie within it and do not overlap,
+no more is unpacked than a few times its size, and each storage has the bytes that tensors expect of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zipfile
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NoReturn
+
+from experts.checkpoints.inert import ITEM_BYTES
+from experts.checkpoints.unpickler import SAVE_ADVICE, Unpickler
+from experts.errors import WeightsCorrupt, WeightsRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from experts.checkpoints.inert import Storage
+
+LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+PICKLE_BYTES_MAXIMUM = 256_000_000  # of what describes the object; the weights lie beside it
+UNPACKED_MAXIMUM = 4  # times the file's size: torch itself does not compress, and weights hardly can be
+UNPACKED_ALWAYS_BYTES = 16_000_000
+ENTRIES_MAXIMUM = 1_000_000
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, and the lengths of name and extra field
+TAR_MAGIC = slice(257, 262)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where an entry's bytes lie in the file. ``size_bytes``: unpacked; ``packed_bytes`` where they are packed."""
+
+    offset: int
+    size_bytes: int
+    packed_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened file. ``document``: what was saved, made of plain values and the records of inert."""
+
+    source: str
+    size_bytes: int
+    document: object
+    _data: mmap.mmap
+    _extents: Mapping[str, Extent]
+
+    def numbers(self, storage: Storage) -> memoryview:
+        """A storage's bytes, to be released before the file is closed. Raises WeightsCorrupt if they are not there."""
+        extent = self._extents.get(storage.key)
+        if extent is None:
+            raise WeightsCorrupt(self.source, f"storage {storage.key} is not in it")
+        if storage.size_bytes > extent.size_bytes:
+            raise WeightsCorrupt(
+                self.source, f"storage {storage.key} has {extent.size_bytes} bytes instead of {storage.size_bytes}"
+            )
+        return _bytes_of(self.source, self._data, extent)[: storage.size_bytes]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Checkpoint]:
+    """Open a file of torch.save for as long as its numbers are read.
+
+    Raises WeightsCorrupt and WeightsRefused, and OSError for what the disk refuses.
+    """
+    source = str(path)
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            raise WeightsCorrupt(source, "is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield _open(source, data, path)
+
+
+def _open(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
+    if data[:2] == b"PK":
+        return _open_archive(source, data, path)
+    if data[:1] == b"\x80":
+        return _open_legacy(source, data)
+    if data[TAR_MAGIC] == b"ustar":
+        raise WeightsRefused(source, f"is of torch before 0.2, a tar archive: load it in that torch, and {SAVE_ADVICE}")
+    raise WeightsCorrupt(source, "is no file of torch.save: neither a zip archive nor a pickle")
+
+
+# the zip archive
+
+
+def _open_archive(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
+    entries = _entries(source, data, path)
+    prefix = _prefix(source, entries)
+    if data_order := entries.get(f"{prefix}byteorder"):
+        order = bytes(_bytes_of(source, data, data_order)[:16])
+        if order.strip() != b"little":
+            raise WeightsRefused(source, f"its numbers are in {order!r} byte order: {SAVE_ADVICE} on this machine")
+    description = entries[f"{prefix}data.pkl"]
+    if description.size_bytes > PICKLE_BYTES_MAXIMUM:
+        raise WeightsRefused(source, f"its pickle has over {PICKLE_BYTES_MAXIMUM} bytes: {SAVE_ADVICE}")
+    document = Unpickler(source, bytes(_bytes_of(source, data, description))).load()
+    start = f"{prefix}data/"
+    storages = {name.removeprefix(start): extent for name, extent in entries.items() if name.startswith(start)}
+    return Checkpoint(source, len(data), document, data, storages)
+
+
+def _prefix(source: str, entries: Mapping[str, Extent]) -> str:
+    """The folder that all entries lie in, with its slash."""
+    if any(name.endswith("/constants.pkl") for name in entries):
+        raise WeightsRefused(
+            source, "is a TorchScript program, not weights: export the model that it was made of to ONNX"
+        )
+    found = [name.removesuffix("data.pkl") for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise WeightsCorrupt(source, f"is a zip archive with {len(found)} data.pkl, where torch.save writes one")
+    return found[0]
+
+
+def _entries(source: str, data: mmap.mmap, path: Path) -> dict[str, Extent]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError) as error:
+        raise WeightsCorrupt(source, f"is no whole zip archive: {error}") from error
+    if len(infos) > ENTRIES_MAXIMUM:
+        raise WeightsRefused(source, f"has over {ENTRIES_MAXIMUM} entries: {SAVE_ADVICE}")
+    found = {info.filename: _extent(source, data, info) for info in infos if not info.is_dir()}
+    if len(found) != sum(not info.is_dir() for info in infos):
+        raise WeightsCorrupt(source, "is a zip archive with two entries of one name")
+    _refuse_overlaps(source, found)
+    unpacked = sum(extent.size_bytes for extent in found.values())
+    if unpacked > UNPACKED_MAXIMUM * len(data) + UNPACKED_ALWAYS_BYTES:
+        raise WeightsRefused(source, f"is {len(data)} bytes and unpacks to {unpacked}: {SAVE_ADVICE}, not compressed")
+    return found
+
+
+def _extent(source: str, data: mmap.mmap, info: zipfile.ZipInfo) -> Extent:
+    def corrupt(reason: str) -> NoReturn:
+        raise WeightsCorrupt(source, f"is a zip archive whose entry {info.filename!r} {reason}")
+
+    if info.flag_bits & 0x1:
+        corrupt("is encrypted")
+    start = info.header_offset
+    if not 0 <= start <= len(data) - LOCAL_HEADER.size:
+        corrupt("begins outside the file")
+    signature, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(data, start)
+    if signature != b"PK\x03\x04":
+        corrupt("does not begin where the archive says")
+    offset = start + LOCAL_HEADER.size + name_bytes + extra_bytes
+    if info.compress_size < 0 or info.file_size < 0 or offset + info.compress_size > len(data):
+        corrupt("ends outside the file")
+    if info.compress_type == zipfile.ZIP_STORED:
+        if info.file_size != info.compress_size:
+            corrupt("has two sizes")
+        return Extent(offset, info.file_size)
+    if info.compress_type != zipfile.ZIP_DEFLATED:
+        corrupt("is compressed in a way that torch does not read")
+    return Extent(offset, info.file_size, info.compress_size)
+
+
+def _refuse_overlaps(source: str, entries: Mapping[str, Extent]) -> None:
+    ordered = sorted((one.offset, one.size_bytes if one.packed_bytes is None else one.packed_bytes)
+                     for one in entries.values())  # fmt: skip
+    for (offset, size_bytes), (following, _) in pairwise(ordered):
+        if offset + size_bytes > following:
+            raise WeightsCorrupt(source, "is a zip archive whose entries overlap")
+
+
+def _bytes_of(source: str, data: mmap.mmap, extent: Extent) -> memoryview:
+    if extent.packed_bytes is None:
+        return memoryview(data)[extent.offset : extent.offset + extent.size_bytes]
+    unpacking = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        unpacked = unpacking.decompress(
+            data[extent.offset : extent.offset + extent.packed_bytes], extent.size_bytes + 1
+        )
+    except zlib.error as error:
+        raise WeightsCorrupt(source, f"is a zip archive with an entry that cannot be unpacked: {error}") from error
+    if len(unpacked) != extent.size_bytes:
+        raise WeightsCorrupt(source, "is a zip archive with an entry that unpacks to another size than it says")
+    return memoryview(unpacked)
+
+
+# the form before it
+
+
+def _open_legacy(source: str, data: mmap.mmap) -> Checkpoint:
+    reading = Unpickler(source, data)
+    if reading.load() != LEGACY_MAGIC:
+        raise WeightsRefused(source, f"is a pickle that torch.save did not write: {SAVE_ADVICE}")
+    protocol, reading = _next(source, data, reading)
+    if protocol != LEGACY_PROTOCOL:
+        raise WeightsCorrupt(source, "is a file of torch.save in a form that is not known")
+    system, reading = _next(source, data, reading)
+    if isinstance(system, dict) and system.get("little_endian") is False:
+        raise WeightsRefused(source, f"its numbers are in big-endian order: {SAVE_ADVICE} on this machine")
+    document, described = _next(source, data, reading)
+    keys, reading = _next(source, data, described)
+    extents = _legacy_extents(source, data, reading.position, keys, described.storages)
+    return Checkpoint(source, len(data), document, data, extents)
+
+
+def _next(source: str, data: mmap.mmap, before: Unpickler) -> tuple[object, Unpickler]:
+    reading = Unpickler(source, data, before.position)
+    return reading.load(), reading
+
+
+def _legacy_extents(
+    source: str, data: mmap.mmap, position: int, keys: object, storages: Mapping[str, Storage]
+) -> dict[str, Extent]:
+    """Each storage follows the one before it: its count of elements in eight bytes, then its numbers."""
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise WeightsCorrupt(source, "does not list its storages as torch.save does")
+    extents: dict[str, Extent] = {}
+    for key in keys:
+        storage = storages.get(key)
+        if storage is None or key in extents:
+            raise WeightsCorrupt(source, f"lists storage {key!r:.40}, which no tensor or another has")
+        if position + 8 > len(data):
+            raise WeightsCorrupt(source, f"ends before storage {key!r:.40}")
+        elements = int.from_bytes(data[position : position + 8], "little", signed=True)
+        size_bytes = elements * ITEM_BYTES[storage.dtype]
+        if elements < 0 or position + 8 + size_bytes > len(data):
+            raise WeightsCorrupt(source, f"ends within storage {key!r:.40}")
+        extents[key] = Extent(position + 8, size_bytes)
+        position += 8 + size_bytes
+    return extents

@@ -1,0 +1,126 @@
+"""What a pickle holds once it is read as data: names, records of foreign objects, storages, tensors over them.
+
+Nothing here is of torch: a tensor is a description of where its numbers lie, checked to lie within its storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DIMENSIONS_MAXIMUM = 64  # torch's own limit
+BYTES_MAXIMUM = 1 << 62  # beyond it sizes no longer fit the 64 bits that torch counts in
+
+ITEM_BYTES = {  # by the names that safetensors gives to types of elements
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+TYPES = {  # by the names that torch gives to them
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+STORAGE_TYPES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "UntypedStorage": "U8", "ComplexFloatStorage": "C64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class or a function that a pickle names; it was not looked up."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False, repr=False)  # it may hold itself, and others at any depth
+class Record:
+    """An object that was not built: what it is of, and all that the pickle would have given it.
+
+    ``items`` and ``entries``: what was appended to it, or set in it, where it is a kind of list or of dictionary.
+    """
+
+    kind: Name
+    arguments: tuple[object, ...] = ()
+    state: object = None
+    items: list[object] = field(default_factory=list)
+    entries: dict[object, object] = field(default_factory=dict)
+
+    def attribute(self, name: str) -> object:
+        """What the object would have had under a name, if its state is the usual one; None where it has none."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)  # with __slots__ there are two
+        found = (state[name] for state in states if isinstance(state, dict) and name in state)
+        return next(found, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Opaque:
+    """A key that Python would have to compare at any depth: it stands for itself alone."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A run of numbers that lies elsewhere in the file. ``dtype``: a name of ITEM_BYTES."""
+
+    key: str
+    dtype: str
+    elements: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor over a storage; offset and strides count elements of its own ``dtype``."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != expected:
+                return False
+            expected *= extent
+        return True
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it, in words; None where it lies within its storage."""
+        if len(self.shape) != len(self.strides) or len(self.shape) > DIMENSIONS_MAXIMUM:
+            return f"a tensor of {len(self.shape)} sizes and {len(self.strides)} strides"
+        if any(number < 0 for number in (self.offset, *self.shape, *self.strides)):
+            return "a tensor of a negative size, stride or offset"
+        if self.size_bytes > BYTES_MAXIMUM:
+            return "a tensor larger than any memory"
+        reach = (self._last + 1) * ITEM_BYTES[self.dtype] if self.elements else 0
+        if reach > self.storage.size_bytes:
+            return f"a tensor that reaches to byte {reach} of a storage of {self.storage.size_bytes}"
+        return None
+
+    @property
+    def _last(self) -> int:
+        return self.offset + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))

@@ -1,0 +1,70 @@
+"""Reads what a trainer saved, in a process of its own that is thrown away: `coserve experts import`, and add.
+
+Guarantees: nothing of the file is run; a file that needs more memory or time than weights do ends as a refusal in one
+line; this process sees nothing of it but a .safetensors file and a few words about it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from experts.checkpoints.found import Facts, Found, Told
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
+
+SCRIPT = Path(__file__).with_name("apart.py")
+REFUSED, CORRUPT, FAILED = 3, 4, 5  # what the script exits with
+LIMIT_S_PER_GB = 30
+
+
+def read_checkpoint(path: Path) -> Found:
+    """The weights of a file of torch.save, and what it tells of them. The tensors are read from disk as they are used.
+
+    Raises WeightsMissing, WeightsCorrupt, WeightsRefused, LoadError.
+    """
+    from safetensors.torch import load_file  # loads torch, which writing a file takes none of
+
+    with tempfile.TemporaryDirectory(prefix="coserve-checkpoint-") as folder:
+        weights = Path(folder) / "weights.safetensors"
+        told = convert_checkpoint(path, weights)
+        return Found(load_file(weights), told.where, told.facts, told.said)
+
+
+def convert_checkpoint(source: Path, destination: Path) -> Told:
+    """Write a checkpoint's weights as a .safetensors file, of which a part may be there where this raises.
+
+    Raises WeightsMissing, WeightsCorrupt, WeightsRefused, LoadError.
+    """
+    if not source.is_file():
+        raise WeightsMissing(str(source), "there is no such file")
+    limit_s = LIMIT_S_PER_GB * max(1, math.ceil(source.stat().st_size / 1e9))
+    arguments = [str(source.resolve()), str(destination.resolve()), str(limit_s)]
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-I", str(SCRIPT), *arguments],
+            capture_output=True, timeout=limit_s, check=False, env={"OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise WeightsRefused(str(source), f"reading it took over {limit_s} s: no weights do") from error
+    if ended.returncode == 0:
+        return _told(ended.stdout)
+    raise _error(source, ended)
+
+
+def _told(answer: bytes) -> Told:
+    values: dict[str, Any] = json.loads(answer)
+    facts: dict[str, Any] = values["facts"]
+    listed = {key: tuple(facts[key]) for key in ("labels", "size") if facts[key] is not None}
+    return Told(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
+
+
+def _error(source: Path, ended: subprocess.CompletedProcess[bytes]) -> Exception:
+    lines = ended.stderr.decode(errors="replace").strip().splitlines()
+    reason = lines[-1] if lines else f"the process that read it was ended ({ended.returncode}): no weights do that"
+    kinds = {REFUSED: WeightsRefused, FAILED: LoadError}
+    return kinds.get(ended.returncode, WeightsCorrupt)(str(source), reason)

@@ -1,0 +1,213 @@
+"""Finds the weights in what was saved: a state dict, one under a key, or a whole module, whatever it was wrapped in.
+
+Guarantees: one set is taken, and it is said which where there are several; an average of weights goes before them, as
+the trainers that keep one evaluate it. A set is taken whole or refused: what is no tensor in it is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experts.checkpoints.inert import Record, StoredTensor
+from experts.checkpoints.unpickler import SAVE_ADVICE
+from experts.errors import WeightsRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+AVERAGES = ("ema", "model_ema", "ema_model", "state_dict_ema", "ema_state_dict", "averaged_model")
+MODELS = (
+    "model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "net_state_dict", "weights",
+)  # fmt: skip
+PARALLEL, COMPILED = "module.", "_orig_mod."
+WRAPPERS = (PARALLEL, COMPILED, "model.", "net.")  # the last two are attributes of trainers' classes
+LIGHTNING_VERSION = "pytorch-lightning_version"
+EXTRA_STATE = "_extra_state"  # what a module keeps beside its tensors
+DEPTH_MAXIMUM = 4  # of keys; ema.module.state_dict is the deepest known
+MODULES_DEEP_MAXIMUM = 100
+TENSORS_MAXIMUM = 200_000  # of one set: a module that holds another one twice, and so on, has any number of names
+KEYS_NAMED, NAME_SHOWN = 8, 80
+KEYS_MAXIMUM = 1000  # that are looked into, where none has a usual name
+TRAINING = ("optimizer", "optimizer_states", "optimizer_state_dict", "optim", "scaler", "scheduler", "lr_schedulers")
+AVERAGED_COUNT = "n_averaged"  # of torch's AveragedModel, beside the model that it averages
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """One set of weights. ``owner``: the object that it was taken from, a module's record or a dictionary."""
+
+    weights: Mapping[str, StoredTensor]
+    where: str
+    owner: object
+    said: tuple[str, ...]
+
+
+def select(source: str, document: object) -> Selection:
+    """The weights of what was saved. Raises WeightsRefused, which names what is there instead."""
+    search = _Search(source)
+    candidates = list(search.candidates(document, (), 0))
+    if not candidates:
+        raise search.refused or WeightsRefused(source, f"holds no weights: {_described(document)}: {SAVE_ADVICE}")
+    taken, *others = candidates
+    said = [f"the weights under {taken.where} were taken"] if taken.where else []
+    if others:
+        said.append(f"{', '.join(other.where for other in others)} has weights, too: left out")
+    weights = dict(taken.weights)
+    if taken.where.rpartition(".")[2] in AVERAGES and others and set(weights) < set(others[0].weights):
+        said.append(f"what {taken.where} lacks was taken from {others[0].where}")
+        weights = {**others[0].weights, **weights}
+    weights, removed = _unwrapped(weights, anyone=_is_lightning(document))
+    if removed:
+        said.append(f"{removed} before every name was left out")
+    return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said))
+
+
+class _Search:
+    """Sets of weights in a value, the best first. ``refused``: why the first of those that are none was not taken."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self.refused: WeightsRefused | None = None
+
+    def candidates(self, value: object, path: tuple[str, ...], depth: int) -> Iterator[Selection]:
+        if isinstance(value, Record):
+            yield from self._of_record(value, path, depth)
+        elif isinstance(value, dict) and depth < DEPTH_MAXIMUM:
+            yield from self._of_dictionary(value, path, depth)
+
+    def _of_dictionary(self, value: dict[object, object], path: tuple[str, ...], depth: int) -> Iterator[Selection]:
+        found = [
+            one for key in (*AVERAGES, *MODELS) for one in self.candidates(value.get(key), (*path, key), depth + 1)
+        ]
+        if not found and any(map(_is_tensor, value.values())):
+            flat = self._attempted(lambda: _flat(self._source, value, path))
+            found = [Selection(flat, ".".join(path), value, ())] if flat else []
+        if not found and not path:
+            found = self._under_another_key(value)
+        yield from found
+
+    def _under_another_key(self, value: dict[object, object]) -> list[Selection]:
+        """Weights under a key of the author's own, if no other key has some."""
+        keys = [key for key in value if isinstance(key, str) and key not in (*AVERAGES, *MODELS, *TRAINING)]
+        found = [one for key in keys[:KEYS_MAXIMUM] for one in self.candidates(value[key], (key,), DEPTH_MAXIMUM - 1)]
+        if len(found) > 1:
+            names = ", ".join(one.where for one in found[:KEYS_NAMED])
+            self.refused = WeightsRefused(self._source, f"has weights under {names}, not under one: {SAVE_ADVICE}")
+            return []
+        return found
+
+    def _of_record(self, record: Record, path: tuple[str, ...], depth: int) -> Iterator[Selection]:
+        if isinstance(record.attribute("_modules"), dict) or isinstance(record.attribute("_parameters"), dict):
+            if weights := self._attempted(lambda: _module(self._source, record)):
+                yield Selection(weights, ".".join(path), record, ())
+        elif record.entries:  # a class of dictionary
+            yield from self.candidates(record.entries, path, depth + 1)
+        elif isinstance(record.state, dict):  # an object that holds its model, as one that averages does
+            yield from self.candidates(record.state, path, depth + 1)
+
+    def _attempted(self, find: Callable[[], dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+        try:
+            return find()
+        except WeightsRefused as error:
+            self.refused = self.refused or error
+            return {}
+
+
+def _is_tensor(value: object) -> bool:
+    """Whether it is one, also of a kind that is not read: a sparse or a quantized one, say."""
+    rebuilt = isinstance(value, Record) and value.kind.module == "torch._utils"
+    return rebuilt or isinstance(value, StoredTensor)
+
+
+def _flat(source: str, entries: Mapping[object, object], path: tuple[str, ...]) -> dict[str, StoredTensor]:
+    flat: dict[str, StoredTensor] = {}
+    for name, value in entries.items():
+        if isinstance(name, str) and isinstance(value, StoredTensor):
+            flat[name] = value
+        elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
+            where = f" of {'.'.join(path)}" if path else ""
+            entry = f"entry {str(name)[:NAME_SHOWN]!r}{where}"
+            raise WeightsRefused(source, f"holds more than tensors ({entry} is {_kind(value)}): {SAVE_ADVICE}")
+    return _bounded(source, flat)
+
+
+def _module(source: str, module: Record) -> dict[str, StoredTensor]:
+    weights: dict[str, StoredTensor] = {}
+    _walk(source, module, "", weights, 0)
+    return weights
+
+
+def _walk(source: str, module: Record, prefix: str, weights: dict[str, StoredTensor], depth: int) -> None:
+    """A module's parameters and kept buffers, and those of the modules in it, under the names of a state dict."""
+    if depth > MODULES_DEEP_MAXIMUM:
+        raise WeightsRefused(source, f"has modules in one another over {MODULES_DEEP_MAXIMUM} deep: {SAVE_ADVICE}")
+    passing = module.attribute("_non_persistent_buffers_set")
+    left_out = passing if isinstance(passing, set | frozenset) else ()
+    for kind in ("_parameters", "_buffers"):
+        for name, value in _named(module.attribute(kind)):
+            if value is None or (kind == "_buffers" and name in left_out):
+                continue
+            if not isinstance(value, StoredTensor):
+                raise WeightsRefused(
+                    source, f"its {prefix}{name[:NAME_SHOWN]} is {_kind(value)}, not a tensor: {SAVE_ADVICE}"
+                )
+            weights[prefix + name] = value
+    _bounded(source, weights)
+    for name, value in _named(module.attribute("_modules")):
+        if isinstance(value, Record):
+            _walk(source, value, f"{prefix}{name}.", weights, depth + 1)
+
+
+def _named(held: object) -> Iterator[tuple[str, object]]:
+    entries = held.items() if isinstance(held, dict) else ()
+    return ((name, value) for name, value in entries if isinstance(name, str))
+
+
+def _bounded(source: str, weights: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    if len(weights) > TENSORS_MAXIMUM:
+        raise WeightsRefused(source, f"has over {TENSORS_MAXIMUM} tensors: no expert has")
+    return weights
+
+
+def _unwrapped(weights: Mapping[str, StoredTensor], *, anyone: bool) -> tuple[dict[str, StoredTensor], str]:
+    """The weights by their own names, and what was before all of them.
+
+    ``anyone``: any attribute may hold the model, as in a LightningModule, and not only those of the usual names.
+    """
+    removed = ""
+    weights = {name: tensor for name, tensor in weights.items() if name != AVERAGED_COUNT}
+    names = list(weights)
+    while prefix := _common(names, anyone=anyone):
+        names = [name.removeprefix(prefix) for name in names]
+        removed += prefix
+    return dict(zip(names, weights.values(), strict=True)), removed
+
+
+def _common(names: list[str], *, anyone: bool) -> str:
+    first, dot, rest = names[0].partition(".") if names else ("", "", "")
+    prefix = first + dot
+    known = prefix in WRAPPERS or (anyone and not first.isdigit())
+    if not rest or not known or not all(name.startswith(prefix) for name in names):
+        return ""
+    by_number = all(name.removeprefix(prefix).partition(".")[0].isdigit() for name in names)
+    if by_number and prefix not in {PARALLEL, COMPILED}:  # layers by number: it is the model's own name for them
+        return ""
+    return prefix
+
+
+def _is_lightning(document: object) -> bool:
+    return isinstance(document, dict) and LIGHTNING_VERSION in document
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Record):
+        return f"a {str(value.kind)[:NAME_SHOWN]}"
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _described(document: object) -> str:
+    if isinstance(document, dict):
+        keys = [str(key)[:40] for key in document]
+        return f"a dictionary of {', '.join(keys[:KEYS_NAMED]) or 'nothing'}{', ...' if len(keys) > KEYS_NAMED else ''}"
+    return f"{_kind(document)} instead of a state dict"

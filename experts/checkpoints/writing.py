@@ -1,0 +1,64 @@
+"""Writes tensors that lie in a checkpoint as a .safetensors file, one after another: no two are in memory at once."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, BinaryIO
+
+from experts.checkpoints.inert import ITEM_BYTES
+from experts.errors import WeightsRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from experts.checkpoints.archive import Checkpoint
+    from experts.checkpoints.inert import StoredTensor
+
+WRITTEN_MAXIMUM = 4  # times the file's size: tensors may share storages, but not any number of them
+WRITTEN_ALWAYS_BYTES = 64_000_000
+HEADER_BYTES_MAXIMUM = 100_000_000  # what safetensors reads
+
+
+def write_weights(file: BinaryIO, weights: Mapping[str, StoredTensor], checkpoint: Checkpoint) -> None:
+    """Write all of them, each as one of its own. Raises WeightsRefused for what is larger than what it was made of."""
+    written_bytes = sum(tensor.size_bytes for tensor in weights.values())
+    if written_bytes > WRITTEN_MAXIMUM * checkpoint.size_bytes + WRITTEN_ALWAYS_BYTES:
+        raise WeightsRefused(
+            checkpoint.source,
+            f"has tensors of {written_bytes} bytes in a file of {checkpoint.size_bytes}: no expert has",
+        )
+    ordered = sorted(weights, key=lambda name: (-ITEM_BYTES[weights[name].dtype], name))  # so each is aligned
+    file.write(_header(checkpoint.source, {name: weights[name] for name in ordered}))
+    for name in ordered:
+        _write(file, weights[name], checkpoint)
+
+
+def _header(source: str, weights: Mapping[str, StoredTensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in weights.items():
+        end = offset + tensor.size_bytes
+        entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAXIMUM or "__metadata__" in weights:
+        raise WeightsRefused(source, "has names that a .safetensors file cannot hold")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(file: BinaryIO, tensor: StoredTensor, checkpoint: Checkpoint) -> None:
+    if not tensor.elements:
+        return
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    with checkpoint.numbers(tensor.storage) as numbers:
+        start = tensor.offset * item_bytes
+        if tensor.is_contiguous:
+            file.write(numbers[start : start + tensor.size_bytes])
+            return
+        import numpy as np  # takes longer than the rest of a small file, and few need it
+
+        strides = [stride * item_bytes for stride in tensor.strides]
+        view = np.ndarray(tensor.shape, f"V{item_bytes}", numbers, start, strides)
+        file.write(np.ascontiguousarray(view).data.cast("B"))
+        del view

@@ -1,0 +1,187 @@
+"""ONNX graphs: what their metadata, inputs and outputs tell. Nothing is run.
+
+Guarantees: what the exporter wrote comes first (ultralytics: task, names, imgsz), then shapes and names; a model for
+another task than those that are served is refused with its name. How to read a detector's boxes or an anomaly map is
+not decided here but when the expert is packed; here it is told which of the kinds it is.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experts.backends.weight_files import read_onnx
+from experts.errors import WeightsRefused
+from experts.inspection.inspected import ANOMALY_LABELS, Inspected, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+TASKS: dict[str, Kind] = {"detect": "detector", "segment": "detector", "classify": "classifier"}
+ANOMALY_OUTPUTS = frozenset({"anomaly_map", "anomaly_maps", "pred_score", "pred_mask"})
+DETECTION_OUTPUTS = 3  # of torchvision's detectors: boxes, labels, scores
+BOX_VALUES = 6  # corners, score and label of a box, where suppression is in the graph
+NAMES_LENGTH = 1_000_000  # of what a file says its labels are, in characters
+FLOAT = 1  # onnx.TensorProto.FLOAT
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """An input or an output; None: any size."""
+
+    name: str
+    element: int
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join('n' if each is None else str(each) for each in self.shape)})"
+
+
+def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
+    """What an .onnx file is. ``kind``: what whoever brings it says that it answers with.
+
+    Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served.
+    """
+    model = read_onnx(str(file), file)
+    facts = {entry.key: entry.value for entry in model.metadata_props}
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in map(_value, model.graph.input) if value.name not in weights]
+    outputs = [_value(value) for value in model.graph.output]
+    _require_images(file, inputs)
+    return _Graph(file, facts, inputs[0], tuple(outputs), kind).inspected()
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    file: Path
+    facts: Mapping[str, str]
+    images: _Value
+    outputs: tuple[_Value, ...]
+    given: Kind | None
+
+    def inspected(self) -> Inspected:
+        kind, why = self._kind()
+        sure = {"architecture": f"an ONNX graph, {why}"}
+        missing = {}
+        if kind is None:
+            missing["kind"] = f"{why}: say with --kind what it answers with, classifier, detector or anomaly"
+        labels, count = self._labels(kind, sure, missing)
+        size = self._size(sure, missing)
+        normalize = self._normalize(kind, sure, missing)
+        return Inspected(
+            self.file, kind, "onnx", labels, size, normalize, label_count=count, sure=sure, missing=missing,
+            said=self._said(),
+        )  # fmt: skip
+
+    def _kind(self) -> tuple[Kind | None, str]:
+        """What the graph answers with, and what says so."""
+        task = self.facts.get("task")
+        if self.given is not None:
+            return self.given, f"that answers as a {self.given} does, as whoever added it said"
+        if task is not None and "stride" in self.facts:
+            if task not in TASKS:
+                served = ", ".join(TASKS)
+                raise WeightsRefused(str(self.file), f"is ultralytics' for the task {task}: served are {served}")
+            return TASKS[task], f"its metadata says task {task}"
+        first, names = self.outputs[0], {value.name for value in self.outputs}
+        shown = ", ".join(map(str, self.outputs))
+        if found := names & ANOMALY_OUTPUTS:
+            return "anomaly", f"it answers with {', '.join(sorted(found))}"
+        rank = len(first.shape)
+        if rank == 4 and first.shape[1] == 1 and len(self.outputs) == 1:
+            return "anomaly", f"it answers with a map, {shown}"
+        if rank == 2 and len(self.outputs) == 1 and first.shape[1] != 1:
+            return "classifier", f"it answers with {shown}"
+        if rank == 3 or (len(self.outputs) >= DETECTION_OUTPUTS and {"boxes", "labels", "scores"} <= names):
+            return "detector", f"it answers with {shown}"
+        return None, f"it answers with {shown}, which may mean several things"
+
+    def _labels(
+        self, kind: Kind | None, sure: dict[str, str], missing: dict[str, str]
+    ) -> tuple[tuple[str, ...] | None, int | None]:
+        if kind == "anomaly":
+            sure["labels"] = "what anomaly experts answer with"
+            return ANOMALY_LABELS, len(ANOMALY_LABELS)
+        names = _names(self.facts.get("names"))
+        if names is not None:
+            sure["labels"] = "names in its metadata"
+            return names, len(names)
+        count = self.outputs[0].shape[1] if kind == "classifier" else None
+        which = f"its {count} outputs" if count else "its outputs"
+        missing["labels"] = f"the file has no names for {which}: --labels first,second,... in their order"
+        return None, count
+
+    def _size(self, sure: dict[str, str], missing: dict[str, str]) -> tuple[int, int] | None:
+        height, width = self.images.shape[2:]
+        if height is not None and width is not None:
+            sure["size"] = f"its input {self.images}"
+            return height, width
+        size = _imgsz(self.facts.get("imgsz"))
+        if size is not None:
+            sure["size"] = "imgsz in its metadata"
+            return size
+        missing["size"] = f"its input {self.images} takes any: --size HEIGHTxWIDTH, as it was trained"
+        return None
+
+    def _normalize(self, kind: Kind | None, sure: dict[str, str], missing: dict[str, str]) -> str | None:
+        if kind == "detector":
+            sure["normalize"] = "detectors take pixels in [0, 1]"
+            return "unit"
+        if "stride" in self.facts and "task" in self.facts:
+            sure["normalize"] = "ultralytics trains on pixels in [0, 1]"
+            return "unit"
+        missing["normalize"] = (
+            "a graph does not tell how its images were scaled: --normalize imagenet (torchvision's mean and deviation) "
+            "or --normalize unit (pixels in [0, 1], as where the graph normalises by itself)"
+        )
+        return None
+
+    def _said(self) -> tuple[str, ...]:
+        if self.facts.get("task") == "segment":
+            return ("a segmentation model: it is served as a detector of its boxes, without their masks",)
+        return ()
+
+
+def _value(value: Any) -> _Value:  # noqa: ANN401  # onnx has no types
+    kind = value.type.tensor_type
+    return _Value(value.name, kind.elem_type, tuple(each.dim_value or None for each in kind.shape.dim))
+
+
+def _require_images(file: Path, inputs: list[_Value]) -> None:
+    shown = ", ".join(map(str, inputs)) or "nothing"
+    if len(inputs) != 1:
+        raise WeightsRefused(str(file), f"takes {shown}: only graphs with one input, the images, are served")
+    images = inputs[0]
+    if len(images.shape) != 4 or images.shape[1] not in {3, None}:
+        raise WeightsRefused(str(file), f"takes {shown}: only colour images (n, 3, height, width) are served")
+    if images.element != FLOAT:
+        raise WeightsRefused(str(file), f"takes {images.name} in another type than float32: export it in float32")
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    """Labels as ultralytics writes them, a dict or a list of Python; None for what is neither, or has holes."""
+    found = _literal(text)
+    if isinstance(found, dict) and list(found) == list(range(len(found))):
+        found = list(found.values())
+    if isinstance(found, list) and found and all(isinstance(name, str) and name for name in found):
+        return tuple(found) if len(set(found)) == len(found) else None
+    return None
+
+
+def _imgsz(text: str | None) -> tuple[int, int] | None:
+    found = _literal(text)
+    if isinstance(found, int):
+        found = [found, found]
+    is_size = isinstance(found, list) and len(found) == 2 and all(isinstance(side, int) for side in found)
+    return (found[0], found[1]) if is_size else None
+
+
+def _literal(text: str | None) -> Any:  # noqa: ANN401  # of any of Python's literals
+    if text is None or len(text) > NAMES_LENGTH:
+        return None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,197 @@
+"""A model comes to a line: what is asked for, what is written, and that nothing is left of what fails."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from agent.commands.adding import Wishes, add_model
+from agent.config import read_line
+from coserve import app
+from experts.backends.classifier import build_trainable
+from experts.backends.detector import build_trainable as build_detector
+from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BEGUN = "# my line\nline: mine  # its name\nstate: ./state\n"
+RESNET = Wishes(components=("coil",), labels=("ok", "bent"), size=(32, 32), normalize="imagenet")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A classifier and a detector as weights, and a classifier as a graph."""
+    folder = tmp_path_factory.mktemp("models")
+    save_file(build_trainable("resnet18", 2, stem="3x3").state_dict(), folder / "net 1.safetensors")
+    save_file(build_detector("yolov8n", 2).state_dict(), folder / "yolo.safetensors")
+    weights = numpy_helper.from_array(torch.randn(2, 3).numpy(), "w")
+    graph = helper.make_graph(
+        [
+            helper.make_node("GlobalAveragePool", ["x"], ["mean"]),
+            helper.make_node("Flatten", ["mean"], ["flat"]),
+            helper.make_node("Gemm", ["flat", "w"], ["logits"], transB=1),
+        ],
+        "test",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 2])],
+        [weights],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "graph.onnx"
+    )
+    return folder
+
+
+@pytest.fixture
+def line(tmp_path):
+    file = tmp_path / "line.yaml"
+    file.write_text(BEGUN)
+    return file
+
+
+def files_of(line: Path) -> set[str]:
+    return {str(file.relative_to(line.parent)) for file in line.parent.rglob("*") if file.is_file()}
+
+
+def test_a_classifier_is_added_and_judges(line, models):
+    added = add_model(line, models / "net 1.safetensors", RESNET)
+    config = read_line(line, {})
+    expert = config.catalog.experts["cls/net-1"]
+    assert (expert.architecture, expert.labels, expert.stem) == ("resnet18", ("ok", "bent"), "3x3")
+    assert expert.weights == added.weights == line.parent / "weights" / "cls" / "net-1.safetensors"
+    assert expert.weights.read_bytes() == (models / "net 1.safetensors").read_bytes()
+    assert [(step.expert, step.passing) for step in config.catalog.components["coil"]] == [
+        ("cls/net-1", frozenset({"ok"}))
+    ]
+    assert added.tried.prediction.label in expert.labels
+    assert added.sure["size"] == "given by --size"
+
+
+def test_the_line_file_keeps_what_it_had_and_says_where_all_comes_from(line, models):
+    add_model(line, models / "net 1.safetensors", RESNET)
+    text = line.read_text()
+    assert text.startswith(BEGUN)
+    assert "    # Added from net 1.safetensors.\n    # architecture: its 102 tensors are those of torchvision" in text
+    assert "    weights: weights/cls/net-1.safetensors\n" in text
+
+
+def test_a_detector_is_asked_after_whoever_was_there(line, models):
+    add_model(line, models / "net 1.safetensors", RESNET)
+    wishes = Wishes(id="det/all", components=("coil",), labels=("there", "shifted"), size=(64, 64), passing=("there",))
+    added = add_model(line, models / "yolo.safetensors", wishes)
+    steps = read_line(line, {}).catalog.components["coil"]
+    assert [step.expert for step in steps] == ["cls/net-1", "det/all"]
+    assert (added.kind, added.entry["architecture"]) == ("detector", "yolov8n")
+
+
+def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
+    own = line.parent / "graph.onnx"
+    own.write_bytes((models / "graph.onnx").read_bytes())
+    added = add_model(line, own, Wishes(components=("coil",), labels=("ok", "bent"), normalize="unit", min_score=0.5))
+    assert added.weights == own
+    assert files_of(line) == {"line.yaml", "graph.onnx"}
+    assert read_line(line, {}).catalog.components["coil"][0].min_score == 0.5
+
+
+def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
+    with pytest.raises(WeightsUnclear) as caught:
+        add_model(line, models / "net 1.safetensors", Wishes())
+    assert caught.value.missing.keys() == {"labels", "size", "normalize", "component"}
+    assert "--labels" in str(caught.value)
+    assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
+
+
+def test_labels_that_name_no_good_part_are_asked_about(line, models):
+    wishes = Wishes(components=("coil",), labels=("a", "b"), size=(32, 32), normalize="unit")
+    with pytest.raises(WeightsUnclear, match="--pass"):
+        add_model(line, models / "net 1.safetensors", wishes)
+
+
+def test_another_number_of_labels_is_a_mistake(line, models):
+    with pytest.raises(ConfigError, match="tells 2 labels apart, and --labels names 3"):
+        add_model(line, models / "net 1.safetensors", Wishes(labels=("a", "b", "c")))
+
+
+def test_what_does_not_run_is_not_added(line, models):
+    wishes = Wishes(components=("coil",), labels=("ok", "bent"), size=(32, 32), normalize="unit")
+    with pytest.raises(WeightsMismatch, match="takes FLOAT"):
+        add_model(line, models / "graph.onnx", wishes)
+    assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
+
+
+def test_an_image_of_its_own_is_tried(line, models, tmp_path):
+    image = tmp_path / "part.png"
+    Image.new("RGB", (40, 30), (10, 200, 30)).save(image)
+    wishes = Wishes(components=("coil",), labels=("ok", "bent"), normalize="unit", image=image)
+    assert add_model(line, models / "graph.onnx", wishes).tried.image == str(image)
+    with pytest.raises(ImageError):
+        add_model(line, models / "graph.onnx", Wishes(**{**_given(wishes), "id": "cls/two", "image": line}))
+
+
+def _given(wishes: Wishes) -> dict:
+    return {name: getattr(wishes, name) for name in wishes.__dataclass_fields__}
+
+
+def test_the_same_again_is_refused_and_leaves_the_line(line, models):
+    add_model(line, models / "net 1.safetensors", RESNET)
+    before = line.read_text(), files_of(line)
+    with pytest.raises(ConfigError, match="cls/net-1: is there already"):
+        add_model(line, models / "net 1.safetensors", RESNET)
+    assert (line.read_text(), files_of(line)) == before
+
+
+def test_weights_of_another_are_not_overwritten(line, models):
+    other = line.parent / "weights" / "cls" / "net-1.safetensors"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"of another")
+    with pytest.raises(ConfigError, match="is there already, and is another file"):
+        add_model(line, models / "net 1.safetensors", RESNET)
+    assert (line.read_text(), other.read_bytes()) == (BEGUN, b"of another")
+
+
+class TestTheCommand:
+    words = ("--component", "coil", "--labels", "ok, bent", "--size", "16", "--normalize", "unit")
+
+    def run(self, *words):
+        return CliRunner().invoke(app, ["experts", "add", *map(str, words)])
+
+    def test_it_prints_lines_and_writes_nothing(self, line, models):
+        done = self.run(line, models / "graph.onnx", *self.words, "--print")
+        assert done.exit_code == 0
+        assert done.stdout.startswith("experts:\n  cls/graph:\n    # Added from graph.onnx.\n")
+        assert done.stdout.endswith("routes:\n  coil:\n    - {expert: cls/graph, pass: [ok]}\n")
+        assert "nothing was written" in done.stderr
+        assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
+
+    def test_it_says_what_it_did(self, line, models):
+        done = self.run(line, models / "graph.onnx", *self.words)
+        assert done.exit_code == 0
+        assert "graph.onnx: onnx, a classifier of 2 labels\n" in done.stdout
+        assert "tried on a made-up image of 16x16: " in done.stdout
+        assert done.stdout.endswith(f"{line}: experts.cls/graph, routes.coil\n")
+
+    def test_its_object_says_the_same(self, line, models):
+        done = self.run(line, models / "graph.onnx", *self.words, "--json")
+        row = json.loads(done.stdout)
+        assert (row["expert"], row["routes"], row["entry"]["labels"]) == ("cls/graph", ["coil"], ["ok", "bent"])
+        assert row["tried"]["label"] in row["entry"]["labels"]
+
+    @pytest.mark.parametrize(
+        "words", [("--size", "big"), ("--size", "1x2x3"), ("--normalize", "none"), ("--kind", "model")]
+    )
+    def test_options_that_mean_nothing_are_usage(self, line, models, words):
+        assert self.run(line, models / "graph.onnx", *words).exit_code == 2
+
+    def test_what_is_missing_ends_it(self, line, models):
+        done = self.run(line, models / "graph.onnx")
+        assert done.exit_code == 1
+        assert "normalize: a graph does not tell" in done.stderr

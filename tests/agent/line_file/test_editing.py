@@ -1,0 +1,321 @@
+"""Edits to a line file: what changes, and that nothing else does, to the byte."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.line_file.editing import (
+    add_entry,
+    add_expert,
+    append,
+    edit_file,
+    remove,
+    rendered,
+    replace_weights,
+    set_key,
+)
+from experts.document import parse_document
+from experts.errors import ConfigError
+
+FILE = Path("line.yaml")
+EXAMPLE = Path(__file__).parents[3] / "configs" / "line.yaml"
+ENTRY = {
+    "architecture": "resnet18",
+    "weights": "weights/new one.safetensors",
+    "labels": ["ok", "no", "0402", "1e3"],
+    "input": {"size": [64, 64], "normalize": "imagenet"},
+}
+
+
+def values(text: str) -> dict:
+    return parse_document(FILE, text.encode()).values
+
+
+def same_start(one: str, other: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def is_insertion(old: str, new: str) -> bool:
+    """Whether ``new`` is ``old`` with text put in at one place."""
+    return len(new) >= len(old) and new.endswith(old[same_start(old, new) :])
+
+
+class TestTheExampleFile:
+    text = EXAMPLE.read_text()
+
+    def test_an_expert_is_added_at_the_end_of_its_section(self):
+        added = add_expert(self.text, "cls/new", ENTRY, "resnet18, by its tensors\nsure of it", file=FILE)
+        assert is_insertion(self.text, added)
+        assert (
+            "  cls/new:\n"
+            "    # resnet18, by its tensors\n"
+            "    # sure of it\n"
+            "    architecture: resnet18\n"
+            "    weights: weights/new one.safetensors\n"
+            "    labels: [ok, no, 0402, '1e3']\n"
+            "    input: {size: [64, 64], normalize: imagenet}\n"
+            "\nroutes:"
+        ) in added
+        assert values(added)["experts"]["cls/new"] == ENTRY
+
+    def test_what_is_added_and_removed_leaves_no_trace(self):
+        added = add_expert(self.text, "cls/new", ENTRY, "of no use", file=FILE)
+        assert remove(added, ("experts", "cls/new"), file=FILE) == self.text
+
+    def test_an_expert_that_is_there_is_not_added(self):
+        with pytest.raises(ConfigError, match=r"line\.yaml:9:3: experts\.cls/resistor-0402: is there already"):
+            add_expert(self.text, "cls/resistor-0402", ENTRY, file=FILE)
+
+    def test_other_weights_leave_the_comment_beside_them(self):
+        changed = replace_weights(self.text, "cls/resistor-0402", "weights/b.safetensors", file=FILE)
+        assert "    weights: weights/b.safetensors  # .safetensors, or .onnx" in changed
+        assert values(changed)["experts"]["cls/resistor-0402"]["weights"] == "weights/b.safetensors"
+
+    def test_weights_of_nobody_are_an_error(self):
+        with pytest.raises(ConfigError, match="there is no such expert"):
+            replace_weights(self.text, "cls/other", "b.safetensors", file=FILE)
+
+    def test_a_key_follows_the_comments_of_the_one_before(self):
+        changed = set_key(self.text, ("experts", "cls/resistor-0402", "threshold"), 0.25, "learned", file=FILE)
+        assert "# default: the architecture's own\n    # learned\n    threshold: 0.25\n  cls/cap" in changed
+        assert is_insertion(self.text, changed)
+
+    def test_a_key_is_added_in_braces(self):
+        changed = set_key(self.text, ("experts", "det/alignment", "pin"), True, "of every board", file=FILE)
+        assert "    # of every board\n    {architecture: yolov5m" in changed
+        assert values(changed)["experts"]["det/alignment"]["pin"] is True
+
+    def test_no_line_grows_too_long(self):
+        changed = set_key(self.text, ("experts", "cls/capacitor-0603", "shadow"), "cls/resistor-0402", file=FILE)
+        assert "input: {size: [224, 224]},\n      shadow: cls/resistor-0402}" in changed
+
+    def test_lines_below_a_key_give_way_to_one_value(self):
+        path = ("experts", "cls/resistor-0402", "input")
+        changed = set_key(self.text, path, {"size": [32, 32]}, file=FILE)
+        assert "    input: {size: [32, 32]}\n    pin: false" in changed
+
+    def test_a_step_is_added_to_a_route(self):
+        changed = append(self.text, ("routes", "resistor-0402"), {"expert": "x/y", "pass": ["ok"]}, file=FILE)
+        assert "# every step passed: OK\n    - {expert: x/y, pass: [ok]}\n  capacitor-0603:" in changed
+
+    def test_a_route_is_made(self):
+        changed = append(self.text, ("routes", "coil"), {"expert": "x/y", "pass": ["ok"]}, file=FILE)
+        assert "  coil:\n    - {expert: x/y, pass: [ok]}\n\n" in changed
+
+    def test_a_step_is_removed_with_its_comments(self):
+        changed = remove(self.text, ("routes", "resistor-0402", 0), file=FILE)
+        assert "  resistor-0402:\n    - {expert: det/alignment, pass: [aligned]}  # every" in changed
+
+    def test_a_key_behind_a_dash_makes_place_for_the_next(self):
+        changed = remove(self.text, ("routes", "resistor-0402", 0, "expert"), file=FILE)
+        assert "  resistor-0402:\n    - pass: [ok]  " in changed
+
+    def test_sections_that_are_not_there_are_made(self):
+        changed = set_key(self.text, ("web", "panes"), {"top": {"on": True}}, file=FILE)
+        assert values(changed)["web"] == {"panes": {"top": {"on": True}}}
+        assert is_insertion(self.text, changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value", "expected"),
+    [
+        ("", ("a",), 1, "a: 1\n"),
+        ("# only words\n", ("a",), 1, "# only words\na: 1\n"),
+        ("a: 1", ("b",), 2, "a: 1\nb: 2\n"),
+        ("a:\n", ("a", "b"), 2, "a:\n  b: 2\n"),
+        ("a:  # why\nb: 1\n", ("a", "c"), 2, "a:  # why\n  c: 2\nb: 1\n"),
+        ("a:  # why\nb: 1\n", ("a",), 2, "a: 2  # why\nb: 1\n"),
+        ("a: {}  # why\n", ("a", "c"), 2, "a: {c: 2}  # why\n"),
+        ("a: {b: 1,}\n", ("a", "c"), 2, "a: {b: 1, c: 2,}\n"),
+        ("a:  # why\n  b: 1  # one\nc: 2\n", ("a",), [1], "a: [1]  # why\nc: 2\n"),
+        ("a: |\n  words # of it\n\nb: 1\n", ("a",), "x", "a: x\n\nb: 1\n"),
+        ("- a\r\n", (0,), 1, None),
+        ("a: 1\r\nb: 2\r\n", ("c",), {"d": "ä"}, "a: 1\r\nb: 2\r\nc: {d: 'ä'}\r\n"),
+        ("\ufeffa: ä\nb: 1\n", ("b",), 2, "\ufeffa: ä\nb: 2\n"),
+        ("a:\n- 1\n- 2\nb: 1\n", ("a", 1), 3, "a:\n- 1\n- 3\nb: 1\n"),
+        ("a: &x {b: 1}\nc: 2\n", ("c",), 3, "a: &x {b: 1}\nc: 3\n"),
+        ("a: &x {b: 1}\nc: *x\n", ("c",), 3, "a: &x {b: 1}\nc: 3\n"),
+        ("a: &x {b: 1}\nc: {<<: *x}\n", ("c", "b"), 3, "a: &x {b: 1}\nc: {<<: *x, b: 3}\n"),
+    ],
+)
+def test_a_key_is_set(text, path, value, expected):
+    if expected is None:
+        with pytest.raises(ConfigError, match="must be `key: value` lines"):
+            set_key(text, path, value, file=FILE)
+        return
+    assert set_key(text, path, value, file=FILE) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "reason"),
+    [
+        ("a: &x {b: 1}\nc: *x\n", ("c", "b"), r"line.yaml:2:1: c: stands behind the alias \*x"),
+        ("a: &x {b: 1}\nc: *x\n", ("a", "b"), r"line.yaml:1:8: a.b: cannot be edited without changing what else"),
+        ("a: &x {b: 1}\nc: *x\n", ("a",), r"line.yaml:1:1: a: cannot be edited as it is written"),
+        ("a: 1\n", ("a", "b"), r"line.yaml:1:1: a: has no place for 'b'"),
+        ("a: 1\nb: [\n", ("a",), r"line.yaml:3:1: syntax"),
+        ("a: 1\n", ("b",), "cannot be edited without"),
+    ],
+)
+def test_what_cannot_be_edited_is_told_with_its_place(text, path, reason):
+    value = float("nan") if path == ("b",) else 7
+    with pytest.raises(ConfigError, match=reason):
+        set_key(text, path, value, file=FILE)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "expected"),
+    [
+        ("a: 1\n# of b\nb: 2\n", ("b",), "a: 1\n# of b\n"),
+        ("a: {b: 1, c: 2}\n", ("a", "b"), "a: {c: 2}\n"),
+        ("a: {b: 1, c: 2}\n", ("a", "c"), "a: {b: 1}\n"),
+        ("a: {b: 1}\n", ("a", "b"), "a: {}\n"),
+        ("a:\n  b: 1\nc: 2\n", ("a", "b"), "a: {}\nc: 2\n"),
+        ("a: [1, 2]\n", ("a", 0), "a: [2]\n"),
+        ("a:\n- 1\n- 2\n", ("a", 1), "a:\n- 1\n"),
+    ],
+)
+def test_a_key_is_removed(text, path, expected):
+    assert remove(text, path, file=FILE) == expected
+
+
+def test_what_is_not_there_is_not_removed():
+    with pytest.raises(ConfigError, match="is not there"):
+        remove("a: 1\n", ("b",), file=FILE)
+
+
+def test_an_entry_is_added_once():
+    once = add_entry("a: {}\n", ("a", "b"), {"c": 1}, file=FILE)
+    with pytest.raises(ConfigError, match="is there already"):
+        add_entry(once, ("a", "b"), {"c": 1}, file=FILE)
+
+
+def test_only_lists_are_appended_to():
+    with pytest.raises(ConfigError, match="is no list"):
+        append("a: 1\n", ("a",), 2, file=FILE)
+
+
+def test_a_file_is_edited_with_its_permissions_and_through_its_link(tmp_path):
+    real, link = tmp_path / "real.yaml", tmp_path / "line.yaml"
+    real.write_bytes(b"a: 1\r\n")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    edit_file(link, lambda text: set_key(text, ("b",), 2, file=link))
+    assert link.is_symlink()
+    assert (real.read_bytes(), real.stat().st_mode & 0o777) == (b"a: 1\r\nb: 2\r\n", 0o640)
+
+
+def test_a_refused_edit_leaves_the_file(tmp_path):
+    file = tmp_path / "line.yaml"
+    file.write_text("a: 1\n")
+    with pytest.raises(ConfigError):
+        edit_file(file, lambda text: remove(text, ("b",), file=file))
+    assert (file.read_text(), [each.name for each in tmp_path.iterdir()]) == ("a: 1\n", ["line.yaml"])
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=8)
+SCALARS = WORDS | st.integers(-1000, 1000) | st.booleans() | st.none() | st.floats(-1e6, 1e6, allow_nan=False)
+KEYS = st.from_regex(r"[a-z][a-z0-9/.-]{0,5}", fullmatch=True)
+PLAIN = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(PLAIN)
+def test_what_is_rendered_reads_back(value):
+    assert values(f"key: {rendered(value)}\n")["key"] == value
+
+
+@st.composite
+def documents(draw) -> tuple[str, dict]:
+    """A line file in any hand: in blocks and braces, with comments and blank lines, with either line end."""
+    root = draw(st.dictionaries(KEYS, PLAIN, min_size=1, max_size=4))
+    lines = _written(draw, root, 0)
+    end = draw(st.sampled_from(["\n", "\r\n"]))
+    text = end.join(lines) + draw(st.sampled_from(["", end, end + end, f"{end}# the end"]))
+    return text, root
+
+
+def _written(draw, mapping: dict, column: int) -> list[str]:
+    indent, lines = " " * column, []
+    step = draw(st.integers(1, 4))
+    for key, value in mapping.items():
+        lines += draw(st.sampled_from([[], [""], [f"{indent}# of {key}"], ["# at the edge"]]))
+        beside = draw(st.sampled_from(["", "  # beside: {it}"]))
+        if isinstance(value, dict) and value and draw(st.booleans()):
+            lines += [f"{indent}{key}:{beside}", *_written(draw, value, column + step)]
+        elif isinstance(value, list) and value and draw(st.booleans()):
+            dash = " " * (column + draw(st.sampled_from([0, step])))
+            lines += [f"{indent}{key}:{beside}", *(f"{dash}-   {rendered(each)}{beside}" for each in value)]
+        else:
+            lines.append(f"{indent}{key}: {rendered(value)}{beside}")
+    return lines
+
+
+def _paths(value: object, path: tuple = ()) -> list[tuple]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(each for key, below in inside for each in _paths(below, (*path, key)))]
+
+
+def _at(value: object, path: tuple) -> object:
+    for part in path:
+        value = value[part]
+    return value
+
+
+GENERATED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@GENERATED
+@given(documents(), PLAIN, st.data())
+def test_a_new_key_is_put_in_and_taken_out_again(document, value, data):
+    text, root = document
+    mapping = data.draw(st.sampled_from([each for each in _paths(root) if isinstance(_at(root, each), dict)]))
+    path = (*mapping, "NEW")
+    added = set_key(text, path, value, file=FILE)
+    assert is_insertion(text, added) or not _at(root, mapping)
+    assert _at(values(added), path) == value
+    assert values(remove(added, path, file=FILE)) == root
+    if _at(root, mapping) and text.endswith("\n") and "{" not in text:
+        assert remove(added, path, file=FILE) == text
+
+
+@GENERATED
+@given(documents(), SCALARS, st.data())
+def test_another_value_changes_nothing_around_it(document, value, data):
+    text, root = document
+    path = data.draw(st.sampled_from([each for each in _paths(root) if each]))
+    changed = set_key(text, path, value, file=FILE)
+    assert _at(values(changed), path) == value
+    if not isinstance(_at(root, path), dict | list | None):
+        old = rendered(_at(root, path))
+        around = same_start(text, changed) + same_start(text[::-1], changed[::-1])
+        assert around >= len(text) - len(old)
+
+
+@GENERATED
+@given(documents(), st.data())
+def test_what_is_removed_is_gone_and_nothing_else(document, data):
+    text, root = document
+    path = data.draw(st.sampled_from([each for each in _paths(root) if each]))
+    left = values(remove(text, path, file=FILE))
+    del _at(root, path[:-1])[path[-1]]
+    assert left == root
+
+
+@GENERATED
+@given(documents(), PLAIN, st.data())
+def test_an_item_is_added_last(document, value, data):
+    text, root = document
+    lists = [each for each in _paths(root) if isinstance(_at(root, each), list)]
+    path = data.draw(st.sampled_from(lists)) if lists else ("NEW",)
+    changed = append(text, path, value, file=FILE)
+    assert _at(values(changed), path)[-1] == value
+    assert is_insertion(text, changed) or not _at(root, path)

@@ -1,0 +1,242 @@
+"""What trainers save, read in a process of its own: the weights are torch's own, and what the file tells is told."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+from torchvision import models
+
+from experts.checkpoints.reading import convert_checkpoint, read_checkpoint
+from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
+
+LABELS = ("good", "bad", "odd")
+
+
+@pytest.fixture(scope="module")
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return models.mobilenet_v3_small(num_classes=3).eval()
+
+
+def saved(folder, document, **options):
+    torch.save(document, folder / "x.pt", **options)
+    return folder / "x.pt"
+
+
+def same(found, state_dict):
+    return found.weights.keys() == state_dict.keys() and all(
+        found.weights[name].dtype == tensor.dtype and torch.equal(found.weights[name], tensor)
+        for name, tensor in state_dict.items()
+    )
+
+
+def prefixed(state_dict, prefix):
+    return collections.OrderedDict((prefix + name, tensor) for name, tensor in state_dict.items())
+
+
+class TestWhereWeightsAre:
+    @pytest.mark.parametrize(
+        "key", ["state_dict", "model", "model_state_dict", "ema", "net", "module", "weights", "my_own"]
+    )
+    def test_under_a_key(self, tmp_path, network, key):
+        found = read_checkpoint(saved(tmp_path, {"epoch": 3, key: network.state_dict(), "optimizer": {"state": {}}}))
+        assert same(found, network.state_dict())
+        assert found.where == key
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_the_file_itself(self, tmp_path, network, zipped):
+        source = saved(tmp_path, network.state_dict(), _use_new_zipfile_serialization=zipped)
+        found = read_checkpoint(source)
+        assert same(found, network.state_dict())
+        assert (found.where, found.said) == ("the file itself", ())
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_a_whole_module(self, tmp_path, network, zipped):
+        found = read_checkpoint(saved(tmp_path, network, _use_new_zipfile_serialization=zipped))
+        assert same(found, network.state_dict())
+        assert found.facts.framework == "torchvision"
+
+    def test_a_whole_module_below_a_key_in_what_wraps_it(self, tmp_path, network):
+        document = {"model": torch.nn.DataParallel(network), "epoch": 1}
+        found = read_checkpoint(saved(tmp_path, document))
+        assert same(found, network.state_dict())
+        assert found.said == ("the weights under model were taken", "module. before every name was left out")
+
+    def test_a_compiled_module_that_was_wrapped(self, tmp_path, network):
+        compiled = torch.compile(network, backend="eager")
+        document = {"state_dict": prefixed(compiled.state_dict(), "module.")}
+        found = read_checkpoint(saved(tmp_path, document))
+        assert same(found, network.state_dict())
+        assert found.said[-1] == "module._orig_mod. before every name was left out"
+
+    def test_an_average_goes_before_what_it_is_the_average_of(self, tmp_path, network):
+        average = copy.deepcopy(network)
+        torch.nn.init.zeros_(average.classifier[3].bias)
+        document = {"model": network.state_dict(), "ema": {"module": average.state_dict(), "updates": 7}}
+        found = read_checkpoint(saved(tmp_path, document))
+        assert same(found, average.state_dict())
+        assert (found.where, found.said[1]) == ("ema.module", "model has weights, too: left out")
+
+    def test_an_average_of_parameters_alone_takes_the_rest_from_the_model(self, tmp_path, network):
+        document = {"model": network.state_dict(), "ema": dict(network.named_parameters())}
+        found = read_checkpoint(saved(tmp_path, document))
+        assert same(found, network.state_dict())
+        assert "what ema lacks was taken from model" in found.said
+
+    def test_torch_s_own_average(self, tmp_path, network):
+        averaged = torch.optim.swa_utils.AveragedModel(network)
+        assert same(read_checkpoint(saved(tmp_path, averaged.state_dict())), network.state_dict())
+
+    def test_layers_by_number_keep_the_name_before_them(self, tmp_path):
+        document = {"model.0.weight": torch.ones(2), "model.1.weight": torch.ones(3)}
+        assert same(read_checkpoint(saved(tmp_path, document)), document)
+
+    def test_a_number_beside_the_weights_is_no_weight(self, tmp_path, network):
+        document = {"state_dict": network.state_dict(), "best_accuracy": torch.tensor(0.9), "epoch": 3}
+        assert same(read_checkpoint(saved(tmp_path, document)), network.state_dict())
+
+    def test_buffers_that_a_module_does_not_keep_are_none_of_its_weights(self, tmp_path):
+        module = torch.nn.Linear(2, 2)
+        module.register_buffer("passing", torch.ones(3), persistent=False)
+        module.register_buffer("kept", torch.ones(3))
+        assert same(read_checkpoint(saved(tmp_path, module)), module.state_dict())
+
+    def test_views_and_types_are_written_as_they_are(self, tmp_path):
+        base = torch.arange(24).reshape(4, 6)
+        tensors = {
+            "turned": base.t(), "part": base[1:3, ::2], "half": base.half(), "brain": base.bfloat16().t(),
+            "yes": base > 3, "point": torch.tensor(2.5), "none": torch.empty(0, 3), "spread": torch.ones(1).expand(4),
+        }  # fmt: skip
+        assert same(read_checkpoint(saved(tmp_path, tensors)), tensors)
+
+    def test_what_holds_none_is_refused_by_what_it_holds(self, tmp_path):
+        for document, told in (
+            ({"epoch": 3, "lr": 0.1}, "a dictionary of epoch, lr"),
+            ({"a": torch.ones(1), "b": {"c": 1}}, "entry 'b' is a dict"),
+            ([torch.ones(1)], "a list instead of a state dict"),
+            ({"left": {"a": torch.ones(1)}, "right": {"a": torch.ones(1)}}, "under left, right"),
+            (argparse.Namespace(rate=0.1), "argparse.Namespace"),
+            ({"a": torch.ones(2).to_sparse()}, "torch._utils._rebuild_sparse_tensor"),
+        ):
+            with pytest.raises(WeightsRefused, match=told):
+                read_checkpoint(saved(tmp_path, document))
+
+    def test_a_file_that_is_not_there_is_missing(self, tmp_path):
+        with pytest.raises(WeightsMissing):
+            read_checkpoint(tmp_path / "none.pt")
+
+
+class TestWhatIsTold:
+    def test_by_ultralytics(self, trained):
+        from ultralytics import YOLO
+
+        found = read_checkpoint(trained / "best.pt")
+        assert same(found, YOLO(trained / "best.pt").model.half().state_dict())
+        facts = found.facts
+        assert (facts.framework, facts.task, facts.architecture) == ("ultralytics", "detect", "yolov8n")
+        assert facts.labels == ("aligned", "shifted", "tilted")
+        assert (facts.size, facts.normalize, found.where) == ((64, 64), "unit", "model")
+        assert facts.evidence["labels"] == "model.names"
+        assert facts.evidence["architecture"] == "model.yaml"
+
+    def test_by_ultralytics_while_it_trains(self, trained):
+        found = read_checkpoint(trained / "unfinished.pt")
+        assert (found.where, found.facts.architecture) == ("ema", "yolov8n")
+
+    def test_by_lightning(self, tmp_path, network):
+        document = {
+            "epoch": 1, "global_step": 10, "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {},
+            "state_dict": prefixed(network.state_dict(), "network_of_mine."), "optimizer_states": [],
+            "lr_schedulers": [], "hparams_name": "kwargs",
+            "hyper_parameters": {
+                "arch": "mobilenet_v3_small", "class_names": list(LABELS), "image_size": [96, 128], "lr": 0.1,
+                "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225),
+            },
+        }  # fmt: skip
+        found = read_checkpoint(saved(tmp_path, document))
+        assert same(found, network.state_dict())
+        facts = found.facts
+        assert (facts.framework, facts.labels, facts.size) == ("lightning", LABELS, (96, 128))
+        assert (facts.architecture, facts.normalize) == ("mobilenet_v3_small", "imagenet")
+        assert facts.evidence["labels"] == "hyper_parameters.class_names"
+
+    def test_by_a_script_s_arguments(self, tmp_path, network):
+        arguments = argparse.Namespace(model="mobilenet_v3_small", val_crop_size=96, rate=0.1)
+        document = {"model": network.state_dict(), "args": arguments, "class_to_idx": {"good": 0, "odd": 2, "bad": 1}}
+        facts = read_checkpoint(saved(tmp_path, document)).facts
+        assert (facts.architecture, facts.size, facts.labels) == ("mobilenet_v3_small", (96, 96), LABELS)
+
+    @pytest.mark.parametrize("labels", [5, [1, 2], {0: "a", 2: "b"}, {}, [], {"a": "b"}, ["a", None], "ab", {"a": 1}])
+    def test_what_are_no_labels_is_not_told_as_some(self, tmp_path, network, labels):
+        facts = read_checkpoint(saved(tmp_path, {"model": network.state_dict(), "classes": labels})).facts
+        assert facts.labels is None
+
+    @pytest.mark.parametrize("size", [0, -1, True, "64", [1 << 40, 3], [[1], 2], 1.5, []])
+    def test_what_is_no_size_is_not_told_as_one(self, tmp_path, network, size):
+        facts = read_checkpoint(saved(tmp_path, {"model": network.state_dict(), "imgsz": size})).facts
+        assert facts.size is None
+
+
+class Calling:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+class TestBounds:
+    def test_nothing_is_run(self, tmp_path):
+        marker = tmp_path / "it-ran"
+        document = {"a": torch.ones(1), "b": Calling(os.system, f"touch {marker}")}
+        with pytest.raises(WeightsRefused, match=r"calls posix\.system, which no weights need"):
+            read_checkpoint(saved(tmp_path, document))
+        assert not marker.exists()
+
+    def test_more_memory_than_weights_need_is_refused_in_a_line(self, tmp_path):
+        numbers = b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(100_000))
+        copies = b"0cbuiltins\ndict\nq\x01" + b"h\x01h\x00\x85R" * 1000  # of a dictionary, written as eight bytes each
+        stream = b"\x80\x02}(" + numbers + b"uq\x00" + copies + b"."
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+            archive.writestr("x/data.pkl", stream)
+        with pytest.raises(WeightsRefused, match="over 2 GB of memory") as raised:
+            read_checkpoint(tmp_path / "x.pt")
+        assert "\n" not in str(raised.value)
+
+    def test_tensors_that_share_one_storage_again_and_again_are_refused(self, tmp_path):
+        base = torch.zeros(1_000_000)
+        with pytest.raises(WeightsRefused, match="no expert has"):
+            read_checkpoint(saved(tmp_path, {str(number): base[:] for number in range(40)}))
+
+    def test_modules_in_one_another_twice_are_refused(self, tmp_path):
+        module = torch.nn.Linear(1, 1)
+        for _ in range(40):
+            module = torch.nn.Sequential(module, module)
+        with pytest.raises(WeightsRefused, match="over 200000 tensors"):
+            read_checkpoint(saved(tmp_path, module))
+
+    def test_a_module_in_itself_is_refused(self, tmp_path):
+        module = torch.nn.Linear(1, 1)
+        module._modules["again"] = module
+        with pytest.raises(WeightsRefused, match="deep"):
+            read_checkpoint(saved(tmp_path, module))
+
+    def test_what_cannot_be_read_is_corrupt(self, tmp_path):
+        (tmp_path / "x.pt").write_bytes(pickle.dumps({})[:-1] + b"x")
+        with pytest.raises(WeightsCorrupt):
+            read_checkpoint(tmp_path / "x.pt")
+
+    def test_a_destination_holds_what_was_read(self, tmp_path):
+        from safetensors.torch import load_file
+
+        told = convert_checkpoint(saved(tmp_path, {"a": torch.ones(3)}), tmp_path / "x.safetensors")
+        assert told.where == "the file itself"
+        assert torch.equal(load_file(tmp_path / "x.safetensors")["a"], torch.ones(3))

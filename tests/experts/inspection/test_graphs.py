@@ -1,0 +1,141 @@
+"""What ONNX graphs tell of themselves, told without running them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.inspection.inspecting import inspect_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ULTRALYTICS = {
+    "task": "detect",
+    "stride": "32",
+    "imgsz": "[64, 96]",
+    "names": "{0: 'chip', 1: 'coil'}",
+}
+
+
+@pytest.fixture
+def graph(tmp_path):
+    """Writes a graph with these outputs; what it computes does not matter, as it is not run."""
+
+    def write(*outputs, images=("n", 3, 64, 96), element=TensorProto.FLOAT, **metadata) -> Path:
+        nodes, infos = [], []
+        for name, *shape in outputs:
+            nodes.append(helper.make_node("RandomNormal", [], [name], shape=[2]))
+            infos.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+        given = [helper.make_tensor_value_info("images", element, list(images))] if images else []
+        model = helper.make_model(
+            helper.make_graph(nodes, "test", given, infos), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+        )
+        helper.set_model_props(model, metadata)
+        onnx.save(model, tmp_path / "model.onnx")
+        return tmp_path / "model.onnx"
+
+    return write
+
+
+def test_a_detector_of_ultralytics_tells_everything(graph):
+    found = inspect_file(graph(("output0", "n", 6, 84), **ULTRALYTICS))
+    assert (found.kind, found.architecture, found.labels, found.size, found.normalize) == (
+        "detector", "onnx", ("chip", "coil"), (64, 96), "unit",
+    )  # fmt: skip
+    assert found.missing == {}
+    assert found.sure["architecture"] == "an ONNX graph, its metadata says task detect"
+    assert found.sure["labels"] == "names in its metadata"
+    assert found.tensors is None
+
+
+def test_a_graph_for_any_size_has_that_of_its_training(graph):
+    found = inspect_file(graph(("output0", "n", 6, "a"), images=("n", 3, "h", "w"), **ULTRALYTICS))
+    assert (found.size, found.sure["size"]) == ((64, 96), "imgsz in its metadata")
+
+
+def test_a_segmentation_model_is_a_detector_and_that_is_said(graph):
+    found = inspect_file(
+        graph(("output0", "n", 38, 84), ("protos", "n", 32, 16, 24), **ULTRALYTICS | {"task": "segment"})
+    )
+    assert found.kind == "detector"
+    assert "without their masks" in found.said[0]
+
+
+@pytest.mark.parametrize("task", ["pose", "obb"])
+def test_another_task_is_refused_by_name(graph, task):
+    with pytest.raises(WeightsRefused, match=f"for the task {task}: served are detect, segment, classify"):
+        inspect_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"task": task}))
+
+
+def test_a_classifier_tells_how_many_labels_and_not_which(graph):
+    found = inspect_file(graph(("logits", "n", 4)))
+    assert (found.kind, found.labels, found.label_count, found.size) == ("classifier", None, 4, (64, 96))
+    assert set(found.missing) == {"labels", "normalize"}
+    assert "--labels" in found.missing["labels"]
+    assert "--normalize imagenet" in found.missing["normalize"]
+
+
+def test_a_graph_for_any_size_without_metadata_asks_for_it(graph):
+    found = inspect_file(graph(("logits", "n", 4), images=("n", 3, "h", "w")))
+    assert found.missing["size"] == "its input images (n, 3, n, n) takes any: --size HEIGHTxWIDTH, as it was trained"
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [("anomaly_map", "n", 1, 64, 96)],
+        [("output", "n", 1, 64, 96)],
+        [("pred_score", "n"), ("pred_label", "n"), ("anomaly_map", "n", 1, 64, 96), ("pred_mask", "n", 1, 64, 96)],
+    ],
+)
+def test_an_anomaly_model_is_told_by_its_outputs(graph, outputs):
+    found = inspect_file(graph(*outputs))
+    assert (found.kind, found.labels) == ("anomaly", ("ok", "anomalous"))
+
+
+def test_detectors_without_metadata_are_told_by_their_outputs(graph):
+    assert inspect_file(graph(("boxes", "b", 4), ("labels", "b"), ("scores", "b"))).kind == "detector"
+    assert inspect_file(graph(("output0", "n", 84, 6))).kind == "detector"
+
+
+def test_what_may_mean_several_things_is_asked(graph):
+    file = graph(("a", "n", 1))
+    assert "--kind" in inspect_file(file).missing["kind"]
+    assert inspect_file(file, kind="anomaly").missing.keys() == {"normalize"}
+
+
+@pytest.mark.parametrize("names", ["{0: 'a', 2: 'b'}", "['a', 'a']", "{0: 1}", "open('x')", "[" * 5000, "'x'" * 9])
+def test_names_that_are_none_are_asked_for(graph, names):
+    found = inspect_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"names": names}))
+    assert "labels" in found.missing
+
+
+@pytest.mark.parametrize(
+    ("images", "element", "reason"),
+    [
+        (None, TensorProto.FLOAT, "takes nothing"),
+        (("n", 1, 64, 64), TensorProto.FLOAT, "only colour images"),
+        (("n", 64), TensorProto.FLOAT, "only colour images"),
+        (("n", 3, 64, 64), TensorProto.FLOAT16, "export it in float32"),
+    ],
+)
+def test_what_takes_no_images_is_refused(graph, images, element, reason):
+    with pytest.raises(WeightsRefused, match=reason):
+        inspect_file(graph(("logits", "n", 4), images=images, element=element))
+
+
+def test_what_is_no_graph_is_told(tmp_path):
+    file = tmp_path / "model.onnx"
+    with pytest.raises(WeightsMissing):
+        inspect_file(file)
+    file.write_bytes(b"\x00rubbish")
+    with pytest.raises(WeightsCorrupt):
+        inspect_file(file)
+    (tmp_path / "model.h5").write_bytes(b"")
+    with pytest.raises(WeightsRefused, match="unknown format"):
+        inspect_file(tmp_path / "model.h5")

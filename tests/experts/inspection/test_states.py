@@ -1,0 +1,73 @@
+"""What weights tell of themselves, and what they cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from experts.backends.classifier import build_trainable, tensor_shapes
+from experts.backends.detector import build_trainable as build_detector
+from experts.errors import WeightsRefused
+from experts.inspection.inspecting import inspect_file, served_suffix, write_weights
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory):
+    file = tmp_path_factory.mktemp("weights") / "resnet.safetensors"
+    save_file(build_trainable("resnet18", 3, stem="3x3").state_dict(), file)
+    return file
+
+
+def test_a_classifier_tells_its_architecture_and_no_names(resnet):
+    found = inspect_file(resnet)
+    assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
+    assert set(found.missing) == {"labels", "size", "normalize"}
+    assert "their 3 outputs" in found.missing["labels"]
+    assert "torchvision's resnet18" in found.sure["architecture"]
+
+
+def test_a_detector_of_ultralytics_takes_pixels_as_they_are(tmp_path):
+    save_file(build_detector("yolov8n", 2).state_dict(), tmp_path / "y.safetensors")
+    found = inspect_file(tmp_path / "y.safetensors")
+    assert (found.kind, found.architecture, found.normalize, found.label_count) == ("detector", "yolov8n", "unit", 2)
+    assert set(found.missing) == {"labels", "size"}
+
+
+def test_another_architecture_than_the_one_said_is_refused(resnet):
+    with pytest.raises(WeightsRefused, match=r"is no resnet34: its \d+ tensors are those of torchvision's resnet18"):
+        inspect_file(resnet, "resnet34")
+
+
+def test_weights_of_nothing_that_is_served_are_named(tmp_path):
+    save_file({"blocks.0.attn.qkv.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(
+        WeightsRefused, match=r"blocks\.0\.attn\.qkv\.weight, .* fit none of .* export the model to ONNX"
+    ):
+        inspect_file(tmp_path / "x.safetensors")
+
+
+def test_a_yolo_with_anchors_is_told_how_to_come(tmp_path):
+    save_file({"model.24.anchors": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(WeightsRefused, match="YOLO with anchors"):
+        inspect_file(tmp_path / "x.safetensors")
+
+
+def test_what_is_served_as_it_is_is_copied_as_it_is(resnet, tmp_path):
+    found = inspect_file(resnet)
+    write_weights(found, tmp_path / "copy.safetensors")
+    assert (tmp_path / "copy.safetensors").read_bytes() == resnet.read_bytes()
+    assert served_suffix(found) == ".safetensors"
+
+
+def test_tensors_that_share_memory_are_written_apart(tmp_path):
+    from experts.inspection.states import inspect_tensors
+
+    shared = torch.randn(1000)
+    tensors = {name: torch.zeros(shape) for name, shape in tensor_shapes("resnet18", 2).items()}
+    tensors["bn1.weight"], tensors["bn1.bias"] = shared[:64], shared[32:96]
+    found = inspect_tensors(tmp_path / "model.pt", tensors)
+    write_weights(found, tmp_path / "model.safetensors")
+    written = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(written["bn1.bias"], shared[32:96])
+    assert served_suffix(found) == ".safetensors"
