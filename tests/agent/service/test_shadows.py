@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import yaml
 
 from agent.api.calls.desk import Order
+from agent.commands.comparing import promote
 from agent.records.attempts import AttemptLog
+from agent.records.database import open_for_reading
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
 from tests.agent.service.conftest import until
@@ -102,3 +106,32 @@ def test_a_shadow_that_ran_when_the_agent_was_ended_twice_is_asked_no_more(desk_
 
 def rewrite(line):
     (line.folder / "line.yaml").write_text(yaml.safe_dump(line.document))
+
+
+def test_a_promoted_version_serves_after_a_reload_and_the_earlier_one_is_in_its_shadow(desk_line, caller, png):
+    line = with_shadow(desk_line, label="bad", weight_bytes=900_000)
+    with line.served() as service:
+        assert [part.verdict for part in judge(service, caller, png())] == [OK]
+        until(lambda: compared(line) is not None)
+        before = compared(line).pair
+        assert promote(line.folder / "line.yaml", "cls/f0").keys == ("weights",)
+        assert service.desk.reload().replaced == ("cls/f0", "cls/f2")
+        assert [part.verdict for part in judge(service, caller, png(), count=2)] == [NG, NG]
+        until(lambda: compared(line).pair != before and compared(line).images == 2)
+    after = compared(line)
+    assert (after.pair.expert_sha256, after.pair.shadow_sha256) == (before.shadow_sha256, before.expert_sha256)
+    assert (after.flips_to_ng, after.flips_to_ok) == (0, 2)
+
+
+def test_what_there_was_no_room_for_is_counted(desk_line, caller, png):
+    line = with_shadow(desk_line, label="ok", weight_bytes=1_500_000)
+    line.document["memory"]["host"] = "12100KiB"  # 10 MiB of it for workspaces: beside an expert the shadow has no room
+    with line.served() as service:
+        list(judge(service, caller, png(), component="c1"))
+        list(judge(service, caller, png(), count=70))
+    assert (compared(line), dropped(line)) == (None, 70)
+
+
+def dropped(line):
+    with closing(open_for_reading(line.folder / "state" / "results.db")) as connection:
+        return connection.execute("SELECT sum(dropped) FROM shadow_drops").fetchone()[0]
