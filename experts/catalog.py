@@ -334,9 +334,9 @@ def _shadow_problems(sections: CatalogSections, document: Document) -> Iterator[
         if section.shadow is None:
             continue
         reason = _wrong_with_shadow(name, section, section.shadow, sections.experts)
-        if section.shadow in asked:
+        if reason is None and section.shadow in asked:
             reason = f"{section.shadow} is on route {asked[section.shadow]} - a shadow decides nothing: take it off"
-        if section.shadow in first:
+        if reason is None and section.shadow in first:
             reason = f"{section.shadow} is the shadow of {first[section.shadow]} already - remove one"
         first.setdefault(section.shadow, name)
         if reason is not None:
