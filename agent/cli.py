@@ -105,6 +105,9 @@ def inspect(
     line: LineFile,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="image files", show_default=False)],
     component: Annotated[str, typer.Option(help="component type of all of them")],
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="draw each image there, with the anomalies and boxes in it")
+    ] = None,
     target: Target = None,
     ca: Authority = None,
     token_file: TokenFile = None,
@@ -113,6 +116,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Judge images now, without the agent, or with --target by a running one: nothing is moved, nothing is stored."""
+    if picture is not None and target is not None:
+        raise typer.BadParameter("a running agent does not send what --picture draws - leave --target or --picture")
     from agent.commands.outputs import outputs_sha256
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
@@ -132,7 +137,7 @@ def inspect(
                 set_spinning(config)
                 from agent.commands.inspection import inspect_images  # loads torch
 
-                results = inspect_images(config, images, component, progress)
+                results = inspect_images(config, images, component, progress, picture)
     if as_json:
         print(json.dumps({"results": results, "outputs_sha256": outputs_sha256(row["label"] for row in results)}))
         return
@@ -150,10 +155,15 @@ def results(
     limit: Annotated[int | None, typer.Option(min=1, help="at most so many")] = None,
     boards: Annotated[bool, typer.Option("--boards", help="one row per board instead of per request")] = False,
     out: Annotated[Path | None, typer.Option(help="to this file, which appears whole or not at all")] = None,
+    maps: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="write there where NG images are anomalous, small PNGs")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print stored verdicts, one row per request, oldest first; also while the agent runs."""
-    from agent.commands.results import board_rows, result_rows, write_file
+    if maps is not None and boards:
+        raise typer.BadParameter("boards have no maps, their images have - leave --boards or --maps")
+    from agent.commands.results import board_rows, result_rows, with_maps, write_file
     from agent.config import read_line
     from agent.records.rows import write_rows
 
@@ -162,6 +172,7 @@ def results(
         start = _time(since)
         form = _format(output)
         rows = board_rows(config, start, verdict, limit) if boards else result_rows(config, start, verdict, limit)
+        rows = rows if maps is None else with_maps(config, rows, maps)
         if out is not None:
             count = write_file(rows, form, out)
             print(json.dumps({"file": str(out), "rows": count}) if as_json else f"{out}: {count} rows")
@@ -388,6 +399,9 @@ def add_expert(
         str | None, typer.Option("--pass", help="labels that let a route go on; default the one that is ok")
     ] = None,
     min_score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="a lower score is NG")] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="of an anomaly model: from which score on a part is NG")
+    ] = None,
     image: Annotated[Path | None, typer.Option(help="file to try it on; default a made-up image")] = None,
     prints: Annotated[bool, typer.Option("--print", help="the lines that would be added, and write nothing")] = False,
     as_json: AsJson = False,
@@ -406,6 +420,7 @@ def add_expert(
         "normalize": _one_of(normalize, ("imagenet", "unit"), "--normalize"),
         "passing": _words(passing),
         "min_score": min_score,
+        "threshold": threshold,
         "image": image,
         "prints": prints,
     }
@@ -591,7 +606,10 @@ def demo(
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
     if llm and data is not None:
         raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
+    from agent.deployment.profile_in_use import set_default_spinning
+
     log_to_stderr(logging.WARNING)
+    set_default_spinning()
     if llm:
         _demo_texts(directory, seed, as_json=as_json)
         return

@@ -26,15 +26,6 @@ DETECTORS = re.compile(
     r"yolov3(-spp|-tiny)?|yolov5[nsmlx]?(-p6|6)?|yolov6[nsmlx]?|yolov8[nsmlx]?(-ghost)?(-p2|-p6)?|yolov8[nsmlx]?-rtdetr"
     r"|yolov9[tsmce]|yolov10[nsmblx]|yolo1[12][nsmlx]?|yolo26[nsmlx]?(-p2|-p6)?|rtdetr-(l|x|resnet50|resnet101)"
 )
-YOLO_DETECTORS = (  # those whose weights alone can be served, plain names first; a test builds each
-    *(f"yolo{family}{size}" for family in ("v8", "11", "v5", "12", "26", "v6") for size in "nsmlx"),
-    *(f"yolov10{size}" for size in "nsmblx"),
-    *(f"yolov9{size}" for size in "tsmce"),
-    "yolov3", "yolov3-spp", "yolov3-tiny",
-    *(f"yolo{family}{size}-{level}" for family in ("v8", "26") for size in "nsmlx" for level in ("p2", "p6")),
-    *(f"yolov5{size}-p6" for size in "nsmlx"),
-    *(f"yolov8{size}-ghost" for size in "nsmlx"),
-)  # fmt: skip
 LANGUAGE_MODELS = ("llama", "qwen", "mixtral", "mistral", "olmo", "pr_moe")
 DETECTOR_EXAMPLES = ("yolov5m", "yolov5l", "yolov8n", "yolo11n", "rtdetr-l")
 

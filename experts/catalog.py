@@ -1,13 +1,14 @@
 """The catalog: a line's experts and routes as read from YAML, validated and hashed.
 
 What the file says is checked here to the end, so that a wrong one never starts; what the disk holds is not: weights
-that are missing or broken quarantine their expert at run time and leave the others serving.
+that are missing or broken quarantine their expert at run time and leave the others serving. Of ONNX files the heading
+is read, which tells detectors from classifiers: they want their images otherwise.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -28,9 +29,10 @@ from pydantic_core import PydanticKnownError
 
 from experts.architectures import known_architecture
 from experts.backends import LLM, family
+from experts.backends.onnx.layouts import input_of
 from experts.document import Document, read_document, suggestion
-from experts.errors import ConfigError
-from experts.expert import NOTHING_FOUND, Expert, InputSpec, Precision
+from experts.errors import ConfigError, ExpertError
+from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision, Task
 from experts.graph import ExpertGraph, RouteStep, find_cycle
 from experts.sizes import SIZE, size_bytes
 
@@ -43,6 +45,7 @@ WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
 NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 DETECTOR_STRIDE_PX = 32
+ANOMALY_LABELS = ("ok", "anomalous")
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; what file names, metrics and addresses can all carry
@@ -120,6 +123,13 @@ def _for_images(value: object, info: ValidationInfo) -> object:
     return value
 
 
+def _labels_of_images(labels: list[str] | None, info: ValidationInfo) -> object:
+    """Labels, which language models can do without, and anomaly experts have by default."""
+    if labels is None and info.data.get("task") == Task.ANOMALY:
+        return list(ANOMALY_LABELS)
+    return _for_images(labels, info)
+
+
 class ExpertSection(Section):
     """One expert: architecture, weights, and for images labels and input."""
 
@@ -129,11 +139,21 @@ class ExpertSection(Section):
     weights: FilePath = Field(
         description="weights file, .safetensors or .onnx, of llm a Hugging Face directory; relative to this file"
     )
-    labels: Annotated[Labels | None, AfterValidator(_labels), AfterValidator(_for_images)] = Field(
+    task: Literal["anomaly"] | None = Field(
+        None, description="of onnx: anomaly = it gives a score or a map of what is strange; default: it tells labels"
+    )
+    labels: Annotated[Labels | None, AfterValidator(_labels), AfterValidator(_labels_of_images)] = Field(
         None,
         validate_default=True,
-        description="what the outputs mean, in their order: distinct words, at least one; of llm what a router may "
-        "answer, by default nothing",
+        description="what the outputs mean, in their order: distinct words, at least one; of task anomaly the good one "
+        "and the other, default [ok, anomalous]; of llm what a router may answer, by default nothing",
+    )
+    threshold: float | None = Field(
+        None,
+        strict=True,
+        allow_inf_nan=False,
+        description="of task anomaly: the score from which an image is anomalous; default none, and nothing is judged "
+        "until `coserve experts threshold` has found one",
     )
     input: Annotated[InputSection | None, AfterValidator(_for_images)] = Field(
         None,
@@ -172,6 +192,14 @@ class ExpertSection(Section):
             raise ValueError(
                 f"weights of {self.architecture} must be a {wanted} file, not {suffix or 'without suffix'}"
             )
+        if self.task and kind != "onnx":
+            raise ValueError(f"task {self.task} is for onnx, not for {self.architecture} - remove it")
+        if self.threshold is not None and not self.task:
+            raise ValueError("threshold is for task anomaly - write `task: anomaly` beside it, or remove it")
+        if self.task and len(self.labels or ()) != len(ANOMALY_LABELS):
+            raise ValueError(
+                f"labels of task anomaly are two, of what is good and of what is not, not {self.labels} - correct them"
+            )
         if self.stem and kind != "classifier":
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
         for key in ("precision", "moe_cache"):
@@ -190,7 +218,7 @@ class ExpertSection(Section):
                 f"weights of llm are a Hugging Face directory, not a {suffix} file - name the folder that holds "
                 "config.json and model.safetensors"
             )
-        for key in ("input", "stem"):
+        for key in ("input", "stem", "task", "threshold"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for images, and llm takes texts - remove it")
         return self
@@ -285,7 +313,7 @@ def is_llm(section: ExpertSection) -> bool:
 
 
 def _expert(name: str, section: ExpertSection) -> Expert:
-    return Expert(
+    expert = Expert(
         id=name,
         architecture=section.architecture,
         weights=section.weights,
@@ -295,7 +323,24 @@ def _expert(name: str, section: ExpertSection) -> Expert:
         stem=section.stem,
         precision=None if section.precision is None else Precision(section.precision),
         moe_cache_bytes=section.moe_cache,
+        task=None if section.task is None else Task(section.task),
+        threshold=section.threshold,
     )
+    return _fitted(expert, section) if section.architecture == "onnx" and section.task is None else expert
+
+
+def _fitted(expert: Expert, section: ExpertSection) -> Expert:
+    """One whose file is an ONNX detector gets images as its exporter makes them; others, and files unread, as it was.
+
+    What is wrong with a file is told when it is packed, or by ``config check``.
+    """
+    try:
+        pixels = input_of(expert)
+    except ExpertError:
+        return expert
+    if section.input is not None and section.input.normalize is None and pixels.fit is not Fit.STRETCHED:
+        pixels = replace(pixels, normalize="unit")
+    return replace(expert, input=pixels)
 
 
 def _input(section: InputSection, architecture: str) -> InputSpec:
@@ -358,6 +403,8 @@ def _wrong_with_shadow(
         return f"{other} has a shadow itself - remove that one"
     if shadow.pin:
         return f"{other} is pinned, and nothing gives way to a shadow - remove its pin"
+    if shadow.task != section.task:
+        return f"of {other} and {name} one measures anomalies - only the same task can be compared"
     if set(shadow.labels or ()) != set(section.labels or ()):
         return f"{other} has the labels {shadow.labels}, not {section.labels} - only the same can be compared"
     return None

@@ -40,16 +40,36 @@ class Precision(StrEnum):
         return self is Precision.ONNXRUNTIME
 
 
+class Task(StrEnum):
+    """What an expert of images does where its architecture does not tell it."""
+
+    ANOMALY = "anomaly"
+
+
+class Fit(StrEnum):
+    """How an image of another size comes to what an expert of pixels wants to see; of an ONNX graph, told by its file.
+
+    ``STRETCHED``: its proportions are not kept, and it is smoothed. ``LETTERBOXED``: kept, with grey beside it, as
+    ultralytics does. ``FILLED``: not kept, as ultralytics does for RT-DETR.
+    """
+
+    STRETCHED = "stretched"
+    LETTERBOXED = "letterboxed"
+    FILLED = "filled"
+
+
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """What an expert wants to see: pixels, and how they are normalised.
 
-    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is.
+    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is. ``fit`` counts for ONNX
+    graphs; what a classifier or a detector of another backend wants is that backend's to know.
     """
 
     height: int
     width: int
     normalize: str = "imagenet"
+    fit: Fit = Fit.STRETCHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +78,8 @@ class Expert:
 
     For images that is a file, and ``input`` says what they have to be. For texts it is a Hugging Face directory,
     ``input`` is None, and there are ``labels`` only where it is asked to choose one of them.
+    One whose ``task`` is anomaly has two labels, of what is good and of what is not: an image whose score reaches the
+    ``threshold`` is not. Without a threshold it judges nothing.
     """
 
     id: str
@@ -69,6 +91,8 @@ class Expert:
     stem: str | None = None  # classifiers: "3x3" = first convolution 3x3, stride 1, for crops of about 64 px
     precision: Precision | None = None  # language models: in the place of the line's
     moe_cache_bytes: int | None = None  # language models: what its moe_experts may take together; None: all of them
+    task: Task | None = None
+    threshold: float | None = None  # anomaly experts: on the scale of their own scores
 
     @property
     def takes_texts(self) -> bool:
@@ -102,9 +126,43 @@ class BoundingBox:
 
 
 @dataclass(frozen=True, slots=True)
+class AnomalyMap:
+    """Where an image is strange: grey values (height, width), row by row, over the whole image.
+
+    0 stands for ``lowest`` and 255 for ``highest``, on the model's own scale.
+    """
+
+    height: int
+    width: int
+    lowest: float
+    highest: float
+    values: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Anomaly:
+    """What an anomaly expert measured: the score as its model gave it, and the threshold it was held against.
+
+    ``map``: None of images that are not anomalous, and where the model gives none.
+    """
+
+    score: float
+    threshold: float
+    map: AnomalyMap | None = None
+
+    def as_json(self) -> dict[str, float]:
+        """As results and answers have it: both numbers; a map is kept apart."""
+        return {"score": self.score, "threshold": self.threshold}
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
-    """What an expert says of one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box."""
+    """What an expert says of one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
+
+    ``anomaly``: of anomaly experts alone; their ``score`` is how sure the label is, 0.5 at the threshold.
+    """
 
     label: str
     score: float
     boxes: tuple[BoundingBox, ...] = ()
+    anomaly: Anomaly | None = None

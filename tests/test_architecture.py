@@ -118,6 +118,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "profiler.replay": ("profiler.workload",),
     "profiler.microbench": ("profiler.workload",),
     "profiler.usage": ("profiler.workload",),
+    "profiler.thresholds": ("profiler.charts", "profiler.workload"),
     "profiler.allocation": ("profiler.workload", "profiler.simulation", "profiler.replay"),
     "profiler.profiling": (
         "profiler.charts", "profiler.tables", "profiler.workload", "profiler.replay", "profiler.microbench",

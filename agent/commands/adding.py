@@ -50,7 +50,8 @@ COMMENT_WIDTH = 100
 class Wishes:
     """What whoever adds a model says of it; None: what its file tells. ``size``: (height, width).
 
-    ``components``: whose routes ask it, and ``passing``: the labels that let them go on. ``prints``: write nothing.
+    ``components``: whose routes ask it, and ``passing``: the labels that let them go on. ``threshold``: of anomaly
+    experts. ``prints``: write nothing.
     """
 
     id: str | None = None
@@ -62,6 +63,7 @@ class Wishes:
     normalize: str | None = None
     passing: tuple[str, ...] | None = None
     min_score: float | None = None
+    threshold: float | None = None
     image: Path | None = None
     prints: bool = False
 
@@ -93,6 +95,11 @@ class Added:
     sha256: str
     tried: Tried
 
+    @property
+    def judges(self) -> bool:
+        """Whether its answer means something: that of an anomaly expert without a threshold does not yet."""
+        return "task" not in self.entry or "threshold" in self.entry
+
     def as_json(self) -> dict[str, Any]:
         prediction = self.tried.prediction
         return {
@@ -107,8 +114,8 @@ class Added:
             "sha256": self.sha256,
             "tried": {
                 "image": self.tried.image,
-                "label": prediction.label,
-                "score": prediction.score,
+                "label": prediction.label if self.judges else None,
+                "score": prediction.score if self.judges else None,
                 "boxes": [box.as_json() for box in prediction.boxes],
                 "seconds": round(self.tried.seconds, 6),
             },
@@ -123,18 +130,19 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
     content = read_document(line).content
     inspected = inspect_file(file, wishes.architecture, wishes.kind)
     settled = _Settled.of(line, inspected, wishes, content)
-    changed = settled.edited(content.decode("utf-8"))
-    config = line_of(parse_document(line.absolute(), changed.encode()))
-    expert = config.catalog.experts[settled.expert]
+    text = content.decode("utf-8")
+    settled.edited(text)  # whatever is wrong with it is told before weights are read
     with _weights_for_trial(inspected, settled) as weights:
-        tried = _tried(replace(expert, weights=weights), wishes.image)
+        on_trial = line_of(parse_document(line.absolute(), settled.on_trial(text, weights).encode()))
+        tried = _tried(on_trial.catalog.experts[settled.expert], wishes.image)
         sha256 = _sha256(weights)
         if not wishes.prints:
             with _put_in_place(weights, settled):
                 edit_file(line, settled.edited)
     return Added(
         settled.expert, str(inspected.kind), settled.entry, settled.edited(""),
-        wishes.components, settled.sure, inspected.said, None if wishes.prints else settled.weights, sha256, tried,
+        wishes.components, settled.sure, settled.said(inspected),
+        None if wishes.prints else settled.weights, sha256, tried,
     )  # fmt: skip
 
 
@@ -165,7 +173,7 @@ class _Settled:
         _refuse_other_labels(inspected, wishes)
         missing = {key: why for key, why in inspected.missing.items() if getattr(known, key) is None}
         passing = wishes.passing or _good_labels(known)
-        missing |= _missing_of_routes(wishes, passing, parse_document(line, content).values)
+        missing |= _missing_of_routes(known, wishes, passing, parse_document(line, content).values)
         if missing:
             raise WeightsUnclear(str(inspected.file), missing)
         expert = wishes.id or _id_of(known)
@@ -176,9 +184,25 @@ class _Settled:
         step: dict[str, Any] = {"expert": expert, "pass": list(passing)}
         if wishes.min_score is not None:
             step["min_score"] = wishes.min_score
-        entry = _entry(known, Path(os.path.relpath(weights, folder.resolve() if is_in_place else folder)))
+        entry = _entry(known, wishes, Path(os.path.relpath(weights, folder.resolve() if is_in_place else folder)))
         sure = _evidence(inspected, wishes)
         return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, inspected.file.name)
+
+    def on_trial(self, text: str, weights: Path) -> str:
+        """The same from weights that lie elsewhere; an anomaly expert answers only where it has a threshold."""
+        entry = {**self.entry, "weights": str(weights)}
+        return replace(self, entry={"threshold": 0.0, **entry} if self.lacks_threshold else entry).edited(text)
+
+    def said(self, inspected: Inspected) -> tuple[str, ...]:
+        """What whoever added it should know beside the keys."""
+        if not self.lacks_threshold:
+            return inspected.said
+        learn = f"coserve experts threshold {self.line} {self.expert} --samples DATA"
+        return (*inspected.said, f"it judges nothing until it has a threshold: learn it with `{learn}`")
+
+    @property
+    def lacks_threshold(self) -> bool:
+        return "task" in self.entry and "threshold" not in self.entry
 
     def edited(self, text: str) -> str:
         """The line file's text with the expert, and its step at the end of its components' routes."""
@@ -192,10 +216,12 @@ class _Settled:
         return text
 
 
-def _entry(known: Inspected, weights: Path) -> dict[str, Any]:
+def _entry(known: Inspected, wishes: Wishes, weights: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"architecture": known.architecture, "weights": weights.as_posix()}
     if known.kind == "anomaly":
         entry["task"] = "anomaly"
+    if wishes.threshold is not None:
+        entry["threshold"] = wishes.threshold
     entry["labels"] = list(known.labels or ())
     entry["input"] = {"size": list(known.size or ()), "normalize": known.normalize}
     if known.stem is not None:
@@ -224,10 +250,12 @@ def _good_labels(known: Inspected) -> tuple[str, ...]:
     return good if len(good) == 1 else ()
 
 
-def _missing_of_routes(wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]) -> dict[str, str]:
+def _missing_of_routes(
+    known: Inspected, wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]
+) -> dict[str, str]:
     if not wishes.components and not values.get("routes"):
         return {"component": "the line has no routes yet: say with --component whose images it judges"}
-    if wishes.components and not passing:
+    if wishes.components and known.labels and not passing:
         return {"pass": "no label is plainly that of a good part: --pass label,... which let a route go on"}
     return {}
 
@@ -309,11 +337,13 @@ def told_lines(line: Path, file: Path, added: Added) -> list[str]:
     """What was found and done, for people."""
     entry, prediction = added.entry, added.tried.prediction
     values = {**entry, **entry["input"]}
-    lines = [f"{file}: {entry['architecture']}, a {added.kind} of {len(entry['labels'])} labels"]
+    what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {len(entry['labels'])} labels"
+    lines = [f"{file}: {entry['architecture']}, {what}"]
     lines += [f"  {key:<13}{_shown(values[key]):<24} {why}" for key, why in added.sure.items() if key in values]
     lines += [f"  {each}" for each in added.said]
     seconds = f"{added.tried.seconds:.3f} s"
-    lines.append(f"tried on {added.tried.image}: {prediction.label} {prediction.score:.3f} in {seconds}")
+    answer = f"{prediction.label} {prediction.score:.3f}" if added.judges else "it answers,"
+    lines.append(f"tried on {added.tried.image}: {answer} in {seconds}")
     where = ", ".join([f"experts.{added.expert}", *(f"routes.{component}" for component in added.routes)])
     if added.weights is None:
         return [*lines, f"nothing was written; {line} would get {where}:"]

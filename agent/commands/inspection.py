@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
+from agent.commands.judged_pictures import draw_outcomes
 from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_served
 from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import refuse_root_beside_another, state_held
@@ -30,10 +31,15 @@ NOT_PACKED = "not packed yet: the agent packs it when it starts"
 
 
 def inspect_images(
-    config: LineConfig, images: Sequence[Path], component: str, progress: Callable[[str, int, int], None]
+    config: LineConfig,
+    images: Sequence[Path],
+    component: str,
+    progress: Callable[[str, int, int], None],
+    pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes.
+    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes, anomalies.
 
+    With ``pictures``, a folder, each image with what was found is drawn there, and its row says where: picture.
     An agent may run on this line meanwhile. Raises ConfigError for a component without a route, and AgentCrashed; what
     is wrong with an image is its row's reason.
     """
@@ -44,9 +50,13 @@ def inspect_images(
         raise ConfigError(f"no route for component {component!r} - this line knows {known}")
     with _packed_weights(config, progress) as packed:
         outcomes = _outcomes(config, images, component, progress, packed)
-    return [
+    rows = [
         _row(image, component, outcome, seconds) for image, (outcome, seconds) in zip(images, outcomes, strict=True)
     ]
+    if pictures is not None:
+        drawn = draw_outcomes(images, [outcome for outcome, _ in outcomes], pictures)
+        rows = [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, drawn, strict=True)]
+    return rows
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
@@ -128,4 +138,9 @@ def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[
         "seconds": round(seconds, 6),
         "reason": outcome.reason,
         "boxes": [box.as_json() for step in outcome.steps for box in step.prediction.boxes],
+        "anomalies": [
+            {"expert": step.expert, **step.prediction.anomaly.as_json()}
+            for step in outcome.steps
+            if step.prediction.anomaly is not None
+        ],
     }

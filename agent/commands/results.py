@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from agent.records.results import KeptMap
     from agent.records.rows import Format
     from experts.expert import Verdict
 
@@ -34,6 +35,26 @@ def board_rows(
     rows = [row for row in _reader(config).boards(since) if verdict is None or row.board.verdict is verdict]
     for row in rows if limit is None else rows[-limit:]:
         yield plain_board(row)
+
+
+def with_maps(config: LineConfig, rows: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+    """The same rows, each with ``maps``: pictures of where its image is anomalous, which are written to ``folder``.
+
+    Raises ConfigError for what the disk refuses.
+    """
+    reader = _reader(config)
+    for row in rows:
+        yield row | {"maps": [_write_map(folder, row["seq"], each) for each in reader.maps(row["seq"])]}
+
+
+def _write_map(folder: Path, seq: int, kept: KeptMap) -> str:
+    file = folder / f"{seq}-{kept.step}-{kept.expert.replace('/', '-')}.png"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(kept.png)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error} - name a folder that can be written") from error
+    return str(file)
 
 
 def write_file(rows: Iterable[dict[str, Any]], output: Format, path: Path) -> int:

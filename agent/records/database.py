@@ -166,6 +166,25 @@ def results_by_content(database: Database) -> None:
 
 
 @migrations()
+def anomaly_maps(database: Database) -> None:
+    """Small pictures of where images were anomalous. They go with their result, whoever removes that."""
+    database.execute(
+        """
+        CREATE TABLE anomaly_maps (
+            seq INTEGER NOT NULL REFERENCES results,
+            step INTEGER NOT NULL,
+            expert TEXT NOT NULL,
+            png BLOB NOT NULL,
+            PRIMARY KEY (seq, step)
+        )
+        """
+    )
+    database.execute(
+        "CREATE TRIGGER anomaly_maps_go AFTER DELETE ON results BEGIN DELETE FROM anomaly_maps WHERE seq = OLD.seq; END"
+    )
+
+
+@migrations()
 def shadow_answers(database: Database) -> None:
     """What experts and their shadows said of the same images; and how often there was no time to ask a shadow."""
     database.execute(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import IMAGE_SHA256, open_for_reading, utc_text
-from agent.records.results import BoardRow, Result, ResultRow
+from agent.records.results import BoardRow, KeptMap, Result, ResultRow
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -90,6 +90,13 @@ class ResultReader:
     def select(self, sql: str, values: Sequence[object]) -> list[ResultRow]:
         """Results by a query of the caller's, which selects whole rows."""
         return [_result_row(row) for row in self._rows(sql, values)]
+
+    def maps(self, seq: int) -> tuple[KeptMap, ...]:
+        """Where a result's image is anomalous, in the order of its route; none in a file that knows no maps yet."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'anomaly_maps'", ()):
+            return ()
+        rows = self._rows("SELECT step, expert, png FROM anomaly_maps WHERE seq = ? ORDER BY step", (seq,))
+        return tuple(KeptMap(**dict(row)) for row in rows)
 
     def of_board(self, serial: str, board_type: str, since: datetime) -> list[ResultRow]:
         """What a board's images were judged since it was opened, in the order of their numbers."""

@@ -36,6 +36,7 @@ COLUMNS = (
 INSERT_RESULT = f"""
     INSERT INTO results ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
 """
+INSERT_MAP = "INSERT INTO anomaly_maps (seq, step, expert, png) VALUES (?, ?, ?, ?)"
 KNOWN_RESULT = "SELECT seq FROM results WHERE key = :key"
 INSERT_BOARD = """
     INSERT INTO boards (serial, board_type, verdict, opened_at, closed_at, missing, counts, takt_s)
@@ -101,6 +102,8 @@ class ResultStore(ResultReader):
             journal.end(database, result.key)
             recorded = _write_result(database, values)
             if recorded.is_new:
+                for each in result.maps:
+                    database.execute(INSERT_MAP, (recorded.seq, each.step, each.expert, each.png))
                 for follower in self._followers:
                     follower.result_stored(database, ResultRow(recorded.seq, result))
             return recorded

@@ -14,10 +14,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptMap:
+    """Where an image is anomalous, as a small grey PNG over the whole of it. ``step``: which of the route, from 0."""
+
+    step: int
+    expert: str
+    png: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The end of one request. ``key`` identifies it across restarts; ``detail`` is JSON-like: predictions, boxes.
 
     ``kept_as``: the file of its image in the archive, below that one's folder; None where none is kept there.
+    ``maps`` are stored beside it and are read alone, with ``ResultReader.maps``: a result that is read has none.
     """
 
     key: str
@@ -38,6 +48,7 @@ class Result:
     experts: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
     kept_as: str | None = None
+    maps: tuple[KeptMap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 Format: TypeAlias = Literal["csv", "jsonl"]
 
-RESULT_COLUMNS = ("seq", *(field.name for field in fields(Result)))
+APART = frozenset({"maps"})  # pictures: in no row
+RESULT_COLUMNS = ("seq", *(field.name for field in fields(Result) if field.name not in APART))
 
 
 def plain_result(row: ResultRow) -> dict[str, Any]:
     """One result, by RESULT_COLUMNS."""
-    return {"seq": row.seq} | {name: _plain(value) for name, value in asdict(row.result).items()}
+    values = asdict(row.result).items()
+    return {"seq": row.seq} | {name: _plain(value) for name, value in values if name not in APART}
 
 
 def plain_board(row: BoardRow) -> dict[str, Any]:

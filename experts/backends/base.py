@@ -38,13 +38,15 @@ class Packable:
 class Prepared:
     """One image as its expert wants it: float32 (3, height, width) on the CPU, normalised.
 
-    ``scale``, ``pad_left``, ``pad_top`` lead from the expert's pixels back to the image's: x = (x' - pad_left) / scale.
+    Scales and pads lead from the expert's pixels back to the image's: x = (x' - pad_left) / scale_x, and y alike. Whole
+    pixels are filled, so the scales differ a little even where proportions are kept.
     """
 
     tensor: Tensor
     image_height: int
     image_width: int
-    scale: float = 1.0
+    scale_x: float = 1.0
+    scale_y: float = 1.0
     pad_left: float = 0.0
     pad_top: float = 0.0
 

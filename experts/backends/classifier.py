@@ -26,7 +26,7 @@ from experts.backends.modules.binding import Binding
 from experts.backends.modules.weightless import Weightless
 from experts.backends.outputs import require_numbers
 from experts.backends.pixels import stretched
-from experts.backends.state_dict import DTYPES, executable, fit, shapes_of
+from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict, saving
 from experts.errors import WeightsMismatch
 from experts.expert import Precision, Prediction
@@ -151,11 +151,14 @@ def build_trainable(architecture: str, class_count: int, stem: str | None = None
     return _build(_form_of(architecture, class_count, stem, (image_size, image_size)), init_weights=True).train()
 
 
-def tensor_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of an architecture, by name, without BatchNorm's counts and auxiliary heads; nothing is held."""
+def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of an architecture's weights, without auxiliary heads; nothing of their size is held.
+
+    Raises ValueError for an architecture or a stem that is not known.
+    """
+    form = _form_of(architecture, class_count, stem, (image_size, image_size))
     with Weightless():
-        module = _build(_form_of(architecture, class_count, None, ANY_SIZE), init_weights=False)
-    return shapes_of(module.state_dict())
+        return {name: tuple(tensor.shape) for name, tensor in _build(form, init_weights=False).state_dict().items()}
 
 
 def write_random_weights(path: Path, architecture: str, class_count: int, seed: int) -> None:

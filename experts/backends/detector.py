@@ -9,6 +9,7 @@ An image with more boxes than can be kept is not judged by the best of them: Out
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import shutil
@@ -22,21 +23,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
-from torchvision.ops import batched_nms
 
-from experts.backends.base import Packable, Prepared
+from experts.backends.base import Packable
+from experts.backends.boxes import prediction, suppressed
 from experts.backends.forms import executable_forms, require_executable, runtime_recipe
+from experts.backends.letterbox import letterboxed
 from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import Binding, weight_names
 from experts.backends.modules.weightless import Weightless
 from experts.backends.outputs import require_numbers
-from experts.backends.pixels import normalized, require_rgb
-from experts.backends.state_dict import DTYPES, executable, fit, shapes_of
+from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import read_state_dict
-from experts.errors import OutputInvalid, WeightsMismatch
-from experts.expert import NOTHING_FOUND, BoundingBox, Precision, Prediction
+from experts.errors import WeightsMismatch
+from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from experts.backends.base import Skeleton
+    from experts.backends.base import Prepared, Skeleton
     from experts.backends.onnx.layout import LaidOutGraph
     from experts.backends.onnx.runtime_form import Refused
     from experts.expert import Expert
@@ -69,11 +70,11 @@ _keep_ultralytics_to_itself()
 _torch_save, _open_image = torch.save, Image.open
 
 from ultralytics.cfg import get_cfg  # noqa: E402
-from ultralytics.data.augment import LetterBox  # noqa: E402
 from ultralytics.nn.modules.conv import Conv  # noqa: E402
 from ultralytics.nn.modules.head import Detect, v10Detect  # noqa: E402
 from ultralytics.nn.tasks import DetectionModel, yaml_model_load  # noqa: E402
 from ultralytics.utils import SETTINGS  # noqa: E402
+from ultralytics.utils.ops import make_divisible  # noqa: E402
 
 torch.save, Image.open = _torch_save, _open_image  # the import replaced both for the whole process
 SETTINGS.update({"sync": False})
@@ -81,10 +82,6 @@ SETTINGS.update({"sync": False})
 _one_at_a_time = Lock()
 
 TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
-CONFIDENCE_MINIMUM = 0.25
-OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one class beyond it, the better one stays
-BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
-CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression; as before
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -108,8 +105,8 @@ class _Answered:
         grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
         boxes, scores = _decoded(outputs[0], outputs[1], grids, self.strides)
         require_numbers(expert, boxes)
-        found = [_suppressed(expert, boxes[index], scores[index]).tolist() for index in range(len(batch))]
-        return tuple(_prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
+        found = [suppressed(expert, boxes[index], scores[index]).tolist() for index in range(len(batch))]
+        return tuple(prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
 
 
 class DetectorSkeleton:
@@ -169,19 +166,7 @@ class DetectorBackend:
         return DetectorSkeleton(template, precision, device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        require_rgb(image)
-        height, width = image.shape[:2]
-        target_height, target_width = expert.pixels.height, expert.pixels.width
-        scale = min(target_height / height, target_width / width)
-        padded = LetterBox((target_height, target_width))(image=image)
-        return Prepared(
-            normalized(padded, "unit"),
-            image_height=height,
-            image_width=width,
-            scale=scale,
-            pad_left=_padding(target_width, width, scale),
-            pad_top=_padding(target_height, height, scale),
-        )
+        return letterboxed(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return runtime_recipe(precision)
@@ -205,16 +190,34 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     return model.train()
 
 
-def tensor_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of an architecture, by name, without BatchNorm's counts; nothing is held. ValueError as above."""
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What tells most architectures apart before they are built: how many layers, and the first one's channels."""
+
+    layers: int
+    first_channels: int
+
+
+def outline(architecture: str) -> Outline:
+    """By ultralytics' YAML of it. Raises ValueError for an architecture that is not known."""
+    try:
+        document = yaml_model_load(f"{architecture}.yaml")
+    except FileNotFoundError as error:
+        raise ValueError(f"ultralytics has no model {architecture!r}") from error
+    scales = document.get("scales") or {"": (1.0, document.get("width_multiple", 1.0), math.inf)}
+    _, width, *most = scales.get(document["scale"]) or next(iter(scales.values()))
+    channels = next(arguments[0] for *_, arguments in document["backbone"] if arguments)  # YOLOv9e's first has none
+    first_channels = make_divisible(min(channels, most[0] if most else math.inf) * width, 8)
+    return Outline(len(document["backbone"]) + len(document["head"]), int(first_channels))
+
+
+def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of an architecture's weights; nothing of their size is held.
+
+    Raises ValueError for an architecture that is not known.
+    """
     with Weightless():
-        return shapes_of(_build(architecture, class_count).state_dict())
-
-
-def block_count(architecture: str) -> int:
-    """How many blocks an architecture has one after another, as its YAML says."""
-    described = yaml_model_load(f"{architecture}.yaml")
-    return len(described["backbone"]) + len(described["head"])
+        return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
 
 
 def _template_of(expert: Expert) -> _Template:
@@ -297,11 +300,6 @@ def _building_alone() -> Iterator[None]:
             Conv.default_act = activation
 
 
-def _padding(target: int, extent: int, scale: float) -> int:
-    """Pixels added before the image along one axis, rounded as ultralytics does."""
-    return round((target - max(round(extent * scale), 1)) / 2 - 0.1)
-
-
 def _decoded(
     raw_boxes: Tensor, raw_scores: Tensor, grids: tuple[tuple[int, int], ...], strides: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
@@ -331,46 +329,3 @@ def _anchors(grids: tuple[tuple[int, int], ...], strides: tuple[float, ...], dev
     placed = torch.cat(centres, dim=1).to(device), torch.cat(units, dim=1).to(device)
     await_writes(torch.device(device))  # other executors read them on streams of their own
     return placed
-
-
-def _suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
-    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label.
-
-    Nothing is left out: the best boxes alone could hide the one that does not pass. Raises OutputInvalid for too many.
-    """
-    best, labels = scores.max(dim=1)
-    found = (best > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
-    _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
-    kept = found[batched_nms(boxes[found], best[found], labels[found], OVERLAP_MAXIMUM)]
-    _refuse_beyond(BOXES_MAXIMUM, len(kept), "boxes", expert)
-    return torch.cat((boxes[kept], best[kept].unsqueeze(1), labels[kept].unsqueeze(1).float()), dim=1)
-
-
-def _refuse_beyond(maximum: int, count: int, what: str, expert: Expert) -> None:
-    if count > maximum:
-        raise OutputInvalid(
-            expert.id,
-            f"it found {count} {what} in one image, more than the {maximum} that are judged: "
-            "give it smaller parts of the board, or train it further if there are not so many things to find",
-        )
-
-
-def _prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepared) -> Prediction:
-    if not rows:
-        return Prediction(NOTHING_FOUND, 0.0)
-    boxes = tuple(_box(expert, row, prepared) for row in rows)
-    return Prediction(boxes[0].label, boxes[0].score, boxes)
-
-
-def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> BoundingBox:
-    """A row in input pixels as a box in the image's own, cut at its edges."""
-    left, right = ((x - prepared.pad_left) / prepared.scale for x in (row[0], row[2]))
-    top, bottom = ((y - prepared.pad_top) / prepared.scale for y in (row[1], row[3]))
-    return BoundingBox(
-        label=expert.labels[int(row[5])],
-        score=row[4],
-        left=min(max(left, 0.0), prepared.image_width),
-        top=min(max(top, 0.0), prepared.image_height),
-        right=min(max(right, 0.0), prepared.image_width),
-        bottom=min(max(bottom, 0.0), prepared.image_height),
-    )

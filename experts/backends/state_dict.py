@@ -50,11 +50,6 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
     return {name: given[name].to(like.dtype) for name, like in wanted.items()}
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """What ``fit`` compares: shapes by name, without BatchNorm's counts of training batches."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if not _is_count(name)}
-
-
 def executable(expert: Expert, tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
     """The same in execution dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
     ready = {name: _executable(tensor, DTYPES[precision]) for name, tensor in tensors.items()}

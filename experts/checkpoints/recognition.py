@@ -1,124 +1,220 @@
-"""Which architecture weights are of, told by the names and shapes of their tensors: torchvision's and YOLO's.
+"""Recognises an architecture by the names and shapes of its weights: torchvision's classifiers, and YOLO.
 
-Guarantees: an answer is one that fits to the last tensor, so that packing does not find otherwise; what fits none is
-None. Nothing is loaded to try it: architectures are compared as shapes, without memory.
+Guarantees: what is recognised has every weight that the architecture has and no other, each of its shape, so that it
+can be packed; what is laid out as another library lays it out is named as that, with what can be done instead.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from experts.architectures import CLASSIFIERS, YOLO_DETECTORS
+from experts.architectures import CLASSIFIERS, known_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
-Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
+    Shapes = dict[str, tuple[int, ...]]
 
-MOST_CLASSES = 1000  # what templates of classifiers are built for
-RESNETS = ("resnet", "resnext", "wide_resnet")
-SMALL_STEM = {"conv1.weight": (64, 3, 3, 3)}  # in the place of a ResNet's first convolution of 7x7, stride 2
-YOLO_BLOCK = re.compile(r"(\d+)[.]")
-YOLO_LABELS = re.compile(r"(\d+)[.]cv3[.]0[.]2[.]bias")
+AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception, for training alone
+USUAL_SIZE = 224  # where the weights do not show one
+EXPORT_ADVICE = "export it to ONNX, and add that"
+LAYER = re.compile(r"model\.(\d+)\.")
+SCALES = {  # of each family of ultralytics, the sizes that it is made in
+    "yolov8": "nsmlx", "yolo11": "nsmlx", "yolo26": "nsmlx", "yolo12": "nsmlx", "yolov5": "nsmlx", "yolov10": "nsmblx",
+    "yolov9": "tsmce", "yolov6": "nsmlx",
+}  # fmt: skip
+VARIANTS = {
+    "yolov8": ("-p2", "-p6", "-ghost"), "yolo26": ("-p2", "-p6"), "yolov5": ("-p6",), "yolov3": ("", "-spp", "-tiny"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """An architecture that weights fit. ``labels``: how many it tells apart. ``evidence``: in words.
+    """What weights are of. ``labels``: how many outputs. ``size``: height and width where the weights depend on them.
 
-    ``size``: (height, width) of its images, of architectures whose weights depend on it.
+    ``unserved``: why such weights are not served, and what can be; None where they are.
     """
 
     architecture: str
-    labels: int
+    labels: int | None
     stem: str | None
+    size: tuple[int, int] | None
     evidence: str
-    size: tuple[int, int] | None = None
+    unserved: str | None = None
 
 
-def recognise(weights: Mapping[str, Tensor]) -> Recognised | None:
-    """The architecture of these weights; None for one that is not served, or that is not known."""
-    shapes = {name: tuple(each.shape) for name, each in weights.items() if not name.endswith("num_batches_tracked")}
-    return _yolo(shapes) or _classifier(shapes)
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Classifiers that share a weight's name; ``head``: the weight that has one row for each label."""
+
+    prefixes: tuple[str, ...]
+    mark: str
+    head: str
 
 
-def _classifier(shapes: Shapes) -> Recognised | None:
-    from experts.backends.classifier import AUXILIARY_HEADS
+FAMILIES = (
+    _Family(("resnet", "resnext", "wide_resnet"), "layer1.0.conv1.weight", "fc.weight"),
+    _Family(("shufflenet",), "stage2.0.branch1.0.weight", "fc.weight"),
+    _Family(("googlenet",), "inception3a.branch1.conv.weight", "fc.weight"),
+    _Family(("inception_v3",), "Mixed_5b.branch1x1.conv.weight", "fc.weight"),
+    _Family(("regnet",), "trunk_output.block1.block1-0.f.a.0.weight", "fc.weight"),
+    _Family(("densenet",), "features.denseblock1.denselayer1.conv1.weight", "classifier.weight"),
+    _Family(("squeezenet",), "features.3.squeeze.weight", "classifier.1.weight"),
+    _Family(("efficientnet",), "features.1.0.block.0.0.weight", "classifier.1.weight"),
+    _Family(("mobilenet_v2",), "features.1.conv.0.0.weight", "classifier.1.weight"),
+    _Family(("mobilenet_v3",), "features.1.block.0.0.weight", "classifier.3.weight"),
+    _Family(("mnasnet",), "layers.8.0.layers.0.weight", "classifier.1.weight"),
+    _Family(("convnext",), "features.1.0.layer_scale", "classifier.2.weight"),
+    _Family(("swin",), "features.1.0.attn.qkv.weight", "head.weight"),
+    _Family(("maxvit",), "blocks.0.layers.0.layers.MBconv.layers.pre_norm.weight", "classifier.5.weight"),
+    _Family(("vit",), "encoder.layers.encoder_layer_0.self_attention.in_proj_weight", "heads.head.weight"),
+    _Family(("alexnet", "vgg"), "features.0.weight", "classifier.6.weight"),
+)
+OTHERS = (  # a weight's name, in words what has it, and why it is not served as it is
+    (r"roi_heads\.|rpn\.head\.", "detector of torchvision", f"such detectors are served as graphs: {EXPORT_ADVICE}"),
+    (r"patch_embed\.proj\.weight|blocks\.\d+\.attn\.qkv\.weight", "vision transformer of timm", ""),
+    (r"stages\.0\.blocks\.0\.conv_dw\.weight", "ConvNeXt of timm", ""),
+    (r"conv_stem\.weight|blocks\.0\.0\.conv_dw\.weight", "EfficientNet or MobileNet of timm", ""),
+    (r"embeddings\.patch_embeddings|encoder\.layer\.0\.attention", "vision transformer of transformers", ""),
+    (
+        r".*memory_bank$|.*anomaly_map_generator\.",
+        "anomaly model",
+        f"such models are served as graphs: {EXPORT_ADVICE}",
+    ),
+)
 
-    for architecture in _likely(shapes):
-        heads = AUXILIARY_HEADS.get(architecture, ())
-        found = {name: shape for name, shape in shapes.items() if not (heads and name.startswith(heads))}
-        like = _classifier_shapes(architecture)
-        if found.keys() == like.keys() and (fitting := _fitting(architecture, found, like)) is not None:
-            return fitting
+
+def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recognised | None:
+    """The architecture of weights; None where it is none that is known.
+
+    ``hint``: an architecture that the file tells: it is tried before the others, and believed only if it fits.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if not name.endswith("num_batches_tracked")}
+    return _yolo(shapes, hint) or _classifier(shapes, hint) or _other(shapes)
+
+
+# torchvision's classifiers
+
+
+def _classifier(shapes: Shapes, hint: str | None) -> Recognised | None:
+    ours = {name: shape for name, shape in shapes.items() if not name.startswith(AUXILIARY_HEADS)}
+    for family in FAMILIES:
+        if family.mark in ours and ours.get(family.head, (0,))[0:1] > (0,):
+            return _member(family, ours, hint)
     return None
 
 
-@cache
-def _classifier_shapes(architecture: str) -> Shapes:
-    from experts.backends.classifier import tensor_shapes
+def _member(family: _Family, shapes: Shapes, hint: str | None) -> Recognised | None:
+    from experts.backends.classifier import weight_shapes  # loads torchvision
 
-    return tensor_shapes(architecture, MOST_CLASSES)
-
-
-@cache
-def _yolo_shapes(architecture: str, labels: int) -> Shapes:
-    from experts.backends.detector import tensor_shapes
-
-    return {name.removeprefix("model."): shape for name, shape in tensor_shapes(architecture, labels).items()}
-
-
-def _likely(shapes: Shapes) -> Iterable[str]:
-    """The classifiers that may be meant: all, or ResNets and their like where it has their first block."""
-    is_resnet = "layer1.0.conv1.weight" in shapes
-    return (name for name in CLASSIFIERS if name.startswith(RESNETS) == is_resnet)
-
-
-def _fitting(architecture: str, found: Shapes, like: Shapes) -> Recognised | None:
-    """The architecture as it was built, if what differs is its number of labels, its stem or its input size."""
-    differing = {name for name, shape in found.items() if shape != like[name]}
-    stem = size = None
-    if architecture.startswith(RESNETS) and all(found[name] == shape for name, shape in SMALL_STEM.items()):
-        stem = "3x3"
-        differing -= SMALL_STEM.keys()
-    if architecture.startswith("vit_"):
-        size = _vit_size(found)
-        differing.discard("encoder.pos_embedding")
-    counts = {found[name][:1] for name in differing}
-    is_head = all(like[name] == (MOST_CLASSES, *found[name][1:]) for name in differing)
-    if not is_head or len(counts) > 1 or (architecture.startswith("vit_") and size is None):
-        return None
-    labels = counts.pop()[0] if counts else MOST_CLASSES
-    evidence = f"its {len(found)} tensors are those of torchvision's {architecture}, by name and shape"
-    return Recognised(architecture, labels, stem, evidence, size)
-
-
-def _vit_size(found: Shapes) -> tuple[int, int] | None:
-    """By how many patches it knows places for: one each, and one for the class."""
-    patches, patch_px = found["encoder.pos_embedding"][1] - 1, found["conv_proj.weight"][-1]
-    side = round(patches**0.5)
-    return (side * patch_px, side * patch_px) if patches > 0 and side * side == patches else None
-
-
-def _yolo(shapes: Shapes) -> Recognised | None:
-    found = {re.sub(r"^(model[.])+", "", name): shape for name, shape in shapes.items()}
-    blocks = [int(block[1]) for name in found if (block := YOLO_BLOCK.match(name))]
-    labels = [shape[0] for name, shape in found.items() if YOLO_LABELS.fullmatch(name) and len(shape) == 1]
-    if not blocks or len(labels) != 1 or len(found) != len(shapes):
-        return None
-    for architecture in _with_blocks(max(blocks) + 1):
-        if found == _yolo_shapes(architecture, labels[0]):
-            evidence = f"its {len(found)} tensors are those of ultralytics' {architecture}, by name and shape"
-            return Recognised(architecture, labels[0], None, evidence)
+    labels, stem = shapes[family.head][0], "3x3" if shapes.get("conv1.weight", ())[2:] == (3, 3) else None
+    members = [name for name in CLASSIFIERS if name.startswith(family.prefixes)]
+    size = _position_size(shapes)
+    for architecture in sorted(members, key=lambda name: name != hint):
+        fitting_stem = stem if family.prefixes[0] == "resnet" else None
+        try:
+            expected = weight_shapes(architecture, labels, fitting_stem, size or USUAL_SIZE)
+        except ValueError:  # not of this size, or not with so few labels
+            continue
+        if _fits(expected, shapes):
+            shown = (size, size) if size else None
+            return Recognised(architecture, labels, fitting_stem, shown, _evidence(shapes, architecture, labels))
     return None
 
 
-def _with_blocks(count: int) -> Iterator[str]:
-    from experts.backends.detector import block_count
+def _position_size(shapes: Shapes) -> int | None:
+    """The side of a ViT's images: it has a position for each patch of one, and one more."""
+    positions, patches = shapes.get("encoder.pos_embedding", ()), shapes.get("conv_proj.weight", ())
+    if len(positions) != 3 or len(patches) != 4:
+        return None
+    return math.isqrt(max(positions[1] - 1, 0)) * patches[3] or None
 
-    return (architecture for architecture in YOLO_DETECTORS if block_count(architecture) == count)
+
+# YOLO
+
+
+def _yolo(shapes: Shapes, hint: str | None) -> Recognised | None:
+    named = {f"model.{re.sub(r'^(model[.])+', '', name)}": shape for name, shape in shapes.items()}
+    numbers = [int(match[1]) for name in named if (match := LAYER.match(name))]
+    if len(numbers) != len(named) or not ({"model.0.conv.weight", "model.1.conv.weight"} & named.keys()):
+        return None
+    last = max(numbers)
+    if unserved := _other_head(named, last):
+        return unserved
+    head = named.get(f"model.{last}.cv3.0.2.weight")
+    first = named.get("model.0.conv.weight") or named.get("model.1.conv.weight")
+    if not head or not first or not head[0]:
+        return None
+    return _detector(named, hint, labels=head[0], layers=last + 1, first_channels=first[0])
+
+
+def _detector(shapes: Shapes, hint: str | None, labels: int, layers: int, first_channels: int) -> Recognised | None:
+    from experts.backends.detector import Outline, outline, weight_shapes  # loads ultralytics
+
+    wanted = Outline(layers, first_channels)
+    for architecture in dict.fromkeys([*_hinted(hint), *_detectors()]):
+        try:
+            if outline(architecture) != wanted or not _fits(weight_shapes(architecture, labels), shapes):
+                continue
+        except ValueError:  # not in this version of ultralytics, or no plain detector
+            continue
+        return Recognised(architecture, labels, None, None, _evidence(shapes, architecture, labels))
+    return None
+
+
+def _hinted(hint: str | None) -> Iterator[str]:
+    try:
+        if hint is not None and hint.startswith("yolo"):
+            yield known_architecture(hint)
+    except ValueError:
+        return
+
+
+def _detectors() -> Iterator[str]:
+    for family, scales in SCALES.items():
+        yield from (f"{family}{scale}" for scale in scales)
+    for family, variants in VARIANTS.items():
+        scales = SCALES.get(family, ("",))
+        yield from (f"{family}{scale}{variant}" for variant in variants for scale in scales)
+
+
+def _other_head(shapes: Shapes, last: int) -> Recognised | None:
+    """A model of YOLO's that is no plain detector, told by its last layer."""
+    head = {name.removeprefix(f"model.{last}.") for name in shapes if name.startswith(f"model.{last}.")}
+    kinds = (
+        ("m.0.weight", "yolov5 with anchors", "is of YOLOv5's own repository, whose anchors are not served as weights"),
+        ("linear.weight", "yolo classifier", "classifiers of YOLO are served as graphs"),
+        ("proto.cv1.conv.weight", "yolo segmentation", "segmentation is served as a graph, by its boxes"),
+        ("dec_score_head.0.weight", "rtdetr", "RT-DETR is served as a graph"),
+        ("cv4.0.0.conv.weight", "yolo with a fourth head", "poses and turned boxes are not served"),
+    )
+    for mark, architecture, reason in kinds:
+        if mark in head:
+            advice = "" if "fourth" in architecture else f": {EXPORT_ADVICE}"
+            return Recognised(architecture, None, None, None, f"model.{last}.{mark} is in it", reason + advice)
+    return None
+
+
+# what both do
+
+
+def _fits(expected: Shapes, shapes: Shapes) -> bool:
+    return {name: shape for name, shape in expected.items() if not name.endswith("num_batches_tracked")} == shapes
+
+
+def _evidence(shapes: Shapes, architecture: str, labels: int) -> str:
+    return f"names and shapes of {len(shapes)} weights are those of {architecture} with {labels} labels"
+
+
+def _other(shapes: Shapes) -> Recognised | None:
+    for pattern, what, reason in OTHERS:
+        mark = next((name for name in shapes if re.match(pattern, name)), None)
+        if mark is not None:
+            why = reason or f"its weights are laid out in another way than any that is served: {EXPORT_ADVICE}"
+            return Recognised(what, None, None, None, f"{mark} is in it", why)
+    return None

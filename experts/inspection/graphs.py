@@ -139,9 +139,12 @@ class _Graph:
         return None
 
     def _said(self) -> tuple[str, ...]:
-        if self.facts.get("task") == "segment":
-            return ("a segmentation model: it is served as a detector of its boxes, without their masks",)
-        return ()
+        told = {
+            "segment": "a segmentation model: it is served as a detector of its boxes, without their masks",
+            "classify": "ultralytics cuts classifiers' images to a square; here they are stretched to one",
+        }
+        task = self.facts.get("task")
+        return (told[task],) if task in told else ()
 
 
 def _value(value: Any) -> _Value:  # noqa: ANN401  # onnx has no types

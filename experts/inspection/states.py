@@ -6,7 +6,6 @@ names of labels, the size that images were scaled to, how their pixels were.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.checkpoints.found import Facts, Found
-
-ANCHOR_HEAD = re.compile(r"(model[.])*\d+[.](anchors|anchor_grid|m[.]0[.]weight)")
 
 
 def inspect_safetensors(file: Path, architecture: str | None = None) -> Inspected:
@@ -49,9 +46,11 @@ def inspect_tensors(
     said: tuple[str, ...] = (),
 ) -> Inspected:
     """As above, of weights that are read already. ``facts``: what else the file tells."""
-    found = recognise(tensors)
+    found = recognise(tensors, None if facts is None else facts.architecture)
     if found is None:
-        raise WeightsRefused(str(file), _unknown(tensors, None if facts is None else facts.task))
+        raise WeightsRefused(str(file), _unknown(tensors))
+    if found.labels is None or found.unserved is not None:
+        raise WeightsRefused(str(file), f"is a {found.architecture} ({found.evidence}): {found.unserved}")
     if architecture not in {None, found.architecture}:
         raise WeightsRefused(str(file), f"is no {architecture}: {found.evidence}")
     told = _told(found, facts)
@@ -102,15 +101,8 @@ def _unknowable(found: Recognised) -> dict[str, str]:
     }
 
 
-def _unknown(tensors: Mapping[str, Tensor], task: str | None) -> str:
+def _unknown(tensors: Mapping[str, Tensor]) -> str:
     """Why weights are not served as they are, and what to do."""
-    if task not in {None, "detect"}:
-        return f"is a model for the task {task}, which is served as a graph: export it to ONNX and add the .onnx"
-    if any(ANCHOR_HEAD.fullmatch(name) for name in tensors):
-        return (
-            "is of a YOLO with anchors, as the yolov5 repository trains it, which cannot be built here: export it "
-            "there (python export.py --include onnx) and add the .onnx"
-        )
     shown = ", ".join(sorted(tensors)[:3]) or "none"
     return (
         f"its tensors ({shown}, ...) fit none of torchvision's classifiers and none of ultralytics' YOLO detectors: "

@@ -93,17 +93,20 @@ def fresh_detector(architecture, label_count):
     return build_trainable(architecture, label_count)
 
 
-def spread_scores(detector):
-    """Give a detector scores around the confidence that a box needs, and far enough apart that no two of them tie."""
+def spread_scores(detector, branch="one2many", mean_logit=-1):
+    """Give a detector scores around the confidence that a box needs, and far enough apart that no two of them tie.
+
+    ``branch``: whose, where it has two.
+    """
     last = re.compile(r"cv3\.\d\.2\.(weight|bias)$")  # the class branch's last convolution, on each level
     heads = {key: tensor for key, tensor in detector.named_parameters() if last.search(key)}
     with torch.no_grad():
         pixels = torch.from_numpy(picture(96, 96)).permute(2, 0, 1).unsqueeze(0) / 255
         raw = detector(pixels)[1]
-        deviation, mean = torch.std_mean(raw.get("one2many", raw)["scores"])
+        deviation, mean = torch.std_mean(raw.get(branch, raw)["scores"])
         for key, tensor in heads.items():
             if key.endswith("bias"):
-                tensor.sub_(mean).mul_(1.5 / deviation).sub_(1)
+                tensor.sub_(mean).mul_(1.5 / deviation).add_(mean_logit)
             else:
                 tensor.mul_(1.5 / deviation)
 
@@ -198,3 +201,19 @@ def make_slot():
 @pytest.fixture(scope="session")
 def make_files():
     return ExpertFiles
+
+
+@pytest.fixture(scope="session")
+def finding_boxes():
+    """Makes a fresh detector one that finds boxes."""
+
+    def trained(detector, **spread):
+        spread_scores(trained_looking(detector, seed=0), **spread)
+        return detector
+
+    return trained
+
+
+@pytest.fixture(scope="session")
+def looking_trained():
+    return trained_looking

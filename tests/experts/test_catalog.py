@@ -11,7 +11,7 @@ import torchvision
 from experts.architectures import CLASSIFIERS, DETECTORS
 from experts.catalog import Catalog, read_catalog
 from experts.errors import ConfigError
-from experts.expert import Expert, InputSpec, Precision
+from experts.expert import Expert, InputSpec, Precision, Task
 
 GOOD = """\
 experts:
@@ -115,6 +115,36 @@ def test_a_wrong_key_is_told_with_file_line_and_remedy(tmp_path: Path, good: str
     """AC37, where the weights are a pickle."""
     assert good in GOOD
     assert any(expected in problem for problem in problems_of(tmp_path, GOOD.replace(good, bad)))
+
+
+ANOMALY = GOOD.replace(
+    "routes:",
+    "  anomaly/s: {architecture: onnx, weights: s.onnx, task: anomaly, threshold: 2, input: {size: [64, 64]}}\nroutes:",
+)
+
+
+def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path: Path) -> None:
+    expert = catalog_of(tmp_path, ANOMALY).experts["anomaly/s"]
+    assert (expert.task, expert.threshold, expert.labels) == (Task.ANOMALY, 2.0, ("ok", "anomalous"))
+    named = ANOMALY.replace("threshold: 2", "labels: [good, odd]")
+    expert = catalog_of(tmp_path, named).experts["anomaly/s"]
+    assert (expert.threshold, expert.labels) == (None, ("good", "odd"))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        ("threshold: 2", "labels: [ok]", "line.yaml:10:3: experts.anomaly/s: labels of task anomaly are two"),
+        ("threshold: 2", "threshold: .inf", "experts.anomaly/s.threshold: Input should be a valid number, not '.inf'"),
+        ("threshold: 2", "threshold: high", "experts.anomaly/s.threshold: Input should be a valid number"),
+        ("task: anomaly, ", "labels: [ok, odd], ", "experts.anomaly/s: threshold is for task anomaly - write `task:"),
+        ("task: anomaly", "task: anomalies", "experts.anomaly/s.task: Input should be 'anomaly', not 'anomalies'"),
+        ("    stem: 3x3", "    task: anomaly", "experts.cls/r: task anomaly is for onnx, not for resnet18 - remove it"),
+    ],
+)
+def test_what_does_not_fit_an_anomaly_expert_is_told(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+    assert good in ANOMALY
+    assert any(expected in problem for problem in problems_of(tmp_path, ANOMALY.replace(good, bad)))
 
 
 def test_a_stem_is_for_classifiers_only(tmp_path: Path) -> None:
@@ -256,6 +286,10 @@ def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path: Path) -> None:
         (shadowed("new"), "'new' is not an expert id"),
         (shadowed("cls/r"), "an expert is not its own shadow"),
         (shadowed("cls/c").replace("[ok, bad]", "[ok, missing]").replace(", pin: true", ""), "cls/c is on route 0402"),
+        (
+            shadowed("cls/new", ", task: anomaly").replace("resnet34, weights: n.safetensors", "onnx, weights: n.onnx"),
+            "only the same task can be compared",
+        ),
         (shadowed("cls/new", ", shadow: cls/c"), "cls/new has a shadow itself"),
         (shadowed("cls/new", ", pin: true"), "cls/new is pinned"),
         (shadowed("cls/new").replace("[missing, ok]", "[ok, lost]"), "only the same can be compared"),

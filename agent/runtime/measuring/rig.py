@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
-    from experts.expert import Prediction
+    from experts.expert import Expert, Prediction
     from experts.llm.model import Model
     from experts.packed.weights import SegmentStore
 
@@ -220,7 +220,7 @@ class MeasuringRig:
 
     def _start(self, executor: int, copy: ExpertCopy, images: Sequence[ImageSource], number: int) -> None:
         batch = Batch(number, executor, copy.expert.id, copy.name, tuple(range(len(images))), 0)
-        self._executors[executor].start_batch(batch, copy.expert, images)
+        self._executors[executor].start_batch(batch, _answering(copy.expert), images)
 
     def _answer(self) -> Finished | BatchFailed:
         answer = self._next_answer()
@@ -238,6 +238,11 @@ def noise(copy: ExpertCopy) -> np.ndarray:
     """An image of the expert's own size that shows nothing: the same one every time."""
     shape = (copy.expert.pixels.height, copy.expert.pixels.width, 3)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def _answering(expert: Expert) -> Expert:
+    """An expert as it is measured: an anomaly expert that has no threshold yet takes as long as with any."""
+    return replace(expert, threshold=0.0) if expert.task is not None and expert.threshold is None else expert
 
 
 def _require_judged(copy: ExpertCopy, results: Sequence[Prediction | Rejected]) -> None:

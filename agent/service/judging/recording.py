@@ -8,8 +8,9 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from agent.records.boards import Inspection
-from agent.records.results import Result
+from agent.records.results import KeptMap, Result
 from experts.expert import Verdict
+from experts.map_pictures import map_png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from agent.intake.arrivals import Arrival, Refusal
     from agent.records.journal import Entry
     from agent.records.results import Content
+    from experts.expert import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
             "boxes": [box.as_json() for box in step.prediction.boxes],
             "model_sha256": model,
         }
+        | _anomaly(step.prediction)
         for step, model in zip_longest(outcome.steps, models)
     ]
     return Result(
@@ -171,4 +174,22 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
         reason=outcome.reason,
         experts=tuple(step.expert for step in outcome.steps),
         detail={"steps": steps},
+        maps=_maps(config, outcome),
+    )
+
+
+def _anomaly(prediction: Prediction) -> dict[str, object]:
+    """What anomaly experts have beside what all have."""
+    return {} if prediction.anomaly is None else {"anomaly": prediction.anomaly.as_json()}
+
+
+def _maps(config: LineConfig, outcome: Outcome) -> tuple[KeptMap, ...]:
+    """Where an image that is NG is anomalous; nothing of any other, and where the line keeps no images."""
+    if outcome.verdict is not Verdict.NG or config.records.images == "none":
+        return ()
+    measured = ((number, step, step.prediction.anomaly) for number, step in enumerate(outcome.steps))
+    return tuple(
+        KeptMap(number, step.expert, map_png(anomaly.map))
+        for number, step, anomaly in measured
+        if anomaly is not None and anomaly.map is not None
     )

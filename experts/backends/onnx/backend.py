@@ -1,9 +1,10 @@
-"""ONNX graphs on ONNX Runtime: classifiers exported by whatever made them; float32 only.
+"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts exported by whatever made them; float32 only.
 
 A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
 weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
 inputs. What is left is the program: experts of one program share a session, and a switch constructs nothing.
-The first output counts, (n, labels): logits or probabilities, see ``onnx_answers``.
+Of a classifier the first output counts, (n, labels): logits or probabilities, see ``answers``; what a detector answers
+with, see ``detections``; an anomaly expert, ``anomaly``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from onnx import TensorProto, numpy_helper
 from onnxruntime import GraphOptimizationLevel
 
 from experts.backends.base import Packable
-from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
+from experts.backends.letterbox import filled, letterboxed
+from experts.backends.onnx import anomaly, detections
+from experts.backends.onnx.answers import PROBES, RECIPE, Answers, answers_of, note, noted, probabilities, probe_images
+from experts.backends.onnx.detections import decided
+from experts.backends.onnx.layouts import Detections, Layout, read_detections
 from experts.backends.onnx.memory import peak_bytes
+from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import is_finite, read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
-from experts.expert import Precision, Prediction
+from experts.expert import Fit, Precision, Prediction, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from onnxruntime import InferenceSession
     from torch import Tensor
@@ -42,6 +48,8 @@ WEIGHT_READERS = frozenset(
     {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
     | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}
 )  # a smaller one is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
+_FITTED = {Fit.STRETCHED: stretched, Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
+NOISY = slice(2, 4)  # of the made-up images: what says most about boxes
 NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 
 
@@ -50,7 +58,11 @@ class OnnxSkeleton:
 
     def __init__(self, session: InferenceSession, device: str) -> None:
         self._session = session
+        self._layout = detections.noted(session)
         self._answers = noted(session)
+        self._anomaly = anomaly.noted_outputs(session)
+        asked = [output.name for output in session.get_outputs()][: None if self._layout else 1]
+        self._outputs = asked if self._anomaly is None else self._anomaly.names
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
         self._images = ""
@@ -66,6 +78,8 @@ class OnnxSkeleton:
         self._images = images.pop()
         count = inputs[self._images].shape[0]
         self._batch_size = count if isinstance(count, int) else None
+        if self._layout is Layout.TORCHVISION:
+            self._batch_size = 1  # its outputs are those of one image, whatever it says of its input
         self._tensors = dict(tensors)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
@@ -74,23 +88,27 @@ class OnnxSkeleton:
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
         size = self._batch_size or len(batch)
         parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
-        rows = probabilities(expert, np.concatenate(parts)[: len(batch)], self._answers)
+        if self._layout is not None:
+            return detections.predictions(expert, self._layout, parts, batch)
+        if self._anomaly is not None:
+            return anomaly.predictions(expert, self._anomaly, parts, len(batch))
+        rows = probabilities(expert, np.concatenate([part[0] for part in parts])[: len(batch)], self._answers)
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
-    def _run(self, images: Tensor) -> np.ndarray:
+    def _run(self, images: Tensor) -> list[np.ndarray]:
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
             feeds.bind_input(
                 name, self._device.type, self._device.index or 0, element, list(tensor.shape), tensor.data_ptr()
             )
-        first = self._session.get_outputs()[0].name
-        feeds.bind_output(first, "cpu")
+        for name in self._outputs:
+            feeds.bind_output(name, "cpu")
         await_writes(self._device)  # the session reads on a stream of its own
         self._session.run_with_iobinding(feeds)
         feeds.synchronize_outputs()
-        output: np.ndarray = feeds.copy_outputs_to_cpu()[0]
-        return output
+        outputs: list[np.ndarray] = feeds.copy_outputs_to_cpu()
+        return outputs
 
 
 class OnnxBackend:
@@ -104,15 +122,13 @@ class OnnxBackend:
         if expert.weights.suffix != ".onnx":
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
         model = read_onnx(expert.id, expert.weights)
-        _require_fitting_input(expert, _images_of(expert, model))
+        images = _images_of(expert, model)
+        _require_fitting_input(expert, images)
         try:
-            folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)  # still in standard operators
-            rows = _probe(expert, folded)
+            folded = _understood(expert, model, images)
         except REFUSALS as error:
             raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
-        answers = answers_of(expert, folded, rows)
         tensors = _lift(folded)
-        note(folded, answers)
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
@@ -125,10 +141,12 @@ class OnnxBackend:
         return OnnxSkeleton(shared_session(program, torch.get_num_threads(), device), device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return stretched(image, expert.pixels)
+        return _FITTED[expert.pixels.fit](image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return RECIPE
+        if expert.task is Task.ANOMALY:
+            return anomaly.RECIPE
+        return RECIPE if expert.pixels.fit is Fit.STRETCHED else f"{detections.RECIPE}: {', '.join(expert.labels)}"
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
@@ -138,6 +156,25 @@ class OnnxBackend:
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
 
 
+def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
+    """The graph as it is run, still in standard operators, with a note of what it answers with."""
+    if expert.task is Task.ANOMALY:
+        outputs = anomaly.settle_outputs(expert, model, images)
+        folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
+        anomaly.note(folded, outputs)
+        return folded
+    found = read_detections(expert)
+    if found is not None:
+        keep_outputs(model, found.outputs)
+    folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
+    meaning = _meaning(expert, folded, found)
+    if isinstance(meaning, Layout):
+        detections.note(folded, meaning)
+    else:
+        note(folded, meaning)
+    return folded
+
+
 def _filled(images: Tensor, size: int) -> Tensor:
     """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
     if len(images) == size:
@@ -145,15 +182,40 @@ def _filled(images: Tensor, size: int) -> Tensor:
     return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
 
 
-def _probe(expert: Expert, model: onnx.ModelProto) -> np.ndarray:
-    """Run it on made-up images. WeightsMismatch unless it answers every image with one value per label."""
+def _meaning(expert: Expert, model: onnx.ModelProto, found: Detections | None) -> Answers | Layout:
+    """What its outputs mean, by what it answers to made-up images. Raises WeightsMismatch for what is not served."""
     session = session_once(model.SerializeToString())
-    images = session.get_inputs()[0]
-    size = images.shape[0] if isinstance(images.shape[0], int) else 2  # a graph may claim any batch and only take one
-    made_up = torch.from_numpy(probe_images(expert.pixels.height, expert.pixels.width))
-    parts = []
-    for start in range(0, PROBES, size):
-        rows = session.run(None, {images.name: _filled(made_up[start : start + size], size).numpy()})[0]
+    images = probe_images(expert.pixels.height, expert.pixels.width)
+    if found is None:
+        return answers_of(expert, model, _label_rows(expert, session, images))
+    first = next(_probe(session, images[NOISY]))  # that it runs
+    layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else decided(expert, found, first[0])
+    if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
+            f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
+        )
+    return layout
+
+
+def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """What it answers to images, as many at a time as it takes."""
+    size = _probed_at_once(session)
+    made_up = torch.from_numpy(images)
+    for start in range(0, len(images), size):
+        yield session.run(None, {session.get_inputs()[0].name: _filled(made_up[start : start + size], size).numpy()})
+
+
+def _probed_at_once(session: InferenceSession) -> int:
+    count = session.get_inputs()[0].shape[0]
+    return count if isinstance(count, int) else 2  # a graph may claim any batch and only take one
+
+
+def _label_rows(expert: Expert, session: InferenceSession, images: np.ndarray) -> np.ndarray:
+    """One row per made-up image. WeightsMismatch unless it answers every image with one value per label."""
+    size, parts = _probed_at_once(session), []
+    for rows, *_ in _probe(session, images):
         if rows.ndim != 2 or rows.shape[0] != size:
             raise WeightsMismatch(
                 expert.id,

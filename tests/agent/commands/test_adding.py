@@ -80,7 +80,7 @@ def test_the_line_file_keeps_what_it_had_and_says_where_all_comes_from(line, mod
     add_model(line, models / "net 1.safetensors", RESNET)
     text = line.read_text()
     assert text.startswith(BEGUN)
-    assert "    # Added from net 1.safetensors.\n    # architecture: its 102 tensors are those of torchvision" in text
+    assert "    # Added from net 1.safetensors.\n    # architecture: names and shapes of 102 weights are" in text
     assert "    weights: weights/cls/net-1.safetensors\n" in text
 
 
@@ -156,6 +156,28 @@ def test_weights_of_another_are_not_overwritten(line, models):
     with pytest.raises(ConfigError, match="is there already, and is another file"):
         add_model(line, models / "net 1.safetensors", RESNET)
     assert (line.read_text(), other.read_bytes()) == (BEGUN, b"of another")
+
+
+def test_what_ultralytics_saved_is_served_with_its_own_boxes(line, tmp_path):
+    from ultralytics import YOLO
+    from ultralytics.cfg import get_cfg
+
+    model = build_detector("yolov8n", 2).eval()
+    model.names, model.args = {0: "ok", 1: "bent"}, dict(get_cfg(overrides={"imgsz": 64, "task": "detect"}))
+    with torch.no_grad():
+        for level in model.model[-1].cv3:
+            level[-1].bias += 6.0  # so that it finds something
+    torch.save({"epoch": -1, "model": model.half(), "ema": None, "train_args": {"imgsz": 64}}, tmp_path / "best.pt")
+    image = tmp_path / "part.png"
+    Image.effect_mandelbrot((80, 60), (-3, -2.5, 2, 2.5), 100).convert("RGB").save(image)
+    added = add_model(line, tmp_path / "best.pt", Wishes(components=("coil",), image=image))
+    assert (added.entry["architecture"], added.entry["labels"]) == ("yolov8n", ["ok", "bent"])
+    own = YOLO(tmp_path / "best.pt").predict(image, imgsz=64, conf=0.25, iou=0.45, max_det=1000, verbose=False)[0].boxes
+    boxes = added.tried.prediction.boxes
+    assert len(boxes) == len(own) > 0
+    for box, corners, score in zip(boxes, own.xyxy.tolist(), own.conf.tolist(), strict=True):
+        assert (box.left, box.top, box.right, box.bottom) == pytest.approx(corners, abs=1.0)
+        assert box.score == pytest.approx(score, abs=0.01)
 
 
 class TestTheCommand:

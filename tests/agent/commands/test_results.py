@@ -14,7 +14,7 @@ from agent.cli import app
 from agent.commands import results as command
 from agent.records.boards import BoardVerdict
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
+from agent.records.results import KeptMap, Result
 from experts.expert import Verdict
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -87,3 +87,24 @@ def test_a_format_that_is_none_is_told(line):
     done = coserve("results", line, "--format", "xml")
     assert done.exit_code == 2
     assert "'xml' is neither jsonl nor csv" in done.stderr
+
+
+def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):
+    with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
+        maps = (KeptMap(1, "anomaly/solder", b"\x89PNG"),)
+        store.record(Result("k9", "test", "c0", "x.png", Verdict.NG, NOON, NOON, 0.5, "ab", maps=maps))
+    shown = coserve("results", line, "--json", "--maps", tmp_path / "maps")
+    rows = json.loads(shown.stdout)["results"]
+    assert [row["maps"] for row in rows] == [[], [], [str(tmp_path / "maps" / "3-1-anomaly-solder.png")]]
+    assert (tmp_path / "maps" / "3-1-anomaly-solder.png").read_bytes() == b"\x89PNG"
+    assert "maps" not in json.loads(coserve("results", line, "--json").stdout)["results"][0]
+
+
+def test_maps_in_a_place_that_is_none_are_told(line, tmp_path):
+    with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
+        maps = (KeptMap(0, "anomaly/solder", b"\x89PNG"),)
+        store.record(Result("k9", "test", "c0", "x.png", Verdict.NG, NOON, NOON, 0.5, "ab", maps=maps))
+    refused = coserve("results", line, "--maps", line)
+    assert refused.exit_code == 78
+    assert "name a folder that can be written" in refused.stderr
+    assert coserve("results", line, "--boards", "--maps", tmp_path).exit_code == 2

@@ -24,7 +24,7 @@ from agent.records.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Content, Recorded, Result
+from agent.records.results import Content, KeptMap, Recorded, Result
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes
@@ -93,6 +93,26 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
         assert row is not None
         assert (row.seq, row.result) == (1, result(1))
         assert store.find("other") is None
+
+
+def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
+    maps = (KeptMap(0, "anomaly/solder", b"\x89PNG one"), KeptMap(2, "anomaly/x", b"\x89PNG two"))
+    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
+        stored(store, result(1, maps=maps), result(2), result(1, maps=maps[:1]))  # a key that is there stays as it is
+        assert (store.maps(1), store.maps(2)) == (maps, ())
+        assert [row.result for row in store.query()] == [result(1), result(2)]
+        gone: queue.Queue[None] = queue.Queue()
+        store.write(lambda database: database.execute("DELETE FROM results WHERE seq = 1"), lambda _: gone.put(None))
+        received(store, gone)
+        assert store.maps(1) == ()
+
+
+def test_a_file_that_knows_no_maps_yet_has_none(tmp_path: Path) -> None:
+    """As an earlier version left it, while no agent of this one has run."""
+    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
+        database.execute("DROP TRIGGER anomaly_maps_go")
+        database.execute("DROP TABLE anomaly_maps")
+    assert ResultReader(tmp_path / "r.sqlite").maps(1) == ()
 
 
 def test_what_is_not_known_stays_unknown(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experts.backends import detector
+from experts.backends import boxes
 from experts.backends.base import Prepared
 from experts.backends.detector import DetectorBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsMismatch
@@ -45,8 +45,7 @@ def ultralytics_boxes(expert, image):
     prepared = BACKEND.prepare(expert, image)
     with torch.no_grad():
         rows = non_max_suppression(model.eval()(prepared.tensor.unsqueeze(0)))[0]
-    way_back = ((prepared.scale, prepared.scale), (prepared.pad_left, prepared.pad_top))
-    rows[:, :4] = scale_boxes((96, 96), rows[:, :4], image.shape[:2], ratio_pad=way_back)
+    rows[:, :4] = scale_boxes((96, 96), rows[:, :4], image.shape[:2])
     return rows
 
 
@@ -80,7 +79,9 @@ def test_letterboxing_keeps_proportions_and_leads_back(files, shape):
     prepared = BACKEND.prepare(expert, image)
     params = LetterBox((64, 64)).get_params({"img": image})
     assert prepared.tensor.shape == (3, 64, 64)
-    assert prepared.scale == params["ratio"][0]
+    width, height = params["new_unpad"]
+    assert (prepared.scale_x, prepared.scale_y) == (width / shape[1], height / shape[0])
+    assert torch.equal(prepared.tensor, torch.from_numpy(LetterBox((64, 64))(image=image)).permute(2, 0, 1) / 255)
     assert (prepared.pad_left, prepared.pad_top) == (params["left"], params["top"])
     assert (prepared.image_height, prepared.image_width) == shape
 
@@ -129,10 +130,10 @@ def test_more_boxes_than_are_judged_are_no_prediction(files, image, precision):
 
 def test_boxes_beyond_those_that_are_suppressed_are_no_prediction(files, image, monkeypatch):
     expert = with_fixed_answers(files, 160, [(0.9, 0.01, 0.01), NOWHERE, NOWHERE])
-    monkeypatch.setattr(detector, "CANDIDATES_MAXIMUM", 399)
+    monkeypatch.setattr(boxes, "CANDIDATES_MAXIMUM", 399)
     with pytest.raises(OutputInvalid, match="it found 400 boxes before suppression in one image, more than the 399"):
         answered(expert, image)
-    monkeypatch.setattr(detector, "CANDIDATES_MAXIMUM", 400)
+    monkeypatch.setattr(boxes, "CANDIDATES_MAXIMUM", 400)
     assert len(answered(expert, image).boxes) == 400
 
 

@@ -1,84 +1,117 @@
-"""Architectures told by the names and shapes of tensors."""
+"""Weights are recognised by their names and shapes: as what they are, or as nothing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from experts.architectures import CLASSIFIERS, DETECTORS, YOLO_DETECTORS
-from experts.backends.classifier import build_trainable
-from experts.backends.classifier import tensor_shapes as classifier_shapes
-from experts.backends.detector import block_count
-from experts.backends.detector import tensor_shapes as detector_shapes
-from experts.checkpoints.recognition import recognise
+from experts.architectures import CLASSIFIERS, known_architecture
+from experts.backends import classifier, detector
+from experts.checkpoints.recognition import FAMILIES, _detectors, recognise
+
+ONE_OF_EACH = (  # families, and what differs within one
+    "alexnet", "vgg11_bn", "convnext_small", "densenet161", "efficientnet_v2_s", "efficientnet_b1", "googlenet",
+    "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_large", "regnet_y_800mf", "resnet34",
+    "resnext50_32x4d", "wide_resnet50_2", "shufflenet_v2_x1_5", "squeezenet1_1", "swin_t", "swin_v2_s", "vit_b_32",
+)  # fmt: skip
 
 
-def weightless(shapes):
+def without_memory(shapes):
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("architecture", ["resnet18", "wide_resnet50_2", "mobilenet_v3_small", "googlenet", "swin_t"])
-def test_a_classifier_is_told_by_its_tensors(architecture):
-    found = recognise(weightless(classifier_shapes(architecture, 3)))
-    assert (found.architecture, found.labels, found.stem, found.size) == (architecture, 3, None, None)
-    assert f"torchvision's {architecture}" in found.evidence
+def weights_of(architecture, labels=3, stem=None, size=224):
+    if architecture in CLASSIFIERS:
+        return without_memory(classifier.weight_shapes(architecture, labels, stem, size))
+    return without_memory(detector.weight_shapes(architecture, labels))
 
 
-def test_a_small_stem_is_seen():
-    found = recognise(build_trainable("resnet18", 2, stem="3x3").state_dict())
-    assert (found.architecture, found.labels, found.stem) == ("resnet18", 2, "3x3")
+@pytest.mark.parametrize("architecture", ONE_OF_EACH)
+def test_classifiers_are_recognised(architecture):
+    found = recognise(weights_of(architecture, labels=5))
+    assert (found.architecture, found.labels, found.stem, found.unserved) == (architecture, 5, None, None)
 
 
-def test_auxiliary_heads_are_looked_past():
-    weights = weightless(classifier_shapes("googlenet", 4)) | {"aux1.fc2.weight": torch.empty(4, 1024)}
-    assert recognise(weights).labels == 4
+def test_every_classifier_has_a_family():
+    strays = [name for name in CLASSIFIERS if sum(name.startswith(family.prefixes) for family in FAMILIES) != 1]
+    assert strays == []
 
 
-def test_a_vision_transformer_knows_its_size():
-    shapes = classifier_shapes("vit_b_16", 5) | {"encoder.pos_embedding": (1, 1 + 10 * 10, 768)}
-    found = recognise(weightless(shapes))
-    assert (found.architecture, found.size) == ("vit_b_16", (160, 160))
+@pytest.mark.parametrize(
+    "architecture", ["yolov5n", "yolov8m", "yolov9e", "yolov10s", "yolo11n", "yolo12n", "yolo26s", "yolov3-tiny"]
+)
+def test_detectors_are_recognised(architecture):
+    found = recognise(weights_of(architecture, labels=7))
+    assert (found.architecture, found.labels, found.unserved) == (architecture, 7, None)
 
 
-def test_as_many_labels_as_imagenet_are_labels():
-    assert recognise(weightless(classifier_shapes("resnet34", 1000))).labels == 1000
+def test_every_detector_that_is_tried_may_stand_in_a_line_file():
+    names = list(_detectors())
+    assert [known_architecture(name) for name in names] == names
+    assert all(detector.outline(name) for name in names)
 
 
-@pytest.mark.parametrize("architecture", ["yolov5n", "yolov8s", "yolo11n", "yolo26n", "yolov10b"])
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_a_detector_is_told_by_its_tensors(architecture, prefix):
-    shapes = {prefix + name: shape for name, shape in detector_shapes(architecture, 7).items()}
-    found = recognise(weightless(shapes))
-    assert (found.architecture, found.labels) == (architecture, 7)
+def test_a_hint_is_believed_only_if_it_fits():
+    weights = weights_of("yolov8n")
+    assert recognise(weights, "yolo11n").architecture == "yolov8n"
+    assert recognise(weights, "no such thing").architecture == "yolov8n"
+    assert recognise(weights_of("resnet18"), "resnet34").architecture == "resnet18"
 
 
-def test_a_tensor_more_or_less_is_another_architecture():
-    shapes = classifier_shapes("resnet18", 2)
-    assert recognise(weightless(shapes | {"extra.weight": (3,)})) is None
-    del shapes["layer4.1.conv2.weight"]
-    assert recognise(weightless(shapes)) is None
+def test_another_stem_and_another_size_are_seen():
+    assert recognise(weights_of("resnet18", stem="3x3")).stem == "3x3"
+    assert recognise(weights_of("vit_b_16", size=96)).size == (96, 96)
 
 
-def test_two_heads_of_other_lengths_are_none():
-    shapes = classifier_shapes("resnet18", 2) | {"fc.bias": (3,)}
-    assert recognise(weightless(shapes)) is None
+@pytest.mark.parametrize("architecture", ["resnet18", "yolov8n"])
+def test_a_weight_more_or_less_or_of_another_shape_is_another_model(architecture):
+    weights = weights_of(architecture)
+    name = next(iter(weights))
+    assert recognise({**weights, "model.0.more": torch.empty(1, device="meta")}) is None
+    assert recognise({**weights, name: torch.empty(7, 7, device="meta")}) is None
+    del weights[name]
+    assert recognise(weights) is None
 
 
-def test_rubbish_is_nothing():
+def test_auxiliary_heads_and_counts_of_batches_do_not_matter():
+    from torchvision import models
+
+    full = models.googlenet(num_classes=4, aux_logits=True, init_weights=False).state_dict()
+    assert recognise(full).architecture == "googlenet"
+    without = {name: tensor for name, tensor in full.items() if not name.endswith("num_batches_tracked")}
+    assert recognise(without).labels == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("blocks.0.attn.qkv.weight", "vision transformer of timm"),
+        ("stages.0.blocks.0.conv_dw.weight", "ConvNeXt of timm"),
+        ("roi_heads.box_head.fc6.weight", "detector of torchvision"),
+        ("model.memory_bank", "anomaly model"),
+    ],
+)
+def test_what_is_not_served_is_named_with_what_can_be_done(name, told):
+    found = recognise(without_memory({name: (4, 4), "other": (1,)}))
+    assert (found.architecture, found.evidence) == (told, f"{name} is in it")
+    assert "export it to ONNX" in found.unserved
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        ("m.0.weight", "yolov5 with anchors"),
+        ("proto.cv1.conv.weight", "yolo segmentation"),
+        ("linear.weight", "yolo classifier"),
+    ],
+)
+def test_other_models_of_yolo_are_named(head, told):
+    found = recognise(without_memory({"model.0.conv.weight": (16, 3, 3, 3), f"model.9.{head}": (4, 4)}))
+    assert found.architecture == told
+    assert found.unserved
+
+
+def test_what_is_unknown_is_nothing():
     assert recognise({}) is None
-    assert recognise({"a": torch.zeros(3)}) is None
-    assert recognise({"0.cv3.0.2.bias": torch.zeros(3), "model.0.cv3.0.2.bias": torch.zeros(3)}) is None
-
-
-def test_every_detector_that_is_tried_can_be_named_in_a_line_file():
-    assert all(DETECTORS.fullmatch(name) for name in YOLO_DETECTORS)
-    assert len(set(YOLO_DETECTORS)) == len(YOLO_DETECTORS)
-    assert all(block_count(name) > 10 for name in YOLO_DETECTORS)
-
-
-@pytest.mark.slow
-def test_no_two_classifiers_are_taken_for_one_another():
-    seen = {}
-    for name in CLASSIFIERS:
-        seen.setdefault(frozenset(classifier_shapes(name, 3).items()), []).append(name)
-    assert [names for names in seen.values() if len(names) > 1] == []
+    assert recognise(without_memory({"weight": (3, 3)})) is None
+    assert recognise(without_memory({"model.0.conv.weight": ()})) is None

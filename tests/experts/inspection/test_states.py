@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experts.backends.classifier import build_trainable, tensor_shapes
+from experts.backends.classifier import build_trainable, weight_shapes
 from experts.backends.detector import build_trainable as build_detector
 from experts.errors import WeightsRefused
 from experts.inspection.inspecting import inspect_file, served_suffix, write_weights
@@ -24,7 +24,7 @@ def test_a_classifier_tells_its_architecture_and_no_names(resnet):
     assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
     assert set(found.missing) == {"labels", "size", "normalize"}
     assert "their 3 outputs" in found.missing["labels"]
-    assert "torchvision's resnet18" in found.sure["architecture"]
+    assert "of resnet18 with 3 labels" in found.sure["architecture"]
 
 
 def test_a_detector_of_ultralytics_takes_pixels_as_they_are(tmp_path):
@@ -35,22 +35,47 @@ def test_a_detector_of_ultralytics_takes_pixels_as_they_are(tmp_path):
 
 
 def test_another_architecture_than_the_one_said_is_refused(resnet):
-    with pytest.raises(WeightsRefused, match=r"is no resnet34: its \d+ tensors are those of torchvision's resnet18"):
+    with pytest.raises(WeightsRefused, match=r"is no resnet34: .* of resnet18 with 3 labels"):
         inspect_file(resnet, "resnet34")
 
 
-def test_weights_of_nothing_that_is_served_are_named(tmp_path):
+def test_weights_of_nothing_that_is_known_are_named(tmp_path):
+    save_file({"a.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(WeightsRefused, match=r"its tensors \(a\.weight, .* fit none of .* export the model to ONNX"):
+        inspect_file(tmp_path / "x.safetensors")
+
+
+def test_what_is_known_and_not_served_is_called_by_its_name(tmp_path):
     save_file({"blocks.0.attn.qkv.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(
-        WeightsRefused, match=r"blocks\.0\.attn\.qkv\.weight, .* fit none of .* export the model to ONNX"
-    ):
+    with pytest.raises(WeightsRefused, match=r"is a vision transformer of timm \(blocks.* export it to ONNX"):
         inspect_file(tmp_path / "x.safetensors")
 
 
-def test_a_yolo_with_anchors_is_told_how_to_come(tmp_path):
-    save_file({"model.24.anchors": torch.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(WeightsRefused, match="YOLO with anchors"):
-        inspect_file(tmp_path / "x.safetensors")
+class TestCheckpoints:
+    def saved(self, folder, **beside):
+        network = torch.nn.DataParallel(build_trainable("mobilenet_v3_small", 2))
+        torch.save({"model": network.state_dict(), **beside}, folder / "net.pt")
+        return folder / "net.pt"
+
+    def test_what_the_file_tells_is_taken_with_its_place(self, tmp_path):
+        file = self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96})
+        found = inspect_file(file)
+        assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
+        assert (found.sure["labels"], found.sure["size"]) == ("classes", "args.img_size")
+        assert set(found.missing) == {"normalize"}
+        assert "module. before every name was left out" in found.said
+
+    def test_names_of_something_else_are_not_taken_for_labels(self, tmp_path):
+        found = inspect_file(self.saved(tmp_path, classes=["a", "b", "c"]))
+        assert found.labels is None
+        assert "labels" in found.missing
+        assert "classes names 3 labels, and the weights tell 2 apart: not taken" in found.said
+
+    def test_its_weights_are_written_without_what_wrapped_them(self, tmp_path):
+        found = inspect_file(self.saved(tmp_path))
+        write_weights(found, tmp_path / "net.safetensors")
+        assert inspect_file(tmp_path / "net.safetensors").architecture == "mobilenet_v3_small"
+        assert served_suffix(found) == ".safetensors"
 
 
 def test_what_is_served_as_it_is_is_copied_as_it_is(resnet, tmp_path):
@@ -64,7 +89,7 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path):
     from experts.inspection.states import inspect_tensors
 
     shared = torch.randn(1000)
-    tensors = {name: torch.zeros(shape) for name, shape in tensor_shapes("resnet18", 2).items()}
+    tensors = {name: torch.zeros(shape) for name, shape in weight_shapes("resnet18", 2, None, 224).items()}
     tensors["bn1.weight"], tensors["bn1.bias"] = shared[:64], shared[32:96]
     found = inspect_tensors(tmp_path / "model.pt", tensors)
     write_weights(found, tmp_path / "model.safetensors")

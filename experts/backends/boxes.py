@@ -1,0 +1,92 @@
+"""Boxes of detectors, whoever runs them: suppression, what is too many, and the way back into the image's own pixels.
+
+An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torchvision.ops import batched_nms
+
+from experts.errors import OutputInvalid
+from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from experts.backends.base import Prepared
+    from experts.expert import Expert
+
+CONFIDENCE_MINIMUM = 0.25
+OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one class beyond it, the better one stays
+BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
+CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression; as before
+
+
+def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
+    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label.
+
+    ``boxes``: corners (anchors, 4); ``scores``: (anchors, labels). Nothing is left out: the best boxes alone could hide
+    the one that does not pass. Raises OutputInvalid for too many.
+    """
+    best, labels = scores.max(dim=1)
+    found = (best > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
+    _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
+    kept = found[batched_nms(boxes[found], best[found], labels[found], OVERLAP_MAXIMUM)]
+    return _rows(expert, boxes[kept], best[kept], labels[kept])
+
+
+def selected(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+    """The same rows of boxes that the model chose itself: only their scores decide. ``scores``, ``labels``: (boxes,).
+
+    Raises OutputInvalid for too many, and for a label that the expert does not have.
+    """
+    found = (scores > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
+    found = found[scores[found].argsort(descending=True, stable=True)]
+    rows = _rows(expert, boxes[found], scores[found], labels[found])
+    unknown = rows[(rows[:, 5] < 0) | (rows[:, 5] >= len(expert.labels)), 5]
+    if len(unknown):
+        raise OutputInvalid(
+            expert.id, f"it found a box of label {int(unknown[0])}, and has {len(expert.labels)}: correct `labels`"
+        )
+    return rows
+
+
+def prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepared) -> Prediction:
+    """What rows in the pixels of the expert's input say of the image that was prepared."""
+    if not rows:
+        return Prediction(NOTHING_FOUND, 0.0)
+    boxes = tuple(_box(expert, row, prepared) for row in rows)
+    return Prediction(boxes[0].label, boxes[0].score, boxes)
+
+
+def _rows(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+    _refuse_beyond(BOXES_MAXIMUM, len(boxes), "boxes", expert)
+    return torch.cat((boxes, scores.unsqueeze(1), labels.unsqueeze(1).float()), dim=1)
+
+
+def _refuse_beyond(maximum: int, count: int, what: str, expert: Expert) -> None:
+    if count > maximum:
+        raise OutputInvalid(
+            expert.id,
+            f"it found {count} {what} in one image, more than the {maximum} that are judged: "
+            "give it smaller parts of the board, or train it further if there are not so many things to find",
+        )
+
+
+def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> BoundingBox:
+    """A row in input pixels as a box in the image's own, cut at its edges."""
+    left, right = ((x - prepared.pad_left) / prepared.scale_x for x in (row[0], row[2]))
+    top, bottom = ((y - prepared.pad_top) / prepared.scale_y for y in (row[1], row[3]))
+    return BoundingBox(
+        label=expert.labels[int(row[5])],
+        score=row[4],
+        left=min(max(left, 0.0), prepared.image_width),
+        top=min(max(top, 0.0), prepared.image_height),
+        right=min(max(right, 0.0), prepared.image_width),
+        bottom=min(max(bottom, 0.0), prepared.image_height),
+    )

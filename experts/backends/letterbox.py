@@ -1,0 +1,49 @@
+"""Images as detectors are trained on them: scaled as ultralytics scales them, pixel for pixel, without importing it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cv2
+
+from experts.backends.base import Prepared
+from experts.backends.pixels import normalized, require_rgb
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from experts.expert import InputSpec
+
+BORDER = (114, 114, 114)  # the grey that fills what the image leaves
+
+
+def letterboxed(image: np.ndarray, spec: InputSpec) -> Prepared:
+    """The whole image in its proportions, in the middle of the expert's size; grey where it leaves room."""
+    require_rgb(image)
+    height, width = image.shape[:2]
+    scale = min(spec.height / height, spec.width / width)
+    scaled_height, scaled_width = (max(round(extent * scale), 1) for extent in (height, width))  # never to nothing
+    top, left = _padding(spec.height - scaled_height), _padding(spec.width - scaled_width)
+    bottom, right = spec.height - scaled_height - top, spec.width - scaled_width - left
+    scaled = _scaled(image, scaled_height, scaled_width)
+    padded = cv2.copyMakeBorder(scaled, top, bottom, left, right, cv2.BORDER_CONSTANT, value=BORDER)
+    scales = scaled_width / width, scaled_height / height
+    return Prepared(normalized(padded, "unit"), height, width, *scales, pad_left=left, pad_top=top)
+
+
+def filled(image: np.ndarray, spec: InputSpec) -> Prepared:
+    """The whole image, brought to the expert's size without keeping its proportions."""
+    require_rgb(image)
+    height, width = image.shape[:2]
+    scaled = _scaled(image, spec.height, spec.width)
+    return Prepared(normalized(scaled, "unit"), height, width, spec.width / width, spec.height / height)
+
+
+def _scaled(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Without antialiasing."""
+    return image if image.shape[:2] == (height, width) else cv2.resize(image, (width, height))
+
+
+def _padding(room: int) -> int:
+    """Pixels before the image along one axis; those of an odd room are rounded as ultralytics rounds them."""
+    return round(room / 2 - 0.1)

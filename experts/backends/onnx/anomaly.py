@@ -1,0 +1,225 @@
+"""Anomaly experts: what a graph measures of an image, and what is made of that against the line's threshold.
+
+Two kinds of values count. A score is one number per image, a map one number per pixel; the larger, the stranger. Where
+a graph gives no score, it is its map's maximum. Anomalib's exports are told by the names of their outputs (v2:
+``pred_score`` and ``anomaly_map``; its ``pred_label`` and ``pred_mask`` are answers to a threshold of its own, and are
+left out), all others by shapes: (n,) or (n, 1) is a score, (n, 1, h, w) or (n, h, w) a map. Decided when a graph is
+packed, and noted in its program: what is not asked for is not computed.
+
+Guarantees: an image's score does not depend on the images beside it (a graph of which it would is run with one image
+at a time); a graph may claim any batch and only take one; no threshold lies in the packed bytes, so another one packs
+nothing anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import adaptive_max_pool2d
+
+from experts.backends.onnx.answers import probe_images
+from experts.backends.onnx.pruning import keep_outputs
+from experts.backends.onnx.session import REFUSALS, session_once
+from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import Anomaly, AnomalyMap, Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import onnx
+    from onnxruntime import InferenceSession
+
+    from experts.expert import Expert
+
+RECIPE = "measures anomalies"  # in manifests: a graph packed as a classifier is packed anew as an anomaly expert
+SCORE_NAMES = ("pred_score", "pred_scores")  # Anomalib, v2 and v1
+MAP_NAMES = ("anomaly_map", "anomaly_maps")
+SIDE_BY_SIDE = 2  # images that a graph of any batch is tried with at once
+BATCH_TOLERANCE = 1e-3  # of the largest score: what the order of sums may change
+MAP_SIDE_PX = 128  # the longest side of a map that is kept
+SCALE = 4.0  # a score of nothing is this many logistic units below its threshold, one of twice that as many above
+_NOTE = "coserve.anomaly"
+
+
+@dataclass(frozen=True, slots=True)
+class AnomalyOutputs:
+    """The outputs of a graph that count, by name; at least one of them."""
+
+    score: str | None
+    map: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are there: what a session is asked for."""
+        return tuple(name for name in (self.score, self.map) if name is not None)
+
+
+def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
+    """Find the outputs that count, and leave no others in the graph; one that takes only one image says so then.
+
+    In place; ``images``: the graph's input. Raises WeightsMismatch where no output is a score or a map, or where two
+    may be the one that is meant; what ONNX Runtime refuses comes as it is.
+    """
+    made_up = probe_images(expert.pixels.height, expert.pixels.width)
+    alone = _answers(session_once(model.SerializeToString()), made_up, at_once=1)
+    outputs = _counting(expert, alone)
+    keep_outputs(model, outputs.names)
+    first = images.type.tensor_type.shape.dim[0]
+    if not first.dim_value and not _takes_several(model, outputs, made_up, alone):
+        first.dim_value = 1
+    return outputs
+
+
+def note(model: onnx.ModelProto, outputs: AnomalyOutputs) -> None:
+    """Write it into a program. In place."""
+    model.metadata_props.add(key=_NOTE, value=json.dumps(asdict(outputs), sort_keys=True))
+
+
+def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
+    """What a program's session measures; None for a program of other experts."""
+    note = session.get_modelmeta().custom_metadata_map.get(_NOTE)
+    return None if note is None else AnomalyOutputs(**json.loads(note))
+
+
+def predictions(
+    expert: Expert, outputs: AnomalyOutputs, runs: Sequence[Sequence[np.ndarray]], count: int
+) -> tuple[Prediction, ...]:
+    """One prediction for each of ``count`` images. ``runs``: what the graph answered with, time after time, by output.
+
+    Raises OutputInvalid for what is no number, and for an expert without a threshold.
+    """
+    if expert.threshold is None:
+        raise OutputInvalid(
+            expert.id,
+            f"it has no threshold: run `coserve experts threshold LINE.yaml {expert.id} --samples DATA`, "
+            "or write `threshold:`",
+        )
+    parts = zip(*runs, strict=True)
+    answers = {name: _joined(values)[:count] for name, values in zip(outputs.names, parts, strict=True)}
+    if not all(np.isfinite(values).all() for values in answers.values()):
+        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
+    maps = None if outputs.map is None else _maps(answers[outputs.map])
+    if outputs.score is not None:
+        scores = answers[outputs.score].reshape(-1)
+    else:
+        assert maps is not None, "a program has a score or a map"
+        scores = _highest(maps)
+    where = [None] * len(scores) if maps is None else list(maps)
+    return tuple(
+        _prediction(expert, expert.threshold, float(score), each) for score, each in zip(scores, where, strict=True)
+    )
+
+
+def certainty(score: float, threshold: float) -> float:
+    """How sure it is that a score is anomalous: 0.5 at the threshold, towards 1 above it and 0 below.
+
+    A logistic function of the distance in units of the threshold: models count on scales of their own, and the
+    threshold is the one thing that is known of each.
+    """
+    distance = SCALE * (score - threshold) / (abs(threshold) or 1.0)
+    return 1 / (1 + math.exp(-distance)) if distance >= 0 else math.exp(distance) / (1 + math.exp(distance))
+
+
+def _prediction(expert: Expert, threshold: float, score: float, where: np.ndarray | None) -> Prediction:
+    good, anomalous = expert.labels
+    sure = certainty(score, threshold)
+    if score < threshold:
+        return Prediction(good, 1 - sure, anomaly=Anomaly(score, threshold))
+    return Prediction(anomalous, sure, anomaly=Anomaly(score, threshold, None if where is None else _small(where)))
+
+
+def _small(values: np.ndarray) -> AnomalyMap:
+    """A map as it is kept: each of its pixels is the highest of those that it stands for, so no peak is lost."""
+    height, width = values.shape
+    shrink = min(1.0, MAP_SIDE_PX / max(height, width))
+    size = (max(1, round(height * shrink)), max(1, round(width * shrink)))
+    pooled = adaptive_max_pool2d(torch.from_numpy(np.ascontiguousarray(values, np.float32))[None], size)[0].numpy()
+    lowest, highest = float(pooled.min()), float(pooled.max())
+    grey = np.zeros(size) if highest == lowest else (pooled - lowest) / (highest - lowest) * 255
+    return AnomalyMap(*size, lowest, highest, np.round(grey).astype(np.uint8).tobytes())
+
+
+def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """The answers to several batches as one. A number without dimensions is the score of a single image."""
+    return np.concatenate([np.atleast_1d(part) for part in parts])
+
+
+def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> dict[str, np.ndarray]:
+    """What it answers to the made-up images, by output; so many are asked at once, unless its batch is fixed."""
+    images = session.get_inputs()[0]
+    size = images.shape[0] if isinstance(images.shape[0], int) else at_once
+    filled = np.concatenate([made_up, np.zeros((-len(made_up) % size, *made_up.shape[1:]), made_up.dtype)])
+    rows = [session.run(None, {images.name: filled[start : start + size]}) for start in range(0, len(filled), size)]
+    names = [output.name for output in session.get_outputs()]
+    return {name: _joined(parts)[: len(made_up)] for name, parts in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutputs:
+    numbers = {name: rows for name, rows in answers.items() if np.issubdtype(rows.dtype, np.floating)}
+    scores = [name for name, rows in numbers.items() if _is_score(rows)]
+    maps = [name for name, rows in numbers.items() if _is_map(rows)]
+    outputs = AnomalyOutputs(_meant(scores, SCORE_NAMES), _meant(maps, MAP_NAMES))
+    unclear = (len(scores) > 1 and outputs.score is None) or (len(maps) > 1 and outputs.map is None)
+    if unclear or not outputs.names:
+        raise WeightsMismatch(expert.id, f"{expert.weights} {_not_understood(answers)}")
+    return outputs
+
+
+def _not_understood(answers: Mapping[str, np.ndarray]) -> str:
+    given = ", ".join(
+        f"{name} {rows.dtype} {('n', *rows.shape[1:])}".replace("'", "") for name, rows in answers.items()
+    )
+    return (
+        f"answers with {given}: an anomaly expert gives one score (n,) or (n, 1), one map (n, 1, height, width), or "
+        "both; name them pred_score and anomaly_map where there are more, and export it anew"
+    )
+
+
+def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
+    """The output with a known name, or the only one there is."""
+    named = [name for name in candidates if name in known]
+    chosen = named or candidates
+    return chosen[0] if len(chosen) == 1 else None
+
+
+def _is_score(rows: np.ndarray) -> bool:
+    return rows.ndim in {1, 2} and rows[0].size == 1
+
+
+def _is_map(rows: np.ndarray) -> bool:
+    return rows.ndim == 3 or (rows.ndim == 4 and rows.shape[1] == 1)
+
+
+def _takes_several(
+    model: onnx.ModelProto, outputs: AnomalyOutputs, made_up: np.ndarray, alone: Mapping[str, np.ndarray]
+) -> bool:
+    """Whether images side by side are answered as each is alone."""
+    try:
+        together = _answers(session_once(model.SerializeToString()), made_up, at_once=SIDE_BY_SIDE)
+    except REFUSALS:
+        return False
+    return all(_are_alike(together[name], alone[name]) for name in outputs.names)
+
+
+def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """What is no number has to be none in both."""
+    numbers = np.isfinite(other)
+    if one.shape != other.shape or not np.array_equal(np.isfinite(one), numbers):
+        return False
+    tolerance = BATCH_TOLERANCE * float(np.abs(other[numbers]).max(initial=0.0))
+    return bool((np.abs(one[numbers] - other[numbers]) <= tolerance).all())
+
+
+def _maps(values: np.ndarray) -> np.ndarray:
+    """(n, height, width)"""
+    return values[:, 0] if values.ndim == 4 else values
+
+
+def _highest(maps: np.ndarray) -> np.ndarray:
+    found: np.ndarray = maps.reshape(len(maps), -1).max(axis=1)
+    return found

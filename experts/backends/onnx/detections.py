@@ -1,0 +1,135 @@
+"""What ONNX graphs of detectors answer with: decided once, at packing, and read as boxes.
+
+A file's heading says which layouts its outputs can be, see ``layouts``; where it leaves several, the graph's answers to
+made-up images decide, and what they do not decide is refused. The decision is noted in the program, so it is never
+taken per batch. Outputs that hold no boxes, such as the masks of a segmentation model, are cut off with what only they
+need.
+Guarantees: thresholds, suppression and limits are those of detectors that torch runs, see ``experts.backends.boxes``.
+A graph that chooses its boxes itself keeps only so many: where all of these are boxes, others may be missing, and the
+image is not judged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torchvision.ops import box_convert
+
+from experts.backends.boxes import CONFIDENCE_MINIMUM, prediction, selected, suppressed
+from experts.backends.onnx.layouts import Detections, Layout, fitting
+from experts.backends.outputs import require_numbers
+from experts.errors import OutputInvalid, WeightsMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import onnx
+    from onnxruntime import InferenceSession
+    from torch import Tensor
+
+    from experts.backends.base import Prepared
+    from experts.expert import Expert, Prediction
+
+RECIPE = "what its boxes mean is noted"  # in manifests
+_NOTE = "coserve.detections"
+_SCORE_TOLERANCE = 1e-3  # by which a score may be under 0 or over 1
+
+
+def decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
+    """The one layout of a graph; ``answer``: its first output for made-up images. Raises WeightsMismatch."""
+    possible = set(found.layouts)
+    possible &= fitting(answer.shape, len(expert.labels), found.extra) if answer.ndim == 3 else set()
+    layouts = {layout for layout in possible if _are_scores(layout, answer, len(expert.labels))}
+    if Layout.CHOSEN in layouts:
+        layouts = {Layout.CHOSEN}  # whole numbers in the place of labels are no chance
+    if len(layouts) != 1:
+        what = " or ".join(sorted(layouts)) or "none of those that are known, with scores from 0 to 1"
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} answers {answer.shape}, which is {what}: export it anew, with ultralytics' notes",
+        )
+    return layouts.pop()
+
+
+def _are_scores(layout: Layout, answer: np.ndarray, label_count: int) -> bool:
+    """Whether what a layout calls scores are such, and what it calls a label is one, in a graph's answers."""
+    if layout is Layout.ANCHORS_LAST:
+        return _within(answer[:, 4 : 4 + label_count])
+    if layout is Layout.OBJECTNESS:
+        return _within(answer[:, :, 4 : 5 + label_count])
+    if layout is Layout.QUERIES:
+        return _within(answer[:, :, : 4 + label_count])
+    labels = answer[:, :, 5]
+    are_labels = bool(((labels == np.round(labels)) & (labels >= 0) & (labels < label_count)).all())
+    return are_labels and _within(answer[:, :, :5] if layout is Layout.CHOSEN_QUERIES else answer[:, :, 4])
+
+
+def _within(scores: np.ndarray) -> bool:
+    known = scores[np.isfinite(scores)]
+    return bool(((known >= -_SCORE_TOLERANCE) & (known <= 1 + _SCORE_TOLERANCE)).all())
+
+
+def note(model: onnx.ModelProto, layout: Layout) -> None:
+    """Write it into a program. In place."""
+    model.metadata_props.add(key=_NOTE, value=layout)
+
+
+def noted(session: InferenceSession) -> Layout | None:
+    """The layout of a program's boxes; None for a program of another kind."""
+    found = session.get_modelmeta().custom_metadata_map.get(_NOTE)
+    return None if found is None else Layout(found)
+
+
+def predictions(
+    expert: Expert, layout: Layout, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
+) -> tuple[Prediction, ...]:
+    """One prediction per image. ``runs``: what the graph answered with, time after time, output by output.
+
+    Raises OutputInvalid for what is no number, and for more boxes than are judged.
+    """
+    if layout is Layout.TORCHVISION:
+        found = [_torchvision_rows(expert, *run) for run in runs]
+    else:
+        answers = torch.from_numpy(np.concatenate([run[0] for run in runs])[: len(batch)]).float()
+        require_numbers(expert, answers)
+        found = [_rows(expert, layout, answer, prepared) for answer, prepared in zip(answers, batch, strict=True)]
+    return tuple(prediction(expert, rows.tolist(), each) for rows, each in zip(found, batch, strict=True))
+
+
+def _rows(expert: Expert, layout: Layout, answer: Tensor, prepared: Prepared) -> Tensor:
+    """What one image's answer says, as rows of ``experts.backends.boxes``."""
+    count = len(expert.labels)
+    if layout is Layout.ANCHORS_LAST:
+        return suppressed(expert, box_convert(answer[:4].T, "cxcywh", "xyxy"), answer[4 : 4 + count].T)
+    if layout is Layout.OBJECTNESS:
+        scores = answer[:, 4:5] * answer[:, 5 : 5 + count]
+        return suppressed(expert, box_convert(answer[:, :4], "cxcywh", "xyxy"), scores)
+    if layout is Layout.CHOSEN:
+        _refuse_full(expert, answer[:, 4])
+        return selected(expert, answer[:, :4], answer[:, 4], answer[:, 5])
+    extent = answer.new_tensor(prepared.tensor.shape[:0:-1]).repeat(2)  # width and height of its input
+    boxes = box_convert(answer[:, :4], "cxcywh", "xyxy") * extent
+    if layout is Layout.QUERIES:
+        scores, labels = answer[:, 4 : 4 + count].max(dim=1)
+        return selected(expert, boxes, scores, labels)
+    _refuse_full(expert, answer[:, 4])
+    return selected(expert, boxes, answer[:, 4], answer[:, 5])
+
+
+def _torchvision_rows(expert: Expert, boxes: np.ndarray, labels: np.ndarray, scores: np.ndarray) -> Tensor:
+    """Its label 0 is the background, which it never answers with."""
+    found = torch.from_numpy(boxes), torch.from_numpy(scores)
+    require_numbers(expert, *found)
+    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)
+
+
+def _refuse_full(expert: Expert, scores: Tensor) -> None:
+    """Raises OutputInvalid where every box that the graph has room for is one: it left out what had none."""
+    if bool((scores > CONFIDENCE_MINIMUM).all()):
+        raise OutputInvalid(
+            expert.id,
+            f"it found {len(scores)} boxes in one image, all that its graph has room for: export it with a larger "
+            "max_det, or give it smaller parts of the board",
+        )

@@ -1,0 +1,181 @@
+"""What an ONNX file says of itself beside its weights: inputs, outputs, metadata. Read without a runtime.
+
+Guarantees: weights and nodes are passed over, so a file of gigabytes costs some kilobytes and milliseconds; whatever
+the file holds, it ends in a Heading or in WeightsCorrupt. The format is protobuf's wire format; the numbers of fields
+are those of onnx.proto3 (ONNX, IR version 3 and later).
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from io import BytesIO
+from types import MappingProxyType
+from typing import TYPE_CHECKING, BinaryIO
+
+from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+FLOAT, INT64 = 1, 7  # of onnx.TensorProto.DataType
+_GRAPH, _METADATA = 7, 14  # of ModelProto
+_INITIALIZER, _INPUT, _OUTPUT = 5, 11, 12  # of GraphProto
+_INITIALIZER_NAME = 8
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_VARINT_BYTES_MAXIMUM = 10
+_TEXT_BYTES_MAXIMUM = 1 << 20  # of one name, or one entry of metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An input or output. ``shape``: None where the file does not say it; a dimension is None where it is open."""
+
+    name: str
+    element: int | None
+    shape: tuple[int | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """``inputs`` are those that are no weights."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    metadata: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The labels that ultralytics and YOLOv5 write into the metadata, in their order; None where there are none."""
+        try:
+            found = ast.literal_eval(self.metadata.get("names", ""))
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return None
+        if isinstance(found, dict) and found and set(found) == set(range(len(found))):
+            return tuple(str(found[index]) for index in range(len(found)))
+        return tuple(str(each) for each in found) if isinstance(found, list) and found else None
+
+
+def read_heading(expert: str, path: Path) -> Heading:
+    """The heading of a file. Raises WeightsMissing, LoadError, or WeightsCorrupt where it is no ONNX file."""
+    try:
+        with path.open("rb") as file:
+            return _heading(file, path.stat().st_size)
+    except FileNotFoundError as error:
+        raise WeightsMissing(expert, f"{path} is not there: copy it there, or correct `weights`") from error
+    except OSError as error:
+        raise LoadError(expert, f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise WeightsCorrupt(expert, f"{path} is not an ONNX model: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One field of a message. ``number`` of a varint in ``value``; of bytes, where they begin and end."""
+
+    number: int
+    value: int = 0
+    start: int = 0
+    end: int = 0
+
+
+def _heading(file: BinaryIO, size: int) -> Heading:
+    metadata: dict[str, str] = {}
+    graph: _Field | None = None
+    for each in _fields(file, 0, size):
+        if each.number == _GRAPH:
+            graph = each
+        elif each.number == _METADATA:
+            entry = {part.number: _text(file, part) for part in _fields(file, each.start, each.end)}
+            metadata[entry.get(1, "")] = entry.get(2, "")
+    if graph is None:
+        raise ValueError("it holds no graph")
+    inputs, outputs, weights = [], [], set()
+    for each in _fields(file, graph.start, graph.end):
+        if each.number == _INPUT:
+            inputs.append(_value(_message(file, each)))
+        elif each.number == _OUTPUT:
+            outputs.append(_value(_message(file, each)))
+        elif each.number == _INITIALIZER:
+            weights |= {_text(file, p) for p in _fields(file, each.start, each.end) if p.number == _INITIALIZER_NAME}
+    taken = tuple(value for value in inputs if value.name not in weights)
+    return Heading(taken, tuple(outputs), MappingProxyType(metadata))
+
+
+def _fields(file: BinaryIO, start: int, end: int) -> Iterator[_Field]:
+    """The fields of the message that lies there. Whoever takes one may read elsewhere meanwhile."""
+    place = start
+    while place < end:
+        file.seek(place)
+        tag = _varint(file)
+        number, kind = tag >> 3, tag & 7
+        if kind == _VARINT:
+            value = _varint(file)
+            place = file.tell()
+            yield _Field(number, value)
+        elif kind in {_FIXED32, _FIXED64}:
+            place = file.tell() + (4 if kind == _FIXED32 else 8)
+        elif kind == _BYTES:
+            length = _varint(file)
+            begin = file.tell()
+            place = begin + length
+            if place <= end:
+                yield _Field(number, start=begin, end=place)
+        else:
+            raise ValueError(f"at byte {place} there is no field")
+    if place != end:
+        raise ValueError(f"it ends within a field: {place - end} bytes are absent")
+
+
+def _varint(file: BinaryIO) -> int:
+    value = 0
+    for index in range(_VARINT_BYTES_MAXIMUM):
+        byte = file.read(1)
+        if not byte:
+            raise ValueError("it ends within a number")
+        value |= (byte[0] & 0x7F) << (7 * index)
+        if byte[0] < 0x80:
+            return value
+    raise ValueError("a number in it has no end")
+
+
+def _message(file: BinaryIO, field_: _Field) -> bytes:
+    if field_.end - field_.start > _TEXT_BYTES_MAXIMUM:
+        raise ValueError(f"{field_.end - field_.start} bytes of one name, shape or note")
+    file.seek(field_.start)
+    return file.read(field_.end - field_.start)
+
+
+def _text(file: BinaryIO, field_: _Field) -> str:
+    return _message(file, field_).decode("utf-8", errors="replace")
+
+
+def _value(message: bytes) -> Value:
+    """Of a ValueInfoProto: name, and of its type the element and the shape."""
+    file = BytesIO(message)
+    name, element, shape = "", None, None
+    for part in _fields(file, 0, len(message)):
+        if part.number == 1:
+            name = _text(file, part)
+        elif part.number == 2:
+            for kind in _fields(file, part.start, part.end):
+                if kind.number == 1:  # a tensor
+                    element, shape = _tensor(file, kind)
+    return Value(name, element, shape)
+
+
+def _tensor(file: BinaryIO, tensor: _Field) -> tuple[int | None, tuple[int | None, ...] | None]:
+    element, shape = None, None
+    for part in _fields(file, tensor.start, tensor.end):
+        if part.number == 1:
+            element = part.value
+        elif part.number == 2:
+            dims = [each for each in _fields(file, part.start, part.end) if each.number == 1]
+            shape = tuple(_extent(file, each) for each in dims)
+    return element, shape
+
+
+def _extent(file: BinaryIO, dimension: _Field) -> int | None:
+    found = [part.value for part in _fields(file, dimension.start, dimension.end) if part.number == 1]
+    return found[-1] or None if found else None

@@ -1,0 +1,167 @@
+"""What the boxes of an ONNX graph may be, told from its file's heading: metadata and shapes. Needs no runtime.
+
+The layouts that are known, with who writes them, stand at ``Layout``. Which of them a graph answers with is decided
+when it is packed, see ``detections``; what none of them can be is refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from experts.backends.onnx.heading import FLOAT, INT64, read_heading
+from experts.errors import WeightsMismatch
+from experts.expert import Fit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from experts.backends.onnx.heading import Heading
+    from experts.expert import Expert, InputSpec
+
+_SERVED_TASKS = frozenset({"classify", "detect", "segment"})  # of those that ultralytics notes
+
+
+class Layout(StrEnum):
+    """What the numbers are, and where. ``extra``: numbers that are no boxes, such as coefficients of masks."""
+
+    ANCHORS_LAST = "anchors last"
+    """(n, 4 + labels + extra, anchors): centre and size in pixels; a score per label. YOLOv8 to YOLO26, v5u."""
+    OBJECTNESS = "objectness"
+    """(n, anchors, 5 + labels + extra): the same, with the score that anything is there before the labels'. YOLOv5."""
+    CHOSEN = "chosen"
+    """(n, boxes, 6 + extra): corners in pixels, score, label; suppressed, or never overlapping. nms=True, YOLO26."""
+    QUERIES = "queries"
+    """(n, queries, 4 + labels): centre and size in parts of the image; a score per label. RT-DETR."""
+    CHOSEN_QUERIES = "chosen queries"
+    """(n, queries, 6): centre and size in parts of the image, score, label. RT-DETR from ultralytics 8.4 on."""
+    TORCHVISION = "torchvision"
+    """Of one image, corners in pixels (boxes, 4), labels from 1 on (boxes,), scores (boxes,)."""
+
+    @property
+    def fit(self) -> Fit:
+        """How whoever exports this brings images to its size."""
+        return Fit.FILLED if self in {Layout.QUERIES, Layout.CHOSEN_QUERIES} else Fit.LETTERBOXED
+
+
+@dataclass(frozen=True, slots=True)
+class Detections:
+    """What a graph's boxes may be, at least one, and the outputs that hold them. ``extra``: see Layout."""
+
+    layouts: tuple[Layout, ...]
+    outputs: tuple[str, ...]
+    extra: int = 0
+
+    @property
+    def fit(self) -> Fit:
+        """How images come to its size, as far as its file tells."""
+        fits = {layout.fit for layout in self.layouts}
+        return fits.pop() if len(fits) == 1 else Fit.LETTERBOXED
+
+
+def input_of(expert: Expert) -> InputSpec:
+    """What an expert's file wants to see: images of a detector are brought to its size as its exporter does it.
+
+    Raises as ``read_detections``.
+    """
+    found = read_detections(expert)
+    return expert.pixels if found is None else replace(expert.pixels, fit=found.fit)
+
+
+def read_detections(expert: Expert) -> Detections | None:
+    """What the boxes of an expert's file may be; None where it is no detector.
+
+    Raises what reading a file raises, and WeightsMismatch where it is not served, or does not fit the line's labels.
+    """
+    heading = read_heading(expert.id, expert.weights)
+    found = detections_of(expert.id, heading, len(expert.labels))
+    if found is not None:
+        require_names(expert.id, expert.labels, heading)
+    return found
+
+
+def detections_of(expert: str, heading: Heading, label_count: int) -> Detections | None:
+    """What a file's boxes may be; None where it is no detector. Raises WeightsMismatch where that is not served."""
+    task = heading.metadata.get("task", "detect")
+    if task not in _SERVED_TASKS:
+        raise WeightsMismatch(
+            expert, f"it is exported for the task {task}, which is not served: detect and segment are"
+        )
+    if parts := _torchvision_outputs(heading):
+        return Detections((Layout.TORCHVISION,), parts)
+    first = heading.outputs[0] if heading.outputs else None
+    if first is None or first.shape is None or len(first.shape) != 3:
+        return None
+    extra = _extra(heading)
+    layouts = fitting(first.shape, label_count, extra) & _written_by(heading.metadata)
+    if not layouts:
+        raise WeightsMismatch(expert, _unfitting(heading, first.shape, label_count))
+    return Detections(tuple(sorted(layouts)), (first.name,), extra)
+
+
+def require_names(expert: str, labels: Sequence[str], heading: Heading) -> None:
+    """Raises WeightsMismatch where the file's own labels are others in number, or the same ones in another order."""
+    names = heading.names
+    if names is None or tuple(labels) == names:
+        return
+    if len(names) != len(labels):
+        raise WeightsMismatch(
+            expert, f"it tells {len(names)} labels apart ({_listed(names)}), the line names {len(labels)}"
+        )
+    moved = [label for label, name in zip(labels, names, strict=True) if label != name and label in names]
+    if moved:
+        raise WeightsMismatch(
+            expert, f"its labels are {_listed(names)}, in this order; the line has {moved[0]!r} in another place"
+        )
+
+
+def fitting(shape: Sequence[int | None], label_count: int, extra: int) -> set[Layout]:
+    """The layouts that a shape of three dimensions can be."""
+    wanted = {
+        Layout.ANCHORS_LAST: (1, 4 + label_count),
+        Layout.OBJECTNESS: (2, 5 + label_count),
+        Layout.CHOSEN: (2, 6),
+        Layout.QUERIES: (2, 4 + label_count),
+        Layout.CHOSEN_QUERIES: (2, 6),
+    }
+    return {layout for layout, (axis, count) in wanted.items() if shape[axis] in {None, count + extra}}
+
+
+def _written_by(metadata: Mapping[str, str]) -> set[Layout]:
+    """Those that the writer of a file's notes writes; all but what takes a note, where there are none."""
+    is_ultralytics = metadata.get("author") == "Ultralytics"
+    described = metadata.get("description", "").lower().replace("-", "")
+    if metadata.get("head") == "RTDETRDecoder" or (is_ultralytics and "rtdetr" in described):
+        return {Layout.QUERIES, Layout.CHOSEN_QUERIES}
+    if is_ultralytics:
+        return {Layout.ANCHORS_LAST, Layout.CHOSEN}
+    return {Layout.ANCHORS_LAST, Layout.OBJECTNESS, Layout.CHOSEN, Layout.QUERIES}
+
+
+def _extra(heading: Heading) -> int:
+    """Coefficients of masks beside each box: as many as there are masks (n, masks, height, width) to be mixed."""
+    second = heading.outputs[1].shape if len(heading.outputs) == 2 else None
+    return second[1] or 0 if second is not None and len(second) == 4 else 0
+
+
+def _torchvision_outputs(heading: Heading) -> tuple[str, str, str] | None:
+    """Names of boxes, labels and scores."""
+    by_kind: dict[tuple[int | None, int], list[str]] = {}
+    for value in heading.outputs:
+        if value.shape is not None:
+            by_kind.setdefault((value.element, len(value.shape)), []).append(value.name)
+    boxes, labels, scores = (by_kind.get(kind, []) for kind in ((FLOAT, 2), (INT64, 1), (FLOAT, 1)))
+    if not len(boxes) == len(labels) == len(scores) == 1:
+        return None
+    return boxes[0], labels[0], scores[0]
+
+
+def _unfitting(heading: Heading, shape: Sequence[int | None], label_count: int) -> str:
+    shown = "(" + ", ".join("n" if extent is None else str(extent) for extent in shape) + ")"
+    known = "(n, 4 + labels, anchors), (n, anchors, 5 + labels), (n, boxes, 6) or (n, queries, 4 + labels)"
+    return f"it answers {shown}: for the {label_count} labels that the line names, that is none of {known}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,66 @@
+"""Anomaly maps as pictures: small ones of grey that are kept, and drawn over the image that they are of.
+
+A kept picture is a PNG of the map's own size. Black is its lowest value and white its highest, which its texts
+``lowest`` and ``highest`` say on the model's scale.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageFilter
+from PIL.PngImagePlugin import PngInfo
+
+if TYPE_CHECKING:
+    from experts.expert import Anomaly, AnomalyMap
+
+STRONGEST = 0.65  # how much of the image its strangest place covers
+WEAK, STRONG = np.array((255, 225, 60), np.float32), np.array((225, 0, 40), np.float32)  # yellow to red
+OUTLINE = (255, 255, 255)
+OUTLINE_PX = 3  # odd: what a filter takes
+
+
+def map_png(shown: AnomalyMap) -> bytes:
+    """A map as it is kept."""
+    texts = PngInfo()
+    texts.add_text("lowest", repr(shown.lowest))
+    texts.add_text("highest", repr(shown.highest))
+    buffer = io.BytesIO()
+    _grey(shown).save(buffer, "PNG", pnginfo=texts)
+    return buffer.getvalue()
+
+
+def drawn_over(image: Image.Image, anomaly: Anomaly) -> Image.Image:
+    """The image, yellow to red where it is strange, the stranger the stronger.
+
+    What reaches the threshold is outlined, where the score is the map's own highest value: only then are both on one
+    scale. Without a map the image stays as it is.
+    """
+    if anomaly.map is None:
+        return image
+    heat = _grey(anomaly.map).resize(image.size, Image.Resampling.BILINEAR)
+    strength = np.asarray(heat, np.float32)[..., None] / 255
+    cover = STRONGEST * strength
+    coloured = np.asarray(image, np.float32) * (1 - cover) + (WEAK + (STRONG - WEAK) * strength) * cover
+    picture = Image.fromarray(np.round(coloured).astype(np.uint8))
+    level = _level(anomaly, anomaly.map)
+    if level is not None:
+        inside = heat.point([255 if value >= level else 0 for value in range(256)])
+        inner = np.asarray(inside.filter(ImageFilter.MinFilter(OUTLINE_PX)))
+        picture.paste(OUTLINE, mask=Image.fromarray(np.asarray(inside) - inner))
+    return picture
+
+
+def _grey(shown: AnomalyMap) -> Image.Image:
+    return Image.frombytes("L", (shown.width, shown.height), shown.values)
+
+
+def _level(anomaly: Anomaly, shown: AnomalyMap) -> int | None:
+    """The grey value from which on a map reaches the threshold; None where that is not known."""
+    extent = shown.highest - shown.lowest
+    if not extent or not math.isclose(anomaly.score, shown.highest, rel_tol=1e-5):
+        return None
+    return max(math.ceil((anomaly.threshold - shown.lowest) / extent * 255), 0)

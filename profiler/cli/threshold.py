@@ -1,0 +1,127 @@
+"""`coserve experts threshold`: from which score on an image is anomalous, learned on samples."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agent.cli import AsJson, LineFile, explained
+from profiler.cli.arguments import disk_explained, from_here
+
+if TYPE_CHECKING:
+    from profiler.thresholds.learning import Learned
+    from profiler.thresholds.scoring import Scores
+
+NAMED = 5  # files, in a list for people
+
+
+def threshold(
+    line: LineFile,
+    expert: Annotated[str, typer.Argument(metavar="ID", help="an expert of task anomaly", show_default=False)],
+    samples: Annotated[
+        Path, typer.Option(help="folder with good/ and bad/, or <component>/ok/ and <component>/<defect>/")
+    ],
+    false_alarms: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="share of good parts that may be called anomalous")
+    ] = 0.01,
+    chart: Annotated[
+        Path | None, typer.Option(help="PNG of what each threshold would do; default: ID.threshold.png beside the line")
+    ] = None,
+    prints: Annotated[
+        bool, typer.Option("--print", help="the lines for the line file, and write nothing in it")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Learn the threshold of an anomaly expert on good and bad parts, and write it into the line file.
+
+    Of the thresholds that call no more good parts anomalous than asked, one that catches most of the bad ones. Draws
+    what every other threshold would do. Without bad samples, it lies a little above all good ones that have to pass.
+    """
+    from agent.commands.progress import progress_on_stderr
+    from agent.config import read_line
+    from profiler.thresholds.curve import draw_curve
+    from profiler.thresholds.learning import learned
+    from profiler.thresholds.scoring import anomaly_expert, labelled_samples, measured
+
+    drawn = chart or line.parent / f"{expert.replace('/', '-')}.threshold.png"
+    with explained(), disk_explained():
+        config = read_line(line)
+        asked = anomaly_expert(config, expert)
+        with progress_on_stderr() as progress:
+            scores = measured(asked, labelled_samples(config, asked, samples), progress)
+        good, bad = list(scores.good.values()), list(scores.bad.values())
+        found = learned(good, bad, false_alarms)
+        draw_curve(drawn, expert, good, bad, found)
+        if not prints:
+            _write(line, expert, found.rates.threshold)
+    row = _row(expert, asked.threshold, scores, found, false_alarms)
+    if as_json:
+        print(json.dumps({**row, "chart": str(drawn), "is_written": not prints}))
+        return
+    _show(row, drawn, scores)
+    where = from_here(line.absolute())
+    if prints:
+        print(f"Write it into {where}:\nexperts:\n  {expert}:\n    threshold: {found.rates.threshold!r}")
+    else:
+        print(f"written into {where}: a running agent takes it when it reloads")
+
+
+def _write(line: Path, expert: str, value: float) -> None:
+    from agent.line_file.editing import edit_file, set_key
+
+    edit_file(line, partial(set_key, path=("experts", expert, "threshold"), value=value, file=line))
+
+
+def _row(expert: str, before: float | None, scores: Scores, found: Learned, asked: float) -> dict[str, Any]:
+    at = found.rates.threshold
+    return {
+        "expert": expert,
+        "threshold": at,
+        "threshold_before": before,
+        "good": len(scores.good),
+        "bad": len(scores.bad),
+        "false_alarms": found.rates.false_alarms,
+        "false_alarms_asked": asked,
+        "false_alarms_expected": found.expected,
+        "caught": found.rates.caught,
+        "separation": found.separation,
+        "alarms": [str(path) for path, score in scores.good.items() if score >= at],
+        "missed": [str(path) for path, score in scores.bad.items() if score < at],
+        "left_out": list(scores.left_out),
+    }
+
+
+def _show(row: dict[str, Any], chart: Path, scores: Scores) -> None:
+    before = "" if row["threshold_before"] is None else f" (was {row['threshold_before']:g})"
+    print(
+        f"{row['expert']}: threshold {row['threshold']:g}{before}, from {row['good']} good and {row['bad']} bad samples"
+    )
+    print(
+        f"false alarms {row['false_alarms']:.2%} of these; of parts to come {row['false_alarms_expected']:.2%} at most"
+    )
+    if row["false_alarms_expected"] > row["false_alarms_asked"]:
+        needed = _least_good(row["false_alarms_asked"])
+        print(f"  more cannot be vouched for with so few: {row['false_alarms_asked']:.2%} takes {needed} good samples")
+    if row["caught"] is None:
+        print("caught: not known, as there is no bad sample")
+    else:
+        print(
+            f"caught {row['caught']:.2%}; a bad part measures more than a good one in {row['separation']:.2%} of pairs"
+        )
+    for title, key in (("good, and above it", "alarms"), ("bad, and below it", "missed"), ("left out", "left_out")):
+        for each in row[key][:NAMED]:
+            print(f"  {title}: {each}")
+        if len(row[key]) > NAMED:
+            print(f"  {title}: {len(row[key]) - NAMED} more")
+    print(f"curve: {chart}")
+
+
+def _least_good(false_alarms: float) -> str:
+    """How many good samples a rate takes (see profiler.thresholds.learning)."""
+    from math import ceil
+
+    return str(ceil(1 / false_alarms - 1e-9) - 1) if false_alarms else "endlessly many"

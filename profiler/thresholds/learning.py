@@ -1,0 +1,110 @@
+"""The threshold of an anomaly expert, from the scores of good and bad samples. Pure.
+
+A score that reaches the threshold is an alarm. Of n good samples whose scores and that of the next good part are drawn
+alike, the next one is higher than the (k + 1)-th highest of them with a probability of (k + 1) / (n + 1) at most (order
+statistics; the bound of conformal prediction: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005,
+section 2.2). A threshold above it therefore keeps false alarms to that rate, and as many of the samples as that allows
+may be alarms themselves: k.
+
+Guarantees: no more than k good samples reach the threshold, where k is as above, or 0 where the samples are too few for
+the rate asked for, which ``Learned.expected`` then shows; no other such threshold catches more bad samples; among
+those that catch as many it lies amid the gap in front of the lowest score that it has to catch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MARGIN = 0.1  # of the distance from the middle good score to the highest, where nothing is known above that
+LONGEST_DIGITS = 17  # that tell any two numbers of this format apart
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a threshold does to the samples: shares from 0 to 1. ``caught`` is None without a bad sample."""
+
+    threshold: float
+    false_alarms: float
+    caught: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A threshold. ``expected``: what rate of false alarms the samples vouch for; above what was asked, they are few.
+
+    ``separation``: how likely a bad sample has a higher score than a good one (the area under the ROC curve); None
+    without a bad sample.
+    """
+
+    rates: Rates
+    expected: float
+    separation: float | None
+
+
+def learned(good: Sequence[float], bad: Sequence[float], false_alarms: float) -> Learned:
+    """The threshold at this rate of false alarms, 0 to 1. Raises ValueError without a good sample."""
+    if not good:
+        raise ValueError("no good sample: a rate of false alarms is one among good parts")
+    falling = sorted(good, reverse=True)
+    allowed = _allowed(len(good), false_alarms)
+    threshold = _amid(*_gap(falling, bad, allowed))
+    expected = (allowed + 1) / (len(good) + 1)
+    return Learned(rates_at(threshold, good, bad), expected, separation(good, bad) if bad else None)
+
+
+def rates_at(threshold: float, good: Sequence[float], bad: Sequence[float]) -> Rates:
+    """What this threshold does to the samples."""
+    caught = sum(score >= threshold for score in bad) / len(bad) if bad else None
+    return Rates(threshold, sum(score >= threshold for score in good) / len(good), caught)
+
+
+def separation(good: Sequence[float], bad: Sequence[float]) -> float:
+    """How likely a bad sample's score is higher than a good one's; equal scores count half (Mann and Whitney, 1947)."""
+    ranked = sorted([(score, False) for score in good] + [(score, True) for score in bad])
+    higher, below, start = 0.0, 0, 0
+    while start < len(ranked):
+        end = start
+        while end < len(ranked) and ranked[end][0] == ranked[start][0]:
+            end += 1
+        bad_here = sum(is_bad for _, is_bad in ranked[start:end])
+        good_here = end - start - bad_here
+        higher += bad_here * (below + good_here / 2)
+        below += good_here
+        start = end
+    return higher / (len(good) * len(bad))
+
+
+def _allowed(count: int, false_alarms: float) -> int:
+    """How many of so many good samples may be alarms: the largest k with (k + 1) / (n + 1) within the rate, or 0."""
+    return min(max(math.floor(false_alarms * (count + 1) + 1e-9) - 1, 0), count - 1)
+
+
+def _gap(falling: Sequence[float], bad: Sequence[float], allowed: int) -> tuple[float, float]:
+    """Between which scores the threshold lies: above the first, and not above the second."""
+    highest_good = falling[allowed]  # that has to be let pass, and with it all that are as high
+    catchable = [score for score in bad if score > highest_good]
+    if catchable:
+        lowest = min(catchable)
+        return max(score for score in falling if score < lowest), lowest
+    above = [score for score in falling if score > highest_good]
+    if above:
+        return highest_good, min(above)
+    middle = falling[len(falling) // 2]
+    margin = MARGIN * (highest_good - middle) or MARGIN * abs(highest_good) or MARGIN
+    return highest_good, max(highest_good + 2 * margin, math.nextafter(highest_good, math.inf))
+
+
+def _amid(low: float, high: float) -> float:
+    """The number with the fewest digits in the middle half of what is above ``low`` and not above ``high``."""
+    quarter = (high - low) / 4
+    middle = low + 2 * quarter
+    for digits in range(1, LONGEST_DIGITS + 1):
+        found = float(f"{middle:.{digits}g}")
+        if low + quarter <= found <= high - quarter and low < found <= high:
+            return found
+    return high

@@ -1,0 +1,116 @@
+"""The scores that an anomaly expert gives samples: on the CPU, in fp32, by the very backend that serves it.
+
+Guarantees: every sample is scored as the agent would score it; one that cannot be read is left out, and told. Nothing
+of the line is written, and an agent may run on it meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from experts.backends import backend_for
+from experts.errors import ConfigError, ImageError
+from experts.expert import Precision, Task
+from experts.images import read_image
+from profiler.workload.samples import LineSamples, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from experts.backends.base import Skeleton
+    from experts.expert import Expert
+
+GOOD, BAD = "good", "bad"
+OK_LABEL = "ok"  # of labelled crops: a good part
+MOST = 1_000_000  # samples: all that there are
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledSamples:
+    """Images of parts that are known to be good or bad. ``left_out``: files of which no image comes, and why."""
+
+    good: tuple[Sample, ...]
+    bad: tuple[Sample, ...]
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What an expert measured, by sample. ``left_out`` as in LabelledSamples."""
+
+    good: Mapping[Path, float]
+    bad: Mapping[Path, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def anomaly_expert(config: LineConfig, name: str) -> Expert:
+    """The expert of a line that has a threshold, or wants one. Raises ConfigError for any other."""
+    expert = config.catalog.experts.get(name)
+    measuring = sorted(each.id for each in config.catalog.experts.values() if each.task is Task.ANOMALY)
+    if expert is None or expert.task is not Task.ANOMALY:
+        reason = "no expert of this line" if expert is None else "no anomaly expert, and decides without a threshold"
+        raise ConfigError(f"{name} is {reason} - name one of `task: anomaly`: {', '.join(measuring) or 'none yet'}")
+    return expert
+
+
+def labelled_samples(config: LineConfig, expert: Expert, folder: Path) -> LabelledSamples:
+    """The samples below ``folder``: in ``good/`` and ``bad/``, or labelled crops of the components it is asked about.
+
+    Raises ConfigError where no good one is among them.
+    """
+    if (folder / GOOD).is_dir():
+        found = LabelledSamples(tuple(_below(folder / GOOD)), tuple(_below(folder / BAD)))
+    else:
+        found = _crops(config, expert, folder)
+    if not found.good:
+        raise ConfigError(
+            f"{folder} holds no good sample for {expert.id}: a threshold lies above what good parts measure - "
+            f"name a folder that holds {GOOD}/ and {BAD}/, or <component>/{OK_LABEL}/ and <component>/<defect>/"
+        )
+    return found
+
+
+def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, int, int], None]) -> Scores:
+    """Each sample's score. Raises ConfigError where no good one can be read, OutputInvalid, and as packing does."""
+    backend = backend_for(expert.architecture)
+    packable = backend.pack(expert, Precision.FP32)
+    skeleton = backend.skeleton(expert, Precision.FP32, packable.program, "cpu")
+    skeleton.bind(packable.tensors)
+    measuring = replace(expert, threshold=0.0)  # any: scores do not depend on it
+    scores: dict[str, dict[Path, float]] = {GOOD: {}, BAD: {}}
+    left_out = list(samples.left_out)
+    listed = [(GOOD, sample) for sample in samples.good] + [(BAD, sample) for sample in samples.bad]
+    for number, (kind, sample) in enumerate(listed, start=1):
+        try:
+            scores[kind][sample.path] = _score(measuring, skeleton, sample)
+        except ImageError as error:
+            left_out.append(str(error))
+        progress("score samples", number, len(listed))
+    if not scores[GOOD]:
+        raise ConfigError(f"none of {len(samples.good)} good samples can be read: {left_out[0]}")
+    return Scores(scores[GOOD], scores[BAD], tuple(left_out))
+
+
+def _score(expert: Expert, skeleton: Skeleton, sample: Sample) -> float:
+    image = read_image(sample.path, str(sample.path), sample.max_pixels)
+    anomaly = skeleton.infer(expert, [backend_for(expert.architecture).prepare(expert, image)])[0].anomaly
+    assert anomaly is not None, "an anomaly expert's program measures"
+    return anomaly.score
+
+
+def _below(folder: Path) -> Iterator[Sample]:
+    """All files there but hidden ones; what they are shows when they are read."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield Sample(path, "", folder.name, str(folder))
+
+
+def _crops(config: LineConfig, expert: Expert, folder: Path) -> LabelledSamples:
+    found = LineSamples.find(config, folder, MOST)
+    listed = sorted(found.of(expert.id), key=lambda sample: sample.path)
+    labelled = [sample for sample in listed if sample.label is not None]
+    good = tuple(sample for sample in labelled if sample.label == OK_LABEL)
+    return LabelledSamples(good, tuple(sample for sample in labelled if sample.label != OK_LABEL), found.broken)

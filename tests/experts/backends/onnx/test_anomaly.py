@@ -1,0 +1,261 @@
+"""Anomaly experts: which outputs count, what a score means against a threshold, and where an image is strange."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime import InferenceSession
+
+from experts.backends.onnx.anomaly import MAP_SIDE_PX, certainty
+from experts.backends.onnx.backend import OnnxBackend
+from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import Expert, InputSpec, Precision, Task
+from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
+
+BACKEND = OnnxBackend()
+LABELS = ("ok", "anomalous")
+UNIT = InputSpec(SIZE_PX, SIZE_PX, "unit")
+BANK = 64  # patches in the memory bank, 8 numbers each: enough to be lifted
+
+
+class Graphs:
+    """Writes graphs that answer with chosen outputs, and describes the experts that own them."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def expert(self, model, name="anomaly/x", threshold=0.5, size=UNIT):
+        path = self._folder / f"{name.replace('/', '-')}.onnx"
+        onnx.save_model(model, path)
+        return Expert(name, "onnx", path, LABELS, size, task=Task.ANOMALY, threshold=threshold)
+
+
+@pytest.fixture
+def graphs(tmp_path):
+    return Graphs(tmp_path)
+
+
+ANOMALIB_V2 = (("pred_score", "doubled"), ("pred_label", "bool"), ("anomaly_map", "map"), ("pred_mask", "mask"))
+
+
+def bound(expert):
+    packable = BACKEND.pack(expert, Precision.FP32)
+    skeleton = BACKEND.skeleton(expert, Precision.FP32, packable.program, "cpu")
+    skeleton.bind(packable.tensors)
+    return skeleton
+
+
+def answers(expert, *images):
+    return bound(expert).infer(expert, [BACKEND.prepare(expert, image) for image in images])
+
+
+def grey(level, side=SIZE_PX, spot=None):
+    image = np.full((side, side, 3), level, np.uint8)
+    if spot is not None:
+        top, left = spot
+        image[top : top + 4, left : left + 4] = 255
+    return image
+
+
+@pytest.mark.parametrize(
+    ("outputs", "score", "has_map"),
+    [
+        ((("output", "map"),), 1.0, True),
+        ((("output", "flat map"),), 1.0, True),
+        ((("output", "score"),), 1.0, False),
+        ((("output", "column"),), 1.0, False),
+        ((("output", "map"), ("47", "doubled")), 2.0, True),
+        (ANOMALIB_V2, 2.0, True),
+        ((("extra", "map"), ("anomaly_map", "map")), 1.0, True),
+    ],
+    ids=["map", "map without channel", "score", "column", "Anomalib v1 PatchCore", "Anomalib v2", "named among maps"],
+)
+@pytest.mark.parametrize("batch", ["n", 1, 4])
+def test_the_outputs_that_count_are_found(graphs, outputs, score, has_map, batch):
+    expert = graphs.expert(brightness(*outputs, batch=batch))
+    found = answers(expert, grey(40, spot=(8, 20)), grey(40))
+    assert [prediction.label for prediction in found] == ["anomalous", "ok"]
+    assert found[0].anomaly.score == pytest.approx(score)
+    assert (found[0].anomaly.map is not None) == has_map
+    assert found[1].anomaly.map is None  # nothing to show
+
+
+def test_what_is_not_asked_for_is_not_computed(graphs):
+    program = BACKEND.pack(graphs.expert(brightness(*ANOMALIB_V2)), Precision.FP32).program
+    model = onnx.load_from_string(program)
+    assert {value.name for value in model.graph.output} == {"pred_score", "anomaly_map"}
+    assert "Greater" not in {node.op_type for node in model.graph.node}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ((("label", "bool"),), "answers with label bool (n,)"),
+        ((("one", "map"), ("other", "map")), "one float32 (n, 1, 32, 32), other float32 (n, 1, 32, 32)"),
+        ((("one", "score"), ("other", "column"), ("anomaly_map", "map")), "one score (n,) or (n, 1)"),
+    ],
+)
+def test_what_is_no_anomaly_model_is_told_with_what_it_answers(graphs, outputs, said):
+    with pytest.raises(WeightsMismatch) as caught:
+        BACKEND.pack(graphs.expert(brightness(*outputs)), Precision.FP32)
+    assert said in str(caught.value)
+
+
+def test_without_a_threshold_nothing_is_judged(graphs):
+    expert = graphs.expert(brightness(("output", "map")), threshold=None)
+    with pytest.raises(OutputInvalid, match="has no threshold: run `coserve experts threshold"):
+        answers(expert, grey(40))
+
+
+def test_another_threshold_needs_no_other_program(graphs):
+    expert = graphs.expert(brightness(("output", "score")), threshold=0.5)
+    skeleton = bound(expert)
+    batch = [BACKEND.prepare(expert, grey(153))]  # 0.6
+    assert [skeleton.infer(replace(expert, threshold=t), batch)[0].label for t in (0.5, 0.7)] == ["anomalous", "ok"]
+
+
+def test_a_score_is_compared_as_it_is(graphs):
+    expert = graphs.expert(brightness(("output", "score")), threshold=1.0)
+    exact, below = answers(expert, grey(255), grey(254))
+    assert (exact.label, exact.score) == ("anomalous", 0.5)
+    assert (below.label, below.anomaly.score) == ("ok", pytest.approx(254 / 255))
+
+
+def test_a_map_shows_where(graphs):
+    shown = answers(graphs.expert(brightness(("output", "map"))), grey(51, spot=(8, 20)))[0].anomaly.map
+    values = np.frombuffer(shown.values, np.uint8).reshape(shown.height, shown.width)
+    expected = np.zeros((SIZE_PX, SIZE_PX), np.uint8)
+    expected[8:12, 20:24] = 255
+    assert np.array_equal(values, expected)
+    assert (shown.lowest, shown.highest) == (pytest.approx(0.2), 1.0)
+
+
+def test_a_large_map_is_kept_small_and_loses_no_peak(graphs):
+    size = 3 * MAP_SIDE_PX + 7
+    expert = graphs.expert(brightness(("output", "map"), size=size), size=InputSpec(size, size, "unit"))
+    image = grey(51, size)
+    image[200, 300] = 255
+    shown = answers(expert, image)[0].anomaly.map
+    values = np.frombuffer(shown.values, np.uint8).reshape(shown.height, shown.width)
+    assert shown.height == shown.width == MAP_SIDE_PX
+    assert shown.highest == 1.0
+    row, column = np.unravel_index(values.argmax(), values.shape)
+    assert abs(row * size / MAP_SIDE_PX - 200) <= size / MAP_SIDE_PX
+    assert abs(column * size / MAP_SIDE_PX - 300) <= size / MAP_SIDE_PX
+
+
+def test_a_graph_whose_scores_depend_on_the_images_beside_it_is_asked_one_at_a_time(graphs):
+    model = brightness(("output", "score"))
+    top = next(node for node in model.graph.node if node.output == ["output"])
+    top.CopyFrom(helper.make_node("ReduceMax", ["heat"], ["one"], keepdims=0))
+    model.graph.node.append(helper.make_node("Expand", ["one", "count"], ["output"]))
+    model.graph.node.insert(0, helper.make_node("Shape", ["image"], ["count"], start=0, end=1))
+    bright, dark = answers(graphs.expert(model), grey(255), grey(10))
+    assert (bright.label, dark.label) == ("anomalous", "ok")
+
+
+def test_a_graph_that_only_claims_any_batch_is_asked_one_at_a_time(graphs):
+    model = brightness(("output", "map"))
+    shape = numpy_helper.from_array(np.array([1, 1, SIZE_PX, SIZE_PX]), "shape")
+    model.graph.initializer.append(shape)
+    last = next(node for node in model.graph.node if node.output == ["output"])
+    last.CopyFrom(helper.make_node("Reshape", ["heat", "shape"], ["output"]))
+    bright, dark = answers(graphs.expert(model), grey(255), grey(10))
+    assert (bright.label, dark.label) == ("anomalous", "ok")
+
+
+def test_a_score_without_a_dimension_is_of_one_image(graphs):
+    model = brightness(("output", "score"), batch=1)
+    last = next(node for node in model.graph.node if node.output == ["output"])
+    last.CopyFrom(helper.make_node("ReduceMax", ["heat"], ["output"], keepdims=0))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("output", TensorProto.FLOAT, []))
+    assert [one.label for one in answers(graphs.expert(model), grey(255), grey(10))] == ["anomalous", "ok"]
+
+
+def patch_core(seed):
+    """As PatchCore's export: patches of eight numbers, and the distance to the nearest of a bank of them."""
+    random = np.random.default_rng(seed)
+    bank = random.normal(0, 1, (BANK, 8)).astype(np.float32)
+    weights = {"patch.weight": random.normal(0, 0.3, (8, 3, 8, 8)).astype(np.float32), "bank": bank}
+    steering = {"rows": np.array([0, 8, -1]), "grid": np.array([0, 1, 4, 4]), "depth": np.array([2])}
+    scales = {"scales": np.array([1, 1, 8, 8], np.float32), "minus": np.array(-2, np.float32)}
+    nodes = [
+        helper.make_node("Conv", ["image", "patch.weight"], ["patches"], strides=[8, 8]),
+        helper.make_node("Reshape", ["patches", "rows"], ["flat"]),
+        helper.make_node("Transpose", ["flat"], ["rowwise"], perm=[0, 2, 1]),
+        helper.make_node("Transpose", ["bank"], ["bank.T"], perm=[1, 0]),
+        helper.make_node("MatMul", ["rowwise", "bank.T"], ["products"]),
+        helper.make_node("Mul", ["products", "minus"], ["cross"]),
+        helper.make_node("Mul", ["bank", "bank"], ["squares"]),
+        helper.make_node("ReduceSum", ["squares", "one"], ["bank.norms"], keepdims=0),
+        helper.make_node("Mul", ["rowwise", "rowwise"], ["own.squares"]),
+        helper.make_node("ReduceSum", ["own.squares", "depth"], ["norms"], keepdims=1),
+        helper.make_node("Add", ["cross", "bank.norms"], ["partly"]),
+        helper.make_node("Add", ["partly", "norms"], ["distances"]),
+        helper.make_node("ReduceMin", ["distances"], ["nearest"], axes=[2], keepdims=0),
+        helper.make_node("Reshape", ["nearest", "grid"], ["coarse"]),
+        helper.make_node("Resize", ["coarse", "", "scales"], ["anomaly_map"], mode="linear"),
+    ]
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, SIZE_PX, SIZE_PX])
+    heat = helper.make_tensor_value_info("anomaly_map", TensorProto.FLOAT, ["n", 1, SIZE_PX, SIZE_PX])
+    constants = {**weights, **steering, **scales, "one": np.array([1])}
+    initializers = [numpy_helper.from_array(values, name) for name, values in constants.items()]
+    graph = helper.make_graph(nodes, "patchcore", [image], [heat], initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_a_memory_bank_is_weights_that_are_switched_in_place(graphs):
+    """Two experts of one program: their banks are in the packed bytes, and another one is bound by overwriting."""
+    experts = [graphs.expert(patch_core(seed), f"anomaly/{seed}", threshold=0.0) for seed in (1, 2)]
+    packed = [BACKEND.pack(expert, Precision.FP32) for expert in experts]
+    assert packed[0].program == packed[1].program
+    assert sum(tensor.nbytes for tensor in packed[0].tensors.values()) >= BANK * 8 * 4
+    image = np.random.default_rng(0).integers(0, 256, (SIZE_PX, SIZE_PX, 3), dtype=np.uint8)
+    held = {name: tensor.clone() for name, tensor in packed[0].tensors.items()}
+    skeleton = BACKEND.skeleton(experts[0], Precision.FP32, packed[0].program, "cpu")
+    skeleton.bind(held)
+    for expert, packable in zip(experts, packed, strict=True):
+        for name, tensor in packable.tensors.items():
+            held[name].copy_(tensor)
+        prepared = BACKEND.prepare(expert, image)
+        session = InferenceSession(str(expert.weights), providers=["CPUExecutionProvider"])
+        expected = session.run(None, {"image": prepared.tensor.numpy()[None]})[0].max()
+        assert skeleton.infer(expert, [prepared])[0].anomaly.score == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_one_file_is_packed_otherwise_as_a_classifier(graphs):
+    """A manifest of one must not be taken for the other."""
+    expert = graphs.expert(brightness(("output", "column")))
+    recipes = {BACKEND.recipe(each, Precision.FP32) for each in (expert, replace(expert, task=None))}
+    assert len(recipes) == 2
+
+
+def test_an_answer_that_is_not_a_number_is_no_prediction(graphs):
+    model = brightness(("output", "map"))
+    last = next(node for node in model.graph.node if node.output == ["output"])
+    last.CopyFrom(helper.make_node("Log", ["heat"], ["output"]))
+    with pytest.raises(OutputInvalid, match="not a number"):
+        answers(graphs.expert(model), grey(0))
+
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+@given(NUMBERS, NUMBERS, NUMBERS)
+def test_certainty_rises_with_the_score_and_is_a_half_at_the_threshold(one, other, threshold):
+    low, high = sorted((one, other))
+    assert certainty(threshold, threshold) == 0.5
+    assert 0 <= certainty(low, threshold) <= certainty(high, threshold) <= 1
+    assert certainty(one, threshold) <= 0.5 or one > threshold
+    assert certainty(one, threshold) >= 0.5 or one < threshold
+
+
+def test_the_note_is_json_that_names_outputs(graphs):
+    program = BACKEND.pack(graphs.expert(brightness(*ANOMALIB_V2)), Precision.FP32).program
+    notes = {prop.key: prop.value for prop in onnx.load_from_string(program).metadata_props}
+    assert json.loads(notes["coserve.anomaly"]) == {"score": "pred_score", "map": "anomaly_map"}

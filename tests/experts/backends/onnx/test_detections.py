@@ -1,0 +1,250 @@
+"""ONNX graphs of detectors: the boxes that ultralytics itself predicts with the very file, told apart at packing."""
+
+import functools
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from experts.backends.detector import build_trainable
+from experts.backends.onnx.backend import OnnxBackend
+from experts.backends.onnx.layouts import Layout, input_of
+from experts.expert import Expert, Fit, InputSpec, Precision
+
+BACKEND = OnnxBackend()
+LABELS = ("ok", "missing", "shifted")
+SIZE = 96
+NOTE = "coserve.detections"
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory, finding_boxes):
+    """The path of a file that ultralytics' own exporter writes of a detector that finds boxes."""
+
+    @functools.cache
+    def export(architecture, **options):
+        from ultralytics import YOLO
+
+        spread = {"branch": "one2one", "mean_logit": -2.5} if options.get("nms") is False else {}
+        model = finding_boxes(build_trainable(architecture, len(LABELS)), **spread)
+        model.names, model.args, model.task = dict(enumerate(LABELS)), dict(vars(model.args)), "detect"
+        facade = YOLO(f"{architecture}.yaml", task="detect")
+        facade.model = model
+        model.pt_path = tmp_path_factory.mktemp(architecture) / f"{architecture}.pt"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own exporter
+            return Path(facade.export(format="onnx", imgsz=SIZE, simplify=False, **options))
+
+    return export
+
+
+def expert_of(path, labels=LABELS, size=SIZE):
+    expert = Expert("det/x", "onnx", path, labels, InputSpec(size, size, "unit"))
+    return replace(expert, input=input_of(expert))
+
+
+def answered(expert, *images):
+    packed = BACKEND.pack(expert, Precision.FP32)
+    skeleton = BACKEND.skeleton(expert, Precision.FP32, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    return skeleton.infer(expert, [BACKEND.prepare(expert, image) for image in images])
+
+
+def layout_of(expert):
+    program = onnx.load_from_string(BACKEND.pack(expert, Precision.FP32).program)
+    return {entry.key: entry.value for entry in program.metadata_props}[NOTE]
+
+
+def ultralytics_boxes(path, image):
+    """Rows of corners, score and label: its own letterboxing, suppression and scaling, with ONNX Runtime.
+
+    With grey up to the size that was exported, as for a fixed size: of a graph for any size it would leave that out.
+    """
+    from ultralytics import YOLO
+
+    return (
+        YOLO(path)
+        .predict(image[..., ::-1], imgsz=SIZE, conf=0.25, iou=0.45, max_det=1000, rect=False, verbose=False)[0]
+        .boxes
+    )
+
+
+def boxes_of(rows, shape):
+    from ultralytics.engine.results import Boxes
+
+    return Boxes(rows, shape)
+
+
+def require_same(prediction, boxes):
+    """Within 1 pixel and 0.01 of score is what is promised; here they are the same numbers."""
+    assert len(prediction.boxes) == len(boxes) > 0
+    found = torch.tensor([[b.left, b.top, b.right, b.bottom, LABELS.index(b.label)] for b in prediction.boxes])
+    expected = torch.cat((boxes.xyxy, boxes.cls[:, None]), dim=1)
+    distances = (found[:, None] - expected[None]).abs().amax(dim=2)  # nearly equal scores may swap places
+    assert max(distances.amin(dim=0).max(), distances.amin(dim=1).max()) < 0.05
+    assert [box.score for box in prediction.boxes] == pytest.approx(boxes.conf.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["as-is", "dynamic"])
+@pytest.mark.parametrize("architecture", ["yolov5n", "yolov8n", "yolo11n", "yolo12n", "yolo26n"])
+def test_boxes_are_those_that_ultralytics_predicts_with_the_file(exported, image, architecture, options):
+    path = exported(architecture, **options)
+    expert = expert_of(path)
+    assert layout_of(expert) == Layout.ANCHORS_LAST
+    for each in (image, image.transpose(1, 0, 2).copy()):
+        require_same(answered(expert, each)[0], ultralytics_boxes(path, each))
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True, "batch": 2}], ids=["as-is", "dynamic"])
+@pytest.mark.parametrize("architecture", ["yolov5n", "yolov8n", "yolo11n"])
+def test_boxes_that_the_graph_suppresses_itself_are_those_that_ultralytics_predicts(
+    exported, image, architecture, options
+):
+    path = exported(architecture, nms=True, iou=0.45, **options)
+    expert = expert_of(path)
+    assert layout_of(expert) == Layout.CHOSEN
+    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["as-is", "dynamic"])
+@pytest.mark.parametrize("architecture", ["yolov10n", "yolo26n"])
+def test_boxes_from_end_to_end_are_those_that_ultralytics_predicts(exported, image, architecture, options):
+    path = exported(architecture, nms=False, **options)
+    expert = expert_of(path)
+    assert layout_of(expert) == Layout.CHOSEN
+    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
+
+
+def edited(path, edit, notes=None):
+    """A copy of a file, changed. ``notes``: in the place of its metadata."""
+    model = onnx.load_model(path)
+    edit(model.graph)
+    if notes is not None:
+        model.ClearField("metadata_props")
+        onnx.helper.set_model_props(model, notes)
+    changed = path.with_stem(f"{path.stem}-{edit.__name__}-{len(notes or ())}")
+    onnx.save_model(model, changed)
+    return changed
+
+
+def output(graph, shape):
+    graph.ClearField("output")
+    graph.output.append(onnx.helper.make_tensor_value_info("answers", onnx.TensorProto.FLOAT, shape))
+
+
+def constant(graph, name, *values):
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, dtype=np.int64), name))
+    return name
+
+
+def as_yolov5(graph):
+    """As YOLOv5's own repository exports it: anchors first, and the score that anything is there before the labels'."""
+    before = graph.output[0].name
+    ends = [constant(graph, name, value) for name, value in {"0": 0, "4": 4, "7": 7, "2": 2}.items()]
+    graph.node.extend(
+        [
+            onnx.helper.make_node("Transpose", [before], ["anchors_first"], perm=[0, 2, 1]),
+            onnx.helper.make_node("Slice", ["anchors_first", ends[0], ends[1], ends[3]], ["places"]),
+            onnx.helper.make_node("Slice", ["anchors_first", ends[1], ends[2], ends[3]], ["scores"]),
+            onnx.helper.make_node("ReduceMax", ["scores", ends[3]], ["anything"], keepdims=1),
+            onnx.helper.make_node("Concat", ["places", "anything", "scores"], ["answers"], axis=2),
+        ]
+    )
+    output(graph, (1, None, 5 + len(LABELS)))
+
+
+def expected_of_yolov5(expert, image):
+    """By ONNX Runtime, and by ultralytics' suppression and way back: rows of corners, score and label."""
+    from ultralytics.utils.nms import non_max_suppression
+    from ultralytics.utils.ops import scale_boxes
+
+    session = onnxruntime.InferenceSession(expert.weights, providers=["CPUExecutionProvider"])
+    answer = session.run(None, {"images": BACKEND.prepare(expert, image).tensor.unsqueeze(0).numpy()})[0]
+    answer = torch.from_numpy(np.concatenate((answer[:, :, :4], answer[:, :, 5:] * answer[:, :, 4:5]), axis=2))
+    rows = non_max_suppression(answer.transpose(1, 2))[0]
+    rows[:, :4] = scale_boxes((SIZE, SIZE), rows[:, :4], image.shape[:2])
+    return boxes_of(rows, image.shape[:2])
+
+
+@pytest.mark.parametrize("notes", [{"stride": "32", "names": str(list(LABELS))}, {}], ids=["notes", "none"])
+def test_boxes_of_yolov5s_own_exports_count_by_both_of_their_scores(exported, image, notes):
+    expert = expert_of(edited(exported("yolov5n"), as_yolov5, notes))
+    assert layout_of(expert) == Layout.OBJECTNESS
+    require_same(answered(expert, image)[0], expected_of_yolov5(expert, image))
+
+
+def as_rtdetr_was(self, boxes, scores):
+    """What RT-DETR's head answered with in ultralytics before 8.4."""
+    return torch.cat((boxes, scores), dim=-1)
+
+
+def spread_queries(model):
+    """Give it scores around the confidence that a box needs."""
+    last = model.model[-1].dec_score_head[-1]
+    seen = []
+    with torch.no_grad(), last.register_forward_hook(lambda _, __, logits: seen.append(logits)):
+        model(torch.rand((1, 3, 160, 160), generator=torch.Generator().manual_seed(0)))
+        deviation, mean = torch.std_mean(seen[0])
+        last.weight.mul_(1.5 / deviation)
+        last.bias.sub_(mean).mul_(1.5 / deviation).sub_(2)
+
+
+@pytest.fixture(scope="session")
+def rtdetr(tmp_path_factory, looking_trained):
+    """The path of an exported RT-DETR with boxes of all sizes. ``is_former``: as it was before ultralytics 8.4."""
+
+    @functools.cache
+    def export(*, is_former):
+        from ultralytics import RTDETR
+        from ultralytics.nn.modules.head import RTDETRDecoder
+        from ultralytics.nn.tasks import RTDETRDetectionModel
+
+        torch.manual_seed(0)
+        model = looking_trained(RTDETRDetectionModel("yolov8n-rtdetr.yaml", nc=len(LABELS), verbose=False), 0)
+        spread_queries(model)
+        model.names, model.task, model.pt_path = (
+            dict(enumerate(LABELS)),
+            "detect",
+            tmp_path_factory.mktemp("d") / "x.pt",
+        )
+        facade = RTDETR("yolov8n-rtdetr.yaml")
+        model.args, facade.model = facade.model.args, model
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("ignore")
+            if is_former:
+                patch.setattr(RTDETRDecoder, "postprocess", as_rtdetr_was)
+            return Path(facade.export(format="onnx", imgsz=160, simplify=False))
+
+    return export
+
+
+def test_boxes_of_rtdetr_are_those_that_ultralytics_predicts(rtdetr, image):
+    from ultralytics import RTDETR
+
+    path = rtdetr(is_former=False)
+    expert = expert_of(path, size=160)
+    assert (layout_of(expert), expert.pixels.fit) == (Layout.CHOSEN_QUERIES, Fit.FILLED)
+    boxes = RTDETR(path).predict(image[..., ::-1], imgsz=160, conf=0.25, max_det=1000, verbose=False)[0].boxes
+    require_same(answered(expert, image)[0], cut(boxes))
+
+
+def cut(boxes):
+    """At the edges of the image, which ultralytics leaves out for RT-DETR."""
+    height, width = boxes.orig_shape
+    rows = boxes.data.clone()
+    rows[:, :4] = rows[:, :4].clamp(min=0).minimum(torch.tensor([width, height, width, height]))
+    return boxes_of(rows, boxes.orig_shape)
+
+
+def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
+    """One label per query, the best one: of several labels of one box the others are left out."""
+    former, now = (expert_of(rtdetr(is_former=is_former), size=160) for is_former in (True, False))
+    assert (layout_of(former), former.pixels.fit) == (Layout.QUERIES, Fit.FILLED)
+    found, expected = answered(former, image)[0], answered(now, image)[0]
+    assert {box.score for box in found.boxes} <= {box.score for box in expected.boxes}
+    assert found.boxes[0].left == pytest.approx(expected.boxes[0].left, abs=1e-3)

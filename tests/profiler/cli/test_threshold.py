@@ -1,0 +1,143 @@
+"""``coserve experts threshold`` as it is typed: what it learns, draws and writes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from agent.commands.inspection import inspect_images
+from agent.config import read_line
+from coserve import app
+from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
+
+LINE = f"""# our first line
+line: test
+state: ./state
+device: cpu
+memory: {{host: 40MiB, workspace: 20MiB}}
+experts:
+  anomaly/solder:   # trained in March
+    architecture: onnx
+    weights: solder.onnx
+    task: anomaly
+    input: {{size: [{SIZE_PX}, {SIZE_PX}], normalize: unit}}
+  cls/other: {{architecture: fake, weights: other.yaml, labels: [ok], input: {{size: [8, 8]}}}}
+routes:
+  solder: [{{expert: anomaly/solder, pass: [ok]}}]
+"""
+GOOD_LEVELS = range(20, 120, 5)  # the brightest pixel of each, of 255
+BAD_LEVELS = range(180, 250, 10)
+
+
+@pytest.fixture
+def line(tmp_path):
+    onnx.save_model(brightness(("anomaly_map", "map")), tmp_path / "solder.onnx")
+    file = tmp_path / "line.yaml"
+    file.write_text(LINE)
+    return file
+
+
+def spotted(path, level):
+    pixels = np.full((40, 56, 3), 10, np.uint8)
+    pixels[10:20, 30:40] = level
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    for level in GOOD_LEVELS:
+        spotted(tmp_path / f"data/good/{level}.png", level)
+    for level in BAD_LEVELS:
+        spotted(tmp_path / f"data/bad/monday/{level}.png", level)
+    return tmp_path / "data"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["experts", "threshold", *map(str, arguments)])
+
+
+def test_the_threshold_is_written_and_judges_then(line, data, tmp_path):
+    result = run(line, "anomaly/solder", "--samples", data, "--json")
+    assert result.exit_code == 0, result.stderr
+    row = json.loads(result.stdout)
+    assert (row["good"], row["bad"], row["false_alarms"], row["caught"]) == (20, 7, 0.0, 1.0)
+    assert max(GOOD_LEVELS) / 255 < row["threshold"] < min(BAD_LEVELS) / 255
+    assert row["false_alarms_expected"] == pytest.approx(1 / 21)  # too few samples for 1 %
+    images = [spotted(tmp_path / "one.png", 60), spotted(tmp_path / "other.png", 230)]
+    judged = inspect_images(read_line(line, {}), images, "solder", lambda *_: None)
+    assert [each["verdict"] for each in judged] == ["OK", "NG"]
+
+
+def test_only_one_line_of_the_file_is_new(line, data):
+    before = line.read_text().splitlines()
+    for rate in ("0.05", "0.1"):  # once made, once replaced
+        assert run(line, "anomaly/solder", "--samples", data, "--false-alarms", rate).exit_code == 0
+    after = line.read_text().splitlines()
+    added = [text for text in after if text not in before]
+    assert [text.split(":")[0].strip() for text in added] == ["threshold"]
+    assert [text for text in after if text not in added] == before
+
+
+def test_the_curve_is_a_picture(line, data, tmp_path):
+    assert run(line, "anomaly/solder", "--samples", data, "--chart", tmp_path / "curve.png").exit_code == 0
+    with Image.open(tmp_path / "curve.png") as chart:
+        assert chart.format == "PNG"
+        assert len(chart.convert("RGB").getcolors(1 << 20)) > 10
+    assert run(line, "anomaly/solder", "--samples", data).exit_code == 0
+    assert (tmp_path / "anomaly-solder.threshold.png").exists()
+
+
+def test_printing_writes_nothing_into_the_line(line, data):
+    result = run(line, "anomaly/solder", "--samples", data, "--print")
+    assert line.read_text() == LINE
+    assert "    threshold: 0." in result.stdout
+    assert "takes 99 good samples" in result.stdout
+
+
+def test_labelled_crops_serve_as_samples_too(line, tmp_path):
+    for level in GOOD_LEVELS:
+        spotted(tmp_path / f"crops/solder/ok/{level}.png", level)
+    for level in BAD_LEVELS:
+        spotted(tmp_path / f"crops/solder/{'bridge' if level % 20 else 'missing'}/{level}.png", level)
+    row = json.loads(run(line, "anomaly/solder", "--samples", tmp_path / "crops", "--json").stdout)
+    assert (row["good"], row["bad"], row["caught"]) == (20, 7, 1.0)
+
+
+def test_samples_that_cannot_be_read_are_left_out_and_told(line, data):
+    (data / "good" / "cut.png").write_bytes((data / "good" / "20.png").read_bytes()[:60])
+    (data / "bad" / ".hidden.png").write_bytes(b"")
+    row = json.loads(run(line, "anomaly/solder", "--samples", data, "--json").stdout)
+    assert len(row["left_out"]) == 1
+    assert "cut.png" in row["left_out"][0]
+    assert row["good"] == 20
+
+
+def test_what_is_missed_and_what_alarms_is_named(line, data):
+    spotted(data / "bad" / "faint.png", 30)
+    row = json.loads(run(line, "anomaly/solder", "--samples", data, "--json").stdout)
+    assert [each.rpartition("/")[2] for each in row["missed"]] == ["faint.png"]
+    assert row["alarms"] == []
+
+
+@pytest.mark.parametrize(
+    ("expert", "folder", "said"),
+    [
+        ("cls/other", "data", "no anomaly expert, and decides without a threshold - name one of `task: anomaly`: anom"),
+        ("anomaly/none", "data", "anomaly/none is no expert of this line"),
+        ("anomaly/solder", "empty", "empty holds no good sample for anomaly/solder"),
+        ("anomaly/solder", "nowhere", "nowhere is not a folder of samples"),
+    ],
+)
+def test_what_cannot_be_learned_is_told(line, data, tmp_path, expert, folder, said):
+    (tmp_path / "empty" / "good").mkdir(parents=True)
+    result = run(line, expert, "--samples", tmp_path / folder)
+    assert result.exit_code == 78
+    assert said in result.stderr
+    assert line.read_text() == LINE
