@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from itertools import count
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -11,11 +13,19 @@ from PIL import Image
 
 from agent.core import events
 from agent.core.background import DROPPED
+from agent.core.engine import Engine
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, PerformanceMatrix, PoolSpec
+from agent.core.policy import PRESETS
 from agent.core.request import CANCELLED, Batch, Outcome, StepResult
+from agent.runtime.expert_copy import footprint_of
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart, ImageFile
+from agent.runtime.loop import LoopOptions, assemble
+from agent.runtime.machine.detection import detect
 from agent.runtime.shadows import Said, ShadowAnswer, Shadows, ShadowWatch
 from agent.runtime.text_sources import TextSource
 from experts.expert import Prediction, Verdict
+from experts.graph import ExpertGraph, RouteStep
+from tests.agent.runtime.test_loop import ANY, PATIENCE_S, PERFORMANCE
 
 OK = Prediction("ok", 0.9)
 BAD = Prediction("bad", 0.6)
@@ -124,3 +134,46 @@ def test_nothing_is_kept_while_nobody_watches_and_after_a_line_without_shadows()
     watched.shadows.change_line(PAIRS)
     watched.shadows.watch = None
     assert watched.judged(2, b"image", "a") == []
+
+
+def test_a_shadow_beside_real_models_says_what_it_says_alone_and_the_memory_is_what_its_ledger_counts(line):
+    """Twins share their features; a third expert takes the shadow's room again and again."""
+    told, outcomes = SimpleQueue(), SimpleQueue()
+    names = ("cls/twin-0", "cls/twin-1", "cls/wide")
+    routes = {name.removeprefix("cls/"): (RouteStep(name, ANY),) for name in names if name != "cls/twin-1"}
+    graph = ExpertGraph(names, routes, {"cls/twin-0": "cls/twin-1"})
+    copies = {f"{name}@fp32": line.copies[f"{name}@fp32"] for name in names}
+    rows = {
+        copy.expert.id: ExpertProfile(name, PERFORMANCE, footprint_of(copy.packed), {SSD: 0.01})
+        for name, copy in copies.items()
+    }
+    matrix, specs = PerformanceMatrix({"cpu": rows}), [ExecutorSpec(0, "cpu", "host")]
+    parts = {part.id: part.size_bytes for row in rows.values() for part in row.footprint.shared}
+    all_bytes = sum(row.footprint.own_bytes for row in rows.values()) + sum(parts.values())
+    limits = Limits((PoolSpec("host", all_bytes - 1, 64 * 1024 * 1024),))  # of three, two fit
+    engine = Engine(graph, matrix, specs, PRESETS["samba"], limits)
+    loop = assemble(
+        engine, replace(detect("cpu"), cores=1), specs, limits, copies, line.segments,
+        lambda *_: outcomes.put(None), LoopOptions(checks_invariants=True), matrix, routes=graph,
+    )  # fmt: skip
+    loop.watch_shadows(ShadowWatch(told.put, lambda _: None, lambda _: None))
+    loop.start()
+    try:
+        for number in range(4):
+            image = line.pixels(number)
+            loop.submit(image, component="twin-0", about=number)
+            loop.unwant("cls/wide")
+            answer = told.get(timeout=PATIENCE_S)
+            assert (answer.about, answer.expert, answer.shadow) == (number, "cls/twin-0", "cls/twin-1")
+            assert answer.said.prediction == line.predict("twin-0", image)
+            assert answer.shadow_said.prediction == line.predict("twin-1", image)
+            assert answer.said.seconds > 0.0
+            assert answer.shadow_said.seconds > 0.0
+            loop.submit(image, component="wide")
+            outcomes.get(timeout=PATIENCE_S)
+            assert loop.wait_until_idle(PATIENCE_S)
+        statistics = loop.statistics().engine
+        assert statistics.background.ran == 4
+        assert statistics.evictions == 4 + 3  # the shadow each time, and what made room for it
+    finally:
+        loop.stop()
