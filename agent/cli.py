@@ -536,10 +536,13 @@ def check_config(
     as_json: AsJson = False,
 ) -> None:
     """Read a line file as ``serve`` would; every mistake with file, line and key."""
+    from agent.commands.configuration import weights_problems
     from agent.config import read_line
 
     try:
         config = read_line(line)
+        if problems := list(weights_problems(config)):
+            raise ConfigError.of(problems)
     except ConfigError as error:
         if not as_json:
             sys.stderr.write(f"{error}\n")

@@ -22,9 +22,8 @@ from onnxruntime import GraphOptimizationLevel
 from experts.backends.base import Packable
 from experts.backends.letterbox import filled, letterboxed
 from experts.backends.onnx import anomaly, detections
-from experts.backends.onnx.answers import PROBES, RECIPE, Answers, answers_of, note, noted, probabilities, probe_images
-from experts.backends.onnx.detections import decided
-from experts.backends.onnx.layouts import Detections, Layout, read_detections
+from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
+from experts.backends.onnx.layouts import read_detections
 from experts.backends.onnx.memory import peak_bytes
 from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
@@ -78,22 +77,25 @@ class OnnxSkeleton:
         self._images = images.pop()
         count = inputs[self._images].shape[0]
         self._batch_size = count if isinstance(count, int) else None
-        if self._layout is Layout.TORCHVISION:
-            self._batch_size = 1  # its outputs are those of one image, whatever it says of its input
         self._tensors = dict(tensors)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         if not batch:
             raise ValueError("an empty batch")
         images = torch.stack([prepared.tensor for prepared in batch]).to(self._device)
-        size = self._batch_size or len(batch)
-        parts = [self._run(_filled(images[start : start + size], size)) for start in range(0, len(batch), size)]
         if self._layout is not None:
-            return detections.predictions(expert, self._layout, parts, batch)
+            return detections.predictions(expert, self._layout, self._runs(images), batch)
         if self._anomaly is not None:
-            return anomaly.predictions(expert, self._anomaly, parts, len(batch))
-        rows = probabilities(expert, np.concatenate([part[0] for part in parts])[: len(batch)], self._answers)
+            return anomaly.predictions(expert, self._anomaly, self._runs(images), len(batch))
+        answers = np.concatenate([first for (first,) in self._runs(images)])
+        rows = probabilities(expert, answers[: len(batch)], self._answers)
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
+
+    def _runs(self, images: Tensor) -> list[list[np.ndarray]]:
+        """Its outputs for all the images, in batches as the graph takes them."""
+        size = self._batch_size or len(images)
+        starts = range(0, len(images), size)
+        return [self._run(_filled(images[start : start + size], size)) for start in starts]
 
     def _run(self, images: Tensor) -> list[np.ndarray]:
         feeds = self._session.io_binding()
@@ -156,6 +158,13 @@ class OnnxBackend:
         return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
 
 
+def _filled(images: Tensor, size: int) -> Tensor:
+    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
+    if len(images) == size:
+        return images.contiguous()
+    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
+
+
 def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
     """The graph as it is run, still in standard operators, with a note of what it answers with."""
     if expert.task is Task.ANOMALY:
@@ -166,37 +175,16 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
     found = read_detections(expert)
     if found is not None:
         keep_outputs(model, found.outputs)
+        if found.at_once is not None:
+            images.type.tensor_type.shape.dim[0].dim_value = found.at_once
     folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
-    meaning = _meaning(expert, folded, found)
-    if isinstance(meaning, Layout):
-        detections.note(folded, meaning)
-    else:
-        note(folded, meaning)
-    return folded
-
-
-def _filled(images: Tensor, size: int) -> Tensor:
-    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
-    if len(images) == size:
-        return images.contiguous()
-    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
-
-
-def _meaning(expert: Expert, model: onnx.ModelProto, found: Detections | None) -> Answers | Layout:
-    """What its outputs mean, by what it answers to made-up images. Raises WeightsMismatch for what is not served."""
-    session = session_once(model.SerializeToString())
-    images = probe_images(expert.pixels.height, expert.pixels.width)
+    session = session_once(folded.SerializeToString())
+    made_up = probe_images(expert.pixels.height, expert.pixels.width)
     if found is None:
-        return answers_of(expert, model, _label_rows(expert, session, images))
-    first = next(_probe(session, images[NOISY]))  # that it runs
-    layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else decided(expert, found, first[0])
-    if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
-            f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
-        )
-    return layout
+        note(folded, answers_of(expert, folded, _label_rows(expert, session, made_up)))
+    else:
+        detections.note(folded, detections.decided(expert, found, next(_probe(session, made_up[NOISY]))))
+    return folded
 
 
 def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:
