@@ -501,10 +501,13 @@ def check_config(
     as_json: AsJson = False,
 ) -> None:
     """Read a line file as ``serve`` would; every mistake with file, line and key."""
+    from agent.commands.configuration import weights_problems
     from agent.config import read_line
 
     try:
         config = read_line(line)
+        if problems := list(weights_problems(config)):
+            raise ConfigError.of(problems)
     except ConfigError as error:
         if not as_json:
             sys.stderr.write(f"{error}\n")
@@ -571,7 +574,10 @@ def demo(
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
     if llm and data is not None:
         raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
+    from agent.deployment.profile_in_use import set_default_spinning
+
     log_to_stderr(logging.WARNING)
+    set_default_spinning()
     if llm:
         _demo_texts(directory, seed, as_json=as_json)
         return

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from agent.config import read_secret
 from agent.intake.cameras.probe import probe
+from experts.backends.onnx.layouts import require_served
+from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from agent.config import LineConfig, ResolvedKey
+    from experts.errors import ConfigError
 
 PROBE_S = 15.0
 
@@ -30,6 +33,22 @@ def probed_cameras(config: LineConfig) -> Iterator[CameraAnswer]:
     for camera in config.intake.cameras:
         password = None if camera.password is None else read_secret(camera.password)
         yield CameraAnswer(camera.name, probe(camera, password, PROBE_S))
+
+
+def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
+    """What the files of ONNX experts say of themselves that is not served; of those that are there.
+
+    Told here and not when a line is read: an agent goes on without one expert, and says which.
+    """
+    for name, expert in config.catalog.experts.items():
+        if expert.architecture != "onnx":
+            continue
+        try:
+            require_served(expert)
+        except (WeightsMismatch, WeightsCorrupt) as error:
+            yield config.document.error(error.message, "experts", name, "weights")
+        except (WeightsMissing, LoadError):
+            pass  # weights may come later
 
 
 def shown_lines(keys: Sequence[ResolvedKey]) -> Iterator[str]:

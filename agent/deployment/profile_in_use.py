@@ -72,6 +72,11 @@ def set_spinning(config: LineConfig) -> str | None:
     return setting if is_ours else None
 
 
+def set_default_spinning() -> None:
+    """The same without a line: as an agent without a profile waits."""
+    set_unless_given(SPINNING[DEFAULT], VARIABLES)
+
+
 def refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:
     """Raises ConfigError if the profile is of another box or of other libraries, telling all that has changed.
 

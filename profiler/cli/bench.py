@@ -163,7 +163,10 @@ def llm(
 ) -> None:
     """Language models: scheduling, swapping, sharing, offloading and quantising, with transformers as the peer."""
     from agent.commands.progress import progress_on_stderr
-    from profiler.bench.llm.report import measure_llm, report
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
+    from profiler.bench.llm.report import measure_llm, report  # loads torch
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -187,6 +190,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
     from agent.commands.progress import progress_on_stderr
     from profiler.bench.report import REPORT, measure_report, prepare_folder, write_report
     from profiler.targets import targets_text
@@ -225,6 +231,9 @@ def tasks(
     as_json: AsJson = False,
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
     from agent.commands.progress import progress_on_stderr
     from profiler.bench.report import prepare_folder
     from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_recipe, scaled_table

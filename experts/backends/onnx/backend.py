@@ -22,11 +22,10 @@ from onnxruntime import GraphOptimizationLevel
 from experts.backends.base import Packable
 from experts.backends.letterbox import filled, letterboxed
 from experts.backends.onnx import anomaly, detections
-from experts.backends.onnx.answers import PROBES, RECIPE, Answers, answers_of, note, noted, probabilities, probe_images
-from experts.backends.onnx.detections import decided
-from experts.backends.onnx.layouts import Detections, Layout, read_detections
+from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
+from experts.backends.onnx.layouts import read_detections
 from experts.backends.onnx.memory import peak_bytes
-from experts.backends.onnx.pruning import keep_outputs
+from experts.backends.onnx.pruning import keep_outputs, take_batches
 from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
 from experts.backends.pixels import stretched
 from experts.backends.streams import await_writes
@@ -61,8 +60,8 @@ class OnnxSkeleton:
         self._layout = detections.noted(session)
         self._answers = noted(session)
         self._anomaly = anomaly.noted_outputs(session)
-        asked = [output.name for output in session.get_outputs()][: None if self._layout else 1]
-        self._outputs = asked if self._anomaly is None else self._anomaly.names
+        names = [output.name for output in session.get_outputs()]
+        self._outputs = (names if self._layout else names[:1]) if self._anomaly is None else self._anomaly.names
         self._device = torch.device(device)
         self._tensors: Mapping[str, Tensor] = {}
         self._images = ""
@@ -78,8 +77,6 @@ class OnnxSkeleton:
         self._images = images.pop()
         count = inputs[self._images].shape[0]
         self._batch_size = count if isinstance(count, int) else None
-        if self._layout is Layout.TORCHVISION:
-            self._batch_size = 1  # its outputs are those of one image, whatever it says of its input
         self._tensors = dict(tensors)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
@@ -123,6 +120,7 @@ class OnnxBackend:
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
         model = read_onnx(expert.id, expert.weights)
         images = _images_of(expert, model)
+        take_batches(model, images)
         _require_fitting_input(expert, images)
         try:
             folded = _understood(expert, model, images)
@@ -166,12 +164,15 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
     found = read_detections(expert)
     if found is not None:
         keep_outputs(model, found.outputs)
+        if found.at_once is not None:
+            images.type.tensor_type.shape.dim[0].dim_value = found.at_once
     folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
-    meaning = _meaning(expert, folded, found)
-    if isinstance(meaning, Layout):
-        detections.note(folded, meaning)
+    session = session_once(folded.SerializeToString())
+    made_up = probe_images(expert.pixels.height, expert.pixels.width)
+    if found is None:
+        note(folded, answers_of(expert, folded, _label_rows(expert, session, made_up)))
     else:
-        note(folded, meaning)
+        detections.note(folded, detections.decided(expert, found, next(_probe(session, made_up[NOISY]))))
     return folded
 
 
@@ -180,23 +181,6 @@ def _filled(images: Tensor, size: int) -> Tensor:
     if len(images) == size:
         return images.contiguous()
     return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
-
-
-def _meaning(expert: Expert, model: onnx.ModelProto, found: Detections | None) -> Answers | Layout:
-    """What its outputs mean, by what it answers to made-up images. Raises WeightsMismatch for what is not served."""
-    session = session_once(model.SerializeToString())
-    images = probe_images(expert.pixels.height, expert.pixels.width)
-    if found is None:
-        return answers_of(expert, model, _label_rows(expert, session, images))
-    first = next(_probe(session, images[NOISY]))  # that it runs
-    layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else decided(expert, found, first[0])
-    if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
-            f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
-        )
-    return layout
 
 
 def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:
@@ -284,4 +268,6 @@ def _is_weight(tensor: onnx.TensorProto, readers: set[str]) -> bool:
 def _workspace_bytes(expert: Expert, size_bytes: int, mtime_ns: int) -> int:
     """For one image; keyed by the file's stamp, so that other weights are looked at anew."""
     model = read_onnx(expert.id, expert.weights)
-    return peak_bytes(model, _images_of(expert, model).name, (1, 3, expert.pixels.height, expert.pixels.width))
+    images = _images_of(expert, model)
+    take_batches(model, images)
+    return peak_bytes(model, images.name, (1, 3, expert.pixels.height, expert.pixels.width))

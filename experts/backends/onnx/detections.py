@@ -37,18 +37,32 @@ _NOTE = "coserve.detections"
 _SCORE_TOLERANCE = 1e-3  # by which a score may be under 0 or over 1
 
 
-def decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
-    """The one layout of a graph; ``answer``: its first output for made-up images. Raises WeightsMismatch."""
-    possible = set(found.layouts)
-    possible &= fitting(answer.shape, len(expert.labels), found.extra) if answer.ndim == 3 else set()
-    layouts = {layout for layout in possible if _are_scores(layout, answer, len(expert.labels))}
-    if Layout.CHOSEN in layouts:
-        layouts = {Layout.CHOSEN}  # whole numbers in the place of labels are no chance
-    if len(layouts) != 1:
-        what = " or ".join(sorted(layouts)) or "none of those that are known, with scores from 0 to 1"
+def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) -> Layout:
+    """The one layout of a graph, and of the images that it wants; ``answers``: its outputs for made-up images.
+
+    Raises WeightsMismatch where that is not one, or the line prepares its images in another way.
+    """
+    layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else _decided(expert, found, answers[0])
+    if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
         raise WeightsMismatch(
             expert.id,
-            f"{expert.weights} answers {answer.shape}, which is {what}: export it anew, with ultralytics' notes",
+            f"{expert.weights} is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
+            f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
+        )
+    return layout
+
+
+def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
+    possible = fitting(answer.shape, len(expert.labels), found.extra) if answer.ndim == 3 else set()
+    layouts = {each for each in possible & set(found.layouts) if _are_scores(each, answer, len(expert.labels))}
+    if Layout.CHOSEN in layouts:
+        return Layout.CHOSEN  # whole numbers in the place of labels are no chance
+    if len(layouts) != 1:
+        what = " or ".join(sorted(layouts)) or "none of the layouts that are known, with scores from 0 to 1"
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} answers {answer.shape}, which is {what}: export it anew, with its metadata and its "
+            "last activation",
         )
     return layouts.pop()
 
@@ -93,6 +107,8 @@ def predictions(
         found = [_torchvision_rows(expert, *run) for run in runs]
     else:
         answers = torch.from_numpy(np.concatenate([run[0] for run in runs])[: len(batch)]).float()
+        if len(answers) != len(batch):
+            raise OutputInvalid(expert.id, f"it answered for {len(answers)} of {len(batch)} images: export it anew")
         require_numbers(expert, answers)
         found = [_rows(expert, layout, answer, prepared) for answer, prepared in zip(answers, batch, strict=True)]
     return tuple(prediction(expert, rows.tolist(), each) for rows, each in zip(found, batch, strict=True))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from experts.backends.onnx.heading import FLOAT, INT64, read_heading
+from experts.backends.onnx.heading import FLOAT, FLOATS, INT64, read_heading
 from experts.errors import WeightsMismatch
-from experts.expert import Fit
+from experts.expert import Fit, Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,11 +47,15 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """What a graph's boxes may be, at least one, and the outputs that hold them. ``extra``: see Layout."""
+    """What a graph's boxes may be, at least one, and the outputs that hold them.
+
+    ``extra``: see Layout. ``at_once``: how many images it takes, where that is less than its input says.
+    """
 
     layouts: tuple[Layout, ...]
     outputs: tuple[str, ...]
     extra: int = 0
+    at_once: int | None = None
 
     @property
     def fit(self) -> Fit:
@@ -74,45 +78,104 @@ def read_detections(expert: Expert) -> Detections | None:
 
     Raises what reading a file raises, and WeightsMismatch where it is not served, or does not fit the line's labels.
     """
+    return _detections(expert, read_heading(expert.id, expert.weights))
+
+
+def require_served(expert: Expert) -> None:
+    """Raises as ``read_detections``, and WeightsMismatch for all else that a heading tells to be not served.
+
+    What a heading leaves open is found out when the file is packed.
+    """
     heading = read_heading(expert.id, expert.weights)
-    found = detections_of(expert.id, heading, len(expert.labels))
-    if found is not None:
-        require_names(expert.id, expert.labels, heading)
-    return found
+    _require_fitting_input(expert, heading)
+    if expert.task is Task.ANOMALY:
+        _require_measuring(expert, heading)
+        return
+    if _detections(expert, heading) is not None:
+        if expert.pixels.normalize != "unit":
+            raise WeightsMismatch(expert.id, f"{expert.weights} is a detector: set `input.normalize` to unit")
+        return
+    shape = heading.outputs[0].shape if heading.outputs else ()
+    if shape is not None and (len(shape) != 2 or shape[1] not in {None, len(expert.labels)}):
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} answers {_shown(shape)}: for the {len(expert.labels)} labels that the line names, that "
+            "is neither (n, labels) nor boxes",
+        )
 
 
-def detections_of(expert: str, heading: Heading, label_count: int) -> Detections | None:
-    """What a file's boxes may be; None where it is no detector. Raises WeightsMismatch where that is not served."""
+def _require_fitting_input(expert: Expert, heading: Heading) -> None:
+    size = (expert.pixels.height, expert.pixels.width)
+    if len(heading.inputs) != 1:
+        names = ", ".join(value.name for value in heading.inputs) or "none"
+        raise WeightsMismatch(expert.id, f"{expert.weights} must have one input, the images; it has {names}")
+    shape = heading.inputs[0].shape
+    if shape is None:
+        return
+    fits = shape == (3, *size) or (
+        len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], (3, *size), strict=True))
+    )
+    if heading.inputs[0].element != FLOAT or not fits:
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} does not take float32 (n, 3, {size[0]}, {size[1]}) but {_shown(shape)}: correct `input`",
+        )
+
+
+def _require_measuring(expert: Expert, heading: Heading) -> None:
+    """WeightsMismatch unless one output can be a score or a map, see ``experts.backends.onnx.anomaly``."""
+    if not any(value.element in FLOATS and _may_measure(value.shape) for value in heading.outputs):
+        listed = ", ".join(
+            f"{value.name} {_shown(value.shape)}" for value in heading.outputs if value.shape is not None
+        )
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} answers {listed or 'nothing'}: of `task: anomaly` that is neither a score (n) or (n, 1) "
+            "nor a map (n, 1, height, width)",
+        )
+
+
+def _may_measure(shape: tuple[int | None, ...] | None) -> bool:
+    if shape is None or len(shape) in {0, 1, 3}:
+        return True
+    return len(shape) in {2, 4} and shape[1] in {None, 1}
+
+
+def _detections(expert: Expert, heading: Heading) -> Detections | None:
+    """What a file's boxes may be; None where it is no detector. Raises WeightsMismatch, see ``read_detections``."""
     task = heading.metadata.get("task", "detect")
     if task not in _SERVED_TASKS:
         raise WeightsMismatch(
-            expert, f"it is exported for the task {task}, which is not served: detect and segment are"
+            expert.id, f"{expert.weights} is exported for the task {task}, which is not served: detect and segment are"
         )
     if parts := _torchvision_outputs(heading):
-        return Detections((Layout.TORCHVISION,), parts)
+        _require_names(expert, heading)
+        return Detections((Layout.TORCHVISION,), parts, at_once=1)
     first = heading.outputs[0] if heading.outputs else None
     if first is None or first.shape is None or len(first.shape) != 3:
         return None
+    _require_names(expert, heading)
     extra = _extra(heading)
-    layouts = fitting(first.shape, label_count, extra) & _written_by(heading.metadata)
+    layouts = fitting(first.shape, len(expert.labels), extra) & _written_by(heading.metadata)
     if not layouts:
-        raise WeightsMismatch(expert, _unfitting(heading, first.shape, label_count))
-    return Detections(tuple(sorted(layouts)), (first.name,), extra)
+        raise WeightsMismatch(expert.id, _unfitting(expert, first.shape))
+    return Detections(tuple(sorted(layouts)), (first.name,), extra, _suppressed_at_once(heading))
 
 
-def require_names(expert: str, labels: Sequence[str], heading: Heading) -> None:
+def _require_names(expert: Expert, heading: Heading) -> None:
     """Raises WeightsMismatch where the file's own labels are others in number, or the same ones in another order."""
     names = heading.names
-    if names is None or tuple(labels) == names:
+    if names is None or expert.labels == names:
         return
-    if len(names) != len(labels):
+    if len(names) != len(expert.labels):
         raise WeightsMismatch(
-            expert, f"it tells {len(names)} labels apart ({_listed(names)}), the line names {len(labels)}"
+            expert.id,
+            f"{expert.weights} tells {len(names)} labels apart, {_listed(names)}; the line names {len(expert.labels)}",
         )
-    moved = [label for label, name in zip(labels, names, strict=True) if label != name and label in names]
+    moved = [label for label, name in zip(expert.labels, names, strict=True) if label != name and label in names]
     if moved:
         raise WeightsMismatch(
-            expert, f"its labels are {_listed(names)}, in this order; the line has {moved[0]!r} in another place"
+            expert.id, f"{expert.weights} has the labels {_listed(names)}; the line has {moved[0]!r} in another place"
         )
 
 
@@ -145,6 +208,12 @@ def _extra(heading: Heading) -> int:
     return second[1] or 0 if second is not None and len(second) == 4 else 0
 
 
+def _suppressed_at_once(heading: Heading) -> int | None:
+    """For how many images ultralytics unrolled the suppression: for more, its graph leaves out those that are over."""
+    batch = heading.metadata.get("batch", "")
+    return int(batch) if "'nms': True" in heading.metadata.get("args", "") and batch.isdecimal() else None
+
+
 def _torchvision_outputs(heading: Heading) -> tuple[str, str, str] | None:
     """Names of boxes, labels and scores."""
     by_kind: dict[tuple[int | None, int], list[str]] = {}
@@ -157,10 +226,16 @@ def _torchvision_outputs(heading: Heading) -> tuple[str, str, str] | None:
     return boxes[0], labels[0], scores[0]
 
 
-def _unfitting(heading: Heading, shape: Sequence[int | None], label_count: int) -> str:
-    shown = "(" + ", ".join("n" if extent is None else str(extent) for extent in shape) + ")"
+def _unfitting(expert: Expert, shape: Sequence[int | None]) -> str:
     known = "(n, 4 + labels, anchors), (n, anchors, 5 + labels), (n, boxes, 6) or (n, queries, 4 + labels)"
-    return f"it answers {shown}: for the {label_count} labels that the line names, that is none of {known}"
+    return (
+        f"{expert.weights} answers {_shown(shape)}: for the {len(expert.labels)} labels that the line names, that is "
+        f"none of {known}"
+    )
+
+
+def _shown(shape: Sequence[int | None]) -> str:
+    return "(" + ", ".join("n" if extent is None else str(extent) for extent in shape) + ")"
 
 
 def _listed(names: Sequence[str]) -> str:

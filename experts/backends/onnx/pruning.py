@@ -1,13 +1,31 @@
-"""ONNX graphs without what is not asked of them: some outputs stay, and what only the others need goes."""
+"""ONNX graphs as they are asked: outputs that count stay, what only others need goes, and images come in batches."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+from onnx import helper, numpy_helper
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import onnx
+
+
+def take_batches(model: onnx.ModelProto, images: onnx.ValueInfoProto) -> None:
+    """Let a graph that takes one image (3, height, width) take a batch of one; others stay as they are. In place."""
+    shape = images.type.tensor_type.shape
+    extents = [dimension.dim_value for dimension in shape.dim]
+    if len(extents) != 3 or not all(extents):
+        return
+    one = images.name
+    images.name = f"{one}.batch"
+    shape.ClearField("dim")
+    for extent in (1, *extents):
+        shape.dim.add(dim_value=extent)
+    model.graph.initializer.append(numpy_helper.from_array(np.array(extents, dtype=np.int64), f"{one}.shape"))
+    model.graph.node.insert(0, helper.make_node("Reshape", [images.name, f"{one}.shape"], [one]))
 
 
 def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:

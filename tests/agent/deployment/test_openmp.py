@@ -15,7 +15,7 @@ from PIL import Image
 from agent.config import read_line
 from agent.deployment.build import detect_box
 from agent.device_profile.identity import identity_of
-from agent.device_profile.openmp import VARIABLES
+from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, SpinTimes, UsageProfile
 from agent.device_profile.store import ProfileDraft
 
@@ -103,9 +103,9 @@ def inspecting(line):
 def test_an_agent_waits_as_its_profile_says_and_the_library_that_torch_loads_sees_it(line):
     line.profiled("short")
     seen, told = line.start(*inspecting(line), ends_at_torch=False, OMP_DISPLAY_ENV="VERBOSE")
-    assert seen == {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+    assert seen == SPINNING["short"]
     if "GOMP_SPINCOUNT" in told:  # GNU's library tells what it has read; other ones have no such variable
-        assert "GOMP_SPINCOUNT = '10000'" in told
+        assert "GOMP_SPINCOUNT = '1000'" in told
 
 
 def commands(line):
@@ -132,11 +132,12 @@ def test_what_whoever_starts_it_has_set_comes_first(line, variable):
     assert line.start(*inspecting(line), **{variable: "1"})[0] == {variable: "1"}
 
 
-def test_without_a_profile_or_with_a_default_or_a_damaged_one_nothing_is_set(line):
-    assert line.start(*inspecting(line))[0] == {}
+def test_without_a_profile_or_with_a_default_or_a_damaged_one_it_is_our_default(line):
+    """Not the library's, which is milliseconds."""
+    assert line.start(*inspecting(line))[0] == SPINNING[DEFAULT]
     path = line.profiled("default")
-    assert line.start(*inspecting(line))[0] == {}
+    assert line.start(*inspecting(line))[0] == SPINNING[DEFAULT]
     path.write_bytes(path.read_bytes()[:500])
     seen, told = line.start(*inspecting(line), ends_at_torch=False)
-    assert seen == {}
+    assert seen == SPINNING[DEFAULT]
     assert str(path) in told

@@ -116,7 +116,8 @@ def test_what_a_turn_does_to_all_settings_alike_changes_no_choice(turns, second)
 
 
 def test_settings_are_told_apart_by_variables_that_whoever_starts_an_agent_may_set():
-    assert SPINNING["default"] == {}
+    spins = [int(setting["GOMP_SPINCOUNT"]) for setting in SPINNING.values()]
+    assert sorted(set(spins), reverse=True) == spins, "none waits longer than the default"
     assert {name for setting in SPINNING.values() for name in setting} <= VARIABLES
 
 

@@ -13,8 +13,9 @@ import torch
 
 from experts.backends.detector import build_trainable
 from experts.backends.onnx.backend import OnnxBackend
-from experts.backends.onnx.layouts import Layout, input_of
-from experts.expert import Expert, Fit, InputSpec, Precision
+from experts.backends.onnx.layouts import Layout, input_of, read_detections, require_served
+from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision
 
 BACKEND = OnnxBackend()
 LABELS = ("ok", "missing", "shifted")
@@ -29,11 +30,20 @@ def exported(tmp_path_factory, finding_boxes):
     @functools.cache
     def export(architecture, **options):
         from ultralytics import YOLO
+        from ultralytics.cfg import get_cfg
+        from ultralytics.nn.tasks import SegmentationModel
 
+        if is_segmenting := architecture.endswith("-seg"):
+            fresh = SegmentationModel(f"{architecture}.yaml", nc=len(LABELS), verbose=False)
+        else:
+            fresh = build_trainable(architecture, len(LABELS))
         spread = {"branch": "one2one", "mean_logit": -2.5} if options.get("nms") is False else {}
-        model = finding_boxes(build_trainable(architecture, len(LABELS)), **spread)
-        model.names, model.args, model.task = dict(enumerate(LABELS)), dict(vars(model.args)), "detect"
-        facade = YOLO(f"{architecture}.yaml", task="detect")
+        model = finding_boxes(fresh, **spread)
+        model.names, model.args = dict(enumerate(LABELS)), dict(vars(get_cfg()))
+        model.task = "segment" if is_segmenting else "detect"
+        if is_segmenting:
+            fill_masks(model.model[-1])
+        facade = YOLO(f"{architecture}.yaml", task=model.task)
         facade.model = model
         model.pt_path = tmp_path_factory.mktemp(architecture) / f"{architecture}.pt"
         with warnings.catch_warnings():
@@ -41,6 +51,15 @@ def exported(tmp_path_factory, finding_boxes):
             return Path(facade.export(format="onnx", imgsz=SIZE, simplify=False, **options))
 
     return export
+
+
+def fill_masks(head):
+    """No mask is empty: ultralytics leaves out boxes whose masks are."""
+    with torch.no_grad():
+        head.proto.cv3.bn.bias.fill_(5.0)
+        for branch in head.cv4:
+            branch[-1].weight.zero_()
+            branch[-1].bias.fill_(1.0)
 
 
 def expert_of(path, labels=LABELS, size=SIZE):
@@ -248,3 +267,184 @@ def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
     found, expected = answered(former, image)[0], answered(now, image)[0]
     assert {box.score for box in found.boxes} <= {box.score for box in expected.boxes}
     assert found.boxes[0].left == pytest.approx(expected.boxes[0].left, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nms": True, "iou": 0.45}, {"dynamic": True}], ids=["as-is", "nms", "dynamic"]
+)
+def test_a_segmentation_model_is_a_detector_of_its_boxes(exported, image, options):
+    path = exported("yolov8n-seg", **options)
+    expert = expert_of(path)
+    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
+    packed = BACKEND.pack(expert, Precision.FP32)
+    assert len(onnx.load_from_string(packed.program).graph.output) == 1
+    assert not any("proto" in name for name in packed.tensors)  # what only the masks need is not even packed
+
+
+def test_a_graph_of_several_images_answers_for_each_of_them(exported, image):
+    """One that suppresses boxes itself may say that it takes any number, and leave out those over its export's."""
+    images = [image, 255 - image, image[::-1].copy()]
+    for options in ({"dynamic": True}, {"batch": 2}, {"dynamic": True, "batch": 2, "nms": True, "iou": 0.45}):
+        expert = expert_of(exported("yolov8n", **options))
+        alone = [answered(expert, each)[0] for each in images]
+        for found, expected in zip(answered(expert, *images), alone, strict=True):
+            assert [box.label for box in found.boxes] == [box.label for box in expected.boxes]
+            assert [box.score for box in found.boxes] == pytest.approx([box.score for box in expected.boxes], abs=1e-5)
+
+
+def test_weights_are_lifted_so_that_detectors_share_a_program(exported, image):
+    """A switch overwrites bytes: nothing of one detector is left in what the next one runs."""
+    first = expert_of(exported("yolov8n"))
+    other = expert_of(edited(first.weights, with_other_weights))
+    packed, again = (BACKEND.pack(expert, Precision.FP32) for expert in (first, other))
+    assert packed.program == again.program
+    skeleton = BACKEND.skeleton(first, Precision.FP32, packed.program, "cpu")
+    prepared = [BACKEND.prepare(first, image)]
+    for tensors, expert in ((packed.tensors, first), (again.tensors, other), (packed.tensors, first)):
+        skeleton.bind(tensors)
+        require_same(skeleton.infer(expert, prepared)[0], ultralytics_boxes(expert.weights, image))
+
+
+def with_other_weights(graph):
+    for tensor in graph.initializer:
+        if len(tensor.dims) == 4:
+            values = onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.flip(values, axis=(2, 3)).copy(), tensor.name))
+
+
+@pytest.fixture(scope="session")
+def ssd():
+    """A detector of torchvision's that finds boxes of three labels."""
+    from torchvision.models.detection import ssdlite320_mobilenet_v3_large
+
+    torch.manual_seed(0)
+    model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=1 + len(LABELS)).eval()
+    head, seen = model.head.classification_head, []
+    with torch.no_grad(), head.register_forward_hook(lambda _, __, logits: seen.append(logits)):
+        model([torch.rand((3, 96, 128), generator=torch.Generator().manual_seed(0))])
+        for branch in head.module_list:
+            branch[-1].weight.mul_(2 / seen[0].std())
+            branch[-1].bias[:: 1 + len(LABELS)] += 6  # the background is likelier
+    return model
+
+
+@pytest.mark.parametrize("is_list", [False, True], ids=["batch", "list"])
+def test_boxes_of_torchvision_are_its_own(ssd, tmp_path, is_list):
+    """Of an image that needs no scaling; its label 0 is the background."""
+    image = np.random.default_rng(0).integers(0, 256, (96, 128, 3), dtype=np.uint8)
+    pixels = torch.from_numpy(image).permute(2, 0, 1) / 255
+    path = tmp_path / "ssd.onnx"
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        asked = ([pixels],) if is_list else (pixels.unsqueeze(0),)
+        torch.onnx.export(ssd, asked, path, dynamo=False, opset_version=17)
+        expected = ssd([pixels])[0]
+    expert = Expert("det/x", "onnx", path, LABELS, InputSpec(96, 128, "unit"))
+    expert = replace(expert, input=input_of(expert))
+    require_served(expert)
+    assert BACKEND.workspace_bytes(expert, Precision.FP32, 1) > 0
+    assert layout_of(expert) == Layout.TORCHVISION
+    sure = expected["scores"] > 0.25
+    rows = [expected["boxes"][sure], expected["scores"][sure, None], expected["labels"][sure, None] - 1.0]
+    for prediction in answered(expert, image, image):
+        require_same(prediction, boxes_of(torch.cat(rows, dim=1), (96, 128)))
+
+
+def refusal(path, labels=LABELS, size=SIZE, **pixels):
+    """Why a file is refused, as ``config check`` and packing tell it."""
+    expert = Expert("det/x", "onnx", path, labels, InputSpec(size, size, **{"normalize": "unit", **pixels}))
+    with pytest.raises(WeightsMismatch) as told:
+        require_served(expert)
+    with pytest.raises(WeightsMismatch):
+        BACKEND.pack(expert, Precision.FP32)
+    return told.value.message
+
+
+def as_it_is(graph):
+    """Nothing is changed."""
+
+
+def test_a_file_tells_where_the_lines_labels_are_not_its_own(exported):
+    path = exported("yolov8n")
+    assert "tells 3 labels apart, ok, missing, shifted; the line names 2" in refusal(path, ("ok", "missing"))
+    assert "the line has 'missing' in another place" in refusal(path, ("missing", "ok", "shifted"))
+    assert expert_of(path, ("gut", "missing", "verschoben")).pixels.fit is Fit.LETTERBOXED  # others words for them
+
+
+def test_labels_are_counted_where_a_file_does_not_name_them(exported):
+    path = edited(exported("yolov8n"), as_it_is, {"producer": "x"})
+    told = refusal(path, ("ok", "missing"))
+    assert "answers (1, 7, 189): for the 2 labels that the line names, that is none of (n, 4 + labels, anchors)" in told
+
+
+@pytest.mark.parametrize("task", ["pose", "obb", "depth", "semantic"])
+def test_tasks_that_are_not_served_are_named(exported, task):
+    path = edited(exported("yolov8n"), as_it_is, {"task": task})
+    assert f"is exported for the task {task}, which is not served" in refusal(path)
+
+
+def test_another_normalisation_and_size_are_refused(exported):
+    path = exported("yolov8n")
+    assert "is a detector: set `input.normalize` to unit" in refusal(path, normalize="imagenet")
+    assert "takes float32" not in refusal(path, normalize="imagenet")
+    assert "does not take float32 (n, 3, 64, 64) but (1, 3, 96, 96)" in refusal(path, size=64)
+
+
+def test_images_prepared_in_another_way_are_refused_when_it_is_packed(exported):
+    expert = replace(expert_of(exported("yolov8n")), input=InputSpec(SIZE, SIZE, "unit"))
+    with pytest.raises(WeightsMismatch, match=r"wants its images letterboxed and .*; the line sends them stretched"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def without_sigmoid(graph):
+    """Its scores are logits."""
+    last = next(node for node in reversed(graph.node) if node.op_type == "Sigmoid")
+    last.op_type = "Identity"
+
+
+def test_scores_that_are_none_are_refused_when_it_is_packed(exported):
+    expert = expert_of(edited(exported("yolov8n"), without_sigmoid))
+    with pytest.raises(WeightsMismatch, match=r"\(1, 7, 189\), which is none of the layouts .* last activation"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
+def of_open_shape(graph):
+    for dimension in graph.output[0].type.tensor_type.shape.dim:
+        dimension.dim_param = "any"
+
+
+def test_what_shapes_leave_open_the_answers_decide(exported):
+    """No metadata, and no shape of the answers: three layouts are possible until it has answered."""
+    raw, chosen = (
+        edited(exported("yolov8n", **o), of_open_shape, {"x": "y"}) for o in ({}, {"nms": True, "iou": 0.45})
+    )
+    assert len(read_detections(expert_of(raw)).layouts) > 1
+    assert layout_of(expert_of(raw)) == Layout.ANCHORS_LAST
+    assert layout_of(expert_of(chosen)) == Layout.CHOSEN
+
+
+def with_two_bad_values(graph):
+    """The first place is no number."""
+    last = graph.output[0].name
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(np.inf, dtype=np.float32), "no_number"))
+    graph.node.append(onnx.helper.make_node("Mul", [last, "no_number"], ["answers"]))
+    output(graph, (1, 4 + len(LABELS), None))
+
+
+def test_answers_that_are_no_numbers_are_no_prediction(exported, image):
+    expert = expert_of(edited(exported("yolov8n"), with_two_bad_values))
+    with pytest.raises(OutputInvalid, match="not a number"):
+        answered(expert, image)
+
+
+def test_more_boxes_than_a_graph_keeps_are_no_prediction(exported, image):
+    """Those that it left out might be the ones that do not pass."""
+    expert = expert_of(exported("yolov8n", nms=True, iou=0.45, max_det=5))
+    with pytest.raises(OutputInvalid, match="it found 5 boxes in one image, all that its graph has room for"):
+        answered(expert, image)
+
+
+def test_no_box_is_nothing_found(exported):
+    expert = expert_of(exported("yolov8n", nms=True, iou=0.45, conf=0.999))
+    found = answered(expert, np.zeros((50, 70, 3), dtype=np.uint8))[0]
+    assert (found.label, found.score, found.boxes) == (NOTHING_FOUND, 0.0, ())

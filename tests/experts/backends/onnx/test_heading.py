@@ -1,0 +1,101 @@
+"""Headings of ONNX files: read without a runtime, whatever the file holds."""
+
+from contextlib import suppress
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from experts.backends.onnx.heading import FLOAT, INT64, Heading, Value, read_heading
+from experts.errors import WeightsCorrupt, WeightsMissing
+
+
+def model(**notes):
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["images", "weight"], ["sum"]), helper.make_node("Shape", ["sum"], ["extents"])],
+        "graph",
+        [
+            helper.make_tensor_value_info("images", TensorProto.FLOAT, ["n", 3, 8, 8]),
+            helper.make_tensor_value_info("weight", TensorProto.FLOAT, [1]),
+        ],
+        [
+            helper.make_tensor_value_info("sum", TensorProto.FLOAT, ["n", 3, None, 8]),
+            helper.make_tensor_value_info("extents", TensorProto.INT64, [4]),
+            helper.make_value_info("open", helper.make_tensor_type_proto(TensorProto.FLOAT, None)),
+        ],
+        [numpy_helper.from_array(np.ones(1, dtype=np.float32), "weight")],
+    )
+    made = helper.make_model(graph)
+    helper.set_model_props(made, notes)
+    return made.SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def heading_of(tmp_path_factory):
+    path = tmp_path_factory.mktemp("heading") / "x.onnx"
+
+    def read(content):
+        path.write_bytes(content)
+        return read_heading("det/x", path)
+
+    return read
+
+
+def test_a_heading_is_what_the_file_says_beside_its_weights(heading_of):
+    found = heading_of(model(task="detect"))
+    assert found.inputs == (Value("images", FLOAT, (None, 3, 8, 8)),)
+    assert found.outputs == (
+        Value("sum", FLOAT, (None, 3, None, 8)),
+        Value("extents", INT64, (4,)),
+        Value("open", FLOAT, None),
+    )
+    assert dict(found.metadata) == {"task": "detect"}
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        ("{0: 'ok', 1: 'missing'}", ("ok", "missing")),
+        ("{1: 'missing', 0: 'ok'}", ("ok", "missing")),
+        ("['ok', 'missing']", ("ok", "missing")),
+        ("{0: 'ok', 2: 'missing'}", None),
+        ("__import__('os').getcwd()", None),
+        ("(" * 10_000, None),
+        ("{}", None),
+    ],
+)
+def test_names_are_labels_in_their_order_or_nothing(heading_of, names, labels):
+    assert heading_of(model(names=names)).names == labels
+
+
+def test_a_file_that_is_not_there_is_missing(tmp_path):
+    with pytest.raises(WeightsMissing, match="copy it there, or correct `weights`"):
+        read_heading("det/x", tmp_path / "none.onnx")
+
+
+@settings(max_examples=400, deadline=None)
+@given(places=st.lists(st.integers(0, 10_000), max_size=4), value=st.integers(0, 255), length=st.integers(0, 10_000))
+def test_a_damaged_file_is_a_heading_or_corrupt(heading_of, places, value, length):
+    content = bytearray(model(task="detect", names="{0: 'ok'}"))
+    for place in places:
+        content[place % len(content)] = value
+    with suppress(WeightsCorrupt):
+        assert isinstance(heading_of(bytes(content[: length or None])), Heading)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_heading_or_corrupt(heading_of, content):
+    with suppress(WeightsCorrupt):
+        assert isinstance(heading_of(content), Heading)
+
+
+def test_a_whole_file_is_as_onnx_itself_reads_it(heading_of, files):
+    expert = files.onnx("cls/x")
+    found = heading_of(expert.weights.read_bytes())
+    expected = onnx.load_model(expert.weights).graph
+    assert [value.name for value in found.outputs] == [value.name for value in expected.output]
+    assert [value.name for value in found.inputs] == [value.name for value in expected.input]
