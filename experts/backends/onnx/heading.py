@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLOAT, INT64 = 1, 7  # of onnx.TensorProto.DataType
+FLOATS = frozenset({FLOAT, 10, 11})  # in 32, 16 and 64 bits
 _GRAPH, _METADATA = 7, 14  # of ModelProto
 _INITIALIZER, _INPUT, _OUTPUT = 5, 11, 12  # of GraphProto
 _INITIALIZER_NAME = 8

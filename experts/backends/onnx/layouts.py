@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from experts.backends.onnx.heading import FLOAT, INT64, read_heading
+from experts.backends.onnx.heading import FLOAT, FLOATS, INT64, read_heading
 from experts.errors import WeightsMismatch
-from experts.expert import Fit
+from experts.expert import Fit, Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,6 +88,9 @@ def require_served(expert: Expert) -> None:
     """
     heading = read_heading(expert.id, expert.weights)
     _require_fitting_input(expert, heading)
+    if expert.task is Task.ANOMALY:
+        _require_measuring(expert, heading)
+        return
     if _detections(expert, heading) is not None:
         if expert.pixels.normalize != "unit":
             raise WeightsMismatch(expert.id, f"{expert.weights} is a detector: set `input.normalize` to unit")
@@ -117,6 +120,25 @@ def _require_fitting_input(expert: Expert, heading: Heading) -> None:
             expert.id,
             f"{expert.weights} does not take float32 (n, 3, {size[0]}, {size[1]}) but {_shown(shape)}: correct `input`",
         )
+
+
+def _require_measuring(expert: Expert, heading: Heading) -> None:
+    """WeightsMismatch unless one output can be a score or a map, see ``experts.backends.onnx.anomaly``."""
+    if not any(value.element in FLOATS and _may_measure(value.shape) for value in heading.outputs):
+        listed = ", ".join(
+            f"{value.name} {_shown(value.shape)}" for value in heading.outputs if value.shape is not None
+        )
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} answers {listed or 'nothing'}: of `task: anomaly` that is neither a score (n) or (n, 1) "
+            "nor a map (n, 1, height, width)",
+        )
+
+
+def _may_measure(shape: tuple[int | None, ...] | None) -> bool:
+    if shape is None or len(shape) in {0, 1, 3}:
+        return True
+    return len(shape) in {2, 4} and shape[1] in {None, 1}
 
 
 def _detections(expert: Expert, heading: Heading) -> Detections | None:

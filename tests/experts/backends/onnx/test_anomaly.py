@@ -13,6 +13,7 @@ from onnxruntime import InferenceSession
 
 from experts.backends.onnx.anomaly import MAP_SIDE_PX, certainty
 from experts.backends.onnx.backend import OnnxBackend
+from experts.backends.onnx.layouts import require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, InputSpec, Precision, Task
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
@@ -104,6 +105,18 @@ def test_what_is_no_anomaly_model_is_told_with_what_it_answers(graphs, outputs, 
     with pytest.raises(WeightsMismatch) as caught:
         BACKEND.pack(graphs.expert(brightness(*outputs)), Precision.FP32)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "outputs", [ANOMALIB_V2, (("o", "map"),), (("o", "flat map"),), (("o", "score"),), (("o", "column"),)]
+)
+def test_what_measures_is_no_mistake_of_the_line(graphs, outputs):
+    require_served(graphs.expert(brightness(*outputs)))
+
+
+def test_what_does_not_measure_is_told_before_anything_runs(graphs):
+    with pytest.raises(WeightsMismatch, match="neither a score"):
+        require_served(graphs.expert(brightness(("label", "bool"), ("mask", "mask"))))
 
 
 def test_without_a_threshold_nothing_is_judged(graphs):
