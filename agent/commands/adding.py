@@ -179,7 +179,7 @@ class _Settled:
         expert = wishes.id or _id_of(known)
         folder, file = line.absolute().parent, inspected.file.absolute()
         own = folder / "weights" / f"{expert}{served_suffix(inspected)}"
-        is_in_place = inspected.tensors is None and file.resolve().is_relative_to(folder.resolve())
+        is_in_place = inspected.is_served_as_it_is and file.resolve().is_relative_to(folder.resolve())
         weights = file.resolve() if is_in_place else own
         step: dict[str, Any] = {"expert": expert, "pass": list(passing)}
         if wishes.min_score is not None:

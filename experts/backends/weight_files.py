@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 import torch
 from google.protobuf.message import DecodeError
-from onnx.external_data_helper import uses_external_data
+from onnx.external_data_helper import load_external_data_for_model, uses_external_data
 from safetensors import SafetensorError, safe_open
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
@@ -54,23 +54,56 @@ def read_state_dict(expert: Expert) -> dict[str, Tensor]:
     return read_tensors(expert.id, expert.weights)
 
 
-def read_onnx(expert: str, path: Path) -> onnx.ModelProto:
-    """A complete ONNX model, checked. Raises WeightsRefused where its weights lie in other files."""
+def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelProto:
+    """A complete ONNX model, checked. ``gathers``: take in weights that lie in other files of its folder.
+
+    Raises WeightsRefused where they do, and are not to be gathered or cannot be.
+    """
+    model = read_graph(expert, path)
     try:
-        model = onnx.load_model(path, load_external_data=False)
+        if is_scattered(model):
+            _gather(expert, path, model, gathers=gathers)
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError) as error:  # of values: more than protobuf holds
+        raise WeightsCorrupt(expert, f"{path} is not a valid ONNX model: {error}") from error
+    return model
+
+
+def read_graph(expert: str, path: Path) -> onnx.ModelProto:
+    """An ONNX model as its file has it, not checked, without weights that lie in other files."""
+    try:
+        return onnx.load_model(path, load_external_data=False)
     except FileNotFoundError as error:
         raise _missing(expert, path) from error
     except OSError as error:
         raise LoadError(expert, f"{path} cannot be read: {error.strerror}") from error
     except DecodeError as error:
         raise WeightsCorrupt(expert, f"{path} is not an ONNX model: {error}") from error
-    if any(uses_external_data(tensor) for tensor in model.graph.initializer):
-        raise WeightsRefused(expert, f"{path} keeps its weights in other files: save it as one file")
+
+
+def is_scattered(model: onnx.ModelProto) -> bool:
+    """Whether weights of a graph lie in other files than its own, as torch exports it by default."""
+    return any(uses_external_data(tensor) for tensor in model.graph.initializer)
+
+
+def write_gathered_onnx(expert: str, source: Path, destination: Path) -> None:
+    """An ONNX model as one file. Raises as ``read_onnx`` does, and OSError for what the disk refuses."""
+    destination.write_bytes(read_onnx(expert, source, gathers=True).SerializeToString(deterministic=True))
+
+
+def _gather(expert: str, path: Path, model: onnx.ModelProto, *, gathers: bool) -> None:
+    """Take in weights of other files, none of which lies outside the model's own folder. In place."""
+    if not gathers:
+        raise WeightsRefused(
+            expert, f"{path} keeps its weights in other files: save it as one file, or bring it with "
+            "`coserve experts add`, which does"
+        )  # fmt: skip
     try:
-        onnx.checker.check_model(model)
-    except onnx.checker.ValidationError as error:
-        raise WeightsCorrupt(expert, f"{path} is not a valid ONNX model: {error}") from error
-    return model
+        load_external_data_for_model(model, str(path.parent))
+    except (OSError, onnx.checker.ValidationError) as error:
+        raise WeightsRefused(
+            expert, f"{path} keeps its weights in other files, which cannot be read: {error}: put them beside it"
+        ) from error
 
 
 def check_weights(expert: str, path: Path) -> None:

@@ -12,7 +12,7 @@ import struct
 import zipfile
 import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,11 +37,15 @@ TAR_MAGIC = slice(257, 262)
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where an entry's bytes lie in the file. ``size_bytes``: unpacked; ``packed_bytes`` where they are packed."""
+    """Where an entry's bytes lie in the file. ``size_bytes``: unpacked; ``packed_bytes`` where they are packed.
+
+    ``checksum``: CRC-32 of the bytes; 0 where there is none, as torch writes it when it is asked to count none.
+    """
 
     offset: int
     size_bytes: int
     packed_bytes: int | None = None
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,10 @@ class Checkpoint:
     document: object
     _data: mmap.mmap
     _extents: Mapping[str, Extent]
+    _checked: set[str] = field(default_factory=set)  # storages whose checksum has been compared
 
     def numbers(self, storage: Storage) -> memoryview:
-        """A storage's bytes, to be released before the file is closed. Raises WeightsCorrupt if they are not there."""
+        """A storage's bytes. Raises WeightsCorrupt if they are not there, or not what they were."""
         extent = self._extents.get(storage.key)
         if extent is None:
             raise WeightsCorrupt(self.source, f"storage {storage.key} is not in it")
@@ -63,7 +68,11 @@ class Checkpoint:
             raise WeightsCorrupt(
                 self.source, f"storage {storage.key} has {extent.size_bytes} bytes instead of {storage.size_bytes}"
             )
-        return _bytes_of(self.source, self._data, extent)[: storage.size_bytes]
+        found = _bytes_of(self.source, self._data, extent)
+        if storage.key not in self._checked:
+            _check(self.source, found, extent)
+            self._checked.add(storage.key)
+        return found[: storage.size_bytes]
 
 
 @contextmanager
@@ -76,8 +85,8 @@ def opened(path: Path) -> Iterator[Checkpoint]:
     with path.open("rb") as file:
         if not path.stat().st_size:
             raise WeightsCorrupt(source, "is empty")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield _open(source, data, path)
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # it is unmapped once nobody looks at its numbers
+        yield _open(source, data, path)
 
 
 def _open(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
@@ -103,7 +112,9 @@ def _open_archive(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
     description = entries[f"{prefix}data.pkl"]
     if description.size_bytes > PICKLE_BYTES_MAXIMUM:
         raise WeightsRefused(source, f"its pickle has over {PICKLE_BYTES_MAXIMUM} bytes: {SAVE_ADVICE}")
-    document = Unpickler(source, bytes(_bytes_of(source, data, description))).load()
+    described = bytes(_bytes_of(source, data, description))
+    _check(source, described, description)
+    document = Unpickler(source, described).load()
     start = f"{prefix}data/"
     storages = {name.removeprefix(start): extent for name, extent in entries.items() if name.startswith(start)}
     return Checkpoint(source, len(data), document, data, storages)
@@ -124,13 +135,13 @@ def _prefix(source: str, entries: Mapping[str, Extent]) -> str:
 def _entries(source: str, data: mmap.mmap, path: Path) -> dict[str, Extent]:
     try:
         with zipfile.ZipFile(path) as archive:
-            infos = archive.infolist()
+            infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError) as error:
         raise WeightsCorrupt(source, f"is no whole zip archive: {error}") from error
     if len(infos) > ENTRIES_MAXIMUM:
         raise WeightsRefused(source, f"has over {ENTRIES_MAXIMUM} entries: {SAVE_ADVICE}")
-    found = {info.filename: _extent(source, data, info) for info in infos if not info.is_dir()}
-    if len(found) != sum(not info.is_dir() for info in infos):
+    found = {info.filename: _extent(source, data, info) for info in infos}
+    if len(found) != len(infos):
         raise WeightsCorrupt(source, "is a zip archive with two entries of one name")
     _refuse_overlaps(source, found)
     unpacked = sum(extent.size_bytes for extent in found.values())
@@ -157,10 +168,10 @@ def _extent(source: str, data: mmap.mmap, info: zipfile.ZipInfo) -> Extent:
     if info.compress_type == zipfile.ZIP_STORED:
         if info.file_size != info.compress_size:
             corrupt("has two sizes")
-        return Extent(offset, info.file_size)
+        return Extent(offset, info.file_size, None, info.CRC)
     if info.compress_type != zipfile.ZIP_DEFLATED:
         corrupt("is compressed in a way that torch does not read")
-    return Extent(offset, info.file_size, info.compress_size)
+    return Extent(offset, info.file_size, info.compress_size, info.CRC)
 
 
 def _refuse_overlaps(source: str, entries: Mapping[str, Extent]) -> None:
@@ -184,6 +195,11 @@ def _bytes_of(source: str, data: mmap.mmap, extent: Extent) -> memoryview:
     if len(unpacked) != extent.size_bytes:
         raise WeightsCorrupt(source, "is a zip archive with an entry that unpacks to another size than it says")
     return memoryview(unpacked)
+
+
+def _check(source: str, found: bytes | memoryview, extent: Extent) -> None:
+    if extent.checksum and zlib.crc32(found) != extent.checksum:
+        raise WeightsCorrupt(source, f"is damaged: the entry at byte {extent.offset} has another checksum than it says")
 
 
 # the form before it

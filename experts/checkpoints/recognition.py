@@ -24,6 +24,7 @@ AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception
 USUAL_SIZE = 224  # where the weights do not show one
 EXPORT_ADVICE = "export it to ONNX, and add that"
 LAYER = re.compile(r"model\.(\d+)\.")
+QUERIES = "dec_score_head.0.weight"  # of the last layer of RT-DETR
 SCALES = {  # of each family of ultralytics, the sizes that it is made in
     "yolov8": "nsmlx", "yolo11": "nsmlx", "yolo26": "nsmlx", "yolo12": "nsmlx", "yolov5": "nsmlx", "yolov10": "nsmblx",
     "yolov9": "tsmce", "yolov6": "nsmlx",
@@ -76,7 +77,11 @@ FAMILIES = (
     _Family(("alexnet", "vgg"), "features.0.weight", "classifier.6.weight"),
 )
 OTHERS = (  # a weight's name, in words what has it, and why it is not served as it is
-    (r"roi_heads\.|rpn\.head\.", "detector of torchvision", f"such detectors are served as graphs: {EXPORT_ADVICE}"),
+    (
+        r"roi_heads\.|rpn\.head\.|head\.classification_head\.",
+        "detector of torchvision",
+        f"such detectors are served as graphs: {EXPORT_ADVICE}",
+    ),
     (r"patch_embed\.proj\.weight|blocks\.\d+\.attn\.qkv\.weight", "vision transformer of timm", ""),
     (r"stages\.0\.blocks\.0\.conv_dw\.weight", "ConvNeXt of timm", ""),
     (r"conv_stem\.weight|blocks\.0\.0\.conv_dw\.weight", "EfficientNet or MobileNet of timm", ""),
@@ -104,7 +109,7 @@ def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recogni
 def _classifier(shapes: Shapes, hint: str | None) -> Recognised | None:
     ours = {name: shape for name, shape in shapes.items() if not name.startswith(AUXILIARY_HEADS)}
     for family in FAMILIES:
-        if family.mark in ours and ours.get(family.head, (0,))[0:1] > (0,):
+        if family.mark in ours and _rows(ours.get(family.head)):
             return _member(family, ours, hint)
     return None
 
@@ -141,16 +146,19 @@ def _position_size(shapes: Shapes) -> int | None:
 def _yolo(shapes: Shapes, hint: str | None) -> Recognised | None:
     named = {f"model.{re.sub(r'^(model[.])+', '', name)}": shape for name, shape in shapes.items()}
     numbers = [int(match[1]) for name in named if (match := LAYER.match(name))]
-    if len(numbers) != len(named) or not ({"model.0.conv.weight", "model.1.conv.weight"} & named.keys()):
+    if not numbers or len(numbers) != len(named):
         return None
     last = max(numbers)
+    firsts = {"model.0.conv.weight", "model.1.conv.weight", f"model.{last}.{QUERIES}"}  # RT-DETR begins in another way
+    if not firsts & named.keys():
+        return None
     if unserved := _other_head(named, last):
         return unserved
     head = named.get(f"model.{last}.cv3.0.2.weight")
     first = named.get("model.0.conv.weight") or named.get("model.1.conv.weight")
-    if not head or not first or not head[0]:
+    if not _rows(head) or not _rows(first):
         return None
-    return _detector(named, hint, labels=head[0], layers=last + 1, first_channels=first[0])
+    return _detector(named, hint, labels=_rows(head), layers=last + 1, first_channels=_rows(first))
 
 
 def _detector(shapes: Shapes, hint: str | None, labels: int, layers: int, first_channels: int) -> Recognised | None:
@@ -179,28 +187,32 @@ def _detectors() -> Iterator[str]:
     for family, scales in SCALES.items():
         yield from (f"{family}{scale}" for scale in scales)
     for family, variants in VARIANTS.items():
-        scales = SCALES.get(family, ("",))
-        yield from (f"{family}{scale}{variant}" for variant in variants for scale in scales)
+        letters = tuple(SCALES.get(family, "")) or ("",)
+        yield from (f"{family}{letter}{variant}" for variant in variants for letter in letters)
 
 
 def _other_head(shapes: Shapes, last: int) -> Recognised | None:
     """A model of YOLO's that is no plain detector, told by its last layer."""
     head = {name.removeprefix(f"model.{last}.") for name in shapes if name.startswith(f"model.{last}.")}
     kinds = (
-        ("m.0.weight", "yolov5 with anchors", "is of YOLOv5's own repository, whose anchors are not served as weights"),
+        ("m.0.weight", "yolov5 with anchors", "models of YOLOv5's own repository are served as graphs"),
         ("linear.weight", "yolo classifier", "classifiers of YOLO are served as graphs"),
         ("proto.cv1.conv.weight", "yolo segmentation", "segmentation is served as a graph, by its boxes"),
-        ("dec_score_head.0.weight", "rtdetr", "RT-DETR is served as a graph"),
-        ("cv4.0.0.conv.weight", "yolo with a fourth head", "poses and turned boxes are not served"),
+        (QUERIES, "rtdetr", "RT-DETR is served as a graph"),
+        ("cv4.0.0.conv.weight", "yolo of poses or turned boxes", "poses and turned boxes are not served"),
     )
     for mark, architecture, reason in kinds:
         if mark in head:
-            advice = "" if "fourth" in architecture else f": {EXPORT_ADVICE}"
+            advice = "" if reason.endswith("not served") else f": {EXPORT_ADVICE}"
             return Recognised(architecture, None, None, None, f"model.{last}.{mark} is in it", reason + advice)
     return None
 
 
 # what both do
+
+
+def _rows(shape: tuple[int, ...] | None) -> int:
+    return shape[0] if shape else 0
 
 
 def _fits(expected: Shapes, shapes: Shapes) -> bool:

@@ -11,7 +11,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experts.backends.weight_files import read_onnx
+from experts.backends.weight_files import is_scattered, read_graph, read_onnx
 from experts.errors import WeightsRefused
 from experts.inspection.inspected import ANOMALY_LABELS, Inspected, Kind
 
@@ -44,13 +44,15 @@ def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
 
     Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served.
     """
-    model = read_onnx(str(file), file)
+    scattered = is_scattered(read_graph(str(file), file))
+    model = read_onnx(str(file), file, gathers=True)
     facts = {entry.key: entry.value for entry in model.metadata_props}
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in map(_value, model.graph.input) if value.name not in weights]
     outputs = [_value(value) for value in model.graph.output]
     _require_images(file, inputs)
-    return _Graph(file, facts, inputs[0], tuple(outputs), kind).inspected()
+    graph = _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered)
+    return graph.inspected()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class _Graph:
     images: _Value
     outputs: tuple[_Value, ...]
     given: Kind | None
+    is_scattered: bool
 
     def inspected(self) -> Inspected:
         kind, why = self._kind()
@@ -72,7 +75,7 @@ class _Graph:
         normalize = self._normalize(kind, sure, missing)
         return Inspected(
             self.file, kind, "onnx", labels, size, normalize, label_count=count, sure=sure, missing=missing,
-            said=self._said(),
+            is_scattered=self.is_scattered, said=self._said(),
         )  # fmt: skip
 
     def _kind(self) -> tuple[Kind | None, str]:
@@ -144,7 +147,10 @@ class _Graph:
             "classify": "ultralytics cuts classifiers' images to a square; here they are stretched to one",
         }
         task = self.facts.get("task")
-        return (told[task],) if task in told else ()
+        said = [told[task]] if task in told else []
+        if self.is_scattered:
+            said.append("its weights lie in other files: it is written as one")
+        return tuple(said)
 
 
 def _value(value: Any) -> _Value:  # noqa: ANN401  # onnx has no types

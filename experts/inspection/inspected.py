@@ -21,8 +21,9 @@ class Inspected:
     """One model's file. What is None is not known, and ``missing`` says why, and which option gives it.
 
     ``size``: (height, width). ``sure``: what is known, by its key of the line file, and what says so. ``label_count``:
-    how many labels it tells apart, where that is known without their names. ``tensors``: its weights, of a file that is
-    not served as it is; None: it is. ``said``: what else whoever adds it should know.
+    how many labels it tells apart, where that is known without their names. ``tensors``: its weights, of a file that
+    is not served as it is; ``is_scattered``: of a graph that is not, as its weights lie in other files. ``said``: what
+    else whoever adds it should know.
     """
 
     file: Path
@@ -34,6 +35,11 @@ class Inspected:
     stem: str | None = None
     label_count: int | None = None
     tensors: Mapping[str, Tensor] | None = None
+    is_scattered: bool = False
     sure: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     said: tuple[str, ...] = ()
+
+    @property
+    def is_served_as_it_is(self) -> bool:
+        return self.tensors is None and not self.is_scattered

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
-from experts.backends.weight_files import saving
+from experts.backends.weight_files import saving, write_gathered_onnx
 from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
 from experts.importing import PICKLES
@@ -38,8 +38,11 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
 
 def write_weights(inspected: Inspected, destination: Path) -> None:
     """The weights of an inspected file as they are served. Raises OSError for what the disk refuses."""
-    if inspected.tensors is None:
+    if inspected.is_served_as_it_is:
         shutil.copyfile(inspected.file, destination)
+        return
+    if inspected.tensors is None:
+        write_gathered_onnx(str(inspected.file), inspected.file, destination)
         return
     with saving(destination):
         save_file({name: tensor.clone().contiguous() for name, tensor in inspected.tensors.items()}, destination)

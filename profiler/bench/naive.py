@@ -244,7 +244,7 @@ def _saved(expert: Expert, path: Path) -> Path:
 
 def _detected(expert: Expert, output: torch.Tensor) -> Prediction:
     """The boxes of one image: ``output`` holds centre, size and one score per label of every anchor."""
-    from experts.backends.detector import CONFIDENCE_MINIMUM, OVERLAP_MAXIMUM
+    from experts.backends.boxes import CONFIDENCE_MINIMUM, OVERLAP_MAXIMUM
 
     if not bool(torch.isfinite(output).all()):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")

@@ -206,6 +206,23 @@ def test_an_entry_larger_than_it_says_is_corrupt(tmp_path):
         read(source)
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_damage_shows_where_checksums_were_counted(tmp_path, counted):
+    torch.serialization.set_crc32_options(counted)
+    try:
+        source = saved(tmp_path / "x.pt", {"a": torch.full((100,), 3.0)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert same(read(source), {"a": torch.full((100,), 3.0)})
+    number = struct.pack("<f", 3.0)
+    source.write_bytes(source.read_bytes().replace(number * 50, number * 49 + struct.pack("<f", 4.0), 1))
+    if counted:
+        with pytest.raises(WeightsCorrupt, match="damaged"):
+            read(source)
+    else:
+        assert read(source)["a"].sum() == 301
+
+
 def test_entries_that_overlap_are_corrupt(tmp_path):
     source = saved(tmp_path / "x.pt", {"a": torch.ones(100), "b": torch.zeros(100)})
     content = source.read_bytes()

@@ -14,6 +14,7 @@ import torch
 from torchvision import models
 
 from experts.checkpoints.reading import convert_checkpoint, read_checkpoint
+from experts.checkpoints.recognition import recognise
 from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
 
 LABELS = ("good", "bad", "odd")
@@ -146,6 +147,11 @@ class TestWhatIsTold:
         assert (facts.size, facts.normalize, found.where) == ((64, 64), "unit", "model")
         assert facts.evidence["labels"] == "model.names"
         assert facts.evidence["architecture"] == "model.yaml"
+
+    def test_it_agrees_with_what_the_weights_are(self, trained):
+        found = read_checkpoint(trained / "best.pt")
+        recognised = recognise(found.weights, found.facts.architecture)
+        assert (recognised.architecture, recognised.labels) == (found.facts.architecture, len(found.facts.labels))
 
     def test_by_ultralytics_while_it_trains(self, trained):
         found = read_checkpoint(trained / "unfinished.pt")

@@ -7,6 +7,7 @@ import torch
 
 from experts.architectures import CLASSIFIERS, known_architecture
 from experts.backends import classifier, detector
+from experts.backends.modules.weightless import Weightless
 from experts.checkpoints.recognition import FAMILIES, _detectors, recognise
 
 ONE_OF_EACH = (  # families, and what differs within one
@@ -88,6 +89,7 @@ def test_auxiliary_heads_and_counts_of_batches_do_not_matter():
         ("blocks.0.attn.qkv.weight", "vision transformer of timm"),
         ("stages.0.blocks.0.conv_dw.weight", "ConvNeXt of timm"),
         ("roi_heads.box_head.fc6.weight", "detector of torchvision"),
+        ("head.classification_head.conv.0.weight", "detector of torchvision"),
         ("model.memory_bank", "anomaly model"),
     ],
 )
@@ -109,6 +111,14 @@ def test_other_models_of_yolo_are_named(head, told):
     found = recognise(without_memory({"model.0.conv.weight": (16, 3, 3, 3), f"model.9.{head}": (4, 4)}))
     assert found.architecture == told
     assert found.unserved
+
+
+def test_rt_detr_is_named():
+    from ultralytics.nn.tasks import RTDETRDetectionModel
+
+    with Weightless():
+        weights = RTDETRDetectionModel("rtdetr-l.yaml", nc=2, verbose=False).state_dict()
+    assert recognise(weights).unserved == "RT-DETR is served as a graph: export it to ONNX, and add that"
 
 
 def test_what_is_unknown_is_nothing():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
-from experts.inspection.inspecting import inspect_file
+from experts.inspection.inspecting import inspect_file, write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,3 +140,45 @@ def test_what_is_no_graph_is_told(tmp_path):
     (tmp_path / "model.h5").write_bytes(b"")
     with pytest.raises(WeightsRefused, match="unknown format"):
         inspect_file(tmp_path / "model.h5")
+
+
+class TestWeightsInOtherFiles:
+    @pytest.fixture
+    def scattered(self, tmp_path):
+        weights = numpy_helper.from_array(np.ones((4, 3), np.float32), "w")
+        nodes = [
+            helper.make_node("GlobalAveragePool", ["x"], ["mean"]),
+            helper.make_node("Flatten", ["mean"], ["flat"]),
+            helper.make_node("Gemm", ["flat", "w"], ["logits"], transB=1),
+        ]
+        given = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8, 8])
+        found = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", 4])
+        graph = helper.make_graph(nodes, "test", [given], [found], [weights])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        file = tmp_path / "model.onnx"
+        onnx.save(model, file, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+        return file
+
+    def test_are_taken_in(self, scattered, tmp_path):
+        found = inspect_file(scattered)
+        assert found.is_scattered
+        assert found.said == ("its weights lie in other files: it is written as one",)
+        write_weights(found, tmp_path / "one.onnx")
+        one = inspect_file(tmp_path / "one.onnx")
+        assert (one.is_scattered, one.label_count) == (False, 4)
+
+    def test_that_are_not_there_are_told(self, scattered):
+        (scattered.parent / "model.onnx.data").unlink()
+        with pytest.raises(WeightsRefused, match=r"in other files, which cannot be read: .*put them beside it"):
+            inspect_file(scattered)
+
+    def test_outside_its_folder_are_not_read(self, scattered):
+        secret = scattered.parent.parent / "secret"
+        secret.write_bytes(bytes(100))
+        model = onnx.load_model(scattered, load_external_data=False)
+        for entry in model.graph.initializer[0].external_data:
+            if entry.key == "location":
+                entry.value = "../secret"
+        scattered.write_bytes(model.SerializeToString())
+        with pytest.raises(WeightsRefused, match="in other files, which cannot be read"):
+            inspect_file(scattered)

@@ -1,0 +1,64 @@
+"""Run in a process of its own: FOLDER. Reads each file in it as experts.checkpoints.apart does; tells what was seen.
+
+Prints JSON: of each file how it ended and in how many seconds; what the interpreter was asked to do meanwhile that is
+no reading; the most memory that was taken; and whether the environment is as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from experts.checkpoints.apart import _bound, convert
+from experts.errors import WeightsCorrupt, WeightsRefused
+
+PERMITTED = ("open", "os.stat", "os.remove", "mmap.__new__", "object.__getattr__", "gc.", "marshal.", "builtins.id")
+READING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def main(folder):
+    scratch = folder / "weights.safetensors"
+    seen = []
+    np.ascontiguousarray(
+        np.zeros((2, 2)).T
+    )  # what is loaded when it is first used is loaded before anything is watched
+    b"a".decode("cp437").encode("raw-unicode-escape")
+
+    def watch(event, arguments):
+        if not watching or event.startswith(PERMITTED[1:]):
+            return
+        if event == "open" and (not arguments[2] & READING_FLAGS or str(arguments[0]) == str(scratch)):
+            return
+        seen.append(f"{event} {arguments[0]!s:.80}" if event == "import" else event)
+
+    watching = False
+    sys.addaudithook(watch)
+    before, outcomes = dict(os.environ), {}
+    _bound(0, 600)
+    for path in sorted(folder.glob("*.pt")):
+        started = time.perf_counter()
+        watching = True
+        try:
+            outcome = f"read: {convert(path, scratch)['where']}"
+        except (WeightsRefused, WeightsCorrupt) as error:
+            outcome = f"{type(error).__name__}: {error.message}"
+        except MemoryError:
+            outcome = "WeightsRefused: memory"
+        except Exception as error:  # noqa: BLE001  a fault of the reader, which the test tells
+            outcome = f"{type(error).__name__}: {traceback.format_exc()[-300:]}"
+        watching = False
+        outcomes[path.name] = outcome, time.perf_counter() - started
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    same = before == dict(os.environ)
+    told = {"outcomes": outcomes, "seen": seen, "peak_bytes": peak_bytes, "same_environment": same}
+    sys.stdout.write(json.dumps(told))
+
+
+main(Path(sys.argv[1]))
