@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torchvision
@@ -347,6 +348,24 @@ def test_a_wrong_line_file_ends_with_78_naming_file_line_and_key(tmp_path, chang
         assert f"{line}:" in done.stderr
         assert says in done.stderr
         assert not (tmp_path / "state").exists()
+
+
+def test_an_onnx_file_that_is_not_served_is_named_by_config_check_alone(tmp_path):
+    """An agent goes on without one expert."""
+    line = write_line(tmp_path)
+    images = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, [1, 3, 64, 64])
+    answers = onnx.helper.make_tensor_value_info("output0", onnx.TensorProto.FLOAT, [1, 6, 84])
+    model = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [images], [answers]))
+    onnx.helper.set_model_props(model, {"task": "pose"})
+    onnx.save_model(model, tmp_path / "pose.onnx")
+    expert = "det/p: {architecture: onnx, weights: pose.onnx, labels: [ok, bad], input: {size: [64, 64]}}"
+    line.write_text(line.read_text().replace("experts:\n", f"experts:\n  {expert}\n"))
+    done = coserve_here("config", "check", line, check=78)
+    assert f"{line}:4:" in done.stderr
+    assert "pose.onnx is exported for the task pose, which is not served: detect and segment are" in done.stderr
+    told = json.loads(coserve_here("config", "check", line, "--json", check=78).stdout)
+    assert [problem["key"] for problem in told["problems"]] == ["experts.det/p.weights"]
+    assert read_line(line).catalog.experts["det/p"].architecture == "onnx"
 
 
 def test_a_circle_of_experts_ends_with_78(tmp_path):

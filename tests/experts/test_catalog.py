@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torchvision
+from onnx import TensorProto, helper, save_model
 
 from experts.architectures import CLASSIFIERS, DETECTORS
 from experts.catalog import Catalog, read_catalog
 from experts.errors import ConfigError
-from experts.expert import Expert, InputSpec, Precision, Task
+from experts.expert import Expert, Fit, InputSpec, Precision, Task
 
 GOOD = """\
 experts:
@@ -302,3 +303,22 @@ def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_a_shadow_is_told_with_its_place(tmp_path: Path, text: str, reason: str) -> None:
     assert any("shadow: " in problem and reason in problem for problem in problems_of(tmp_path, text))
+
+
+@pytest.mark.parametrize(("normalize", "expected"), [("", "unit"), (", normalize: imagenet", "imagenet")])
+def test_onnx_detectors_get_images_as_their_files_say(tmp_path: Path, normalize: str, expected: str) -> None:
+    """One that is not there, or is broken, is described as the line file has it: it is told of when it is packed."""
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])
+    for name, shape in (("a", [1, 6, 84]), ("c", [1, 2])):
+        answers = helper.make_tensor_value_info("answers", TensorProto.FLOAT, shape)
+        save_model(helper.make_model(helper.make_graph([], "graph", [images], [answers])), tmp_path / f"{name}.onnx")
+    (tmp_path / "b.onnx").write_bytes(b"broken")
+    text = "experts:\n" + "".join(
+        f"  det/{name}: {{architecture: onnx, weights: {name}.onnx, labels: [ok, bad], "
+        f"input: {{size: [64, 64]{normalize}}}}}\n"
+        for name in "abcd"
+    )
+    experts = catalog_of(tmp_path, text + "routes:\n  r: [{expert: det/a, pass: [ok]}]\n").experts
+    assert experts["det/a"].input == InputSpec(64, 64, expected, Fit.LETTERBOXED)
+    for other in "bcd":
+        assert experts[f"det/{other}"].input == InputSpec(64, 64, "imagenet", Fit.STRETCHED)
