@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from experts.checkpoints import unpickler
 from experts.checkpoints.archive import opened
 from experts.checkpoints.inert import ITEM_BYTES, TYPES, Record, StoredTensor
 from experts.errors import WeightsCorrupt, WeightsRefused
@@ -260,11 +261,24 @@ def test_other_files_are_named_as_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("bound", "stream"),
+    [
+        ("MEMO_MAXIMUM", b"\x80\x04}" + b"\x94" * 1001 + b"."),  # one object remembered again and again
+        ("OPCODES_MAXIMUM", b"\x80\x04" + b"N0" * 501 + b"N."),  # work for nothing
+    ],
+)
+def test_work_and_memory_have_a_bound(tmp_path, monkeypatch, bound, stream):
+    with opened(described(tmp_path, stream)) as checkpoint:
+        assert checkpoint.source
+    monkeypatch.setattr(unpickler, bound, 1000)
+    with pytest.raises(WeightsRefused, match="over 1000"), opened(described(tmp_path, stream)):
+        pass
+
+
+@pytest.mark.parametrize(
     "stream",
     [
         b"\x80\x02" + b"(" * 10_001 + b".",  # marks only
-        b"\x80\x04}" + b"\x94" * 5_000_000 + b".",  # one object remembered again and again
-        b"\x80\x04" + b"N0" * 6_000_000 + b"N.",  # work for nothing
         b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x.",  # a string as long as no file
         b"\x80\x02\x8b" + struct.pack("<L", 1 << 31) + b".",  # a number likewise
         b"\x80\x02I" + b"9" * 5000 + b"\n.",
