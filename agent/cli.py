@@ -36,7 +36,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-experts_app = typer.Typer(help="The experts of a line: list, add, import, verify.", no_args_is_help=True)
+experts_app = typer.Typer(
+    help="The experts of a line: list, add, import, verify, compare, promote.", no_args_is_help=True
+)
 config_app = typer.Typer(help="Line files: check one, print their schema.", no_args_is_help=True)
 app.add_typer(experts_app, name="experts")
 app.add_typer(config_app, name="config")
@@ -269,6 +271,39 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
         print(json.dumps({"experts": rows}))
     else:
         print_experts(rows)
+
+
+ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the expert that serves, kind/name", show_default=False)]
+
+
+@experts_app.command("compare")
+def compare_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
+    """An expert and the version in its shadow: agreement, flips each way, scores, times, images that differ."""
+    from agent.commands.comparing import comparison_of, comparison_row, print_comparison
+    from agent.config import read_line
+
+    with explained():
+        config = read_line(line)
+        comparison = comparison_of(config, expert)
+    if as_json:
+        print(json.dumps(comparison_row(comparison)))
+    else:
+        print_comparison(comparison, config.state / "images")
+
+
+@experts_app.command("promote")
+def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
+    """Swap an expert with the version in its shadow, in the line file; the next reload serves it."""
+    from agent.commands.comparing import promote
+
+    with explained():
+        done = promote(line, expert)
+    if as_json:
+        print(json.dumps({"expert": done.expert, "shadow": done.shadow, "swapped": list(done.keys)}))
+        return
+    swapped = ", ".join(done.keys) or "nothing: both entries say the same"
+    print(f"{line}: {done.expert} and {done.shadow} have changed places ({swapped}).")
+    print("A reload serves it; the earlier version goes on in its shadow, and `promote` again takes it back.")
 
 
 @experts_app.command("import")

@@ -161,6 +161,11 @@ class ExpertSection(Section):
         description="the pixels it wants: {size: [height, width], normalize: imagenet}; not of llm",
     )
     pin: StrictBool = Field(False, description="true: never evicted from memory; default false")
+    shadow: Annotated[str, AfterValidator(_expert_id)] | None = Field(
+        None,
+        description="another version of it, which runs on the same images when there is time, decides nothing and is "
+        "compared: id of an expert on no route, with the same labels; default none",
+    )
     stem: Literal["3x3"] | None = Field(
         None,
         description='classifiers for crops of about 64 px: "3x3" = first convolution 3x3, stride 1; default: as built',
@@ -282,8 +287,9 @@ def build_catalog(sections: CatalogSections, document: Document, texts: Mapping[
         for component, steps in sections.routes.items()
     }
     routes |= {name: route.steps for name, route in texts.items() if route.steps}
+    shadows = {name: section.shadow for name, section in sections.experts.items() if section.shadow is not None}
     return Catalog(
-        MappingProxyType(experts), ExpertGraph(experts, routes), document.sha256, MappingProxyType({**texts})
+        MappingProxyType(experts), ExpertGraph(experts, routes, shadows), document.sha256, MappingProxyType({**texts})
     )
 
 
@@ -297,6 +303,7 @@ def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[
         yield document.error(f"is missing - {meaning}", "routes")
     for component, steps in sections.routes.items():
         yield from _route_problems(component, steps, sections, document)
+    yield from _shadow_problems(sections, document)
     yield from _cycle_problems(sections, document)
 
 
@@ -363,6 +370,44 @@ def _route_problems(
             if label not in (labels := expert.labels or ()):
                 hint = suggestion(label, labels)
                 yield document.error(f"{step.expert} has no label {label!r} - {hint}", *where, "pass")
+
+
+def _shadow_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
+    asked = {step.expert: component for component, steps in sections.routes.items() for step in steps}
+    first: dict[str, str] = {}
+    for name, section in sections.experts.items():
+        if section.shadow is None:
+            continue
+        reason = _wrong_with_shadow(name, section, section.shadow, sections.experts)
+        if reason is None and section.shadow in asked:
+            reason = f"{section.shadow} is on route {asked[section.shadow]} - a shadow decides nothing: take it off"
+        if reason is None and section.shadow in first:
+            reason = f"{section.shadow} is the shadow of {first[section.shadow]} already - remove one"
+        first.setdefault(section.shadow, name)
+        if reason is not None:
+            yield document.error(reason, "experts", name, "shadow")
+
+
+def _wrong_with_shadow(
+    name: str, section: ExpertSection, other: str, experts: Mapping[str, ExpertSection]
+) -> str | None:
+    """Why two experts cannot be compared on the same images."""
+    shadow = experts.get(other)
+    if shadow is None:
+        return f"no expert {other!r} - {suggestion(other, experts, 'add it under `experts`')}"
+    if other == name:
+        return "an expert is not its own shadow - name another version of it"
+    if is_llm(section) or is_llm(shadow):
+        return "shadows are shown images, and llm takes texts - remove it"
+    if shadow.shadow is not None:
+        return f"{other} has a shadow itself - remove that one"
+    if shadow.pin:
+        return f"{other} is pinned, and nothing gives way to a shadow - remove its pin"
+    if shadow.task != section.task:
+        return f"of {other} and {name} one measures anomalies - only the same task can be compared"
+    if set(shadow.labels or ()) != set(section.labels or ()):
+        return f"{other} has the labels {shadow.labels}, not {section.labels} - only the same can be compared"
+    return None
 
 
 def _cycle_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:

@@ -56,11 +56,20 @@ class Judgement:
 class ExpertGraph:
     """The routes of one line. ``routes`` maps a component type to its steps, in order, at least one.
 
-    Raises ValueError for a route without a step, one that branches before its last step, and experts in a circle.
+    ``shadows``: expert -> the one in its shadow, which is shown the same images, decides nothing and is on no route.
+    Raises ValueError for a route without a step, one that branches before its last step, experts in a circle, and a
+    shadow that is on a route, that another expert has, or that is none of the experts.
     """
 
-    def __init__(self, experts: Iterable[str], routes: Mapping[str, tuple[RouteStep, ...]]) -> None:
+    def __init__(
+        self,
+        experts: Iterable[str],
+        routes: Mapping[str, tuple[RouteStep, ...]],
+        shadows: Mapping[str, str] | None = None,
+    ) -> None:
         self.experts = frozenset(experts)
+        self.shadows = dict(shadows or {})
+        self.in_shadow = frozenset(self.shadows.values())
         self.routes = dict(routes)
         preliminaries: dict[str, set[str]] = {expert: set() for expert in self.experts}
         subsequents: dict[str, set[str]] = {expert: set() for expert in self.experts}
@@ -72,11 +81,22 @@ class ExpertGraph:
             for expert, following in _dependencies(steps):
                 preliminaries[following].add(expert)
                 subsequents[expert].add(following)
+        self._refuse_shadows()
         cycle = find_cycle(preliminaries)
         if cycle:
             raise ValueError(f"experts depend on one another in a circle: {' -> '.join(cycle)}")
         self._preliminaries = {expert: frozenset(names) for expert, names in preliminaries.items()}
         self._subsequents = {expert: tuple(sorted(names)) for expert, names in subsequents.items()}
+
+    def _refuse_shadows(self) -> None:
+        asked = frozenset(name for component in self.routes for name in self.experts_of(component))
+        for expert, shadow in self.shadows.items():
+            if shadow not in self.experts or expert not in self.experts:
+                raise ValueError(f"{expert} and its shadow {shadow} are not both experts")
+            if shadow in asked or shadow in self.shadows:
+                raise ValueError(f"{shadow}, the shadow of {expert}, is on a route or has a shadow itself")
+        if len(self.in_shadow) < len(self.shadows):
+            raise ValueError("an expert is the shadow of two")
 
     def first_expert(self, component: str) -> str | None:
         """The preliminary expert of a component's route; None for a component without a route."""

@@ -44,6 +44,7 @@ GOOD_LABELS = frozenset({"ok", "good", "pass"})
 UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
 KEYS = ("architecture", "labels", "size", "normalize", "stem")  # in the order of their lines
 COMMENT_WIDTH = 100
+LABELS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +352,9 @@ def told_lines(line: Path, file: Path, added: Added) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return ("x" if all(isinstance(each, int) for each in value) else ", ").join(map(str, value))
-    return str(value)
+    if not isinstance(value, list):
+        return str(value)
+    if all(isinstance(each, int) for each in value):
+        return "x".join(map(str, value))
+    names = [str(each) for each in value]
+    return ", ".join(names if len(names) <= LABELS_SHOWN else [*names[:LABELS_SHOWN], "..."])

@@ -30,7 +30,7 @@ def packed_bytes(manifests: Iterable[Manifest]) -> int:
 
 
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
-    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin.
+    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin, shadow.
 
     ``usage`` is what the agent counts on: the device profile's, or computed where there is no profile that can be read.
     ``size_bytes`` is what is packed, ``weights_bytes`` the file or directory it comes from; None for what is not there.
@@ -52,6 +52,7 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
                 *(route for route, texts in config.catalog.texts.items() if name in texts.experts),
             ],
             "pin": expert.pin,
+            "shadow": graph.shadows.get(name),
         }
         for name, expert in config.catalog.experts.items()
     ]
@@ -65,8 +66,9 @@ def print_experts(rows: list[dict[str, Any]]) -> None:
         size = "not yet" if row["size_bytes"] is None else mib(row["size_bytes"])
         size += ", weights MISSING" if row["weights_bytes"] is None else ""
         pin = " (pinned)" if row["pin"] else ""
+        shadow = f", {row['shadow']} in its shadow" if row["shadow"] else ""
         labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])
-        table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes)
+        table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes + shadow)
     Console(width=160 if not Console().is_terminal else None).print(table)
 
 

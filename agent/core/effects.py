@@ -55,7 +55,7 @@ class EvictionDecision:
 @dataclass(frozen=True, slots=True)
 class Evict:
     """A copy leaves a pool; its memory is free at once. ``stage``: 1 or 2 as in section 4.3, 3 = it has a queued use,
-    0 = not by rank (LRU, FIFO, quarantine, probation)."""
+    0 = not by rank (LRU, FIFO, quarantine, probation, a shadow)."""
 
     expert: str
     copy: str

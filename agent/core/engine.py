@@ -6,6 +6,8 @@ a later one, together with those that came meanwhile (Orca's iteration-level sch
 
 Guarantees, whatever comes and in whatever order:
     every request that arrived ends in exactly one Complete or Fail, once the shell has answered what it was asked;
+    background work, which the shadows of experts have, begins only while nothing else is in flight, and takes nothing
+    from anybody (see ``background``); it ends in one Complete or Fail, too, once it ran or was dropped;
     an expert whose failures may pass is on probation and tried again, the pauses bounded; only what cannot pass is for
     good, and a batch that failed for want of memory, or that nobody waits for any more, says nothing of its expert;
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
@@ -37,6 +39,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core import events
+from agent.core.background import DROPPED, NO_BACKGROUND, BackgroundStatistics, BackgroundWork
 from agent.core.effects import Complete, Fail, FellBack, Preempt, Standing, StandingChanged, StartBatch
 from agent.core.leases import Leases
 from agent.core.performance import SSD
@@ -121,6 +124,7 @@ class EngineStatistics:
     on_probation: dict[str, str]
     queues: tuple[QueueStatistics, ...]
     pools: tuple[PoolStatistics, ...]
+    background: BackgroundStatistics = NO_BACKGROUND
     serves_earlier_lines: bool = False  # something was accepted under other routes than those of now, and is not done
 
 
@@ -165,6 +169,7 @@ class Engine:
         self._homes = homes
         self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
         self._standings = Standings(limits)
+        self._background = BackgroundWork(limits)
         self._counts: Counter[str] = Counter()
         self._last_batch = 0
         self._now = 0.0
@@ -173,6 +178,7 @@ class Engine:
         self._answers: dict[type, Callable[..., bool]] = {
             events.Started: self._started,
             events.Arrived: self._arrived,
+            events.Offered: self._offered,
             events.Loaded: self._loaded,
             events.LoadFailed: self._load_failed,
             events.Finished: self._finished,
@@ -201,11 +207,17 @@ class Engine:
             may_move = True
         if may_move:
             self._advance(effects)
+        if self._background.is_waiting:
+            self._work_in_background(effects)
         return effects
 
     def next_wakeup_s(self) -> float | None:
         """When a Tick is due if nothing else happens before; None when time alone changes nothing."""
-        moments = (self._placement.next_retry_s(self._now), self._pressure.next_relief_s())
+        moments = (
+            self._placement.next_retry_s(self._now),
+            self._pressure.next_relief_s(),
+            self._background.next_moment_s(self._now),
+        )
         return min((moment for moment in moments if moment is not None), default=None)
 
     def statistics(self) -> EngineStatistics:
@@ -217,7 +229,7 @@ class Engine:
             failed=self._counts["failed"],
             in_flight=len(self._tickets),
             switches=self._counts["switches"],
-            batches=self._last_batch,
+            batches=self._last_batch - self._counts["background_batches"],
             loads={path: counts[path] for path in self._load_paths()},
             bytes_read=counts["bytes_read"],
             evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
@@ -227,6 +239,7 @@ class Engine:
             on_probation=self._standings.on_probation,
             queues=tuple(self._queue_statistics(queue) for queue in self._scheduler.queues),
             pools=tuple(pool.statistics() for pool in self._pools.values()),
+            background=self._background.statistics(),
             serves_earlier_lines=any(ticket.graph is not self._graph for ticket in self._tickets.values()),
         )
 
@@ -235,7 +248,8 @@ class Engine:
         for pool in self._pools.values():
             pool.check_invariants()
         queued = [request for queue in self._scheduler.queues for group in queue.groups() for request in group.requests]
-        running = [request for batch in self._batches.values() for request in batch.requests]
+        batches = [batch for number, batch in self._batches.items() if number != self._background.batch]
+        running = [request for batch in batches for request in batch.requests]
         everywhere = Counter(queued) + Counter(running)
         assert set(everywhere) == set(self._tickets), "a request is lost, or stands where none should"
         assert all(count == 1 for count in everywhere.values()), "a request stands in two places"
@@ -253,6 +267,19 @@ class Engine:
             for entry in pool.entries():
                 assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"
         self._check_leases()
+        self._check_background()
+
+    def _check_background(self) -> None:
+        """One batch of one image or one load at most, none that the line waits for too, and no room that it took."""
+        background = self._background
+        background.check_invariants()
+        assert not any(request in background for request in self._tickets), "a request is the line's, and background"
+        batch = None if background.batch is None else self._batches[background.batch]
+        loads = [load for load in self._placement.loads.values() if load.is_background]
+        assert (batch is not None) + len(loads) <= 1, "two things are done in the background at once"
+        assert batch is None or (batch.requests == (background.request,) and batch.quantum_s is None)
+        where = None if batch is None else self._queues[batch.executor].spec.pool
+        assert self._placement.background_runs_in == where, "a memory is taken to be in use, or free, and is not"
 
     def _check_leases(self) -> None:
         """Who has begun holds a lease where it is, who has not waits for one, and nobody else does either."""
@@ -284,7 +311,8 @@ class Engine:
         profiles = {processor: dict(experts) for processor, experts in self._matrix.experts.items()}
         executors = [queue.spec for queue in self._scheduler.queues]
         pinned = [(spec, expert) for expert, spec in self._homes.items()]
-        usage = {expert: self._matrix.usage.get(expert, 0.0) for expert in self._graph.experts - self._retired}
+        served = self._graph.experts - self._retired - self._graph.in_shadow
+        usage = {expert: self._matrix.usage.get(expert, 0.0) for expert in served}
         placed = initial_placement(usage, executors, profiles) if self._policy.placing else []
         for spec, expert in pinned + placed:
             yield Wish(spec, expert, profiles[spec.processor][expert], self._now, self._now)
@@ -297,7 +325,7 @@ class Engine:
         self._initial.append(Wish(spec, expert, profile, self._now, self._now))
 
     def _arrived(self, event: events.Arrived, effects: list[Effect]) -> bool:
-        if event.request in self._tickets:
+        if event.request in self._tickets or event.request in self._background:
             return self._unexpected()
         self._counts["arrived"] += 1
         ticket = Ticket(event.component, self._graph, work=event.work, left=event.work)
@@ -318,12 +346,14 @@ class Engine:
         if load is None:
             return self._unexpected()
         self._placement.loaded(load)
+        if load.is_background:
+            self._background.went_well(load.pool)
         if any(self._waits_for(queue, load) for queue in self._scheduler.queues if queue.spec.pool == load.pool):
             self._counts["switches"] += 1
         if self._standings.loaded(load.expert, load.copy):
             self._released(load.expert, "a load went well", effects)
         self._discard_if_gone(load.expert, effects)
-        return True
+        return not load.is_background or self._is_anybody_there
 
     def _load_failed(self, event: events.LoadFailed, effects: list[Effect]) -> bool:
         load = self._placement.loads.pop(event.load, None)
@@ -333,7 +363,9 @@ class Engine:
         if event.permanent:
             self._put_in_quarantine(load.expert, event.reason, effects)
             return True
-        if event.out_of_memory:
+        if event.out_of_memory and load.is_background:
+            self._background.ran_short(load.pool, self._now)
+        elif event.out_of_memory:
             pool = self._pools[load.pool]
             self._pressure.ran_short(pool, pool.used_bytes, event.reason, self._now, effects)
         if self._fall_back(load.expert, load.pool, load.copy, event.reason, effects):
@@ -374,6 +406,8 @@ class Engine:
         unfinished: tuple[tuple[int, Work], ...],
         effects: list[Effect],
     ) -> bool:
+        if batch.id == self._background.batch:
+            return self._background_ran(batch, finished[0][1], effects)
         profiles = self._end_batch(batch)
         if batch.quantum_s is not None:
             for request, _ in finished:
@@ -467,6 +501,8 @@ class Engine:
         batch = self._batches.get(event.batch)
         if batch is None:
             return self._unexpected()
+        if batch.id == self._background.batch:
+            return self._background_failed(batch, event, effects)
         parts = list(zip(batch.all_parts, self._end_batch(batch), strict=True))
         if batch.quantum_s is not None:
             for request in batch.requests:
@@ -539,6 +575,10 @@ class Engine:
 
     def _cancelled(self, event: events.Cancelled, effects: list[Effect]) -> bool:
         ticket = self._tickets.get(event.request)
+        if self._background.expert_of(event.request) is not None:
+            return self._drop(event.request, CANCELLED, effects)
+        if event.request == self._background.request:
+            return False  # it is one image: its answer comes soon
         if ticket is None:
             return self._unexpected()
         if ticket.group is None:
@@ -603,6 +643,9 @@ class Engine:
             self._initial.extend(
                 wish for wish in self._first_wishes() if wish.expert not in known or wish.expert in at_home
             )
+        for request in tuple(self._background.requests):
+            if self._background.expert_of(request) not in event.graph.in_shadow - event.retired:
+                self._drop(request, DROPPED, effects)
         for expert in event.retired:
             self._discard_if_gone(expert, effects)
         return True
@@ -614,6 +657,8 @@ class Engine:
         self._is_draining = True
         self._initial.clear()
         self._speculations.clear()
+        for request in tuple(self._background.requests):
+            self._drop(request, DROPPED, effects)
         return False
 
     # -- requests --
@@ -874,6 +919,145 @@ class Engine:
         """Did a batch that it was in fail, in the step that it is at?"""
         return self._tickets[request].attempts > 0
 
+    # -- background work --
+
+    @property
+    def _is_anybody_there(self) -> bool:
+        """Is a request of the line in flight, or something to be placed?"""
+        return bool(self._tickets or self._initial)
+
+    def _offered(self, event: events.Offered, effects: list[Effect]) -> bool:
+        if event.request in self._tickets or event.request in self._background:
+            return self._unexpected()
+        dropped = self._background.offer(event.request, event.expert)
+        if self._is_draining or event.expert not in self._graph.in_shadow - self._retired:
+            return self._drop(event.request, DROPPED, effects)
+        for request in dropped:
+            self._drop(request, DROPPED, effects)
+        return False
+
+    def _work_in_background(self, effects: list[Effect]) -> None:
+        """Begin one batch or one load, if nobody else has work."""
+        if self._background.batch is not None or self._placement.loads or self._is_anybody_there:
+            return
+        for expert in self._background.awaited:
+            self._end_refused(expert, effects)
+        awaited = self._background.awaited
+        if not any(self._runs_in_background(expert, effects) for expert in awaited):
+            any(self._loads_in_background(expert, awaited, effects) for expert in awaited)
+
+    def _end_refused(self, expert: str, effects: list[Effect]) -> None:
+        """Those end that wait for a shadow which is not to be asked, or that no executor can be asked for."""
+        for request in self._background.waiting_for(expert):
+            reason = self._standings.refusal(request, expert, self._now) or self._unfit_for_background(expert)
+            if reason is not None:
+                self._background.leave(request)
+                self._end_in_background(request, Fail(request, _asked_in_background(None, expert, reason)), effects)
+
+    def _unfit_for_background(self, expert: str) -> str | None:
+        rows = [column[expert] for column in self._matrix.experts.values() if expert in column]
+        if not rows:
+            return f"no executor of this box can run {expert}"
+        is_of_texts = any(row.performance.runs_in_quanta for row in rows)
+        return f"{expert} counts in tokens, and only images are shown to a shadow" if is_of_texts else None
+
+    def _background_homes(self, expert: str) -> Iterator[tuple[ExecutorQueue, ExpertProfile]]:
+        specs = [queue.spec for queue in self._scheduler.queues]
+        for spec, profile in self._background.homes(expert, specs, self._matrix.experts, self._now):
+            yield self._queues[spec.id], profile
+
+    def _runs_in_background(self, expert: str, effects: list[Effect]) -> bool:
+        """Start a batch of one where a shadow is, if it is anywhere."""
+        for queue, profile in self._background_homes(expert):
+            pool, needed_bytes = self._pools[queue.spec.pool], profile.performance.workspace_for(1)
+            if pool.is_resident(profile.copy) and pool.workspace_for(queue.spec.id) >= needed_bytes:
+                self._start_in_background(queue, expert, profile, effects)
+                return True
+        return False
+
+    def _start_in_background(
+        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, effects: list[Effect]
+    ) -> None:
+        spec, request = queue.spec, self._background.waiting_for(expert)[0]
+        self._background.leave(request)
+        self._standings.let_through(request, expert)
+        self._last_batch += 1
+        self._counts["background_batches"] += 1
+        workspace_bytes = profile.performance.workspace_for(1)
+        batch = Batch(self._last_batch, spec.id, expert, profile.copy, (request,), workspace_bytes)
+        self._background.batch, self._background.request = batch.id, request
+        self._placement.background_runs_in = spec.pool
+        self._pools[spec.pool].start_use(profile.copy)
+        self._pools[spec.pool].take_workspace(spec.id, workspace_bytes)
+        queue.running_until_s = self._now + profile.performance.latency_s(1)
+        self._batches[batch.id] = batch
+        self._profiles[batch.id] = (profile,)
+        self._running[spec.id] = batch.id
+        effects.append(StartBatch(batch))
+
+    def _loads_in_background(self, expert: str, awaited: Sequence[str], effects: list[Effect]) -> bool:
+        """Begin to load a shadow where there is room that nobody else has a use for."""
+        for queue, profile in self._background_homes(expert):
+            wish = Wish(queue.spec, expert, profile, self._now, self._now)
+            if self._placement.bring_in_background(wish, awaited, self._now, effects) is Answer.STARTED:
+                return True
+        return False
+
+    def _background_ran(self, batch: Batch, result: Prediction | Rejected, effects: list[Effect]) -> bool:
+        request, expert, pool = batch.requests[0], batch.expert, self._queues[batch.executor].spec.pool
+        self._end_background_batch(batch)
+        self._background.went_well(pool)
+        self._placement.ran(pool, batch.copy)
+        if isinstance(result, Rejected):
+            ending: Complete | Fail = Fail(request, _asked_in_background(None, expert, result.reason))
+        else:
+            ending = Complete(request, _asked_in_background(result, expert, "asked in the shadow of another expert"))
+            if self._standings.batch_ran(expert):
+                self._released(expert, "a batch went well", effects)
+        self._end_in_background(request, ending, effects)
+        self._discard_if_gone(expert, effects)
+        return self._is_anybody_there
+
+    def _background_failed(self, batch: Batch, event: events.BatchFailed, effects: list[Effect]) -> bool:
+        request, expert, probation = batch.requests[0], batch.expert, None
+        self._end_background_batch(batch)
+        if event.out_of_memory:
+            self._background.ran_short(self._queues[batch.executor].spec.pool, self._now)
+        else:
+            is_trial = self._standings.is_trial(request)
+            probation = self._standings.lone_batch_failed(expert, event.reason, self._now, is_trial=is_trial)
+        failed = _asked_in_background(None, expert, f"{expert}: {event.reason}")
+        self._end_in_background(request, Fail(request, failed), effects)
+        if probation is not None:
+            self._put_on_probation(expert, probation, effects)
+        if self._standings.fails_in_batches(expert):
+            self._placement.discard(expert, effects)
+        self._discard_if_gone(expert, effects)
+        return self._is_anybody_there
+
+    def _end_background_batch(self, batch: Batch) -> None:
+        self._end_batch(batch)
+        self._background.batch = self._background.request = None
+        self._placement.background_runs_in = None
+
+    def _drop(self, request: int, reason: str, effects: list[Effect]) -> bool:
+        """A background request leaves without having run; nothing can move for that."""
+        expert = self._background.expert_of(request)
+        assert expert is not None, "it waits"
+        self._background.leave(request)
+        self._background.dropped += 1
+        self._standings.request_ended(request)
+        effects.append(Fail(request, _asked_in_background(None, expert, reason)))
+        return False
+
+    def _end_in_background(self, request: int, effect: Complete | Fail, effects: list[Effect]) -> None:
+        if isinstance(effect, Complete):
+            self._background.ran += 1
+        else:
+            self._background.failed += 1
+        self._standings.request_ended(request)
+        effects.append(effect)
+
     # -- experts --
 
     def _advance(self, effects: list[Effect]) -> None:
@@ -1008,7 +1192,7 @@ class Engine:
         if self._is_draining:
             return
         for expert, copy in self._standings.due_loads(since_s, self._now):
-            if expert in self._retired:
+            if expert in self._retired or expert in self._graph.in_shadow:
                 continue  # whoever needs it still asks for it
             if expert in self._homes:
                 self._place_pinned(expert)
@@ -1118,6 +1302,13 @@ class Engine:
     def _unexpected(self) -> bool:
         self._counts["unexpected_events"] += 1
         return False
+
+
+def _asked_in_background(prediction: Prediction | None, expert: str, reason: str) -> Outcome:
+    """It decides nothing, whatever the shadow said."""
+    if prediction is None:
+        return Outcome(Verdict.UNKNOWN, None, None, (), reason)
+    return Outcome(Verdict.UNKNOWN, prediction.label, prediction.score, (StepResult(expert, prediction),), reason)
 
 
 def _mistold(event: events.Progressed, batch: Batch) -> str | None:

@@ -33,6 +33,17 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """A request for an expert in the shadow of another, which nobody waits for: background work.
+
+    It ends in one Complete or Fail as others do, once there was time for it or it was dropped.
+    """
+
+    request: int
+    expert: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A load is complete: the copy can run, or be copied on."""
 
@@ -150,6 +161,7 @@ class Drain:
 Event = (
     Started
     | Arrived
+    | Offered
     | Loaded
     | LoadFailed
     | Finished

@@ -152,4 +152,5 @@ class Limits:
     longest_pause_s: float = 60.0
     budget_pause_s: float = 600.0  # without shortage, before a lowered budget gets some back; doubles each time
     longest_budget_pause_s: float = 86_400.0
+    background_requests: int = 64  # that may wait; arbitrary: the oldest is dropped for one more
     pinned: frozenset[str] = frozenset()

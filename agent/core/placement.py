@@ -19,6 +19,11 @@ How strong a claim to room is, from strong to weak:
     CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
     EARLY     any group of a short queue that has other work first: free room only
     SPARE     initial placement, speculation, and experts on probation: free room only
+    BACKGROUND  a shadow that something waits for, while nobody else has work: free room, and that of other shadows
+
+A copy of an expert that is only in another one's shadow, and that no queue waits for, counts as free room for every
+claim but its like: it leaves first. While background work is under way in a memory nothing else leaves it: who lacks
+room there waits for the end of that one batch or load, so that nothing is ever evicted for a shadow.
 """
 
 from __future__ import annotations
@@ -58,6 +63,7 @@ class Claim(Enum):
     CACHE = auto()
     EARLY = auto()
     SPARE = auto()
+    BACKGROUND = auto()
 
 
 class Answer(Enum):
@@ -78,6 +84,7 @@ class Load:
     expert: str
     source: str
     pool: str
+    is_background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +123,14 @@ class Placement:
         self._all_queued: set[str] = set()  # memories where a claim to STAGE found nothing in this look at everything
         self._setbacks: dict[tuple[str, str], Setback] = {}
         self._last_load = 0
+        self.background_runs_in: str | None = None  # the memory of the background batch that runs
         self._users = {name: tuple(q for q in queues if q.spec.pool == name) for name in self.pools}
         self._fed = {name: tuple(p for p in self.pools.values() if p.spec.cache == name) for name in self.pools}
 
     def change_line(self, graph: ExpertGraph, matrix: PerformanceMatrix, homes: Mapping[str, ExecutorSpec]) -> None:
         """From now on by these routes and this usage; what is in memory is pinned if it is to stay there for good."""
         self._graph = graph
+        self._in_shadow = graph.in_shadow
         self._usage = matrix.usage
         at_home = [
             (queue.spec.processor, name, home)
@@ -156,6 +165,14 @@ class Placement:
                 if answer is not Answer.NO_ROOM:
                     return answer
         return self._start(pool, source, wish, claim, now, effects)
+
+    def bring_in_background(self, wish: Wish, kept: Collection[str], now: float, effects: list[Effect]) -> Answer:
+        """Have a shadow's copy in the wish's pool, in free room and that of other shadows but those that are kept."""
+        pool, copy = self.pools[wish.spec.pool], wish.profile.copy
+        setback = self._setbacks.get((pool.name, copy))
+        if pool.entry(copy) is None and (setback is None or now >= setback.retry_s):
+            self._shadows_leave(pool, wish, kept, effects)
+        return self.bring(wish, Claim.BACKGROUND, now, effects)
 
     def stage(self, wish: Wish, now: float, effects: list[Effect]) -> Answer:
         """Have a copy in the memory in front of the wish's pool, while that one is full."""
@@ -231,7 +248,8 @@ class Placement:
         candidates = [
             self._candidate(entry, self._next_use_s(pool, entry)) for entry in pool.entries() if entry.is_evictable
         ]
-        ranked = strategy.ranked(candidates)
+        spare = {entry.copy for entry in self._spare_shadows(pool)}
+        ranked = sorted(strategy.ranked(candidates), key=lambda each: each.copy not in spare)
         for victim in ranked:
             if pool.used_bytes <= to_bytes:
                 return
@@ -284,7 +302,8 @@ class Placement:
         return self._in_flight[source] + self._kept_free[source] >= self._limits.loads_in_flight
 
     def _end(self, load: Load) -> None:
-        self._in_flight[load.source] -= 1
+        if not load.is_background:
+            self._in_flight[load.source] -= 1
         if load.source != SSD:
             self.pools[load.source].end_use(load.copy)
 
@@ -304,9 +323,11 @@ class Placement:
         pinned = (pool.name, copy) in self._pinned
         size_bytes = pool.start_load(copy, wish.expert, wish.profile.footprint, pinned=pinned)
         self._presence[wish.expert] += 1
-        self._in_flight[source] += 1
+        is_background = claim is Claim.BACKGROUND
+        if not is_background:  # it takes nobody's place on the link
+            self._in_flight[source] += 1
         self._last_load += 1
-        self.loads[self._last_load] = Load(copy, wish.expert, source, pool.name)
+        self.loads[self._last_load] = Load(copy, wish.expert, source, pool.name, is_background)
         self.counts[f"{source}_{pool.name}"] += 1
         if source == SSD:
             self.counts["bytes_read"] += size_bytes
@@ -316,8 +337,12 @@ class Placement:
     def _make_room(self, pool: ModelPool, wish: Wish, claim: Claim, effects: list[Effect]) -> bool:
         footprint = wish.profile.footprint
         short = pool.needed_bytes(footprint) - pool.free_bytes
+        if short > 0 and self._in_shadow and claim is not Claim.BACKGROUND:
+            short = self._shadows_leave(pool, wish, (), effects)
         if short <= 0:
             return True
+        if claim is Claim.BACKGROUND or self._has_background_work(pool):
+            return False
         if claim in (Claim.EARLY, Claim.SPARE) or (claim is Claim.STAGE and pool.name in self._all_queued):
             return False
         strategy = STRATEGIES[self._policy.evicting]
@@ -333,6 +358,33 @@ class Placement:
         for victim in leaving:
             self._evict(pool, victim, strategy.stage(victim), decision, effects)
         return pool.can_reserve(footprint)
+
+    def _shadows_leave(self, pool: ModelPool, wish: Wish, kept: Collection[str], effects: list[Effect]) -> int:
+        """Spare shadows but those that are kept leave, until there is room; the bytes that lack still, 0 or less."""
+        footprint, copy = wish.profile.footprint, wish.profile.copy
+        for entry in self._spare_shadows(pool):
+            short = pool.needed_bytes(footprint) - pool.free_bytes
+            if short <= 0:
+                break
+            if entry.expert not in kept:
+                candidate = self._candidate(entry, None)
+                decision = EvictionDecision(copy, short, (candidate,))
+                self._evict(pool, candidate, STAGE_BY_RANK, decision, effects)
+        return pool.needed_bytes(footprint) - pool.free_bytes
+
+    def _spare_shadows(self, pool: ModelPool) -> list[Entry]:
+        """Copies that may leave, of experts in the shadow of others that no queue waits for; the oldest first."""
+        return [
+            entry
+            for entry in pool.entries()
+            if entry.expert in self._in_shadow and entry.is_evictable and self._next_use_s(pool, entry) is None
+        ]
+
+    def _has_background_work(self, pool: ModelPool) -> bool:
+        """Does a background batch run from this memory, or is a background load under way into it or from it?"""
+        if self.background_runs_in == pool.name:
+            return True
+        return any(load.is_background and pool.name in (load.pool, load.source) for load in self.loads.values())
 
     def _candidates(self, pool: ModelPool, wish: Wish, claim: Claim) -> Iterator[Candidate]:
         """What this claim may take: see the module's table of claims.

@@ -250,7 +250,8 @@ def _graph(config: LineConfig, names: Mapping[str, str], retired: frozenset[str]
         component: tuple(step.renamed(names) for step in steps)
         for component, steps in config.catalog.graph.routes.items()
     }
-    return ExpertGraph([*names.values(), *retired], routes)
+    shadows = {names[expert]: names[shadow] for expert, shadow in config.catalog.graph.shadows.items()}
+    return ExpertGraph([*names.values(), *retired], routes, shadows)
 
 
 def _pinned(config: LineConfig) -> Iterable[str]:

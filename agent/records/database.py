@@ -184,6 +184,48 @@ def anomaly_maps(database: Database) -> None:
     )
 
 
+@migrations()
+def shadow_answers(database: Database) -> None:
+    """What experts and their shadows said of the same images; and how often there was no time to ask a shadow."""
+    database.execute(
+        """
+        CREATE TABLE shadow_answers (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            key TEXT NOT NULL,
+            image TEXT NOT NULL,
+            component TEXT,
+            expert TEXT NOT NULL,
+            shadow TEXT NOT NULL,
+            expert_sha256 TEXT NOT NULL,
+            shadow_sha256 TEXT NOT NULL,
+            label TEXT NOT NULL,
+            score REAL NOT NULL,
+            passes INTEGER,
+            seconds REAL NOT NULL,
+            shadow_label TEXT,
+            shadow_score REAL,
+            shadow_passes INTEGER,
+            shadow_seconds REAL,
+            reason TEXT,
+            asked_at TEXT NOT NULL
+        )
+        """
+    )
+    database.execute("CREATE INDEX shadow_answers_of_pair ON shadow_answers (expert, shadow, seq)")
+    database.execute(
+        """
+        CREATE TABLE shadow_drops (
+            expert TEXT NOT NULL,
+            shadow TEXT NOT NULL,
+            expert_sha256 TEXT NOT NULL,
+            shadow_sha256 TEXT NOT NULL,
+            dropped INTEGER NOT NULL,
+            PRIMARY KEY (expert, shadow, expert_sha256, shadow_sha256)
+        )
+        """
+    )
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """The migrated database, with its folder; the connection may be used by one thread at a time.
 

@@ -34,6 +34,7 @@ from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
+from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
+    from agent.runtime.shadows import ShadowWatch
     from agent.runtime.slots import SlotStatistics
     from agent.runtime.texts import AskedText
     from agent.runtime.transfer import TransferStatistics
@@ -134,7 +136,7 @@ class BatchWatch:
 class Workshop:
     """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``.
 
-    ``routes``: of the line as it is at the start; None where nobody asks for a route with a text.
+    ``routes``: of the line as it is at the start; None where nobody asks for a route with a text, or watches shadows.
     """
 
     stores: tuple[SlotStore, ...]
@@ -188,6 +190,8 @@ class AgentLoop:
         self._on_outcome = on_outcome
         self._options = options
         self._sources: dict[int, RequestSource] = {}
+        self._about: dict[int, object] = {}
+        self._shadows = Shadows({} if workshop.routes is None else workshop.routes.shadows)
         self._numbers = count(1)
         self._open = OpenWork(options.ages, forecast)
         self._has_started = False
@@ -230,10 +234,17 @@ class AgentLoop:
         """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
         self._watch = watch
 
-    def submit(self, source: RequestSource, *, component: str | None = None, expert: str | None = None) -> int:
+    def watch_shadows(self, watch: ShadowWatch) -> None:
+        """Have shadows shown what their experts have judged, and somebody told. As ``watch_batches``."""
+        self._shadows.watch = watch
+
+    def submit(
+        self, source: RequestSource, *, component: str | None = None, expert: str | None = None, about: object = None
+    ) -> int:
         """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given.
 
-        Raises whatever a text's source raises for the expert that it comes to first.
+        ``about``: what whoever watches shadows knows it by. Raises whatever a text's source raises for the expert that
+        it comes to first.
         """
         if (component is None) == (expert is None):
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
@@ -242,6 +253,8 @@ class AgentLoop:
         asked = self._asked_text(source, component, expert) if isinstance(source, TextSource) else None
         request = next(self._numbers)
         self._sources[request] = source
+        if about is not None:
+            self._about[request] = about
         if asked is not None:
             self._texts.take(request, asked)
         work = IMAGE if asked is None else asked.work
@@ -336,6 +349,7 @@ class AgentLoop:
             ending.callback(self._raise_crash)
             ending.callback(self._heap_keeper.stop)
             ending.callback(self._sources.clear)
+            ending.callback(self._shadows.clear)
             self.leaves_threads = not self._end_threads()
             if self._crash is not None:
                 self._crash.leaves_threads |= self.leaves_threads
@@ -431,6 +445,7 @@ class AgentLoop:
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._copies = dict(self._copies) | dict(copies)
         self._routes = change.graph
+        self._shadows.change_line(change.graph.shadows)
         self._workshop.transfers.know(copies)
         self._open.predict_by(self._forecast.of(change.matrix))
         self._handle(change)
@@ -442,14 +457,18 @@ class AgentLoop:
     def _start_batch(self, effect: effects.StartBatch) -> None:
         self._open.open_batch(effect, self._clock())
         batch = effect.batch
-        if self._watch is not None:
+        self._shadows.batch_begun(batch, self._clock())
+        if self._watch is not None and batch.requests[0] not in self._shadows:
             self._watch.begun(batch.requests)
         executor = self._workshop.executors[batch.executor]
         if batch.quantum_s is not None:
             executor.start_quantum(batch, [self._copies[part.copy] for part in batch.all_parts for _ in part.requests])
             return
-        images = [self._sources[request] for request in batch.requests]
+        images = [self._source_of(request) for request in batch.requests]
         executor.start_batch(batch, self._copies[batch.copy].expert, images)
+
+    def _source_of(self, request: int) -> RequestSource:
+        return self._shadows.image(request) if request in self._shadows else self._sources[request]
 
     def _preempt(self, effect: effects.Preempt) -> None:
         self._texts.preempt(effect.request, effect.executor)
@@ -457,7 +476,10 @@ class AgentLoop:
 
     def _batch_answered(self, batch: int) -> None:
         answered = self._open.close_batch(batch)
-        if self._watch is not None and answered is not None:
+        if answered is None:
+            return
+        self._shadows.batch_ended(answered, self._clock())
+        if self._watch is not None and answered.requests[0] not in self._shadows:
             self._watch.ended(answered.requests)
 
     def _evict(self, effect: effects.Evict) -> None:
@@ -508,9 +530,14 @@ class AgentLoop:
         )  # fmt: skip
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
+        if effect.request in self._shadows:
+            self._shadows.end(effect.request, effect.outcome)
+            return
         self._texts.forget(effect.request)
         self._on_outcome(effect.request, effect.outcome)
-        del self._sources[effect.request]
+        source, about = self._sources.pop(effect.request), self._about.pop(effect.request, None)
+        for event in self._shadows.show(effect.request, source, effect.outcome, about, lambda: next(self._numbers)):
+            self._inbox.put(event)
 
     def _is_idle(self) -> bool:
         return self._has_started and not (self._sources or self._open.loads or self._open.batches)
@@ -589,7 +616,7 @@ def assemble(
     link = PacedLink(options.ssd_bytes_per_s)
     staging = HostMemory(pinned=box.name == "cuda")
     stores = _stores(box, executors, limits, shelf, MoeLoads(segments, link, staging))
-    workers = limits.loads_in_flight * (len(stores) if box.is_split else 1)
+    workers = limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one load in the background
     threads = threads_per_executor(box, executors)
     watch = watch_of(box)
     transfers = Transfers(

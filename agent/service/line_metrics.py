@@ -171,6 +171,7 @@ class LineMetrics:
             *_told(ENGINE, loop.engine),
             *_told(TRANSFERS, loop.transfers),
             *_loads(loop),
+            *_shadows(loop),
             *_moe_experts(loop),
             Metric(GAUGE, "executor_info", "Where an executor runs.", places, ("executor", "processor")),
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
@@ -244,6 +245,13 @@ def _each(table: Table[Known], label: str, found: Mapping[str, Known]) -> list[M
 
 def _by_name(found: Mapping[Name, Known]) -> dict[Labels, Known]:
     return {(str(name),): known for name, known in found.items()}
+
+
+def _shadows(loop: LoopStatistics) -> Iterator[Metric]:
+    seen = loop.engine.background
+    ended: dict[Labels, float] = {("ran",): seen.ran, ("failed",): seen.failed, ("dropped",): seen.dropped}
+    yield Metric(COUNTER, "shadow_images", "Images for shadows of experts, by what became of them.", ended, ("ending",))
+    yield Metric(GAUGE, "shadow_images_waiting", "Images that wait for a shadow.", {(): seen.waiting})
 
 
 def _loads(loop: LoopStatistics) -> Iterator[Metric]:

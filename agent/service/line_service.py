@@ -31,6 +31,7 @@ from agent.service.housekeeping import Housekeeper
 from agent.service.judging.drift import DriftAlarm
 from agent.service.judging.inspector import Inspector
 from agent.service.judging.line_boards import LineBoards, wall_clock
+from agent.service.judging.shadowing import ShadowRecorder
 from agent.service.judging.verdicts import Verdicts
 from agent.service.line_metrics import Instruments, LineMetrics
 from agent.service.upkeep import Upkeep
@@ -109,6 +110,7 @@ class LineService:
         self._store = self._upkeep.store
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._verdicts = Verdicts(self._store, self._boards)
+        self._shadows = ShadowRecorder(self._inspector, self._store)
         self._journal = JournalDoor(self._inspector, self._verdicts, self._store, self._upkeep.images)
         admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
         self._texts = TextDoor(self._inspector, admission)
@@ -227,6 +229,7 @@ class LineService:
             ending.callback(self._upkeep.stop)
             ending.callback(self._stop_intakes)
             ending.callback(self._wait_for_commits)
+            ending.callback(self._shadows.flush)
             ending.callback(self._upkeep.stop_images)
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self._inspector.forgive)
@@ -342,6 +345,7 @@ class LineService:
         if self._openai is not None:
             self._openai.reload(config.api)
         self._inspector.change_line(change)
+        self._shadows.refuse_enders()
         self._config = config
         self._boards.change(config.boards)
         for door in self._folders:

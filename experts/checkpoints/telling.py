@@ -75,9 +75,12 @@ def _tell_framework(telling: _Telling, document: object, selection: Selection) -
 
 
 def _tell_of_model(telling: _Telling, model: Record, where: str) -> None:
-    """A model of ultralytics, or of YOLOv5's own repository, carries its names, its task and its YAML."""
+    """A model of ultralytics carries its names, its task and its YAML; one of timm how it was configured."""
     for key in LABEL_KEYS:
         telling.tell("labels", _labels(model.attribute(key)), f"{where}.{key}")
+    configured = model.attribute("pretrained_cfg")
+    if isinstance(configured, dict):
+        _tell_of_arguments(telling, configured, f"{where}.pretrained_cfg.")
     yaml = model.attribute("yaml")
     if isinstance(yaml, dict):
         file = model.attribute("yaml_file") or yaml.get("yaml_file")

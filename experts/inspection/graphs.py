@@ -93,7 +93,8 @@ class _Graph:
         if found := names & ANOMALY_OUTPUTS:
             return "anomaly", f"it answers with {', '.join(sorted(found))}"
         rank = len(first.shape)
-        if rank == 4 and first.shape[1] == 1 and len(self.outputs) == 1:
+        is_flat_map = rank == 3 and None not in first.shape[1:] and first.shape[1:] == self.images.shape[2:]
+        if len(self.outputs) == 1 and (is_flat_map or (rank == 4 and first.shape[1] == 1)):
             return "anomaly", f"it answers with a map, {shown}"
         if rank == 2 and len(self.outputs) == 1 and first.shape[1] != 1:
             return "classifier", f"it answers with {shown}"

@@ -24,7 +24,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from agent.core.effects import Complete, Fail, Preempt, StartBatch, StartLoad
-from agent.core.events import Arrived, Finished, Loaded, Progressed, Started, Tick
+from agent.core.events import Arrived, Finished, Loaded, Offered, Progressed, Started, Tick
 from agent.core.request import IMAGE
 from experts.expert import Prediction
 from profiler.simulation.quanta import run_quantum
@@ -144,14 +144,23 @@ class Simulator:
         self._shared = {name: SharedProcessor(each) for name, each in (self.speedups or {}).items()}
         self._processors = {spec.id: spec.processor for spec in self.executors}
 
-    def run(self, trace: Sequence[Arrival], *, warm_s: float | None = None) -> Simulation:
-        """Play a trace to its end. ``warm_s``: how long experts may be placed before it starts; None = until done."""
+    def run(
+        self, trace: Sequence[Arrival], *, warm_s: float | None = None, offers: Sequence[Arrival] = ()
+    ) -> Simulation:
+        """Play a trace to its end. ``warm_s``: how long experts may be placed before it starts; None = until done.
+
+        ``offers``: what the shadows of experts are asked beside it, numbered on from the trace; one that never had its
+        time or its room has no outcome.
+        """
         self._post(0.0, Started())
         self._start_s = self._play(until_s=warm_s)
         for number, arrival in enumerate(trace):
             if arrival.work is not IMAGE:
                 self._work[number] = arrival.work
             self._post(self._start_s + arrival.at_s, Arrived(number, arrival.component, arrival.expert, arrival.work))
+        for number, offer in enumerate(offers, start=len(trace)):
+            assert offer.expert is not None, "background work is for one expert"
+            self._post(self._start_s + offer.at_s, Offered(number, offer.expert))
         seconds = self._play(until_s=None) - self._start_s
         return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s), self._start_s)
 

@@ -263,6 +263,48 @@ def test_what_is_no_detector_is_not_taken_for_one(name: str) -> None:
     assert not DETECTORS.fullmatch(name)
 
 
+NEW = "  cls/new: {architecture: resnet34, weights: n.safetensors, labels: [missing, ok], input: {size: [64, 64]}%s}\n"
+
+
+def shadowed(shadow: str, new: str = "") -> str:
+    """GOOD, with a shadow of cls/r, and another expert, on no route."""
+    text = GOOD.replace("    stem: 3x3\n", f"    stem: 3x3\n    shadow: {shadow}\n")
+    return text.replace("routes:\n", NEW % new + "routes:\n")
+
+
+def test_a_shadow_is_of_the_graph_and_not_of_the_expert(tmp_path: Path) -> None:
+    """So an expert that is given one is the same, and a reload does not replace it."""
+    catalog = catalog_of(tmp_path, shadowed("cls/new"))
+    assert catalog.graph.shadows == {"cls/r": "cls/new"}
+    assert catalog.graph.in_shadow == {"cls/new"}
+    assert catalog.experts["cls/r"] == catalog_of(tmp_path, GOOD).experts["cls/r"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (shadowed("cls/nwe"), "no expert 'cls/nwe' - did you mean 'cls/new'?"),
+        (shadowed("new"), "'new' is not an expert id"),
+        (shadowed("cls/r"), "an expert is not its own shadow"),
+        (shadowed("cls/c").replace("[ok, bad]", "[ok, missing]").replace(", pin: true", ""), "cls/c is on route 0402"),
+        (
+            shadowed("cls/new", ", task: anomaly").replace("resnet34, weights: n.safetensors", "onnx, weights: n.onnx"),
+            "only the same task can be compared",
+        ),
+        (shadowed("cls/new", ", shadow: cls/c"), "cls/new has a shadow itself"),
+        (shadowed("cls/new", ", pin: true"), "cls/new is pinned"),
+        (shadowed("cls/new").replace("[missing, ok]", "[ok, lost]"), "only the same can be compared"),
+        (
+            shadowed("cls/new").replace("pin: true", "shadow: cls/new").replace("[ok, bad]", "[ok, missing]"),
+            "is the shadow of cls/r already",
+        ),
+        (shadowed("llm/x").replace("routes:", "  llm/x: {architecture: llm, weights: w}\nroutes:"), "llm takes texts"),
+    ],
+)
+def test_what_cannot_be_a_shadow_is_told_with_its_place(tmp_path: Path, text: str, reason: str) -> None:
+    assert any("shadow: " in problem and reason in problem for problem in problems_of(tmp_path, text))
+
+
 @pytest.mark.parametrize(("normalize", "expected"), [("", "unit"), (", normalize: imagenet", "imagenet")])
 def test_onnx_detectors_get_images_as_their_files_say(tmp_path: Path, normalize: str, expected: str) -> None:
     """One that is not there, or is broken, is described as the line file has it: it is told of when it is packed."""

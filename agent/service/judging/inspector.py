@@ -21,6 +21,7 @@ from agent.deployment.line_change import line_name, with_line_names
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
 from agent.service.judging.drift import UsageDrift
+from agent.service.judging.shown import Shown
 from agent.service.judging.suspects import Gate
 from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
@@ -156,11 +157,23 @@ class Inspector:
     @contextmanager
     def counted(self, key: str) -> Iterator[None]:
         """What is done under it may end the agent, and speaks against this key then."""
-        self._attempts.begun([key])
+        self.begun(key)
         try:
             yield
         finally:
-            self._attempts.ended([key])
+            self.ended(key)
+
+    def begun(self, key: str) -> None:
+        """What is done from now on may end the agent, and speaks against this key then, until it has ``ended``."""
+        self._attempts.begun([key])
+
+    def ended(self, key: str) -> None:
+        """The agent has survived it."""
+        self._attempts.ended([key])
+
+    def model_of(self, expert: str) -> str:
+        """The sha256 of the weights file of an expert, by what the Engine calls it; empty where it is not known."""
+        return self._models.get(expert, "")
 
     def change_line(self, change: LineChange) -> None:
         """Serve another line from now on; what was taken is finished as the earlier one says."""
@@ -211,7 +224,8 @@ class Inspector:
             if not task.is_cancelled:
                 task.let_in_s = time.monotonic()
                 expert = None if task.expert is None else self.agent.expert(task.expert)
-                task.number = self.agent.loop.submit(task.image, component=task.component, expert=expert)
+                shown = Shown(task.key, task.name, task.component)
+                task.number = self.agent.loop.submit(task.image, component=task.component, expert=expert, about=shown)
                 self._tasks[task.number] = task
                 return True
         task.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())

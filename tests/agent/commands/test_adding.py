@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import warnings
+from pathlib import Path
 
 import onnx
 import pytest
@@ -19,9 +20,6 @@ from coserve import app
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
 from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BEGUN = "# my line\nline: mine  # its name\nstate: ./state\n"
 RESNET = Wishes(components=("coil",), labels=("ok", "bent"), size=(32, 32), normalize="imagenet")
@@ -173,11 +171,49 @@ def test_what_ultralytics_saved_is_served_with_its_own_boxes(line, tmp_path):
     added = add_model(line, tmp_path / "best.pt", Wishes(components=("coil",), image=image))
     assert (added.entry["architecture"], added.entry["labels"]) == ("yolov8n", ["ok", "bent"])
     own = YOLO(tmp_path / "best.pt").predict(image, imgsz=64, conf=0.25, iou=0.45, max_det=1000, verbose=False)[0].boxes
-    boxes = added.tried.prediction.boxes
+    _assert_same(added.tried.prediction.boxes, own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own exporter
+        graph = Path(YOLO(tmp_path / "best.pt").export(format="onnx", imgsz=64, simplify=False))
+    added = add_model(line, graph, Wishes(id="det/graph", components=("coil",), image=image))
+    assert (added.entry["architecture"], added.entry["labels"]) == ("onnx", ["ok", "bent"])
+    own = YOLO(graph, task="detect").predict(image, imgsz=64, conf=0.25, iou=0.45, max_det=1000, verbose=False)[0].boxes
+    _assert_same(added.tried.prediction.boxes, own)
+
+
+def _assert_same(boxes, own):
     assert len(boxes) == len(own) > 0
     for box, corners, score in zip(boxes, own.xyxy.tolist(), own.conf.tolist(), strict=True):
         assert (box.left, box.top, box.right, box.bottom) == pytest.approx(corners, abs=1.0)
         assert box.score == pytest.approx(score, abs=0.01)
+
+
+class TestAnomalies:
+    @pytest.fixture
+    def graph(self, tmp_path):
+        """Finds bright pixels strange."""
+        brightest = helper.make_node("ReduceMax", ["image"], ["anomaly_map"], axes=[1], keepdims=1)
+        image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["n", 3, 32, 32])
+        strange = helper.make_tensor_value_info("anomaly_map", TensorProto.FLOAT, ["n", 1, 32, 32])
+        model = helper.make_model(
+            helper.make_graph([brightest], "test", [image], [strange]),
+            opset_imports=[helper.make_opsetid("", 17)],
+            ir_version=8,
+        )
+        onnx.save(model, tmp_path / "bright.onnx")
+        return tmp_path / "bright.onnx"
+
+    def test_one_without_a_threshold_is_added_and_does_not_judge_yet(self, line, graph):
+        added = add_model(line, graph, Wishes(components=("plate",), normalize="unit"))
+        expert = read_line(line, {}).catalog.experts["ano/bright"]
+        assert (expert.task, expert.threshold, expert.labels) == ("anomaly", None, ("ok", "anomalous"))
+        assert "coserve experts threshold" in added.said[-1]
+        assert added.as_json()["tried"]["label"] is None
+
+    def test_one_with_a_threshold_judges(self, line, graph):
+        added = add_model(line, graph, Wishes(components=("plate",), normalize="unit", threshold=0.1))
+        assert added.as_json()["tried"]["label"] == "anomalous"
+        assert read_line(line, {}).catalog.experts["ano/bright"].threshold == 0.1
 
 
 class TestTheCommand:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from agent.core import events
+from agent.core.background import DROPPED
 from agent.core.effects import (
     Assigned,
     Complete,
@@ -34,7 +35,7 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.core.policy import PRESETS, Assigning
-from agent.core.request import IMAGE, Rejected, Work
+from agent.core.request import CANCELLED, IMAGE, Rejected, Work
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
 
@@ -91,8 +92,9 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
     """``texts_only``: of a family, with an expert of images beside them."""
     classifiers = [f"cls/{n}" for n in range(1 if texts_only else draw(st.integers(1, 6)))]
     detectors = [] if texts_only else [f"det/{n}" for n in range(draw(st.integers(0, 2)))]
+    shadows = {name: f"new/{name[4:]}" for name in classifiers[: draw(st.integers(0, 2))]}
     texts = [f"llm/{n}" for n in range(draw(st.integers(2, 3) if texts_only else st.sampled_from(TEXTS)))]
-    experts = classifiers + detectors + texts
+    experts = classifiers + detectors + texts + sorted(shadows.values())
     routes = {f"t{number}": (RouteStep(text, OK),) for number, text in enumerate(texts)}
     for number, classifier in enumerate(classifiers):
         steps = [RouteStep(classifier, OK, 0.5)]
@@ -129,7 +131,7 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
         )
     )
     largest = 3 + max(footprint.own_bytes for footprint in footprints.values())  # of any line: see successor
-    pinned = frozenset(draw(st.lists(st.sampled_from(experts), max_size=1)))
+    pinned = frozenset(draw(st.lists(st.sampled_from(sorted({*experts} - {*shadows.values()})), max_size=1)))
     pools = tuple(
         PoolSpec(
             name,
@@ -144,7 +146,7 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
     limits = Limits(pools, MAX_OVERTAKE_S, loads_in_flight=draw(st.integers(1, 3)), pinned=pinned)
     usage = {name: draw(st.floats(0, 1)) for name in experts}
     return Setup(
-        ExpertGraph(experts, routes),
+        ExpertGraph(experts, routes, shadows),
         PerformanceMatrix(profiles, usage),
         executors,
         limits,
@@ -177,11 +179,14 @@ def next_line(setup: Setup, draw, generation: int, *, is_behind: bool) -> Setup:
         for component, steps in setup.graph.routes.items()
         if all(step.expert in names for step in steps)
     } or {"c0": (RouteStep(min(names.values()), OK, 0.5),)}
-    pinned = frozenset(draw(st.lists(st.sampled_from(sorted(names.values())), max_size=1)))
     retired = (setup.graph.experts | setup.retired) - set(names.values())
+    asked = {step.expert for steps in routes.values() for step in steps}
+    pairs = ((names[e], names[s]) for e, s in setup.graph.shadows.items() if {e, s} <= names.keys())
+    shadows = {e: s for e, s in pairs if s not in asked}
+    pinned = frozenset(draw(st.lists(st.sampled_from(sorted(set(names.values()) - set(shadows.values()))), max_size=1)))
     return replace(
         setup,
-        graph=ExpertGraph([*names.values(), *retired], routes),
+        graph=ExpertGraph([*names.values(), *retired], routes, shadows),
         profile=PerformanceMatrix(profiles, {name: draw(st.floats(0, 1)) for name in names.values()}),
         limits=replace(setup.limits, pinned=pinned),
         retired=retired,
@@ -230,6 +235,8 @@ class Shell:
     generation: int = 1
     before_change: set[int] = field(default_factory=set)  # batches that were started under an earlier line
     log: list = field(default_factory=list)
+    offered: dict[int, str] = field(default_factory=dict)  # background request -> shadow
+    offered_ended: dict[int, str | None] = field(default_factory=dict)  # -> its reason
 
     def pool_of(self, executor: int) -> str:
         return next(spec.pool for spec in self.setup.executors if spec.id == executor)
@@ -268,7 +275,11 @@ class Shell:
             copied = {load.copy for load in self.loads.values() if load.source == effect.pool}
             assert effect.copy not in busy | copied
             self.check_pin(effect)
+            self.check_nothing_leaves_for_shadows(effect, busy | copied)
             self.resident[effect.pool].remove(effect.copy)
+        elif isinstance(effect, StartBatch) and effect.batch.requests[0] in self.offered:
+            self.check_background_batch(effect)
+            self.batches[effect.batch.id] = effect
         elif isinstance(effect, StartBatch):
             self.check_batch(effect)
             self.batches[effect.batch.id] = effect
@@ -288,6 +299,10 @@ class Shell:
             pool, _ = self.begun.pop(effect.request)
             assert pool == self.pool_of(effect.executor)
             self.left[effect.request] = self.left[effect.request].anew()
+        elif isinstance(effect, Complete | Fail) and effect.request in self.offered:
+            assert effect.request not in self.offered_ended
+            assert effect.outcome.verdict is Verdict.UNKNOWN
+            self.offered_ended[effect.request] = effect.outcome.reason
         elif isinstance(effect, Complete | Fail):
             assert effect.request in self.arrived
             assert effect.request not in self.ended
@@ -436,6 +451,31 @@ class Shell:
             self.check_overtaking(batch)
         self.check_turns(batch)
 
+    def check_background_batch(self, effect: StartBatch) -> None:
+        """Nothing of the line is in flight, nothing else is under way, and it is one image."""
+        batch = effect.batch
+        assert len(batch.requests) == 1
+        assert self.arrived == self.ended.keys()
+        assert not self.loads
+        assert not self.batches
+        assert batch.requests[0] not in self.offered_ended
+        assert batch.expert == self.offered[batch.requests[0]]
+        assert batch.copy in self.resident[self.pool_of(batch.executor)]
+        self.check_is_asked(batch.expert)
+
+    def check_nothing_leaves_for_shadows(self, effect: Evict, busy: set[str]) -> None:
+        """Only shadows leave for a shadow; while one is there that could leave, and nothing waits for, nothing else
+        leaves; and nothing else leaves for want of room while one is loaded or runs there."""
+        in_shadow, queued = self.setup.graph.in_shadow, {expert for _, expert, _ in self.queued.values()}
+        wanted = effect.decision.for_copy
+        if effect.expert in in_shadow - queued or wanted in ("", effect.copy):
+            return
+        assert wanted.rpartition("@")[0] not in in_shadow - queued
+        copies = self.resident[effect.pool] - busy
+        assert not {copy.rpartition("@")[0] for copy in copies} & (in_shadow - queued)
+        running = [each.batch for each in self.batches.values() if each.batch.requests[0] in self.offered]
+        assert effect.pool not in {self.pool_of(batch.executor) for batch in running}
+
     def check_parts(self, batch) -> None:
         """Several experts run together only where they are one family, and all requests are somebody's."""
         parts = batch.all_parts
@@ -572,6 +612,9 @@ class Shell:
         batch = self.batches.pop(key).batch
         self.before_change.discard(key)
         fate = self.fate(self.pool_of(batch.executor))
+        if batch.requests[0] in self.offered:
+            self.answer_background(batch, fate)
+            return
         if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
             for request in batch.requests:
                 self.queued[request] = self.assigned[request]
@@ -583,6 +626,17 @@ class Shell:
             return
         results = tuple(self.result(fate) for _ in batch.requests)
         self.handle(events.Finished(key, results[:-1] if fate == 3 else results))
+
+    def answer_background(self, batch, fate: int) -> None:
+        if fate <= 2:
+            self.handle(events.BatchFailed(batch.id, "broke", out_of_memory=fate == 0))
+        else:
+            self.handle(events.Finished(batch.id, (self.result(fate),) * (fate != 3)))
+
+    def offer(self, shadow: str) -> None:
+        number = 10**5 + len(self.offered)
+        self.offered[number] = shadow
+        self.handle(events.Offered(number, shadow))
 
     def progress(self, batch, fate: int):
         """What became of each request of a quantum; whoever goes on has less to do than before."""
@@ -667,6 +721,18 @@ def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
     raise AssertionError(f"only {len(shell.ended)} of {count} requests have ended: the others wait for ever")
 
 
+def check_background_ends(shell: Shell) -> None:
+    """What was offered ended once, and was counted as what it came to, at the latest when the agent drains."""
+    shell.handle(events.Drain())
+    while shell.loads or shell.batches:
+        shell.answer_something()
+    assert shell.offered_ended.keys() == shell.offered.keys()
+    background = shell.engine.statistics().background
+    assert (background.waiting, background.running) == (0, 0)
+    assert background.ran + background.failed + background.dropped == len(shell.offered)
+    assert background.dropped == sum(reason in (DROPPED, CANCELLED) for reason in shell.offered_ended.values())
+
+
 def interfere(shell: Shell, number: int) -> None:
     """What people, the line and the box do meanwhile. ``number``: the latest request."""
     draw = shell.draw
@@ -678,6 +744,11 @@ def interfere(shell: Shell, number: int) -> None:
     if shell.begun and draw(st.integers(0, 4)) == 0:
         request = draw(st.sampled_from(sorted(shell.begun)))
         shell.handle(events.Cancelled(request)) if draw(st.booleans()) else shell.preempt(request)
+    if shell.setup.graph.in_shadow:
+        for _ in range(draw(st.integers(0, 3))):
+            shell.offer(draw(st.sampled_from(sorted(shell.setup.graph.in_shadow))))
+        if shell.offered and draw(st.integers(0, 9)) == 0:
+            shell.handle(events.Cancelled(draw(st.sampled_from(sorted(shell.offered)))))
     if draw(st.integers(0, 14)) == 0:
         shell.change_line()
     if shell.may_fail and draw(st.integers(0, 9)) == 0:
@@ -698,6 +769,7 @@ def odd_events(shell: Shell, number: int) -> list:
         events.BatchFailed(10**6, "no such batch"),
         events.Progressed(10**6, (), ()),
         events.Preempted(10**6),
+        *(events.Offered(each, "new/0") for each in [number] if number not in shell.ended),
         events.Quarantined(min(setup.graph.experts), "somebody said so"),
         events.Quarantined("no/such-expert", "somebody said so"),
         events.Wanted("no/such-expert"),
@@ -742,6 +814,7 @@ def test_every_request_ends_exactly_once_within_the_budgets_whatever_fails(setup
     assert shell.ended.keys() == shell.arrived
     assert statistics.in_flight == 0
     shell.check_retired_are_gone()
+    check_background_ends(shell)
     assert statistics.completed + statistics.failed == statistics.arrived == len(shell.arrived)
 
 

@@ -174,6 +174,17 @@ class TestWhatIsTold:
         assert (facts.architecture, facts.normalize) == ("mobilenet_v3_small", "imagenet")
         assert facts.evidence["labels"] == "hyper_parameters.class_names"
 
+    def test_by_a_model_that_carries_how_it_was_configured(self, tmp_path, network):
+        """As timm's do."""
+        module = copy.deepcopy(network)
+        module.pretrained_cfg = {
+            "architecture": "mobilenet_v3_small", "input_size": (3, 96, 64), "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225), "num_classes": 1000,
+        }  # fmt: skip
+        facts = read_checkpoint(saved(tmp_path, module)).facts
+        assert (facts.architecture, facts.size, facts.normalize) == ("mobilenet_v3_small", (96, 64), "imagenet")
+        assert facts.evidence["size"] == "the file itself.pretrained_cfg.input_size"
+
     def test_by_a_script_s_arguments(self, tmp_path, network):
         arguments = argparse.Namespace(model="mobilenet_v3_small", val_crop_size=96, rate=0.1)
         document = {"model": network.state_dict(), "args": arguments, "class_to_idx": {"good": 0, "odd": 2, "bad": 1}}

@@ -11,7 +11,7 @@ from experts.backends.modules.weightless import Weightless
 from experts.checkpoints.recognition import FAMILIES, _detectors, recognise
 
 ONE_OF_EACH = (  # families, and what differs within one
-    "alexnet", "vgg11_bn", "convnext_small", "densenet161", "efficientnet_v2_s", "efficientnet_b1", "googlenet",
+    "alexnet", "vgg11_bn", "convnext_small", "densenet161", "efficientnet_b1", "googlenet",
     "inception_v3", "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_large", "regnet_y_800mf", "resnet34",
     "resnext50_32x4d", "wide_resnet50_2", "shufflenet_v2_x1_5", "squeezenet1_1", "swin_t", "swin_v2_s", "vit_b_32",
 )  # fmt: skip

@@ -91,6 +91,7 @@ def test_a_graph_for_any_size_without_metadata_asks_for_it(graph):
     [
         [("anomaly_map", "n", 1, 64, 96)],
         [("output", "n", 1, 64, 96)],
+        [("output", "n", 64, 96)],
         [("pred_score", "n"), ("pred_label", "n"), ("anomaly_map", "n", 1, 64, 96), ("pred_mask", "n", 1, 64, 96)],
     ],
 )

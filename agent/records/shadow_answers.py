@@ -1,0 +1,221 @@
+"""What experts and their shadows said of the same images, side by side: written, and read back as a comparison.
+
+Guarantees: rows are of one pair of versions, told apart by the digests of their weights, so that what an earlier
+version said never counts for a later one; the latest KEPT_ROWS stay, whatever comes; what a shadow was never asked is
+counted. A comparison is a pure function of the rows.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from agent.records.database import open_for_reading, utc_text
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Iterable, Sequence
+    from datetime import datetime
+    from pathlib import Path
+
+    from sqlite_utils import Database
+
+KEPT_ROWS = 100_000  # of all pairs together: about 30 MB
+COLUMNS = (
+    "key image component expert shadow expert_sha256 shadow_sha256 label score passes seconds"
+    " shadow_label shadow_score shadow_passes shadow_seconds reason asked_at"
+)
+INSERT = f"""
+    INSERT INTO shadow_answers ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
+"""
+DROP_OLD = "DELETE FROM shadow_answers WHERE seq <= ?"
+COUNT_DROPPED = """
+    INSERT INTO shadow_drops (expert, shadow, expert_sha256, shadow_sha256, dropped) VALUES (?, ?, ?, ?, ?)
+    ON CONFLICT (expert, shadow, expert_sha256, shadow_sha256) DO UPDATE SET dropped = dropped + excluded.dropped
+"""
+LATEST = "SELECT * FROM shadow_answers WHERE expert = ? AND shadow = ? ORDER BY seq DESC LIMIT 1"
+OF_VERSIONS = """
+    SELECT answers.*, results.kept_as, results.board, results.ref
+    FROM shadow_answers AS answers LEFT JOIN results ON results.key = answers.key
+    WHERE answers.expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ? ORDER BY answers.seq
+"""
+DROPPED = "SELECT dropped FROM shadow_drops WHERE expert = ? AND shadow = ? AND expert_sha256 = ? AND shadow_sha256 = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """An expert and its shadow, by the line file's names, and which versions of their weights."""
+
+    expert: str
+    shadow: str
+    expert_sha256: str
+    shadow_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one of the two said. ``passes``: whether the route went on, or would have; None where none was asked."""
+
+    label: str
+    score: float
+    passes: bool | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """One image. ``key``: of its result; ``reason``: why the shadow said nothing."""
+
+    key: str
+    image: str
+    component: str | None
+    pair: Pair
+    said: Side
+    shadow_said: Side | None
+    asked_at: datetime
+    reason: str | None = None
+
+
+def write_answer(database: Database, row: SideBySide) -> None:
+    """Inside the transaction of the caller. The oldest rows go."""
+    (seq,) = database.execute(INSERT, _values(row)).fetchall()[0]
+    database.execute(DROP_OLD, (seq - KEPT_ROWS,))
+
+
+def count_dropped(database: Database, pair: Pair, count: int) -> None:
+    """So many more images that a shadow was never shown. Inside the transaction of the caller."""
+    database.execute(COUNT_DROPPED, (pair.expert, pair.shadow, pair.expert_sha256, pair.shadow_sha256, count))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One image as a comparison tells it; ``kept_as``: its file in the archive, where one is kept."""
+
+    key: str
+    image: str
+    component: str | None
+    board: str | None
+    ref: str | None
+    kept_as: str | None
+    label: str
+    score: float
+    passes: bool | None
+    seconds: float
+    shadow_label: str | None
+    shadow_score: float | None
+    shadow_passes: bool | None
+    shadow_seconds: float | None
+    reason: str | None
+
+    @property
+    def agrees(self) -> bool:
+        """Did both say the same label?"""
+        return self.shadow_label == self.label
+
+    @property
+    def flips_to_ng(self) -> bool:
+        """It passed, and would not have."""
+        return self.passes is True and self.shadow_passes is False
+
+    @property
+    def flips_to_ok(self) -> bool:
+        """It did not pass, and would have."""
+        return self.passes is False and self.shadow_passes is True
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The same figure of an expert and of its shadow."""
+
+    expert: float
+    shadow: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """An expert and its shadow over all images that both saw in these versions.
+
+    ``flips_to_ng``: passed by the expert alone; ``flips_to_ok``: by the shadow alone. Scores are means, seconds
+    medians; None where no image was seen by both. ``failed``: the shadow said nothing, ``last_reason`` says why;
+    ``dropped``: there was no time, or no room, to show it. ``differing``: the latest last.
+    """
+
+    pair: Pair
+    images: int
+    agreeing: int
+    flips_to_ng: int
+    flips_to_ok: int
+    failed: int
+    dropped: int
+    last_reason: str | None
+    scores: Sides | None
+    seconds: Sides | None
+    differing: tuple[Compared, ...]
+
+    @property
+    def agreement(self) -> float | None:
+        """0 to 1; None before the first image."""
+        return self.agreeing / self.images if self.images else None
+
+
+def compare(pair: Pair, rows: Sequence[Compared], dropped: int) -> Comparison:
+    """What rows of one pair say together."""
+    both = [row for row in rows if row.shadow_label is not None]
+    failed = [row for row in rows if row.shadow_label is None]
+    return Comparison(
+        pair=pair,
+        images=len(both),
+        agreeing=sum(row.agrees for row in both),
+        flips_to_ng=sum(row.flips_to_ng for row in both),
+        flips_to_ok=sum(row.flips_to_ok for row in both),
+        failed=len(failed),
+        dropped=dropped,
+        last_reason=failed[-1].reason if failed else None,
+        scores=Sides(fmean(row.score for row in both), fmean(_known(row.shadow_score for row in both)))
+        if both
+        else None,
+        seconds=Sides(median(row.seconds for row in both), median(_known(row.shadow_seconds for row in both)))
+        if both
+        else None,
+        differing=tuple(row for row in both if not row.agrees or row.flips_to_ng or row.flips_to_ok),
+    )
+
+
+def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
+    """What the database says of the latest versions of a pair; None where it has nothing. Raises FileNotFoundError."""
+    with closing(open_for_reading(path)) as connection:
+        latest = connection.execute(LATEST, (expert, shadow)).fetchone()
+        if latest is None:
+            return None
+        pair = Pair(expert, shadow, latest["expert_sha256"], latest["shadow_sha256"])
+        versions = (expert, shadow, pair.expert_sha256, pair.shadow_sha256)
+        rows = [_compared(row) for row in connection.execute(OF_VERSIONS, versions)]
+        dropped = connection.execute(DROPPED, versions).fetchone()
+    return compare(pair, rows, dropped[0] if dropped else 0)
+
+
+def _compared(row: sqlite3.Row) -> Compared:
+    values = {name: row[name] for name in Compared.__dataclass_fields__}
+    for name in ("passes", "shadow_passes"):
+        values[name] = None if values[name] is None else bool(values[name])
+    return Compared(**values)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _values(row: SideBySide) -> dict[str, object]:
+    said, other = row.said, row.shadow_said
+    return {
+        "key": row.key,
+        "image": row.image,
+        "component": row.component,
+        **asdict(row.pair),
+        **asdict(said),
+        **{f"shadow_{name}": None if other is None else getattr(other, name) for name in Side.__dataclass_fields__},
+        "reason": row.reason,
+        "asked_at": utc_text(row.asked_at),
+    }

@@ -1,0 +1,107 @@
+"""What the shadows of a line's experts said, on its way into the store; and which of them ended the agent.
+
+Guarantees: nothing here decides, delays or is told with a verdict; a shadow that ran when the agent was ended, in
+ENDINGS_MAXIMUM runs, is not asked any more until it has other weights: the line is worth more than a comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from agent.deployment.line_change import line_name, with_line_names
+from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
+from agent.runtime.shadows import ShadowWatch
+from agent.service.judging.shown import Shown
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from agent.records.result_writer import ResultStore
+    from agent.runtime.shadows import Said, ShadowAnswer
+    from agent.service.judging.inspector import Inspector
+    from experts.graph import ExpertGraph
+
+log = logging.getLogger(__name__)
+
+ENDINGS_MAXIMUM = 2
+DROPS_TOGETHER = 100  # that are written at once: a line without time to spare drops as many images as it judges
+
+
+class ShadowRecorder:
+    """Of one line; before its agent starts. What it is told of, it is told on the loop's thread."""
+
+    def __init__(self, inspector: Inspector, store: ResultStore) -> None:
+        self._inspector = inspector
+        self._store = store
+        self._dropped: Counter[Pair] = Counter()  # not written yet
+        inspector.agent.loop.watch_shadows(ShadowWatch(self._answered, self._begun, self._ended))
+        self.refuse_enders()
+
+    def refuse_enders(self) -> None:
+        """Shadows of the line as it is that ended the agent too often are asked no more."""
+        for shadow in sorted(self._graph.in_shadow):
+            endings = self._inspector.attempts(self._key(shadow))
+            if endings >= ENDINGS_MAXIMUM:
+                reason = f"it ran when the agent was ended, {endings} times - give it other weights, or take it away"
+                self._inspector.agent.loop.quarantine(shadow, reason)
+
+    @property
+    def _graph(self) -> ExpertGraph:
+        return self._inspector.agent.setup.graph
+
+    def _key(self, shadow: str) -> str:
+        return f"shadow {line_name(shadow)} {self._inspector.model_of(shadow)}"
+
+    def _begun(self, shadow: str) -> None:
+        self._inspector.begun(self._key(shadow))
+
+    def _ended(self, shadow: str) -> None:
+        self._inspector.ended(self._key(shadow))
+
+    def _answered(self, answer: ShadowAnswer) -> None:
+        pair = Pair(
+            line_name(answer.expert),
+            line_name(answer.shadow),
+            self._inspector.model_of(answer.expert),
+            self._inspector.model_of(answer.shadow),
+        )
+        if answer.is_dropped:
+            self._dropped[pair] += 1
+            if self._dropped[pair] >= DROPS_TOGETHER:
+                self._write_dropped(pair)
+            return
+        self._write_dropped(pair)
+        row = self._row(pair, answer)
+        self._store.write(lambda database: write_answer(database, row))
+        if row.reason is not None:
+            log.debug("shadow_said_nothing shadow=%s image=%s reason=%s", pair.shadow, row.image, row.reason)
+
+    def flush(self) -> None:
+        """Write what was counted; once the loop has ended, on any thread."""
+        for pair in tuple(self._dropped):
+            self._write_dropped(pair)
+
+    def _write_dropped(self, pair: Pair) -> None:
+        count = self._dropped.pop(pair, 0)
+        if count:
+            self._store.write(lambda database: count_dropped(database, pair, count))
+
+    def _row(self, pair: Pair, answer: ShadowAnswer) -> SideBySide:
+        shown = answer.about
+        assert isinstance(shown, Shown), "so the inspector submits it"
+        reason = answer.reason and with_line_names(answer.reason)
+        said = self._side(answer.expert, shown.component, answer.said)
+        other = None if answer.shadow_said is None else self._side(answer.expert, shown.component, answer.shadow_said)
+        return SideBySide(shown.key, shown.name, shown.component, pair, said, other, datetime.now(UTC), reason)
+
+    def _side(self, expert: str, component: str | None, said: Said) -> Side:
+        """What the expert's step of the route makes of it."""
+        prediction = said.prediction
+        steps = () if component is None else self._graph.routes.get(component, ())
+        number = next((index for index, step in enumerate(steps) if step.expert == expert), None)
+        if component is None or number is None:
+            return Side(prediction.label, prediction.score, None, said.seconds)
+        judgement = self._graph.judge(component, number, prediction)
+        return Side(judgement.label, judgement.score, judgement.verdict is not Verdict.NG, said.seconds)

@@ -1,0 +1,154 @@
+"""A comparison of two versions, as people and scripts read it; and how they change places in a line file."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from datetime import UTC, datetime
+
+import pytest
+from sqlite_utils import Database
+from typer.testing import CliRunner
+
+from agent.cli import app
+from agent.commands.comparing import comparison_of, comparison_row, promote
+from agent.config import read_line
+from agent.records.database import open_for_writing
+from agent.records.shadow_answers import KEPT_ROWS, Pair, Side, SideBySide, count_dropped, write_answer
+from experts.errors import ConfigError
+
+LINE = """\
+# A line whose comments matter.
+line: test
+state: ./state
+experts:
+  cls/a:   # it serves
+    architecture: resnet18
+    weights: weights/a.safetensors   # trained in May
+    labels: [ok, bad]
+    input: {size: [64, 64]}
+    stem: 3x3
+    shadow: cls/a-new
+    pin: true
+  cls/a-new:
+    architecture: resnet34   # larger
+    weights: weights/a-new.safetensors
+    labels: [bad, ok]
+    input: {size: [64, 64]}
+  cls/b: {architecture: resnet18, weights: b.safetensors, labels: [ok, bad], input: {size: [64, 64]}}
+routes:
+  r: [{expert: cls/a, pass: [ok]}, {expert: cls/b, pass: [ok]}]   # in this order
+"""
+PAIR = Pair("cls/a", "cls/a-new", "11", "22")
+AT = datetime(2026, 11, 1, tzinfo=UTC)
+GOOD, BAD = ("ok", True), ("bad", False)
+
+
+@pytest.fixture
+def line(tmp_path):
+    file = tmp_path / "line.yaml"
+    file.write_text(LINE)
+    return file
+
+
+def answer(number, said, other, pair=PAIR, reason=None):
+    first = Side(said[0], 0.75, said[1], 0.010)
+    second = None if other is None else Side(other[0], 0.25, other[1], 0.004)
+    return SideBySide(f"key-{number}", f"image-{number}.png", "r", pair, first, second, AT, reason)
+
+
+def keep(line, rows, dropped=()):
+    with closing(open_for_writing(read_line(line).results_file).conn) as connection:
+        database = Database(connection)
+        for row in rows:
+            write_answer(database, row)
+        for pair, count in dropped:
+            count_dropped(database, pair, count)
+        connection.commit()
+
+
+def told(*arguments):
+    result = CliRunner().invoke(app, ["experts", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_a_comparison_counts_agreement_and_flips_each_way(line):
+    pairs = [(GOOD, GOOD), (GOOD, BAD), (GOOD, BAD), (BAD, GOOD), (BAD, BAD), (("bad", None), ("ok", None))]
+    rows = [answer(number, *each) for number, each in enumerate(pairs)]
+    failed = [answer(8, GOOD, None, reason="it broke"), answer(9, GOOD, None, reason="it broke again")]
+    keep(line, rows + failed, [(PAIR, 3), (PAIR, 4)])
+    row = comparison_row(comparison_of(read_line(line), "cls/a"))
+    assert (row["images"], row["agreeing"], row["agreement"]) == (6, 2, pytest.approx(2 / 6))
+    assert row["flips"] == {"to_ng": 2, "to_ok": 1}
+    assert (row["failed"], row["dropped"], row["last_reason"]) == (2, 7, "it broke again")
+    assert row["scores"] == {"expert": 0.75, "shadow": 0.25}
+    assert row["seconds"] == {"expert": 0.010, "shadow": 0.004}
+    assert [each["image"] for each in row["differing"]] == [f"image-{number}.png" for number in (1, 2, 3, 5)]
+
+
+def test_what_an_earlier_version_said_does_not_count(line):
+    earlier = Pair("cls/a", "cls/a-new", "11", "00")
+    keep(line, [answer(0, GOOD, BAD, earlier), answer(1, GOOD, GOOD)], [(earlier, 5)])
+    row = comparison_row(comparison_of(read_line(line), "cls/a"))
+    assert (row["images"], row["agreement"], row["dropped"]) == (1, 1.0, 0)
+    assert row["weights"] == {"expert": "11", "shadow": "22"}
+
+
+def test_the_oldest_answers_go(line):
+    keep(line, [answer(0, GOOD, BAD)])
+    with closing(open_for_writing(read_line(line).results_file).conn) as connection:
+        connection.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = 'shadow_answers'", (KEPT_ROWS,))
+        connection.commit()
+    keep(line, [answer(1, GOOD, GOOD)])
+    assert comparison_of(read_line(line), "cls/a").images == 1
+
+
+def test_people_and_scripts_are_told_the_same(line):
+    keep(line, [answer(0, GOOD, BAD), answer(1, GOOD, GOOD)])
+    code, output = told("compare", line, "cls/a")
+    assert code == 0
+    assert "agreement       50.00%: 1 of 2 have the same label" in output
+    assert "1 passed that would be NG, 0 did not pass that would go on" in output
+    assert "image-0.png" in output
+    assert "image-1.png" not in output
+    code, output = told("compare", line, "cls/a", "--json")
+    assert (code, json.loads(output)["agreement"]) == (0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("expert", "reason"),
+    [("cls/c", "no expert 'cls/c'"), ("cls/b", "has no shadow"), ("cls/a", "no results yet")],
+)
+def test_where_there_is_nothing_to_compare_it_says_why(line, expert, reason):
+    code, output = told("compare", line, expert)
+    assert code == 78
+    assert reason in output
+
+
+def test_promoted_entries_change_places_and_all_else_stays(line):
+    before = read_line(line).catalog
+    code, output = told("promote", line, "cls/a", "--json")
+    assert code == 0
+    assert json.loads(output)["swapped"] == ["architecture", "weights", "labels", "stem"]
+    after = read_line(line).catalog
+    for one, other in (("cls/a", "cls/a-new"), ("cls/a-new", "cls/a")):
+        was, now = before.experts[other], after.experts[one]
+        assert (now.architecture, now.weights, now.labels, now.stem) == (
+            was.architecture,
+            was.weights,
+            was.labels,
+            was.stem,
+        )
+    assert after.experts["cls/a"].pin
+    assert after.graph.shadows == before.graph.shadows
+    assert after.graph.routes == before.graph.routes
+    for comment in ("# A line whose comments matter.", "# it serves", "# in this order"):
+        assert comment in line.read_text()
+    promote(line, "cls/a")
+    assert read_line(line).catalog.experts == before.experts
+
+
+def test_what_cannot_be_promoted_leaves_the_file_as_it_is(line):
+    with pytest.raises(ConfigError, match="has no shadow"):
+        promote(line, "cls/b")
+    assert line.read_text() == LINE
