@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from experts.llm.serving.engine import EngineStatistics
     from experts.llm.serving.generation import Sampled
 
-WAITING = 4  # texts beside those that have a row: whoever finishes within a quantum leaves it to one of these
-
 
 @dataclass(slots=True)
 class Collected:
@@ -45,7 +43,7 @@ class OurEngine:
         self._model = model
         self._slots = slots
         layout = KvLayout.of(model.spec, model.dtype)
-        arena = ExtentArena((slots + WAITING) * layout.positions * layout.token_bytes, keeps_prefixes=False)
+        arena = ExtentArena(slots * layout.positions * layout.token_bytes, keeps_prefixes=False)
         self._engine = LlmEngine(arena, IterationLimits(rows=slots))
         self._begun = 0
 
@@ -55,12 +53,12 @@ class OurEngine:
         return self._engine.statistics()
 
     def continuous(self, jobs: Sequence[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:
-        """Each job's tokens. Who finishes leaves its row at once, and the engine at the end of the quantum."""
+        """Each job's tokens. Who finishes leaves its row at once, and with it ends the quantum: another may have it."""
         waiting = deque(self._turns(jobs))
         going: dict[int, Turn] = {}
         written = [turn.text.writer for turn in waiting]
         while waiting or going:
-            while waiting and len(going) < self._slots + WAITING:
+            while waiting and len(going) < self._slots:
                 turn = waiting.popleft()
                 going[turn.request] = turn
             for request in self._finished(going.values(), quantum_s):
