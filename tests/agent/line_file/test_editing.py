@@ -82,7 +82,9 @@ class TestTheExampleFile:
 
     def test_a_key_follows_the_comments_of_the_one_before(self):
         changed = set_key(self.text, ("experts", "cls/resistor-0402", "threshold"), 0.25, "learned", file=FILE)
-        assert "# default: the architecture's own\n    # learned\n    threshold: 0.25\n  cls/resistor-0402-new:" in changed
+        assert (
+            "# default: the architecture's own\n    # learned\n    threshold: 0.25\n  cls/resistor-0402-new:" in changed
+        )
         assert is_insertion(self.text, changed)
 
     def test_a_key_is_added_in_braces(self):
