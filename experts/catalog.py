@@ -32,7 +32,7 @@ from experts.backends import LLM, family
 from experts.backends.onnx.layouts import input_of
 from experts.document import Document, read_document, suggestion
 from experts.errors import ConfigError, ExpertError
-from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision, Task
+from experts.expert import ANOMALY_LABELS, NOTHING_FOUND, Expert, Fit, InputSpec, Precision, Task
 from experts.graph import ExpertGraph, RouteStep, find_cycle
 from experts.sizes import SIZE, size_bytes
 
@@ -45,7 +45,6 @@ WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
 NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 DETECTOR_STRIDE_PX = 32
-ANOMALY_LABELS = ("ok", "anomalous")
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; what file names, metrics and addresses can all carry

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+ANOMALY_LABELS = ("ok", "anomalous")  # of `task: anomaly`, where the line names no others: what passes comes first
 NOTHING_FOUND = "nothing-found"  # label of a detector that saw no object; never in a route's `pass`
 
 

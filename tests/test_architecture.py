@@ -48,7 +48,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.llm",
     ),
     "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),
-    "experts.inspection": ("experts.backends", "experts.checkpoints", "experts.errors", "experts.importing"),
+    "experts.inspection": (
+        "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert", "experts.importing",
+    ),
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.importing", "experts.llm.program",

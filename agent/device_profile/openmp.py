@@ -3,9 +3,9 @@
 Between two operators of a model lie microseconds; a thread that sleeps has to be woken, one that spins takes a core
 from decoding and loading meanwhile. Which is better depends on the processor, so it is measured (`coserve profile`) and
 set where an agent starts. The variables are read when the library loads, with torch: later they change nothing.
-The default is ours, some 30 us, longer than any gap between two operators. By themselves the libraries wait for
-milliseconds: alone that is hardly faster, but beside other work on the same cores an operator may wait so for a thread
-that has lost its core (2 cores, others at work: of a ResNet18 that takes 9 ms, every tenth run took 640, and with ours
+The default is ours, some 30 us. By themselves the libraries wait for milliseconds: alone that is up to a tenth faster
+(a line of ResNet18, 2 cores), but beside other work on the same cores an operator may wait so for a thread that has
+lost its core (2 cores, others at work: of a ResNet18 that takes 9 ms, every tenth run took 640, and with ours
 54), which does not show where one expert is measured alone. So no setting waits longer than the default.
 GNU's library (libgomp) reads the first, LLVM's and Intel's the second.
 """

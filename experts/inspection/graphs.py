@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
 from experts.errors import WeightsRefused
-from experts.inspection.inspected import ANOMALY_LABELS, Inspected, Kind
+from experts.expert import ANOMALY_LABELS
+from experts.inspection.inspected import Inspected, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

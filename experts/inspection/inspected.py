@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["classifier", "detector", "anomaly"]
 KINDS: tuple[Kind, ...] = ("classifier", "detector", "anomaly")
-ANOMALY_LABELS = ("ok", "anomalous")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ def project(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_in_blocks(rows: Tensor, matrix: Tensor) -> bool:
-    return rows.dtype is torch.float32 and not rows.is_cuda and matrix.shape[0] % BLOCKS == 0
+    fits = matrix.shape[0] % BLOCKS == 0 and matrix.is_contiguous()
+    return fits and rows.dtype is torch.float32 and rows.device.type == "cpu"
 
 
 def _in_blocks(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from experts.llm.dispatch import MlpWeights, run_each, run_mlp, run_moe_experts,
 from experts.llm.gate import route
 from experts.llm.model import Model
 from experts.llm.quant import (
+    FEW_FP32_ROWS,
     FEW_ROWS,
     SCALE,
     Int8Tensors,
@@ -69,6 +70,18 @@ def test_few_rows_and_many_give_what_the_matrix_stands_for(rows, dtype, has_bias
     assert found.dtype is dtype
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 2, FEW_FP32_ROWS, FEW_FP32_ROWS + 1])
+@pytest.mark.parametrize(("outputs", "step"), [(48, 1), (44, 1), (48, 2)])  # in blocks, in none that fit, with gaps
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_in_fp32_give_what_many_do(rows, outputs, step, has_bias):
+    matrix = draw(outputs, 64 * step, seed=1)[:, ::step] / 8
+    tokens, bias = draw(rows, 64, seed=2), draw(outputs, seed=3) if has_bias else None
+    expected = tokens.double() @ matrix.double().T + (0 if bias is None else bias.double())
+    found = project(tokens, matrix, bias)
+    assert found.shape == (rows, outputs)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_need_not_lie_one_behind_the_other():
