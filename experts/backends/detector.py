@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Prepared, Skeleton
     from experts.backends.onnx.layout import LaidOutGraph
-    from experts.backends.onnx.runtime_form import Refused
+    from experts.backends.onnx.runtime_form import Answered, Refused
     from experts.expert import Expert
 
 
@@ -188,6 +188,14 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
+
+
+def reader_of(expert: Expert) -> Answered:
+    """What makes predictions of the head's raw outputs, boxes and scores, for whoever runs the model elsewhere.
+
+    Raises WeightsMismatch for an architecture that cannot be built.
+    """
+    return _Answered(_template_of(expert).strides)
 
 
 @dataclass(frozen=True, slots=True)

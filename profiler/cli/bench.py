@@ -26,7 +26,7 @@ from profiler.cli.arguments import (
 )
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
-BENCHMARKS = ("decisions", "dispatch", "generate", "llm", "load", "overhead", "report", "start", "tasks")
+BENCHMARKS = ("compute", "decisions", "dispatch", "generate", "llm", "load", "overhead", "report", "start", "tasks")
 
 
 class LineByDefault(TyperGroup):
@@ -110,6 +110,43 @@ def _bench_journal(config: Any, trace: Path, options: Any, progress: Any, *, as_
 
     cost = measure_journal(config, read_trace(trace, config.catalog), options, progress)
     print(json.dumps(asdict(cost)) if as_json else report(cost))
+
+
+@bench_app.command()
+def compute(
+    architecture: Annotated[
+        list[str] | None, typer.Option(help="torchvision classifiers or ultralytics YAMLs; default: resnet101")
+    ] = None,
+    size: Annotated[str, typer.Option(help="of an image: HEIGHTxWIDTH")] = "224x224",
+    batches: Annotated[str, typer.Option(help="batch sizes, such as 1,8")] = "1,8",
+    precision: Annotated[
+        list[str] | None, typer.Option(help="forms of ours; auto: all that can be run here; default: auto")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all that take part; medians are told")] = 15,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a batch costs in each form, beside torch itself, ONNX Runtime, OpenVINO and the arithmetic's own limit."""
+    from agent.commands.progress import progress_on_stderr
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
+    from profiler.bench.compute.measure import ComputeOptions, measure_compute_forms  # loads torch, as those below
+    from profiler.bench.compute.table import report
+    from profiler.cli.settings import batch_sizes, image_size, our_forms
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        options = ComputeOptions(
+            architectures=tuple(architecture or ("resnet101",)),
+            size=image_size(size),
+            batches=batch_sizes(batches),
+            forms=our_forms(precision or ()),
+            rounds=repeat,
+        )
+        with progress_on_stderr() as progress:
+            found = measure_compute_forms(scratch_folder(directory), options, progress)
+    print(json.dumps(found.as_json()) if as_json else report(found))
 
 
 @bench_app.command()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.line_file.machine import MAX_EXECUTORS, PROCESSORS
+from agent.line_file.values import AUTO
 from experts.document import suggestion
 from experts.errors import ConfigError
+from experts.expert import Precision
 from experts.sizes import size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 MEMORIES = ("host", "device", "workspace")
 PER_SECOND = "/s"
@@ -58,6 +60,32 @@ def bytes_per_s(text: str | None) -> float | None:
     if not rate:
         raise ConfigError(f"--ssd-bandwidth: {text!r} lets nothing through - write a rate such as 530MB/s")
     return float(rate)
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """`224x224` as height and width. Raises ConfigError."""
+    sides = text.lower().split("x")
+    if len(sides) != 2 or not all(side.isascii() and side.isdigit() and int(side) for side in sides):
+        raise ConfigError(f"--size: {text!r} is not HEIGHTxWIDTH - write it as in 224x224")
+    return int(sides[0]), int(sides[1])
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """`1,8` as numbers of images. Raises ConfigError."""
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
+        raise ConfigError(f"--batches: {text!r} are not numbers of images from 1 - write them as in 1,8")
+    return tuple(int(size) for size in sizes)
+
+
+def our_forms(names: Iterable[str]) -> tuple[Precision, ...]:
+    """Forms by name, several in one text or in several; none for auto, which is all. Raises ConfigError."""
+    listed = [name.strip() for text in names for name in text.split(",")]
+    known = (AUTO, *Precision)
+    for name in listed:
+        if name not in known:
+            raise ConfigError(f"--precision: no form {name!r} - {suggestion(name, known)}")
+    return () if AUTO in listed else tuple(Precision(name) for name in dict.fromkeys(listed))
 
 
 def _size(text: str, option: str, example: str = "2GiB") -> int:

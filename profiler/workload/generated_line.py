@@ -142,7 +142,8 @@ def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLi
 
 def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
-        tensors = {name: _fresh_tensors(name, Path(scratch)) for name in _architectures(recipe)}
+        px = recipe.classifier_px
+        tensors = {name: _fresh_tensors(name, Path(scratch), px) for name in _architectures(recipe)}
     count = recipe.classifiers + recipe.detectors
     require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
     experts = _experts(folder, recipe)
@@ -181,7 +182,7 @@ def require_disk(folder: Path, needed_bytes: int, what: str) -> None:
         )
 
 
-def _expert(folder: Path, expert: str, architecture: str, px: int) -> Expert:
+def _expert(folder: Path, expert: str, architecture: str, size: tuple[int, int]) -> Expert:
     """An expert of a generated line, as its catalog will have it."""
     is_detector = family(architecture) == "detector"
     return Expert(
@@ -189,7 +190,7 @@ def _expert(folder: Path, expert: str, architecture: str, px: int) -> Expert:
         architecture,
         folder / "weights" / f"{expert.replace('/', '-')}.safetensors",
         DETECTOR_LABELS if is_detector else CLASSIFIER_LABELS,
-        InputSpec(px, px, "unit" if is_detector else "imagenet"),
+        InputSpec(*size, "unit" if is_detector else "imagenet"),
     )
 
 
@@ -206,42 +207,49 @@ def _architectures(recipe: LineRecipe) -> tuple[str, ...]:
 def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
     """Classifiers first, then detectors, whose architectures take turns."""
     classifiers = [
-        _expert(folder, f"cls/{number:03d}", recipe.architecture, recipe.classifier_px)
+        _expert(folder, f"cls/{number:03d}", recipe.architecture, (recipe.classifier_px,) * 2)
         for number in range(recipe.classifiers)
     ]
     kinds = recipe.detector_architectures
     detectors = [
-        _expert(folder, f"det/{number:03d}", kinds[number % len(kinds)], recipe.detector_px)
+        _expert(folder, f"det/{number:03d}", kinds[number % len(kinds)], (recipe.detector_px,) * 2)
         for number in range(recipe.detectors)
     ]
     return classifiers + detectors
 
 
-def write_experts(folder: Path, architecture: str, count: int, seed: int = 0) -> list[Expert]:
+def write_experts(
+    folder: Path, architecture: str, count: int, seed: int = 0, size: tuple[int, int] | None = None
+) -> list[Expert]:
     """Experts of one architecture, each with weights of its own, written below ``folder`` as for a generated line.
 
-    Raises ConfigError as ``generate_line`` does, OSError.
+    ``size``: height and width of their images; None: as a generated line has them. Raises ConfigError as
+    ``generate_line`` does, OSError.
     """
+    recipe = LineRecipe()
+    px = recipe.detector_px if family(architecture) == "detector" else recipe.classifier_px
+    size = size or (px, px)
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
-        tensors = {architecture: _fresh_tensors(architecture, Path(scratch))}
+        tensors = {architecture: _fresh_tensors(architecture, Path(scratch), size[0])}
     weights_bytes = count * tensors[architecture].size_bytes
     require_disk(folder, 2 * weights_bytes, f"{count} experts and their packed form")
-    sizes = LineRecipe()
-    px = sizes.detector_px if family(architecture) == "detector" else sizes.classifier_px
-    experts = [_expert(folder, f"one/{number:03d}", architecture, px) for number in range(count)]
+    experts = [_expert(folder, f"one/{number:03d}", architecture, size) for number in range(count)]
     _write_weights(experts, tensors, seed)
     return experts
 
 
-def _fresh_tensors(architecture: str, scratch: Path) -> _Tensors:
-    """The state dict of a fresh network. Raises ConfigError for what is neither a classifier nor a detector."""
+def _fresh_tensors(architecture: str, scratch: Path, px: int) -> _Tensors:
+    """The state dict of a fresh network; of one whose weights depend on its images' size, for ``px``.
+
+    Raises ConfigError for what is neither a classifier nor a detector.
+    """
     kind = family(architecture)
     try:
         if kind == "classifier":
             from experts.backends.classifier import write_random_weights
 
             path = scratch / f"{architecture}.safetensors"
-            write_random_weights(path, architecture, len(CLASSIFIER_LABELS), seed=0)
+            write_random_weights(path, architecture, len(CLASSIFIER_LABELS), seed=0, image_size=px)
             return _Tensors(load_file(path))
         if kind == "detector":
             from experts.backends.detector import build_trainable
