@@ -37,6 +37,7 @@ RUNTIME_FENCE = (
     "profiler.bench.naive",
     "profiler.bench.parts.dispatch",
     "profiler.bench.parts.moe_offload",
+    "profiler.bench.parts.plain_models",
     "profiler.bench.llm",
     "profiler.bench.compute",
 )
