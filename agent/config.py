@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from agent.line_file.intake import CameraSection
+    from agent.line_file.machine import GivenPrecision
     from agent.line_file.values import SecretSection
 
 ENVIRONMENT_PREFIX = "COSERVE__"
@@ -123,9 +124,11 @@ class LineConfig:
         policy: str | None = None,
         memory: Mapping[str, int] | None = None,
         executors: Mapping[str, int] | None = None,
-        precision: Precision | None = None,
+        precision: GivenPrecision | None = None,
     ) -> LineConfig:
         """The line with these in the place of what the file says; None: as it says. ``memory``: bytes by name.
+
+        ``precision``: auto as in a line file, whatever this one has: what the profile chose, without one fp32.
 
         Raises ConfigError for a policy or a memory that there is none of.
         """
@@ -140,7 +143,7 @@ class LineConfig:
             policy=self.policy if policy is None else cast("PolicyName", policy),
             memory=self.memory.model_copy(update=dict(memory or {})),
             executors=self.executors if executors is None else executors,
-            precision=precision or self.precision,
+            precision=self.precision if precision is None else None if precision == AUTO else precision,
         )
 
 

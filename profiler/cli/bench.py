@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +16,10 @@ import typer
 from typer.core import TyperGroup
 
 from agent.cli import AsJson, LineFile, explained, log_to_stderr
-from experts.expert import Precision
 from profiler.cli.arguments import (
     Executors,
+    GivenPrecision,
+    NewPrecision,
     Policies,
     disk_explained,
     refuse_unused,
@@ -60,7 +61,7 @@ def bench_line(
     trace: Annotated[Path | None, typer.Option(help="JSON lines, one arrival each", show_default=False)] = None,
     policies: Policies = None,
     memory: Annotated[str | None, typer.Option(help="such as 2GiB, or host=2GiB,device=1GiB")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="default: the line's")] = None,
+    precision: GivenPrecision = None,
     executors: Executors = None,
     ssd_bandwidth: Bandwidth = None,
     repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are told")] = 1,
@@ -85,14 +86,14 @@ def bench_line(
         from agent.deployment.build import detect_box  # loads torch, as do those below
         from profiler.bench.policy_runs import RunOptions, run_line
         from profiler.bench.rows import report
-        from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
+        from profiler.cli.settings import bytes_per_s, executor_counts, given_precision, memory_bytes
         from profiler.workload.traces import read_trace
 
         options = RunOptions(
             policies=tuple(policies or ()),
             repeats=repeat,
             memory=memory_bytes(memory, is_split=detect_box(config).is_split) if memory else {},
-            precision=precision,
+            precision=given_precision(precision),
             executors=executor_counts(executors),
             ssd_bytes_per_s=bytes_per_s(ssd_bandwidth),
         )
@@ -133,7 +134,7 @@ def compute(
     set_default_spinning()
     from profiler.bench.compute.measure import ComputeOptions, measure_compute_forms  # loads torch, as those below
     from profiler.bench.compute.table import report
-    from profiler.cli.settings import batch_sizes, image_size, our_forms
+    from profiler.cli.settings import batch_sizes, given_precisions, image_size
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -141,7 +142,7 @@ def compute(
             architectures=tuple(architecture or ("resnet101",)),
             size=image_size(size),
             batches=batch_sizes(batches),
-            forms=our_forms(precision or ()),
+            forms=given_precisions(precision or ()),
             rounds=repeat,
         )
         with progress_on_stderr() as progress:
@@ -177,13 +178,23 @@ def generate(
     requests: Requests = 240,
     memory_for: Annotated[int, typer.Option(min=1, help="experts that fit into memory")] = 12,
     seed: Annotated[int, typer.Option(help="of everything random")] = 0,
+    precision: NewPrecision = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Write a line of random experts and a trace with heavy-tailed popularity, for `coserve bench LINE.yaml`."""
+    from profiler.cli.settings import new_precision
     from profiler.workload.generated_line import LineRecipe, generate_line
 
-    recipe = LineRecipe(experts, architecture, detectors, requests=requests, memory_for=memory_for, seed=seed)
     with explained(), disk_explained():
+        recipe = LineRecipe(
+            experts,
+            architecture,
+            detectors,
+            requests=requests,
+            memory_for=memory_for,
+            seed=seed,
+            precision=new_precision(precision),
+        )
         made = generate_line(folder, recipe)
     if as_json:
         print(json.dumps(asdict(made), default=str))
@@ -265,6 +276,7 @@ def tasks(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="with --experts: a folder on the SSD; default: the current folder")
     ] = None,
+    precision: NewPrecision = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
@@ -274,6 +286,7 @@ def tasks(
     from agent.commands.progress import progress_on_stderr
     from profiler.bench.report import prepare_folder
     from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_recipe, scaled_table
+    from profiler.cli.settings import new_precision
     from profiler.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table
     from profiler.paper.figures import write_figures
     from profiler.paper.measured_device import device_notes
@@ -285,11 +298,13 @@ def tasks(
             "the real engine has no --device, --short or --out - leave them", param_hint="--experts"
         )
     if experts is None:
-        refuse_unused(ctx, ("requests", "directory"), "a simulation has neither - leave it, or give --experts")
+        unused = ("requests", "directory", "precision")
+        refuse_unused(ctx, unused, "a simulation has none of these - leave it, or give --experts")
     with explained(), disk_explained():
         if experts is not None:
+            recipe = replace(scaled_recipe(experts, requests), precision=new_precision(precision))
             with progress_on_stderr() as progress:
-                measured = measure_scaled(scratch_folder(directory), scaled_recipe(experts, requests), progress)
+                measured = measure_scaled(scratch_folder(directory), recipe, progress)
             print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
             return
         devices = task_devices(device or tuple(DEVICE_FILES))
@@ -360,11 +375,14 @@ def load(
     architecture: Annotated[str, typer.Option(help="a torchvision classifier or an ultralytics YAML")] = "resnet101",
     files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
+    precision: NewPrecision = "auto",
     as_json: AsJson = False,
 ) -> None:
     """SSD to runnable, beside a raw direct read of the same packed bytes."""
     from profiler.bench.parts.loading import measure_loading, report
+    from profiler.cli.settings import precision_without_profile
 
     with explained(), disk_explained():
-        measured = measure_loading(scratch_folder(directory), architecture, files, repeats)
+        form = precision_without_profile(precision)
+        measured = measure_loading(scratch_folder(directory), architecture, files, repeats, form)
     print(json.dumps(asdict(measured)) if as_json else report(measured))

@@ -14,6 +14,8 @@ from experts.sizes import size_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from agent.line_file.machine import GivenPrecision
+
 MEMORIES = ("host", "device", "workspace")
 PER_SECOND = "/s"
 
@@ -78,14 +80,33 @@ def batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def our_forms(names: Iterable[str]) -> tuple[Precision, ...]:
-    """Forms by name, several in one text or in several; none for auto, which is all. Raises ConfigError."""
-    listed = [name.strip() for text in names for name in text.split(",")]
-    known = (AUTO, *Precision)
-    for name in listed:
-        if name not in known:
-            raise ConfigError(f"--precision: no form {name!r} - {suggestion(name, known)}")
-    return () if AUTO in listed else tuple(Precision(name) for name in dict.fromkeys(listed))
+def given_precision(text: str | None) -> GivenPrecision | None:
+    """`auto`, or the name of a precision; None for no text. Raises ConfigError."""
+    if text is None:
+        return None
+    if text == AUTO:
+        return "auto"
+    if text not in list(Precision):
+        raise ConfigError(f"--precision: no precision {text!r} - {suggestion(text, (AUTO, *Precision))}")
+    return Precision(text)
+
+
+def new_precision(text: str) -> GivenPrecision:
+    """That of a line that is generated. Raises ConfigError."""
+    return given_precision(text) or "auto"
+
+
+def precision_without_profile(text: str) -> Precision:
+    """What an agent runs that has no profile. Raises ConfigError."""
+    given = given_precision(text)
+    return given if isinstance(given, Precision) else Precision.FP32
+
+
+def given_precisions(texts: Iterable[str]) -> tuple[Precision, ...]:
+    """Several, in one text or in several; none where auto is among them, which is all of them. Raises ConfigError."""
+    given = [given_precision(name.strip()) for text in texts for name in text.split(",")]
+    named = tuple(dict.fromkeys(each for each in given if isinstance(each, Precision)))
+    return named if len(named) == len(set(given)) else ()
 
 
 def _size(text: str, option: str, example: str = "2GiB") -> int:

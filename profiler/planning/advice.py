@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity
+    from profiler.planning.gains import Gain
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
 
@@ -84,7 +85,10 @@ class Takt:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself."""
+    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself.
+
+    ``gains``: of forms and memories, the most first (``profiler.planning.gains``).
+    """
 
     policy: str
     budget_bytes: Mapping[str, int]
@@ -96,6 +100,7 @@ class Advice:
     memory: MemoryRemedy | None
     ssd: SsdRemedy | None
     takt: Takt | None
+    gains: tuple[Gain, ...] = ()
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -103,7 +108,8 @@ class Advice:
         sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
         rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
         first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."
-        return (first, *_limit_sentences(self), *_takt_sentences(self))
+        gained = (gain.sentence(self.images_per_s) for gain in self.gains)
+        return (first, *_limit_sentences(self), *_takt_sentences(self), *gained)
 
 
 def advise(

@@ -28,6 +28,7 @@ import yaml
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from agent.line_file.values import AUTO
 from experts.backends import backend_for, family
 from experts.backends.weight_files import saving
 from experts.errors import ConfigError
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from numpy.typing import NDArray
+
+    from agent.line_file.machine import GivenPrecision
 
 CLASSIFIER_LABELS = ("ok", "missing", "shifted")
 DETECTOR_LABELS = ("aligned", "turned")
@@ -59,7 +62,7 @@ class LineRecipe:
     """What to generate. One component and one classifier each; some components have one of the detectors behind it.
 
     ``memory_for``: experts that fit, of the largest kind, in ``precision``; where all are of one architecture exactly
-    so many fit, as workspaces have their own share. ``sigma``: of the log-normal popularity of components.
+    so many fit, as workspaces have their own share; of auto, as many as fit in fp32, which it is without a profile. ``sigma``: of the log-normal popularity of components.
     """
 
     classifiers: int = 40
@@ -71,10 +74,15 @@ class LineRecipe:
     sigma: float = 1.2
     seed: int = 0
     memory_for: int = 12
-    precision: Precision = Precision.FP32
+    precision: GivenPrecision = Precision.FP32
     classifier_px: int = 224
     detector_px: int = 640
     images: int = 8
+
+    @property
+    def unprofiled(self) -> Precision:
+        """What an agent runs it in that has no profile."""
+        return Precision.FP32 if self.precision == AUTO else Precision(self.precision)
 
     def __post_init__(self) -> None:
         counts = (self.classifiers, self.requests, self.memory_for, self.images)
@@ -149,7 +157,7 @@ def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     experts = _experts(folder, recipe)
     written_bytes = _write_weights(experts, tensors, recipe.seed)
     os.sync()  # what is still to be written would be paid for by whatever is measured next
-    footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.precision)
+    footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.unprofiled)
     quantities = _quantities(recipe)
     expert_bytes = recipe.memory_for * footprint_bytes
     _write_line(folder / "line.yaml", experts, quantities, recipe, (expert_bytes, workspace_bytes))
@@ -279,7 +287,7 @@ def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
     """Weight files, and what packing makes of them; detectors all as large as the largest architecture."""
     largest_bytes = max(each.size_bytes for each in tensors.values())
     weights_bytes = recipe.classifiers * tensors[recipe.architecture].size_bytes + recipe.detectors * largest_bytes
-    packed_bytes = weights_bytes * PRECISION_BYTES.get(recipe.precision, FP32_BYTES) // FP32_BYTES
+    packed_bytes = weights_bytes * PRECISION_BYTES.get(recipe.unprofiled, FP32_BYTES) // FP32_BYTES
     return weights_bytes + packed_bytes + (recipe.classifiers + recipe.detectors) * HEADER_BYTES
 
 

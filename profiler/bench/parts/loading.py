@@ -45,6 +45,7 @@ class LoadingTimes:
     load_s: float
     first_load_s: float
     bind_s: float
+    precision: str = Precision.FP32
 
     @property
     def ratio(self) -> float:
@@ -58,8 +59,14 @@ class LoadingTimes:
         return (Target(what, wanted, f"{self.ratio:.3f}", self.ratio <= TARGET_RATIO),)
 
 
-def measure_loading(directory: Path, architecture: str = "resnet101", files: int = 8, repeats: int = 3) -> LoadingTimes:
-    """Pack ``files`` random experts of an architecture under ``directory``, load each ``repeats`` times.
+def measure_loading(
+    directory: Path,
+    architecture: str = "resnet101",
+    files: int = 8,
+    repeats: int = 3,
+    precision: Precision = Precision.FP32,
+) -> LoadingTimes:
+    """Pack ``files`` random experts of an architecture in one precision under ``directory``, load each ``repeats`` times.
 
     Needs about twice the experts' bytes of disk; everything is removed afterwards, also after Ctrl-C and SIGTERM.
     Raises ConfigError for what is neither a torchvision classifier nor an ultralytics YAML, or without room; OSError
@@ -69,10 +76,10 @@ def measure_loading(directory: Path, architecture: str = "resnet101", files: int
         experts = write_experts(folder, architecture, files)
         store = SegmentStore(folder / "packed")
         try:
-            report = pack_line(experts, lambda expert: {Precision.FP32}, store)
+            report = pack_line(experts, lambda expert: {precision}, store)
             for error in report.failed.values():
                 raise error
-            packed = [report.packed[expert.id][Precision.FP32] for expert in experts]
+            packed = [report.packed[expert.id][precision] for expert in experts]
             return _measure(experts[0], packed, store, repeats)
         finally:
             store.close()
@@ -89,7 +96,7 @@ def report(times: LoadingTimes) -> str:
     return "\n".join(
         (
             f"machine    {platform.machine()}, {software()}",
-            f"files      {times.files} x {times.file_bytes / 1e6:.1f} MB {times.architecture}, {times.repeats} repeats",
+            f"files      {times.files} x {times.file_bytes / 1e6:.1f} MB {times.architecture} in {times.precision}, {times.repeats} repeats",
             f"raw read   {raw}",
             f"load       {load}, SSD to runnable",
             f"first load {times.first_load_s * 1e3:.1f} ms, with its sha256",
@@ -100,26 +107,26 @@ def report(times: LoadingTimes) -> str:
 
 
 def _measure(expert: Expert, packed: Sequence[PackedExpert], store: SegmentStore, repeats: int) -> LoadingTimes:
-    segments = [form.own for form in packed]
+    segments, form = [one.own for one in packed], Precision(packed[0].precision)
     slot = AlignedBuffer(max(segment.slot_bytes for segment in segments))
     raw_buffer = AlignedBuffer(slot.size_bytes)
     reader = DirectReader()
     try:
-        skeleton = backend_for(expert.architecture).skeleton(expert, Precision.FP32, b"", "cpu")
+        skeleton = backend_for(expert.architecture).skeleton(expert, form, store.program(packed[0]), "cpu")
         started = time.perf_counter()
         skeleton.bind(tensor_views(slot.tensor, segments[0]))
         bind_s = time.perf_counter() - started
         for buffer in (slot, raw_buffer):
             buffer.tensor.zero_()  # memory that was never touched would be paid for by whoever comes first
-        first = [_load_s(store, form, slot) for form in packed]
+        first = [_load_s(store, one, slot) for one in packed]
         raw, load = [], []
-        for turn, form in enumerate(form for _ in range(repeats) for form in packed):
+        for turn, one in enumerate(one for _ in range(repeats) for one in packed):
             if turn % 2:  # whichever reads a file second finds the drive's own cache warm
-                load.append(_load_s(store, form, slot))
-                raw.append(_raw_s(reader, store, form, raw_buffer))
+                load.append(_load_s(store, one, slot))
+                raw.append(_raw_s(reader, store, one, raw_buffer))
             else:
-                raw.append(_raw_s(reader, store, form, raw_buffer))
-                load.append(_load_s(store, form, slot))
+                raw.append(_raw_s(reader, store, one, raw_buffer))
+                load.append(_load_s(store, one, slot))
         return LoadingTimes(
             architecture=expert.architecture,
             files=len(packed),
@@ -129,6 +136,7 @@ def _measure(expert: Expert, packed: Sequence[PackedExpert], store: SegmentStore
             load_s=statistics.median(load),
             first_load_s=statistics.median(first),
             bind_s=bind_s,
+            precision=form,
         )
     finally:
         reader.close()
