@@ -143,8 +143,13 @@ class LineConfig:
             policy=self.policy if policy is None else cast("PolicyName", policy),
             memory=self.memory.model_copy(update=dict(memory or {})),
             executors=self.executors if executors is None else executors,
-            precision=self.precision if precision is None else None if precision == AUTO else precision,
+            precision=self.precision if precision is None else automatic_precision(precision),
         )
+
+
+def automatic_precision(given: GivenPrecision) -> Precision | None:
+    """As a configuration has it: None for auto."""
+    return given if isinstance(given, Precision) else None
 
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:

@@ -61,8 +61,9 @@ PRECISION_BYTES = {Precision.BF16: DTYPE_BYTES["bfloat16"], Precision.FP16: DTYP
 class LineRecipe:
     """What to generate. One component and one classifier each; some components have one of the detectors behind it.
 
-    ``memory_for``: experts that fit, of the largest kind, in ``precision``; where all are of one architecture exactly
-    so many fit, as workspaces have their own share; of auto, as many as fit in fp32, which it is without a profile. ``sigma``: of the log-normal popularity of components.
+    ``memory_for``: experts that fit, of the largest kind, in ``precision`` (of auto: in fp32); where all are of one
+    architecture exactly so many fit, as workspaces have their own share. ``sigma``: of the log-normal popularity of
+    components.
     """
 
     classifiers: int = 40

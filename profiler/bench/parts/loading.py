@@ -66,7 +66,7 @@ def measure_loading(
     repeats: int = 3,
     precision: Precision = Precision.FP32,
 ) -> LoadingTimes:
-    """Pack ``files`` random experts of an architecture in one precision under ``directory``, load each ``repeats`` times.
+    """Pack ``files`` random experts of an architecture under ``directory``, load each ``repeats`` times.
 
     Needs about twice the experts' bytes of disk; everything is removed afterwards, also after Ctrl-C and SIGTERM.
     Raises ConfigError for what is neither a torchvision classifier nor an ultralytics YAML, or without room; OSError
@@ -96,7 +96,8 @@ def report(times: LoadingTimes) -> str:
     return "\n".join(
         (
             f"machine    {platform.machine()}, {software()}",
-            f"files      {times.files} x {times.file_bytes / 1e6:.1f} MB {times.architecture} in {times.precision}, {times.repeats} repeats",
+            f"files      {times.files} x {times.file_bytes / 1e6:.1f} MB {times.architecture} in {times.precision}, "
+            f"{times.repeats} repeats",
             f"raw read   {raw}",
             f"load       {load}, SSD to runnable",
             f"first load {times.first_load_s * 1e3:.1f} ms, with its sha256",
