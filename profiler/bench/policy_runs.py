@@ -58,9 +58,9 @@ WARMING_UP = "warming up"
 class RunOptions:
     """What is run, and what of the line file is replaced for it; None and empty: as the line has it.
 
-    ``policies`` are presets, or "naive". ``memory`` in bytes by name: host, device, workspace. ``precision``: auto, too, whatever the file says. ``with_roofline``: also
-    measure the compute alone, which takes as long as another policy. ``is_locked``: the caller holds the line's
-    StateLock.
+    ``policies`` are presets, or "naive". ``memory`` in bytes by name: host, device, workspace. ``precision``: may be
+    auto, whatever the file says. ``with_roofline``: also measure the compute alone, which takes as long as another
+    policy. ``is_locked``: the caller holds the line's StateLock.
     """
 
     policies: tuple[str, ...] = ()
