@@ -87,7 +87,7 @@ def given_precision(text: str | None) -> GivenPrecision | None:
     if text == AUTO:
         return "auto"
     if text not in list(Precision):
-        raise ConfigError(f"--precision: no precision {text!r} - {suggestion(text, (AUTO, *Precision))}")
+        raise ConfigError(f"--precision: no precision {text!r} - {suggestion(text, (AUTO, *map(str, Precision)))}")
     return Precision(text)
 
 
