@@ -54,7 +54,6 @@ NOISE = 0.01  # on what is not random in a fresh network (norms, biases), so tha
 EXPERT_STEP, TENSOR_STEP = 9973, 7919  # where in the run of random numbers an expert begins, and each of its tensors
 HEADER_BYTES = 1 << 18  # of a .safetensors file, at most; and of a packed one's manifest
 FP32_BYTES = DTYPE_BYTES["float32"]
-PRECISION_BYTES = {Precision.BF16: DTYPE_BYTES["bfloat16"], Precision.FP16: DTYPE_BYTES["float16"]}  # else fp32's
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +287,14 @@ def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
     """Weight files, and what packing makes of them; detectors all as large as the largest architecture."""
     largest_bytes = max(each.size_bytes for each in tensors.values())
     weights_bytes = recipe.classifiers * tensors[recipe.architecture].size_bytes + recipe.detectors * largest_bytes
-    packed_bytes = weights_bytes * PRECISION_BYTES.get(recipe.unprofiled, FP32_BYTES) // FP32_BYTES
+    packed_bytes = weights_bytes * _number_bytes(recipe.unprofiled) // FP32_BYTES
     return weights_bytes + packed_bytes + (recipe.classifiers + recipe.detectors) * HEADER_BYTES
+
+
+def _number_bytes(precision: Precision) -> int:
+    from experts.backends.state_dict import DTYPES
+
+    return int(DTYPES.get(precision, DTYPES[Precision.FP32]).itemsize)
 
 
 def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], seed: int) -> int:

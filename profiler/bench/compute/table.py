@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.bench.compute.contestants import EAGER
 from profiler.tables import text_table
+from profiler.targets import Target, at_least
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from profiler.bench.compute.spending import Spending
 
 HEADINGS = ("architecture", "batch", "form", "ms/image", "least", "x eager", "of the floor", "")
 LAYOUT = "{:<16} {:>5}  {:<20} {:>9} {:>9} {:>8} {:>13}  {}"
 QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the table says so
+EARLIER = frozenset({"fp32", "bf16", "fp16", "onnxruntime"})  # forms of ours that later ones are to beat
+LEAST_GAIN_ALONE, LEAST_GAIN, LEAST_GAIN_FP32 = 1.5, 1.4, 1.1  # of a single image, of more, and in fp32
+LEAST_OVER_OPENVINO = 0.9  # of its throughput, in the same numbers
 LEGEND = (
     f"x eager: how many times as fast as {EAGER}. of the floor: the floor's time over the row's, where the floor is "
     "the arithmetic alone at the rate of the fastest matrix multiplication in the same numbers."
@@ -61,9 +65,22 @@ class ComputeTable:
         """One row. Raises KeyError for what was not measured."""
         return {(row.architecture, row.batch, row.form): row for row in self.rows}[architecture, batch, form]
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What the forms should reach, of each architecture and batch size, as far as it was measured."""
+        groups = dict.fromkeys((row.architecture, row.batch) for row in self.rows)
+        return tuple(
+            target
+            for architecture, batch in groups
+            for target in _targets(
+                [row for row in self.rows if (row.architecture, row.batch) == (architecture, batch)],
+                f"{architecture}, batch {batch}",
+            )
+        )
+
     def as_json(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
-        return asdict(self)
+        return asdict(self) | {"targets": [asdict(target) for target in self.targets]}
 
 
 def report(table: ComputeTable) -> str:
@@ -73,11 +90,41 @@ def report(table: ComputeTable) -> str:
         f"work     {name}: {operations / 1e9:.2f} GFLOP an image" for name, operations in table.operations.items()
     ]
     lines += [text_table([HEADINGS, *_cells(table.rows)], LAYOUT), LEGEND]
+    lines += [f"target   {each.what} {each.wanted}: {each.found}, {each.remark}" for each in table.targets]
     lines += [_spending_text(each) for each in table.spending]
     lines += [f"note     {note}" for note in table.notes]
     if table.others_fraction > QUIET_FRACTION:
         lines.append(f"SHARED   other processes had {table.others_fraction:.0%} of the cores: compare rows only")
     return "\n".join(lines)
+
+
+def _targets(rows: Sequence[ComputeRow], where: str) -> Iterator[Target]:
+    """Of one architecture and batch size. bf16 counts where the processor multiplies it faster than fp32."""
+    ours = {
+        numbers: {row.form for row in rows if row.is_ours and row.numbers == numbers} for numbers in ("fp32", "bf16")
+    }
+    took = {row.form: row.ms_per_image for row in rows}
+    if "floor-bf16" in took and ours["bf16"]:
+        everything = {row.form for row in rows if row.is_ours}
+        least = LEAST_GAIN_ALONE if rows[0].batch == 1 else LEAST_GAIN
+        yield from _over(
+            f"{where}: the fastest form over the earlier ones", took, everything & EARLIER, everything, least
+        )
+    over_earlier = f"{where}: in fp32 over the earlier ones"
+    yield from _over(over_earlier, took, ours["fp32"] & EARLIER, ours["fp32"], LEAST_GAIN_FP32)
+    for numbers, forms in ours.items():
+        yield from _over(
+            f"{where}: in {numbers} over OpenVINO", took, {f"openvino-{numbers}"}, forms, LEAST_OVER_OPENVINO
+        )
+
+
+def _over(
+    what: str, took: Mapping[str, float], others: Collection[str], forms: Collection[str], least: float
+) -> Iterator[Target]:
+    """How many times as fast the fastest of these forms is as the fastest of others; none where either is missing."""
+    theirs, own = (min((took[form] for form in listed if form in took), default=None) for listed in (others, forms))
+    if theirs is not None and own is not None:
+        yield at_least(what, theirs / own, least)
 
 
 def _cells(rows: Sequence[ComputeRow]) -> Iterator[tuple[str, ...]]:

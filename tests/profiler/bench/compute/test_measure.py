@@ -30,7 +30,7 @@ from profiler.bench.compute.contestants import (
 )
 from profiler.bench.compute.measure import ComputeOptions, measure_compute_forms
 from profiler.bench.compute.spending import Spending
-from profiler.bench.compute.table import report
+from profiler.bench.compute.table import ComputeRow, ComputeTable, report
 from profiler.cli.app import offline_app
 from profiler.workload.generated_line import write_experts
 
@@ -136,6 +136,27 @@ def test_the_table_is_written_for_people_and_for_scripts(table):
     found = json.loads(json.dumps(told.as_json()))
     assert {"architecture", "batch", "form", "ms_per_image", "times_fp32_eager"} <= found["rows"][0].keys()
     assert found["operations"]["squeezenet1_1"] > 0
+
+
+def test_targets_are_told_of_each_batch_as_far_as_it_was_measured():
+    def row(form, ms, batch=1, numbers="fp32", is_ours=True):
+        return ComputeRow("resnet18", "224x224", batch, form, numbers, is_ours, 3, ms, ms, 1.0, 1.0)
+
+    peers = (row("openvino-bf16", 1.8, 1, "bf16", False), row("openvino-fp32", 9.0, 8, "fp32", False))
+    floor = row("floor-bf16", 0.5, 1, "bf16", False)
+    ours = (row("fp32", 6.0), row("onnxruntime", 4.0), row("bf16", 3.2, 1, "bf16"), row("onednn-bf16", 2.0, 1, "bf16"))
+    larger = (row("fp32", 12.0, 8), row("onednn-fp32", 10.0, 8))
+    table = ComputeTable("x86", 2, 0.0, {}, (*ours, *peers, floor, *larger), (), ())
+    assert [(each.what, each.wanted, each.found, each.reached) for each in table.targets] == [
+        ("resnet18, batch 1: the fastest form over the earlier ones", "at least 1.5", "1.6", True),
+        ("resnet18, batch 1: in fp32 over the earlier ones", "at least 1.1", "1", False),
+        ("resnet18, batch 1: in bf16 over OpenVINO", "at least 0.9", "0.9", True),
+        ("resnet18, batch 8: in fp32 over the earlier ones", "at least 1.1", "1.2", True),
+        ("resnet18, batch 8: in fp32 over OpenVINO", "at least 0.9", "0.9", True),
+    ]
+    assert "target   resnet18, batch 1: in fp32 over the earlier ones at least 1.1: 1, SHORT of its target" in report(
+        table
+    )
 
 
 def test_a_form_that_cannot_be_run_has_a_note_and_no_row(measured, monkeypatch):
