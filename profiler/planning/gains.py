@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from agent.deployment.engine_setup import EngineSetup
-    from agent.device_profile.records import Agreement, StoredProfile
+    from agent.device_profile.records import Agreement, KindProfile, StoredProfile
     from profiler.planning.advice import Advice, MemoryRemedy
     from profiler.simulation.forecast import Scenario
 
@@ -47,7 +47,7 @@ class Gain:
 def other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
     """Those that any kind of images was measured in on a processor that is used, and that not all is run in now."""
     processors = {spec.processor for spec in setup.executors}
-    measured = {kind.precision for kind in profile.kinds if kind.processor in processors and not kind.lease_bytes}
+    measured = {kind.precision for kind in _kinds_of_images(profile) if kind.processor in processors}
     run = {row.copy.rpartition("@")[2] for name in processors for row in setup.matrix.experts.get(name, {}).values()}
     return [form for form in Precision if form in measured and run != {str(form)}]
 
@@ -105,11 +105,17 @@ def _doubt(profile: StoredProfile, form: Precision) -> str:
     compared = {(each.kind, each.processor): each for each in profile.agreements if each.precision == form}
     doubts = {
         f"{kind.kind} {doubt}": None
-        for kind in profile.kinds
-        if kind.precision == form and not kind.lease_bytes
+        for kind in _kinds_of_images(profile)
+        if kind.precision == form
         if (doubt := _agreement_doubt(compared.get((kind.kind, kind.processor))))
     }
     return "; ".join(doubts)
+
+
+def _kinds_of_images(profile: StoredProfile) -> list[KindProfile]:
+    """Those that are on the line."""
+    on_the_line = {kind for kind, _ in profile.precisions}
+    return [kind for kind in profile.kinds if kind.kind in on_the_line and not kind.lease_bytes]
 
 
 def _agreement_doubt(agreement: Agreement | None) -> str:

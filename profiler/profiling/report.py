@@ -47,7 +47,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
     for kind in profile.chosen_kinds:
         name = kind.architecture if len(several[kind.architecture]) == 1 else kind.kind
         architectures.setdefault(name, {})[kind.processor] = _kind_json(kind)
-    allocation = profile.allocation
+    allocation, on_the_line = profile.allocation, {kind for kind, _ in profile.precisions}
     return {
         "device": {
             "name": profile.box.device,
@@ -66,7 +66,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             },
         },
         "architectures": architectures,
-        "forms": [_form_json(kind, profile) for kind in profile.kinds],
+        "forms": [_form_json(kind, profile) for kind in profile.kinds if kind.kind in on_the_line],
         "usage": dict(profile.usage.probabilities),
         "usage_origin": profile.usage.origin,
         "pass_rates": dict(profile.usage.pass_rates),
