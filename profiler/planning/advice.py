@@ -87,7 +87,7 @@ class Takt:
 class Advice:
     """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself.
 
-    ``gains``: of forms and memories, the most first (``profiler.planning.gains``).
+    ``gains``: of forms and memories, the most first (``profiler.planning.gains``); ``other_forms``: those tried for it.
     """
 
     policy: str
@@ -101,6 +101,7 @@ class Advice:
     ssd: SsdRemedy | None
     takt: Takt | None
     gains: tuple[Gain, ...] = ()
+    other_forms: tuple[str, ...] = ()
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -108,8 +109,7 @@ class Advice:
         sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
         rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
         first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."
-        gained = (gain.sentence(self.images_per_s) for gain in self.gains)
-        return (first, *_limit_sentences(self), *_takt_sentences(self), *gained)
+        return (first, *_limit_sentences(self), *_takt_sentences(self), *_gain_sentences(self))
 
 
 def advise(
@@ -319,3 +319,10 @@ def _takt_sentences(advice: Advice) -> list[str]:
     if advice.takt.is_met_unlimited:
         return [f"{asked}: missed now, met with unlimited memory."]
     return [f"{asked}: missed with any memory."]
+
+
+def _gain_sentences(advice: Advice) -> list[str]:
+    told = [gain.sentence(advice.images_per_s) for gain in advice.gains]
+    if advice.other_forms and not any(gain.form for gain in advice.gains):
+        told.append(f"No other form that was measured would gain: {', '.join(advice.other_forms)}.")
+    return told

@@ -15,7 +15,7 @@ from experts.sizes import size_text
 from profiler.simulation.forecast import forecast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import Agreement, KindProfile, StoredProfile
@@ -54,16 +54,17 @@ def other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
 
 def gains(
     profile: StoredProfile,
+    forms: Sequence[Precision],
     now: EngineSetup,
     advice: Advice,
     in_form: Callable[[Precision], Planned],
     advised: Callable[[Precision], Advice],
 ) -> tuple[Gain, ...]:
-    """What would gain, the most first. ``advice``: on ``now``, which has to be beaten.
+    """What would gain, the most first. ``forms``: to be tried. ``advice``: on ``now``, which has to be beaten.
 
     ``in_form``: what is planned with in another form; ``advised``: the advice that is given there.
     """
-    found = [gain for form in other_forms(profile, now) if (gain := _form_gain(profile, now, form, in_form))]
+    found = [gain for form in forms if (gain := _form_gain(profile, now, form, in_form))]
     if advice.memory is not None:
         found.append(_memory_gain(advice.memory))
     best = max((gain for gain in found if gain.form), key=lambda gain: gain.images_per_s, default=None)

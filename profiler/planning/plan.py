@@ -15,7 +15,7 @@ from agent.deployment.engine_setup import Given, planned, profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import advise
-from profiler.planning.gains import gains
+from profiler.planning.gains import gains, other_forms
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of, with_ssd
 from profiler.tables import folded, folded_table
@@ -138,7 +138,9 @@ def plan_advice(
     now = planned_with()
     _refuse_broken(*now)
     advice = advised()
-    return replace(advice, gains=gains(profile, now[1], advice, planned_with, advised))
+    forms = other_forms(profile, now[1])
+    found = gains(profile, forms, now[1], advice, planned_with, advised)
+    return replace(advice, gains=found, other_forms=tuple(map(str, forms)))
 
 
 def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: float | None) -> PlanRow:

@@ -181,12 +181,14 @@ def test_a_form_that_is_no_faster_is_not_listed(line):
     slow = replace(line.measured(BF16, 1.0), K_s=0.05)
     advice = line.advice(replace(line.profile, kinds=(line.profile.kinds[0], slow)))
     assert [gain.form for gain in advice.gains] == [None]
+    assert advice.sentences[-1] == "No other form that was measured would gain: bf16."
 
 
 def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):
     alone = replace(line.profile, kinds=line.profile.kinds[:1])
     roomy = plan_advice(line.config, alone, trace(40, every_s=1.0), memory={"host": 8 * SLOT_BYTES})
-    assert roomy.gains == ()
+    assert (roomy.gains, roomy.other_forms) == ((), ())
+    assert "gain:" not in roomy.sentences[-1]
 
 
 def test_scripts_and_people_read_them(line):
