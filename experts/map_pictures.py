@@ -14,8 +14,10 @@ import numpy as np
 from PIL import Image, ImageFilter
 from PIL.PngImagePlugin import PngInfo
 
+from experts.expert import AnomalyMap
+
 if TYPE_CHECKING:
-    from experts.expert import Anomaly, AnomalyMap
+    from experts.expert import Anomaly
 
 STRONGEST = 0.65  # how much of the image its strangest place covers
 WEAK, STRONG = np.array((255, 225, 60), np.float32), np.array((225, 0, 40), np.float32)  # yellow to red
@@ -31,6 +33,13 @@ def map_png(shown: AnomalyMap) -> bytes:
     buffer = io.BytesIO()
     _grey(shown).save(buffer, "PNG", pnginfo=texts)
     return buffer.getvalue()
+
+
+def map_of_png(png: bytes) -> AnomalyMap:
+    """A map that was kept as ``map_png`` made it."""
+    with Image.open(io.BytesIO(png)) as picture:
+        lowest, highest = (float(str(picture.info[name])) for name in ("lowest", "highest"))
+        return AnomalyMap(picture.height, picture.width, lowest, highest, picture.tobytes())
 
 
 def drawn_over(image: Image.Image, anomaly: Anomaly) -> Image.Image:

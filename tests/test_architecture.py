@@ -51,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.inspection": (
         "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert", "experts.importing",
     ),
+    "experts.thresholds": ("experts.backends", "experts.expert"),
     "experts.packed": (
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.importing", "experts.llm.program",
