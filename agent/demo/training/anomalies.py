@@ -154,10 +154,13 @@ class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed 
         )
         return functional.conv2d(stacked, self.projection).flatten(2).permute(2, 0, 1)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def distances(self, images: Tensor) -> Tensor:
+        """Each place's distance from the mean in each picture, in the measure of its spread: (places, pictures)."""
         whitened = torch.matmul(self.features(images) - self.mean, self.whitening)
-        distances = whitened.square().sum(2).sqrt()
-        grid = distances.permute(1, 0).reshape(-1, 1, self.grid_px, self.grid_px)
+        return whitened.square().sum(2).sqrt()
+
+    def forward(self, images: Tensor) -> Tensor:
+        grid = self.distances(images).permute(1, 0).reshape(-1, 1, self.grid_px, self.grid_px)
         side = (self.input_px, self.input_px)
         return functional.interpolate(grid, size=side, mode="bilinear", align_corners=False)
 
