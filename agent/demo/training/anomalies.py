@@ -164,10 +164,10 @@ class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed 
         side = (self.input_px, self.input_px)
         return functional.interpolate(grid, size=side, mode="bilinear", align_corners=False)
 
-    @torch.no_grad()
     def learn(self, images: Tensor) -> None:
         """Take mean and spread from these pictures of good parts."""
-        features = torch.cat([self.features(chunk) for chunk in images.split(EVALUATION_BATCH)], 1).double()
+        with torch.no_grad():
+            features = torch.cat([self.features(chunk) for chunk in images.split(EVALUATION_BATCH)], 1).double()
         mean = features.mean(1, keepdim=True)
         centred = features - mean
         count, dimensions = centred.shape[1:]
@@ -184,7 +184,8 @@ def orthogonal(channels: int, dimensions: int, generator: torch.Generator) -> Te
 def train_gaussians(trunk: nn.Module, crops: AnomalyCrops, plan: AnomalyPlan, seed: int) -> PatchGaussians:
     """One component's model, from its good crops alone."""
     generator = torch.Generator().manual_seed(seed)
-    model = PatchGaussians(deepcopy(trunk), plan.input_px, plan.dimensions, generator).eval()
+    model = PatchGaussians(deepcopy(trunk), plan.input_px, plan.dimensions, generator)
+    model.eval()
     images = normalised(pictures(crops.training, plan.input_px))
     model.learn(torch.cat([torch.roll(images, shift, (2, 3)) for shift in SHIFTS_PX]))
     return model
