@@ -51,7 +51,7 @@ class AnomalyPlan:
 
     components: frozenset[str] = frozenset()
     input_px: int = 64
-    dimensions: int = 48
+    dimensions: int = 80
     threshold_fraction: float = 0.5
     false_alarms: float = 0.01
 
