@@ -116,8 +116,6 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Judge images now, without the agent, or with --target by a running one: nothing is moved, nothing is stored."""
-    if picture is not None and target is not None:
-        raise typer.BadParameter("a running agent does not send what --picture draws - leave --target or --picture")
     from agent.commands.outputs import outputs_sha256
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
@@ -130,7 +128,7 @@ def inspect(
                 from agent.commands.asking import AccessFiles, ask_to_inspect
 
                 access = AccessFiles(ca, token_file, certificate, key)
-                results = ask_to_inspect(config, target, access, images, component, progress)
+                results = ask_to_inspect(config, target, access, images, component, progress, picture)
             else:
                 from agent.deployment.profile_in_use import set_spinning
 

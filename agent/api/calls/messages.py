@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agent.api.calls.desk import (
+    AnomalyView,
     BoardView,
     Order,
     Part,
@@ -58,6 +59,7 @@ def order_of(request: pb.InspectRequest) -> Order:
         ref=request.ref or None,
         key=request.key or None,
         is_kept=not request.is_question,
+        wants_maps=request.wants_maps,
     )
 
 
@@ -89,6 +91,7 @@ def part_message(part: Part) -> pb.Part:
         score=part.score,
         experts=[text(each) for each in part.experts],
         boxes=[_box_message(box) for box in part.boxes],
+        anomalies=[_anomaly_message(each) for each in part.anomalies],
         seconds=part.seconds,
         queue_s=part.queue_s,
         compute_s=part.compute_s,
@@ -122,7 +125,19 @@ def part_of(message: pb.Part) -> Part:
         seconds=message.seconds,
         queue_s=message.queue_s,
         compute_s=message.compute_s,
+        anomalies=tuple(_anomaly_of(each) for each in message.anomalies),
     )
+
+
+def _anomaly_message(anomaly: AnomalyView) -> pb.Anomaly:
+    return pb.Anomaly(
+        expert=text(anomaly.expert), score=anomaly.score, threshold=anomaly.threshold, map=anomaly.map_png
+    )
+
+
+def _anomaly_of(message: pb.Anomaly) -> AnomalyView:
+    shown = message.map if message.HasField("map") else None
+    return AnomalyView(message.expert, message.score, message.threshold, shown)
 
 
 def _box_message(box: BoundingBox) -> pb.BoundingBox:

@@ -58,7 +58,7 @@ def test_images_are_judged_by_the_agent_as_without_it(line, tmp_path, desk):
     rows = answer["results"]
     assert [row["verdict"] for row in rows] == ["OK", "NG", "UNKNOWN", "UNKNOWN"]
     assert rows[0].keys() == {
-        "image", "component", "verdict", "label", "score", "experts", "seconds", "reason", "boxes",
+        "image", "component", "verdict", "label", "score", "experts", "seconds", "reason", "boxes", "anomalies",
     }  # fmt: skip
     assert rows[1]["label"] == "bad"
     assert rows[2]["reason"].endswith("absent.png: No such file or directory")
