@@ -282,6 +282,20 @@ class TextsView:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowsView:
+    """Images for the shadows of experts: that wait or are shown now, and what became of the others since the start.
+
+    ``dropped``: there was no time, or no room.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    ran: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StatusView:
     """A snapshot of the whole agent. ``standing``: expert -> why it is not asked at the moment."""
 
@@ -302,6 +316,7 @@ class StatusView:
     standing: Mapping[str, str] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
     texts: TextsView = TextsView()
+    shadows: ShadowsView = ShadowsView()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from agent.api.calls.desk import (
     PoolView,
     QueueView,
     ReloadView,
+    ShadowsView,
     SourceView,
     StatusView,
     TextsView,
@@ -206,6 +207,7 @@ def status_message(status: StatusView) -> pb.StatusReply:
         standing={text(expert): text(why) for expert, why in status.standing.items()},
         alarms=[text(alarm) for alarm in status.alarms],
         texts=pb.TextCounts(**{name: getattr(status.texts, name) for name in TextsView.__slots__}),
+        shadows=pb.ShadowCounts(**{name: getattr(status.shadows, name) for name in ShadowsView.__slots__}),
     )
 
 
@@ -229,6 +231,7 @@ def status_of(message: pb.StatusReply) -> StatusView:
         standing=dict(message.standing),
         alarms=tuple(message.alarms),
         texts=TextsView(**{name: getattr(message.texts, name) for name in TextsView.__slots__}),
+        shadows=ShadowsView(**{name: getattr(message.shadows, name) for name in ShadowsView.__slots__}),
     )
 
 

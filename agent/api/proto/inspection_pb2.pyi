@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: f8ea80c722e3ccd789230cb48f2de3bcfde829077aaba1f63ccafa4b12dea236
+# sha256 of the source: d14bddf6ac264a032c0025874896febfe1f1bc55765e9e3c6a9b4f2602cf4256
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -260,7 +260,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms", "texts")
+    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms", "texts", "shadows")
     class StandingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +287,7 @@ class StatusReply(_message.Message):
     STANDING_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
     line: str
     version: str
     uptime_s: float
@@ -306,7 +307,22 @@ class StatusReply(_message.Message):
     standing: _containers.ScalarMap[str, str]
     alarms: _containers.RepeatedScalarFieldContainer[str]
     texts: TextCounts
-    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ..., texts: _Optional[_Union[TextCounts, _Mapping]] = ...) -> None: ...
+    shadows: ShadowCounts
+    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ..., texts: _Optional[_Union[TextCounts, _Mapping]] = ..., shadows: _Optional[_Union[ShadowCounts, _Mapping]] = ...) -> None: ...
+
+class ShadowCounts(_message.Message):
+    __slots__ = ("waiting", "running", "ran", "failed", "dropped")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    RAN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    ran: int
+    failed: int
+    dropped: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., ran: _Optional[int] = ..., failed: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class TextCounts(_message.Message):
     __slots__ = ("under_way", "ended", "read_tokens", "written_tokens", "shown", "first_token_s")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import Model, PoolView, QueueView, StatusView, TextsView
+from agent.api.calls.desk import Model, PoolView, QueueView, ShadowsView, StatusView, TextsView
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.results import Result
 from agent.service.doors.explaining import explained_component, explained_expert, explained_result
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         TextTicket,
         Ticket,
     )
+    from agent.core.background import BackgroundStatistics
     from agent.core.engine import EngineStatistics, QueueStatistics
     from agent.core.pool import PoolStatistics
     from agent.deployment.build import Agent
@@ -187,6 +188,7 @@ class LineDesk:
             standing=standing_of(engine),
             alarms=tuple(self._controls.alarms()),
             texts=_texts_view(self._texts.statistics(), statistics.executors),
+            shadows=_shadows_view(engine.background),
         )
 
     def explain(self, subject: str) -> Sequence[str]:
@@ -252,6 +254,10 @@ def _texts_view(texts: TextStatistics, executors: Sequence[ExecutorStatistics]) 
         shown=shown.counts[math.inf],
         first_token_s=shown.sum_s,
     )
+
+
+def _shadows_view(seen: BackgroundStatistics) -> ShadowsView:
+    return ShadowsView(seen.waiting, seen.running, seen.ran, seen.failed, seen.dropped)
 
 
 def _queue_view(queue: QueueStatistics) -> QueueView:

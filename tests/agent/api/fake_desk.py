@@ -21,6 +21,7 @@ from agent.api.calls.desk import (
     PoolView,
     QueueView,
     ReloadView,
+    ShadowsView,
     SourceView,
     StatusView,
     TextEnd,
@@ -345,6 +346,7 @@ class FakeDesk:
                 standing={"det/alignment": "quarantined: its weights are not as they were packed"},
                 alarms=("the disk is nearly full",),
                 texts=TextsView(1, 2, 300, 40, 2, 0.5),
+                shadows=ShadowsView(3, 1, 20, 2, 5),
             )  # fmt: skip
 
     def explain(self, subject: str) -> list[str]:

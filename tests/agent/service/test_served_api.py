@@ -105,7 +105,9 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(desk_line, addre
             assert brightest(found.map) == SPOT
         request.ClearField("wants_maps")
         assert not agent.Inspect(request, timeout=60).parts[0].anomalies[0].HasField("map")
-        (good,) = agent.Inspect(pb.InspectRequest(file=png(), component="solder", wants_maps=True), timeout=60).parts
+        (good,) = agent.Inspect(
+            pb.InspectRequest(file=png((9, 9, 9)), component="solder", wants_maps=True), timeout=60
+        ).parts
         assert (good.verdict, good.anomalies[0].HasField("map")) == (pb.VERDICT_OK, False)
         stored = next(client.watch(0, with_maps=True))
         assert brightest(stored.anomalies[0].map_png) == SPOT
