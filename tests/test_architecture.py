@@ -55,7 +55,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
         "experts.importing", "experts.llm.program",
     ),
-    "experts.llm.importing": ("experts.errors", "experts.importing", "experts.llm.checkpoint", "experts.llm.config"),
+    "experts.llm.importing": ("experts.checkpoints", "experts.errors", "experts.llm.checkpoint", "experts.llm.config"),
     "experts.llm": ("experts.errors",),
     "experts.llm.text": ("experts.errors", "experts.llm.serving.generation"),
     "experts.llm.serving": ("experts.errors", "experts.expert", "experts.llm"),
