@@ -11,7 +11,7 @@ import pytest
 from sqlite_utils import Database, Migrations
 from typer.testing import CliRunner
 
-from agent.cli import app
+from agent.cli.app import app
 from agent.commands.comparing import comparison_of, comparison_row, promote
 from agent.config import read_line
 from agent.records.database import migrations, open_for_writing

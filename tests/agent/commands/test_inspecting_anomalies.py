@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from agent.cli import app
+from agent.cli.app import app
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.service.line_service import LineService
