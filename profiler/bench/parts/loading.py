@@ -167,7 +167,7 @@ def _size_text(times: LoadingTimes) -> str:
 
 def _program_text(times: LoadingTimes) -> str:
     whose = "its own" if times.files == 1 else f"one for all {times.files}"
-    return f"{whose}, {times.program_bytes / 1e3:.0f} kB: a switch builds no session"
+    return f"{whose}, {times.program_bytes / 1e3:.0f} kB: a switch constructs nothing"
 
 
 def _is_graph(architecture: str) -> bool:
@@ -240,7 +240,7 @@ def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int) -> Loadi
         raw_s=statistics.median(raw),
         load_s=statistics.median(load),
         first_load_s=statistics.median(first),
-        bind_s=switching.bind_s,
+        bind_s=statistics.median(switching.binds_s),
         precision=packed.precision,
         shared_bytes=sum(segment.size_bytes for segment in packed.shared),
         program_bytes=len(store.program(packed)),
@@ -253,19 +253,20 @@ def _slot_sizes(forms: Sequence[_Form]) -> list[int]:
 
 
 class _Switching:
-    """One slot, and the skeleton that is bound to it. ``bind_s``: how long that took at first."""
+    """One slot, and the skeleton that is bound to it. ``binds_s``: how long that took each time."""
 
     def __init__(self, first: _Form, store: SegmentStore, slot: Sequence[AlignedBuffer]) -> None:
         self._store = store
         self._slot = slot
+        self._hand_over: Callable[[], object] | None = None
+        self.binds_s: list[float] = []
         expert, packed = first.expert, first.packed
         self._skeleton = backend_for(expert.architecture).skeleton(
             expert, Precision(packed.precision), store.program(packed), "cpu"
         )
-        started = time.perf_counter()
         self._bind(packed)
-        self.bind_s = time.perf_counter() - started
-        self._hand_over = _session_of(self._skeleton, expert) if _is_graph(expert.architecture) else None
+        if _is_graph(expert.architecture):
+            self._hand_over = _session_of(self._skeleton, expert)
 
     def load_s(self, form: _Form) -> float:
         """The seconds until this expert could run from the slot."""
@@ -275,13 +276,16 @@ class _Switching:
                 self._store.read(segment, buffer, form.expert.id)
         if self._hand_over is not None:
             self._bind(form.packed)
-            self._hand_over()
         return time.perf_counter() - started
 
     def _bind(self, packed: PackedExpert) -> None:
+        started = time.perf_counter()
         places = zip(packed.segments, self._slot, strict=True)
         views = (tensor_views(buffer.tensor, segment).items() for segment, buffer in places)
         self._skeleton.bind(dict(chain.from_iterable(views)))
+        if self._hand_over is not None:
+            self._hand_over()
+        self.binds_s.append(time.perf_counter() - started)
 
 
 def _session_of(skeleton: Skeleton, expert: Expert) -> Callable[[], object]:
