@@ -117,6 +117,12 @@ def test_only_the_experts_that_are_named_are_packed(mixed, tmp_path):
     assert (row.name, row.files) == ("cls/a", 1)
 
 
+def test_made_up_graphs_are_of_their_seed_and_no_two_alike(mixed, tmp_path):
+    first, second = (mixed.document.file.with_name(name).read_bytes() for name in ("c.onnx", "d.onnx"))
+    made_up.write_anomaly_models([tmp_path / "again.onnx"], bank_rows=256)
+    assert (tmp_path / "again.onnx").read_bytes() == first != second
+
+
 def test_a_name_that_is_no_expert_is_refused(mixed, tmp_path):
     with pytest.raises(ConfigError, match=r"no expert 'det/c' - did you mean 'det/"):
         measure_line_loading(tmp_path, mixed, ["det/c"])
