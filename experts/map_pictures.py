@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import Image, ImageFilter, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from experts.expert import AnomalyMap
@@ -35,11 +35,16 @@ def map_png(shown: AnomalyMap) -> bytes:
     return buffer.getvalue()
 
 
-def map_of_png(png: bytes) -> AnomalyMap:
-    """A map that was kept as ``map_png`` made it."""
-    with Image.open(io.BytesIO(png)) as picture:
-        lowest, highest = (float(str(picture.info[name])) for name in ("lowest", "highest"))
-        return AnomalyMap(picture.height, picture.width, lowest, highest, picture.tobytes())
+def map_of(png: bytes) -> AnomalyMap:
+    """A kept map, as it was. Raises ValueError for what is none."""
+    try:
+        with Image.open(io.BytesIO(png), formats=["PNG"]) as picture:
+            lowest, highest = float(picture.info["lowest"]), float(picture.info["highest"])
+            if picture.mode != "L" or not math.isfinite(lowest) or not math.isfinite(highest):
+                raise ValueError("it is not grey between two numbers")
+            return AnomalyMap(picture.height, picture.width, lowest, highest, picture.tobytes())
+    except (OSError, KeyError, SyntaxError, Image.DecompressionBombError, UnidentifiedImageError) as error:
+        raise ValueError(f"no map: {error}") from error
 
 
 def drawn_over(image: Image.Image, anomaly: Anomaly) -> Image.Image:

@@ -36,7 +36,7 @@ from agent.service.line_service import LineService
 from experts import sizes
 from experts.errors import ConfigError, CoServeError
 from experts.expert import ANOMALY_LABELS, Anomaly, Precision, Verdict
-from experts.map_pictures import map_of_png
+from experts.map_pictures import map_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 
@@ -245,7 +245,7 @@ def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:
     """A stored result, with what the last expert of its route measured, if it measures."""
     result = row.result
     numbers = result.detail["steps"][-1].get("anomaly") if result.detail.get("steps") else None
-    maps = {kept.step: map_of_png(kept.png) for kept in stored.maps(row.seq)} if numbers else {}
+    maps = {kept.step: map_of(kept.png) for kept in stored.maps(row.seq)} if numbers else {}
     anomaly = Anomaly(**numbers, map=maps.get(len(result.detail["steps"]) - 1)) if numbers else None
     return PartVerdict(result.verdict, str(result.label or result.reason), anomaly)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent.cli import AsJson, LineFile, explained
+from agent.cli.arguments import AsJson, LineFile
+from agent.cli.endings import explained
 from profiler.cli.arguments import disk_explained, from_here
 
 if TYPE_CHECKING:
