@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent.cli import FAILED
+from agent.cli.endings import FAILED
 from agent.line_file.values import AUTO
 from experts.errors import ConfigError
 from experts.expert import Precision

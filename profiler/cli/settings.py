@@ -96,8 +96,8 @@ def new_precision(text: str) -> GivenPrecision:
     return given_precision(text) or "auto"
 
 
-def precision_without_profile(text: str) -> Precision:
-    """What an agent runs that has no profile. Raises ConfigError."""
+def precision_without_profile(text: str | None) -> Precision:
+    """What an agent runs that has no profile; of no text, too. Raises ConfigError."""
     given = given_precision(text)
     return given if isinstance(given, Precision) else Precision.FP32
 
