@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from agent.line_file.intake import CameraSection
     from agent.line_file.machine import GivenPrecision
     from agent.line_file.values import SecretSection
+    from experts.expert import Expert
 
 ENVIRONMENT_PREFIX = "COSERVE__"
 AUTOMATIC = frozenset(
@@ -117,6 +118,10 @@ class LineConfig:
     def profile_file(self) -> Path:
         """Where the device profile of its box lies."""
         return self.state / "profile.db"
+
+    def precision_beside(self, expert: Expert) -> Precision | None:
+        """What the file gives for an expert that has no precision of its own; None: auto."""
+        return None if expert.is_automatic else self.precision
 
     def having(
         self,

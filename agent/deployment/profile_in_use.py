@@ -158,6 +158,8 @@ def precision_of(
     described = config.catalog.experts[expert]
     if described.precision is not None:
         return described.precision
+    if described.is_automatic:
+        config = config.having(precision="auto")
     if config.precision is not None:
         is_elsewhere = config.precision.is_cpu_only and (processor in ACCELERATORS or described.takes_texts)
         return Precision.FP32 if family(described.architecture) in GRAPH_FAMILIES or is_elsewhere else config.precision

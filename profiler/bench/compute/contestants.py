@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from experts.backends import backend_for, family
 from experts.backends.onnx.export import IMAGES, exported
 from experts.backends.state_dict import DTYPES
+from experts.expert import Precision
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.parts.plain_models import build
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Prepared
     from experts.backends.onnx.runtime_form import Answered
-    from experts.expert import Expert, Precision, Prediction
+    from experts.expert import Expert, Prediction
 
     Batch = Sequence[Prepared]
     Run = Callable[[], Sequence[Prediction]]
@@ -113,10 +114,15 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
             tensors |= tensor_views(slot.tensor, segment)
         skeleton.bind(tensors)
         del tensors
-        yield Contestant(str(precision), DTYPES[precision], True, lambda: skeleton.infer(expert, batch))
+        yield Contestant(str(precision), _numbers(precision), True, lambda: skeleton.infer(expert, batch))
     finally:
         for slot in slots:
             slot.close()
+
+
+def _numbers(precision: Precision) -> torch.dtype:
+    """What a form multiplies."""
+    return torch.int8 if precision is Precision.INT8 else DTYPES[precision]
 
 
 def eager(model: Model, batch: Batch) -> Contestant:
