@@ -1,0 +1,81 @@
+"""Detectors as ultralytics leaves them: trained by its own trainer, exported by its own exporter."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw
+
+from tests.experts.conftest import spread_scores
+
+LABELS = ("aligned", "shifted", "tilted")
+SIZE = 64
+OVERLAP = 0.45  # of boxes, from which on only the surer one is kept: the line's, where ultralytics' own is 0.7
+
+
+def draw_dataset(folder):
+    """A data set of ultralytics': a few pictures with a square on each, and where it is."""
+    for part in ("train", "val"):
+        (folder / "images" / part).mkdir(parents=True)
+        (folder / "labels" / part).mkdir(parents=True)
+        for number in range(4):
+            image = Image.new("RGB", (SIZE, SIZE), (30, 90 + 10 * number, 40))
+            ImageDraw.Draw(image).rectangle((16, 16, 47, 40 + number), fill=(200, 200, 60 * (number % 3)))
+            image.save(folder / "images" / part / f"{number}.png")
+            (folder / "labels" / part / f"{number}.txt").write_text(f"{number % 3} 0.5 0.45 0.5 0.4\n")
+    names = "".join(f"  {number}: {label}\n" for number, label in enumerate(LABELS))
+    (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames:\n{names}")
+    return folder / "data.yaml"
+
+
+def train(architecture, folder):
+    """best.pt after one epoch, and unfinished.pt: last.pt as it is while training goes on.
+
+    It begins with scores that are worth a box, which one epoch of four pictures would not teach it.
+    """
+    from ultralytics import YOLO
+
+    model = YOLO(f"{architecture}.yaml", verbose=False)
+    model.add_callback("on_pretrain_routine_end", _begin_with_boxes)
+    model.add_callback(
+        "on_model_save", lambda trainer: (folder / "unfinished.pt").write_bytes(trainer.last.read_bytes())
+    )
+    with torch.random.fork_rng():
+        model.train(
+            data=str(draw_dataset(folder / "data")), epochs=1, imgsz=SIZE, batch=4, device="cpu", workers=0,
+            plots=False, val=False, project=str(folder), name="run", verbose=False, seed=0, amp=False,
+        )  # fmt: skip
+    (folder / "best.pt").write_bytes(model.trainer.best.read_bytes())
+
+
+def _begin_with_boxes(trainer):
+    spread_scores(trainer.model.eval())
+    trainer.model.train()
+    trainer.ema.ema.load_state_dict(trainer.model.state_dict())
+
+
+def export(best, file, *, nms):
+    """Its ONNX export, which leaves boxes out by itself with ``nms``."""
+    from ultralytics import YOLO
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own exporter
+        written = Path(YOLO(best).export(format="onnx", imgsz=SIZE, simplify=False, nms=nms, iou=OVERLAP))
+    written.rename(file)
+
+
+def own_boxes(file, images):
+    """What ultralytics itself finds: of each image its boxes, whose places are in pixels of the image.
+
+    With grey around an image up to the square, as exports have it and the line; of its own weights alone ultralytics
+    leaves some of that grey out.
+    """
+    from ultralytics import YOLO
+
+    found = YOLO(file, task="detect").predict(
+        [str(image) for image in images],
+        imgsz=SIZE, conf=0.25, iou=OVERLAP, max_det=1000, rect=False, device="cpu", verbose=False,
+    )  # fmt: skip
+    return [each.boxes for each in found]
