@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image, ImageDraw
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 
 from coserve import app
 
+TRAINERS = Path(sys.prefix) / "trainers" / "bin" / "python"  # as `make trainers` installs it
 BEGUN = "line: top-side\nstate: ./state\ndevice: cpu\nmemory: {host: 200MiB, workspace: 60MiB}\n"
 
 
@@ -62,3 +66,22 @@ def draw_images(folder):
         image = Image.merge("RGB", (structure, structure.rotate(90, expand=False), structure.point(lambda v: 255 - v)))
         ImageDraw.Draw(image).rectangle((8 + 4 * number, 8, width // 2, height // 2), fill=(200, 200, 60 * number))
         image.save(folder / f"{number}.png")
+
+
+@pytest.fixture(scope="session")
+def made_by(made_once, images):
+    """The folder that made_by_NAME.py fills, run where timm, Lightning and Anomalib are installed."""
+    if not TRAINERS.exists():
+        pytest.skip("timm, Lightning and Anomalib are not installed: make trainers")
+
+    def made(name):
+        def make(folder):
+            script = Path(__file__).with_name(f"made_by_{name}.py")
+            done = subprocess.run(
+                [TRAINERS, script, folder, *images], cwd=folder, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+
+        return made_once(f"made-by-{name}", make)
+
+    return made
