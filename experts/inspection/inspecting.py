@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from experts.backends.weight_files import saving, write_gathered_onnx
 from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
-from experts.importing import PICKLES
+from experts.importing import is_checkpoint
 from experts.inspection.graphs import inspect_graph
 from experts.inspection.states import inspect_checkpoint, inspect_safetensors
 
@@ -31,7 +31,7 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
         return inspect_graph(file, kind)
     if file.suffix == ".safetensors":
         return inspect_safetensors(file, architecture)
-    if file.suffix in PICKLES:
+    if is_checkpoint(file):
         return inspect_checkpoint(file, read_checkpoint(file), architecture)
     raise WeightsRefused(str(file), "unknown format: give a .pt, .pth, .ckpt, .safetensors or .onnx file")
 
