@@ -86,7 +86,7 @@ def _require_no_twin(file: Path, found: Recognised, name: str, where: str) -> No
         raise WeightsRefused(
             str(file),
             f"says that it is a {name} ({where}), and its weights are laid out as those of {found.architecture}, which "
-            f"compute otherwise unless it is one: say --architecture {found.architecture} if it is, else {EXPORT_ADVICE}",
+            f"may compute otherwise: say --architecture {found.architecture} if it is one, else {EXPORT_ADVICE}",
         )
 
 
@@ -122,6 +122,6 @@ def _unknown(tensors: Mapping[str, Tensor], facts: Facts | None) -> str:
     shown = ", ".join(sorted(tensors)[:3]) or "none"
     named = "" if facts is None or facts.architecture is None else f"says that it is a {facts.architecture}; "
     return (
-        f"{named}its tensors ({shown}, ...) fit none of torchvision's classifiers and none of ultralytics' YOLO detectors: "
-        "export the model to ONNX with its trainer and add the .onnx"
+        f"{named}its tensors ({shown}, ...) fit none of torchvision's classifiers and none of ultralytics' YOLO "
+        "detectors: export the model to ONNX with its trainer and add the .onnx"
     )
