@@ -1,7 +1,7 @@
 """Run by the trainers' interpreter: `made_by_timm.py FOLDER IMAGE...` leaves there what timm's users have.
 
-resnet18.pth.tar as timm's own saver writes it while training, mobilenetv3.pth likewise and mobilenetv3.onnx; and
-answers.json: of each model the probabilities that timm's own transform and the model give each image.
+Of each model MODEL/last.pth.tar, as timm's saver writes it while training; mobilenetv3.onnx; and answers.json: the
+probabilities that timm's own transform and the model give each image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LABELS = 3
 def main(folder, images):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    networks = {name: trained(name) for name in ("resnet18", "mobilenetv3_small_050")}
+    networks = {name: trained(name) for name in ("resnet18", "resnetblur18", "mobilenetv3_small_050")}
     for name, network in networks.items():
         save(network, name, folder / name)
     network = networks["mobilenetv3_small_050"]

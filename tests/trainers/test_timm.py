@@ -27,6 +27,12 @@ def test_an_onnx_export_is_served_with_its_own_answers(line, made_by, images):
     require_same(line.inspect(images), *own_answers(folder, "mobilenetv3_small_050"))
 
 
+def test_one_with_the_weights_of_another_that_computes_otherwise_is_named(line, made_by):
+    told = line.refused(made_by("timm") / "resnetblur18" / "last.pth.tar", *NAMED)
+    assert "says that it is a resnetblur18 (args.model)" in told
+    assert "export it to ONNX" in told
+
+
 def test_weights_in_a_layout_of_its_own_are_named(line, made_by):
     told = line.refused(made_by("timm") / "mobilenetv3_small_050" / "last.pth.tar", *NAMED)
     assert "is a EfficientNet or MobileNet of timm" in told

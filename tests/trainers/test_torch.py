@@ -6,10 +6,10 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torchvision import models, transforms
+from torchvision import transforms
 
-LABELS = ("ok", "missing", "tombstone")
-SIZE = 48
+from tests.trainers.torchvision_models import LABELS, SIZE, export, trained
+
 SCORE = 0.01  # how far what is served may be from what torch says
 OPTIONS = ("--size", f"{SIZE}x{SIZE}", "--normalize", "imagenet")
 PREPARE = transforms.Compose(
@@ -29,21 +29,9 @@ FORMS = {  # of files, and what is saved
 }
 
 
-def trained(architecture):
-    """One step of a training script, from weights whose answers differ between images."""
-    torch.manual_seed(0)
-    network = getattr(models, architecture)(weights=None, num_classes=len(LABELS))
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    loss = nn.functional.cross_entropy(network(torch.randn(6, 3, SIZE, SIZE)), torch.tensor([0, 1, 2, 0, 1, 2]))
-    loss.backward()
-    optimizer.step()
-    return network.eval()
-
-
 @pytest.fixture(scope="module")
 def networks():
-    with torch.random.fork_rng():
-        return {name: trained(name) for name in ("resnet18", "mobilenet_v3_small")}
+    return {name: trained(name) for name in ("resnet18", "mobilenet_v3_small")}
 
 
 def own_answers(network, images):
@@ -73,9 +61,9 @@ def test_what_a_script_saved_is_served_with_its_own_answers(line, networks, imag
     require_same(line.inspect(images), *own_answers(network, images))
 
 
-def test_its_onnx_export_is_served_with_its_own_answers(line, networks, images, tmp_path):
-    network, file = networks["resnet18"], tmp_path / "graph.onnx"
-    torch.onnx.export(network, (torch.zeros(1, 3, SIZE, SIZE),), file, input_names=["images"], verbose=False)
-    added = line.add(file, "--labels", ",".join(LABELS), "--normalize", "imagenet")
+def test_its_onnx_export_is_served_with_its_own_answers(line, networks, images, made_once):
+    network = networks["resnet18"]
+    folder = made_once("resnet18-exported", lambda folder: export(network, folder / "graph.onnx"))
+    added = line.add(folder / "graph.onnx", "--labels", ",".join(LABELS), "--normalize", "imagenet")
     assert added["entry"]["architecture"] == "onnx"
     require_same(line.inspect(images), *own_answers(network, images))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from tests.experts.conftest import spread_scores
+from tests.experts.conftest import spread_scores, trained_looking
 
 LABELS = ("aligned", "shifted", "tilted")
 SIZE = 64
@@ -79,3 +80,38 @@ def own_boxes(file, images):
         imgsz=SIZE, conf=0.25, iou=OVERLAP, max_det=1000, rect=False, device="cpu", verbose=False,
     )  # fmt: skip
     return [each.boxes for each in found]
+
+
+def export_rtdetr(folder, labels, *, is_former=False):
+    """rtdetr.onnx, which finds boxes of all sizes. ``is_former``: as it was before ultralytics 8.4."""
+    from ultralytics import RTDETR
+    from ultralytics.nn.modules.head import RTDETRDecoder
+    from ultralytics.nn.tasks import RTDETRDetectionModel
+
+    torch.manual_seed(0)
+    model = trained_looking(RTDETRDetectionModel("yolov8n-rtdetr.yaml", nc=len(labels), verbose=False), 0)
+    _spread_queries(model)
+    model.names, model.task, model.pt_path = dict(enumerate(labels)), "detect", folder / "rtdetr.pt"
+    facade = RTDETR("yolov8n-rtdetr.yaml")
+    model.args, facade.model = facade.model.args, model
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        if is_former:
+            patch.setattr(RTDETRDecoder, "postprocess", _as_rtdetr_was)
+        facade.export(format="onnx", imgsz=160, simplify=False)
+
+
+def _as_rtdetr_was(self, boxes, scores):
+    """What RT-DETR's head answered with in ultralytics before 8.4."""
+    return torch.cat((boxes, scores), dim=-1)
+
+
+def _spread_queries(model):
+    """Give it scores around the confidence that a box needs."""
+    last = model.model[-1].dec_score_head[-1]
+    seen = []
+    with torch.no_grad(), last.register_forward_hook(lambda _, __, logits: seen.append(logits)):
+        model(torch.rand((1, 3, 160, 160), generator=torch.Generator().manual_seed(0)))
+        deviation, mean = torch.std_mean(seen[0])
+        last.weight.mul_(1.5 / deviation)
+        last.bias.sub_(mean).mul_(1.5 / deviation).sub_(2)
