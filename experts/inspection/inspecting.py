@@ -25,6 +25,10 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
 
     Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what is not served.
     """
+    if file.is_dir():
+        raise WeightsRefused(
+            str(file), "is a folder: language models are named in the line file, as docs/texts.md tells"
+        )
     if not file.is_file():
         raise WeightsMissing(str(file), "there is no such file")
     if file.suffix == ".onnx":

@@ -50,7 +50,8 @@ def inspect_tensors(
     if found is None:
         raise WeightsRefused(str(file), _unknown(tensors, facts))
     if found.labels is None or found.unserved is not None:
-        raise WeightsRefused(str(file), f"is a {found.architecture} ({found.evidence}): {found.unserved}")
+        article = "an" if found.architecture[0].lower() in "aeiou" else "a"
+        raise WeightsRefused(str(file), f"is {article} {found.architecture} ({found.evidence}): {found.unserved}")
     if architecture not in {None, found.architecture}:
         raise WeightsRefused(str(file), f"is no {architecture}: {found.evidence}")
     if architecture is None and facts is not None and facts.architecture is not None:

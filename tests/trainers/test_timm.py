@@ -35,5 +35,5 @@ def test_one_with_the_weights_of_another_that_computes_otherwise_is_named(line, 
 
 def test_weights_in_a_layout_of_its_own_are_named(line, made_by):
     told = line.refused(made_by("timm") / "mobilenetv3_small_050" / "last.pth.tar", *NAMED)
-    assert "is a EfficientNet or MobileNet of timm" in told
+    assert "is an EfficientNet or MobileNet of timm" in told
     assert "export it to ONNX" in told

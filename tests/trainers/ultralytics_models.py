@@ -115,3 +115,12 @@ def _spread_queries(model):
         deviation, mean = torch.std_mean(seen[0])
         last.weight.mul_(1.5 / deviation)
         last.bias.sub_(mean).mul_(1.5 / deviation).sub_(2)
+
+
+def save(name, file):
+    """A model that nothing was trained with yet, as ``YOLO(...).save`` leaves it."""
+    from ultralytics import RTDETR, YOLO
+
+    model = (RTDETR if "rtdetr" in name else YOLO)(f"{name}.yaml")
+    model.save(file)
+    return file
