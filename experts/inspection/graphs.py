@@ -25,7 +25,7 @@ ANOMALY_OUTPUTS = frozenset({"anomaly_map", "anomaly_maps", "pred_score", "pred_
 BOX_VALUES = 6  # corners, score and label of a box, where suppression is in the graph
 NAMES_LENGTH = 1_000_000  # of what a file says its labels are, in characters
 FLOAT, INT64 = 1, 7  # of onnx.TensorProto
-BOXES_LABELS_SCORES = ((FLOAT, 1), (FLOAT, 2), (INT64, 1))  # types and ranks of what torchvision's detectors answer with
+BOXES_LABELS_SCORES = ((FLOAT, 1), (FLOAT, 2), (INT64, 1))  # types and ranks, in order, of torchvision's detectors
 
 
 @dataclass(frozen=True, slots=True)
