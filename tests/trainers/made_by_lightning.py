@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning
 import torch
 from PIL import Image
+from telling_apart import begin, finish
 from torchvision import models, transforms
 
 SIZE = 48
@@ -27,7 +28,7 @@ class Solder(lightning.LightningModule):
     def __init__(self, class_names, image_size, mean, std, lr):
         super().__init__()
         self.save_hyperparameters()
-        self.backbone = models.resnet18(weights=None, num_classes=len(class_names))
+        self.backbone = begin(models.resnet18(weights=None, num_classes=len(class_names)))
         self.loss = torch.nn.CrossEntropyLoss()
 
     def forward(self, images):
@@ -50,9 +51,10 @@ def main(folder, images):
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(parts, batch_size=3))
+    pixels = torch.stack([PREPARE(Image.open(image).convert("RGB")) for image in images])
+    finish(module, module.backbone.fc, pixels)
     trainer.save_checkpoint(folder / "last.ckpt")
     loaded = Solder.load_from_checkpoint(folder / "last.ckpt", map_location="cpu").eval()
-    pixels = torch.stack([PREPARE(Image.open(image).convert("RGB")) for image in images])
     with torch.no_grad():
         (folder / "answers.json").write_text(json.dumps(loaded(pixels).softmax(dim=1).tolist()))
 

@@ -44,7 +44,7 @@ def resnet_with_a_small_stem(tools, file):
 
 
 def exported_resnet(tools, file):
-    network = torchvision_models.trained("resnet18")
+    network = torchvision_models.trained("resnet18", tools.images)
     make = lambda folder: torchvision_models.export(network, folder / "graph.onnx")  # noqa: E731
     return tools.made_once("resnet18-exported", make) / "graph.onnx"
 
@@ -219,9 +219,11 @@ CASES = {
 
 
 @pytest.fixture
-def tools(made_once, request):
+def tools(made_once, images, request):
     """What files are made with; made_by skips where the trainers' environment is not installed."""
-    return SimpleNamespace(made_once=made_once, made_by=lambda name: request.getfixturevalue("made_by")(name))
+    return SimpleNamespace(
+        made_once=made_once, images=images, made_by=lambda name: request.getfixturevalue("made_by")(name)
+    )
 
 
 def test_every_row_has_its_files_and_every_cell_says_yes_or_no():

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
-from torchvision import transforms
 
-from tests.trainers.torchvision_models import LABELS, SIZE, export, trained
+from tests.trainers.torchvision_models import LABELS, SIZE, export, prepared, trained
 
 SCORE = 0.01  # how far what is served may be from what torch says
 OPTIONS = ("--size", f"{SIZE}x{SIZE}", "--normalize", "imagenet")
-PREPARE = transforms.Compose(
-    [
-        transforms.Resize((SIZE, SIZE)),
-        transforms.ToTensor(),
-        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ]
-)
 FORMS = {  # of files, and what is saved
     "state dict": nn.Module.state_dict,
     "checkpoint": lambda network: {"epoch": 1, "model_state_dict": network.state_dict(), "classes": list(LABELS)},
@@ -30,19 +21,20 @@ FORMS = {  # of files, and what is saved
 
 
 @pytest.fixture(scope="module")
-def networks():
-    return {name: trained(name) for name in ("resnet18", "mobilenet_v3_small")}
+def networks(images):
+    return {name: trained(name, images) for name in ("resnet18", "mobilenet_v3_small")}
 
 
 def own_answers(network, images):
     """Label and probability of each image, as a script finds them."""
-    pixels = torch.stack([PREPARE(Image.open(image).convert("RGB")) for image in images])
     with torch.no_grad():
-        scores, labels = network(pixels).softmax(dim=1).max(dim=1)
+        scores, labels = network(prepared(images)).softmax(dim=1).max(dim=1)
     return [LABELS[label] for label in labels.tolist()], scores.tolist()
 
 
 def require_same(rows, labels, scores):
+    assert len(set(labels)) == len(LABELS)
+    assert max(scores) < 0.999
     assert [row["label"] for row in rows] == labels
     assert [row["score"] for row in rows] == pytest.approx(scores, abs=SCORE)
     assert [row["verdict"] for row in rows] == ["OK" if label == "ok" else "NG" for label in labels]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+import experts.backends.detector  # noqa: F401  # before ultralytics: it asks nobody, and writes nothing at home
 from tests.experts.conftest import spread_scores, trained_looking
 
 LABELS = ("aligned", "shifted", "tilted")
