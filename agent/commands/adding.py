@@ -45,7 +45,7 @@ UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
 KEYS = ("architecture", "labels", "size", "normalize", "stem")  # in the order of their lines
 COMMENT_WIDTH = 100
 LABELS_SHOWN = 8
-LABELS_TOLD = 1000  # in a comment of the line file
+LABELS_TOLD = 100  # of a file, where the line calls them by other names
 
 
 @dataclass(frozen=True, slots=True)
