@@ -292,7 +292,8 @@ def _missing_of_routes(
 
 
 def _id_of(known: Inspected) -> str:
-    name = UNSUITED.sub("-", known.file.stem.replace("..", ".")).strip("-.") or "model"
+    stem = known.file.stem.removesuffix(".pth")  # of a .pth.tar
+    name = UNSUITED.sub("-", stem.replace("..", ".")).strip("-.") or "model"
     return f"{FOLDERS[str(known.kind)]}/{name}"
 
 

@@ -17,6 +17,7 @@ def own_answers(folder, model):
 def test_a_resnet_of_its_saver_is_served_with_its_own_answers(line, made_by, images):
     folder = made_by("timm")
     added = line.add(folder / "resnet18" / "last.pth.tar", *NAMED)
+    assert added["expert"] == "cls/last"
     assert (added["entry"]["architecture"], added["entry"]["input"]["size"]) == ("resnet18", [64, 64])
     require_same(line.inspect(images), *own_answers(folder, "resnet18"))
 
