@@ -5,7 +5,7 @@ An expert takes the times of its kind; its footprint is exact, from what is pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import (
@@ -98,7 +98,8 @@ def in_form(
         footprint = _scaled(row.footprint, kind.weight_bytes / max(now.weight_bytes, 1), form)
         factor = core_share(profile, kind, executors).factor
         load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}
-        return ExpertProfile(copy_name(expert, form), _performance(kind, factor), footprint, load_s, row.family)
+        performance = _performance(kind, factor)
+        return replace(row, copy=copy_name(expert, form), performance=performance, footprint=footprint, load_s=load_s)
 
     experts = {
         processor: {expert: row_in_form(processor, expert, row) for expert, row in column.items()}
