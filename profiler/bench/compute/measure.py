@@ -1,8 +1,8 @@
 """The compute table, measured: all that take part, in turn, for each architecture and batch size.
 
 Guarantees: what is compared took turns in one process, on as many threads as each CPU executor of this box has; a form
-that cannot be run here has no row, and a note that says why; one that is far slower than torch itself is tried, and told
-so. What was written is removed afterwards.
+that cannot be run here has no row, and a note that says why; one that is far slower than torch itself is tried, and
+told so. What was written is removed afterwards.
 """
 
 from __future__ import annotations
