@@ -6,6 +6,8 @@ import gc
 
 import pytest
 
+from tests.forks import Forks
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _heap():
@@ -18,3 +20,11 @@ def _frozen_heap(_heap):
     """Full collections, of which measuring makes many, pass over what was there before: a million objects of torch."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Processes that have the agent imported already."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
