@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.forks import Forks
 
 FROZEN_FROM_S = 0.01  # that a full collection takes
+WITHOUT_SYNC = Path(__file__).with_name("without_sync.c")
+
+
+def pytest_configure(config):
+    """Where several processes run the tests, these and theirs wait for no disk: see without_sync.c."""
+    is_first_of_many = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    compiler = shutil.which("gcc")
+    if is_first_of_many and compiler and os.uname().sysname == "Linux":
+        folder = Path(tempfile.mkdtemp(prefix="coserve-tests-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+        library = folder / "without_sync.so"
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, WITHOUT_SYNC], check=True)
+        os.environ["LD_PRELOAD"] = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
 
 
 class Heap:
