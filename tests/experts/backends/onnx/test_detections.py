@@ -218,6 +218,17 @@ def spread_queries(model):
         last.bias.sub_(mean).mul_(1.5 / deviation).sub_(2)
 
 
+def small_rtdetr():
+    """Ultralytics' own, whose decoder has three of six layers: they take most of an export's time."""
+    from ultralytics.nn.tasks import yaml_model_load
+
+    document = yaml_model_load("yolov8n-rtdetr.yaml")
+    width, queries, points, heads, layers = 256, 300, 4, 8, 3
+    assert document["head"][-1][2:] == ["RTDETRDecoder", ["nc"]]
+    document["head"][-1][3] += [width, queries, points, heads, layers]
+    return document
+
+
 @pytest.fixture(scope="session")
 def rtdetr(tmp_path_factory, looking_trained):
     """The path of an exported RT-DETR with boxes of all sizes. ``is_former``: as it was before ultralytics 8.4."""
@@ -229,7 +240,7 @@ def rtdetr(tmp_path_factory, looking_trained):
         from ultralytics.nn.tasks import RTDETRDetectionModel
 
         torch.manual_seed(0)
-        model = looking_trained(RTDETRDetectionModel("yolov8n-rtdetr.yaml", nc=len(LABELS), verbose=False), 0)
+        model = looking_trained(RTDETRDetectionModel(small_rtdetr(), nc=len(LABELS), verbose=False), 0)
         spread_queries(model)
         model.names, model.task, model.pt_path = (
             dict(enumerate(LABELS)),
