@@ -264,11 +264,11 @@ store.close()
 
 @pytest.fixture(scope="module")
 def month(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of thirty days, 100 on each."""
+    """The results of thirty days, 300 on each."""
     path = tmp_path_factory.mktemp("month") / "r.db"
     with closing(ResultStore(path)) as store:
-        for number in range(3000):
-            noon = datetime(2026, 5, 1, 12, tzinfo=UTC) + timedelta(days=number // 100)
+        for number in range(9000):
+            noon = datetime(2026, 5, 1, 12, tzinfo=UTC) + timedelta(days=number // 300)
             store.record(Result(f"{number}", "demo", "r", "i" * 300, Verdict.OK, noon, noon, 0.1, "ab"))
         while store.statistics().pending:
             time.sleep(0.001)
@@ -292,11 +292,11 @@ def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_r
     def lines() -> dict[str, int]:
         return {path.name: len(path.read_text("utf-8").splitlines()) for path in (tmp_path / "out").glob("results-*")}
 
-    length = 102 if output == "csv" else 101
+    length = 302 if output == "csv" else 301
     assert set(lines().values()) <= {length}
     assert subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False).returncode == 0
     assert len(lines()) == 30
     assert set(lines().values()) == {length}
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(lines())
     with closing(ResultStore(tmp_path / "r.db")) as store:
-        assert sum(1 for _ in store.query()) == 3000
+        assert sum(1 for _ in store.query()) == 9000
