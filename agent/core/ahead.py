@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -62,11 +62,7 @@ class Later:
 
     experts: tuple[str, ...] = ()
     forms: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        """What all of these forms take."""
-        return sum(self.forms.values())
+    size_bytes: int = 0  # what all of these forms take
 
 
 NOTHING_LATER = Later()
@@ -197,10 +193,13 @@ class PreparedAhead:
                 effects.append(self._prepare(request, image, place.next_due_s))
             self._list_begun(request, place)
         else:
-            self._forget(request, effects)
+            if image is not None:
+                self._forget(request, effects)
             self._images[request] = _Image(group.expert, later, place)
             self._wait(request, place)
-        self._has_changed = True
+            least_bytes = form.size_bytes if later is NOTHING_LATER else later.size_bytes
+            if self._used_bytes + least_bytes <= self._far_bytes or place.is_near:
+                self._has_changed = True
 
     def left(self, request: int) -> None:
         """A request leaves its queue without running: it ends, or is queued elsewhere."""
@@ -242,14 +241,19 @@ class PreparedAhead:
         if not self._has_changed:
             return
         self._has_changed = False
-        lines = list(self._lines.values())
-        while lines:
-            firsts = [(place, line) for line in lines if (place := line.first_waiting()) is not None]
-            first = min(firsts, key=lambda each: (each[0].next_due_s, each[1].queue.spec.id), default=None)
-            if first is None:
-                return
-            if not self._begin(first[0], effects):
-                lines.remove(first[1])
+        firsts = [
+            (place.next_due_s, number, place)
+            for number, line in self._lines.items()
+            if (place := line.first_waiting()) is not None
+        ]
+        heapify(firsts)
+        while firsts:
+            due_s, number, place = firsts[0]
+            following = self._lines[number].first_waiting() if self._begin(place, due_s, effects) else None
+            if following is None:
+                heappop(firsts)
+            else:
+                heapreplace(firsts, (following.next_due_s, number, following))
 
     def statistics(self) -> PreparedStatistics:
         """A frozen snapshot."""
@@ -289,7 +293,7 @@ class PreparedAhead:
 
     # -- room --
 
-    def _begin(self, place: _Place, effects: list[Effect]) -> bool:
+    def _begin(self, place: _Place, due_s: float, effects: list[Effect]) -> bool:
         """Begin the next one of a place; False where it finds no room."""
         request = next(iter(place.waiting))
         image, form = self._images[request], place.group.profile.prepared
@@ -306,7 +310,6 @@ class PreparedAhead:
             own_bytes = _own_bytes(form, later)
             if self._used_bytes + own_bytes + later.size_bytes > self._far_bytes:
                 return False
-        due_s = place.next_due_s
         del place.waiting[request]
         self._list_begun(request, place)
         self._hold(request, image, form.name, own_bytes, later)

@@ -749,7 +749,7 @@ class Engine:
             if row is not None and row.prepared is not None and row.prepared.name not in forms:
                 forms[row.prepared.name] = row.prepared.size_bytes
                 experts.append(expert)
-        return Later(tuple(experts), forms) if experts else NOTHING_LATER
+        return Later(tuple(experts), forms, sum(forms.values())) if experts else NOTHING_LATER
 
     def _one_step_done(self, request: int, expert: str, result: Prediction | Rejected, effects: list[Effect]) -> None:
         ticket = self._tickets[request]

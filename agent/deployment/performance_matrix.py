@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Footprint, Performance, PerformanceMatrix
+from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
@@ -61,7 +62,13 @@ def matrix(
             factor = 1.0 if executors is None else core_share(profile, kind, executors).factor
             loaded = Footprint(copy.loaded_bytes)
             load_s = {source: load_time_s(kind, source, loaded, links) for source in sources}
-            column[copy.expert.id] = ExpertProfile(copy.name, _performance(kind, factor), copy.footprint, load_s)
+            column[copy.expert.id] = ExpertProfile(
+                copy.name,
+                _performance(kind, factor),
+                copy.footprint,
+                load_s,
+                prepared=prepared_form(copy.expert),
+            )
     return PerformanceMatrix(experts, dict(usage))
 
 

@@ -29,11 +29,13 @@ from agent.core import effects, events
 from agent.core.request import IMAGE
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from agent.runtime.device_loss import Breakdown, watch_of
-from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
+from agent.runtime.executor import BatchExecutor, threads_per_executor
+from agent.runtime.image_sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
+from agent.runtime.preparation import Preparation
 from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
@@ -183,6 +185,7 @@ class AgentLoop:
         self._clock = clock
         self._workshop = workshop
         self._copies = workshop.copies
+        self._experts = {expert_name(copy): copy.expert for copy in workshop.copies.values()}
         self._texts = workshop.texts
         self._routes = workshop.routes
         self._forecast = forecast
@@ -209,6 +212,8 @@ class AgentLoop:
         self._carry_out: dict[type, Callable[..., None]] = {
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
+            effects.Prepare: self._prepare,
+            effects.Forget: lambda effect: self._workshop.preparation.forget(effect.request),
             effects.Preempt: self._preempt,
             effects.Evict: self._evict,
             effects.Assigned: lambda _: None,  # tells why, and asks for nothing
@@ -444,6 +449,7 @@ class AgentLoop:
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._copies = dict(self._copies) | dict(copies)
+        self._experts |= {expert_name(copy): copy.expert for copy in copies.values()}
         self._routes = change.graph
         self._shadows.change_line(change.graph.shadows)
         self._workshop.transfers.know(copies)
@@ -466,6 +472,20 @@ class AgentLoop:
             return
         images = [self._source_of(request) for request in batch.requests]
         executor.start_batch(batch, self._copies[batch.copy].expert, images)
+
+    def _prepare(self, effect: effects.Prepare) -> None:
+        source = self._sources[effect.request]
+        if isinstance(source, TextSource):
+            return  # its batch rejects it
+        self._workshop.preparation.prepare(
+            effect.request,
+            source,
+            image_name(source, effect.request),
+            self._experts[effect.expert],
+            [self._experts[expert] for expert in effect.later],
+            effect.later_bytes,
+            effect.due_s,
+        )
 
     def _source_of(self, request: int) -> RequestSource:
         return self._shadows.image(request) if request in self._shadows else self._sources[request]
@@ -534,6 +554,7 @@ class AgentLoop:
             self._shadows.end(effect.request, effect.outcome)
             return
         self._texts.forget(effect.request)
+        self._workshop.preparation.forget(effect.request)
         self._on_outcome(effect.request, effect.outcome)
         source, about = self._sources.pop(effect.request), self._about.pop(effect.request, None)
         for event in self._shadows.show(effect.request, source, effect.outcome, about, lambda: next(self._numbers)):
@@ -563,6 +584,7 @@ class AgentLoop:
             assert held_bytes == ledgers[store.pool], (
                 f"memory {store.pool} holds {held_bytes} bytes, its ledger counts {ledgers[store.pool]}"
             )
+        assert not self._workshop.preparation.requests, "something is prepared for a request that has its outcome"
 
     def _snapshot(self) -> LoopStatistics:
         workshop, now = self._workshop, self._clock()

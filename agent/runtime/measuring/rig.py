@@ -21,10 +21,11 @@ from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progres
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, watch_of
-from agent.runtime.executor import BatchExecutor, Preparation
+from agent.runtime.executor import BatchExecutor
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
+from agent.runtime.preparation import Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.threads import end_team
 from agent.runtime.transfer import PacedLink, Transfers

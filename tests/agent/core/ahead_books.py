@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from agent.core.ahead import FAR_SHARE
 from agent.core.effects import Assigned, Complete, Fail, Forget, Prepare, StartBatch
-from agent.core.performance import PerformanceMatrix, PreparedForm
-from experts.graph import ExpertGraph
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agent.core.performance import PerformanceMatrix, PreparedForm
+    from experts.graph import ExpertGraph
 
 
 @dataclass

@@ -18,8 +18,6 @@ from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.executor import (
     BatchExecutor,
-    ByteGate,
-    Preparation,
     checked,
     is_out_of_memory,
     judge,
@@ -27,6 +25,7 @@ from agent.runtime.executor import (
 )
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.memories import HostMemory
+from agent.runtime.preparation import ByteGate, Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
 from experts.expert import BoundingBox, Prediction

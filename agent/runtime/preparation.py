@@ -1,0 +1,266 @@
+"""Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
+
+Guarantees: what is due first is begun first, and what a started batch waits for before everything else; an image is
+decoded once for all the steps that it was told of, unless it was forgotten meanwhile; of one that is forgotten nothing
+is held but what a batch has; images in decoding take DECODING_BYTES together at most. What the box has no memory for
+is not the image's fault: such a MemoryError is the future's, all else is a Prepared or Rejected.
+
+For later steps an image's pixels are held where they take no more than what it becomes for all of these, else that:
+a crop stays what it is, of a photograph of 12 megapixels two small tensors are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition, Lock
+from typing import TYPE_CHECKING
+
+from agent.core.request import Rejected
+from agent.runtime.due_threads import DueTask, DueThreads
+from agent.runtime.expert_copy import prepared_form
+from agent.runtime.image_sources import pixels_of
+from agent.runtime.threads import use_threads
+from experts.backends import backend_for
+from experts.errors import ImageError
+from experts.images import DEFAULT_MAX_PIXELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from agent.runtime.image_sources import ImageSource
+    from experts.backends.base import Prepared
+    from experts.expert import Expert
+
+logger = logging.getLogger(__name__)
+
+DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
+AT_ONCE = -math.inf  # due before everything that is only due some time
+
+
+class ByteGate:
+    """Lets in what fits together into so many bytes, in the order of its asking; what is larger goes in alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._inside_bytes = 0
+        self._changed = Condition()
+        self._asking = Lock()
+
+    @contextmanager
+    def room_for(self, size_bytes: int) -> Iterator[None]:
+        """Wait for room, and keep it while the context is open."""
+        taken_bytes = min(size_bytes, self._limit_bytes)
+        with self._asking, self._changed:
+            self._changed.wait_for(lambda: self._inside_bytes + taken_bytes <= self._limit_bytes)
+            self._inside_bytes += taken_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside_bytes -= taken_bytes
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an image is to be held for: the expert of its step, and those that may come after it."""
+
+    expert: Expert
+    later: tuple[Expert, ...] = ()
+    later_bytes: int = 0
+
+    @property
+    def later_forms(self) -> dict[str, Expert]:
+        return {form_name(expert): expert for expert in self.later}
+
+
+@dataclass(slots=True, eq=False)
+class _Image:
+    """One request's image. ``wanted`` is set on the loop's thread; None once it is forgotten.
+
+    ``held`` and ``pixels``: for later steps; ``at_work`` is held by the thread that works on it, ``changing`` by
+    whoever looks at the two or changes them.
+    """
+
+    source: ImageSource
+    name: str
+    wanted: _Wanted | None
+    task: DueTask[Prepared | Rejected] | None = None
+    is_taken: bool = False  # a batch waits for the task
+    held: dict[str, Prepared] = field(default_factory=dict)
+    pixels: NDArray[np.uint8] | None = None
+    at_work: Lock = field(default_factory=Lock)
+    changing: Lock = field(default_factory=Lock)
+
+    @property
+    def form(self) -> str:
+        """What it is prepared as for the step that it is at; nothing once it is forgotten."""
+        return "" if self.wanted is None else form_name(self.wanted.expert)
+
+    def let_go(self) -> None:
+        """Of what its steps do not need, or not any more."""
+        with self.changing:
+            needed = set() if self.wanted is None else set(self.wanted.later_forms)
+            is_ready = self.wanted is None or (self.task is not None and self.task.future.done())
+            if is_ready and not needed:
+                self.pixels = None
+            if not is_ready:
+                needed.add(self.form)
+            self.held = {form: prepared for form, prepared in self.held.items() if form in needed}
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what it holds for later steps. Its source's own pixels are the source's."""
+        with self.changing:
+            pixels = 0 if self.pixels is None or self.pixels is self.source else self.pixels.nbytes
+            tensors = {id(each): each.tensor.nbytes for each in self.held.values()}
+        return pixels + sum(tensors.values())
+
+
+class Preparation:
+    """Of one agent: ``threads`` of them. ``begin`` is called by each thread first.
+
+    Requests' images are told of, taken and forgotten on one thread, the loop's.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        def begin_thread() -> None:
+            use_threads(1)
+            begin()
+
+        self._threads = DueThreads(threads, "prepare", begin_thread)
+        self._max_pixels = max_pixels
+        self._gate = ByteGate(DECODING_BYTES)
+        self._images: dict[int, _Image] = {}
+
+    def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
+        """Prepare an image for an expert at once. ``name`` is what a rejection calls it."""
+        return self._begin(_Image(image, name, _Wanted(expert)), expert, AT_ONCE).future
+
+    def prepare(
+        self,
+        request: int,
+        image: ImageSource,
+        name: str,
+        expert: Expert,
+        later: Sequence[Expert] = (),
+        later_bytes: int = 0,
+        due_s: float = AT_ONCE,
+    ) -> None:
+        """Have a request's image prepared for an expert; see ``agent.core.effects.Prepare``."""
+        wanted = _Wanted(expert, tuple(later), later_bytes)
+        known = self._images.get(request)
+        wanted = _Wanted(expert, tuple(later), later_bytes)
+        if known is None:
+            known = self._images[request] = _Image(image, name, wanted)
+        is_the_same = known.task is not None and known.form == form_name(expert)
+        known.wanted = wanted
+        if not is_the_same:
+            ready = known.held.get(known.form)
+            known.task = self._begin(known, expert, due_s) if ready is None else DueTask.done(ready)
+            known.is_taken = False
+        known.let_go()
+
+    def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> Future[Prepared | Rejected]:
+        """What a batch waits for from now on: before everything that is only due some time."""
+        known = self._images.get(request)
+        if known is None or known.task is None:
+            return self.start(expert, image, name)
+        future = known.task.future
+        if future.done() and (future.cancelled() or future.exception() is not None):
+            known.task = self._begin(known, expert, AT_ONCE)  # there may be memory for it now
+        else:
+            self._threads.hurry(known.task)
+        known.is_taken = True
+        return known.task.future
+
+    def forget(self, request: int) -> None:
+        """Nothing is held for a request any more but what a batch has of it."""
+        image = self._images.pop(request, None)
+        if image is None:
+            return
+        image.wanted = None
+        if image.task is not None and not image.is_taken:
+            image.task.future.cancel()
+        image.task = None
+        image.let_go()
+
+    @property
+    def requests(self) -> int:
+        """For how many requests something is held, or being prepared."""
+        return len(self._images)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of images that are held for later steps, now."""
+        return sum(image.held_bytes for image in self._images.values())
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the threads, after what is in preparation; False if that took longer."""
+        return self._threads.stop(timeout_s)
+
+    def _begin(self, image: _Image, expert: Expert, due_s: float) -> DueTask[Prepared | Rejected]:
+        return self._threads.submit(lambda answer: self._work(image, expert, answer), due_s)
+
+    def _work(self, image: _Image, expert: Expert, answer: Callable[[Prepared | Rejected], None]) -> None:
+        """On one of the threads: first what is waited for, then what later steps need."""
+        with image.at_work:
+            try:
+                prepared, pixels = self._prepared(image, expert)
+            except ImageError as error:
+                answer(Rejected(str(error)))
+            except MemoryError:
+                raise
+            except Exception as error:
+                logger.exception("preparation_broke expert=%s image=%s", expert.id, image.name)
+                told = f"{image.name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}"
+                answer(Rejected(told))
+            else:
+                answer(prepared)
+                self._hold(image, {form_name(expert): prepared}, pixels)
+            image.let_go()
+
+    def _prepared(self, image: _Image, expert: Expert) -> tuple[Prepared, NDArray[np.uint8] | None]:
+        """With the pixels, where it was made from them."""
+        with image.changing:
+            prepared, pixels = image.held.get(form_name(expert)), image.pixels
+        if prepared is not None:
+            return prepared, pixels
+        if pixels is None:
+            pixels = pixels_of(image.source, image.name, self._max_pixels, self._gate.room_for)
+        return backend_for(expert.architecture).prepare(expert, pixels), pixels
+
+    def _hold(self, image: _Image, ready: dict[str, Prepared], pixels: NDArray[np.uint8] | None) -> None:
+        """What later steps need: the pixels, or what they become for these. Where that breaks, a later step tells."""
+        wanted = image.wanted
+        if wanted is None or not wanted.later:
+            return
+        if pixels is not None and (pixels is image.source or pixels.nbytes <= wanted.later_bytes):
+            with image.changing:
+                image.pixels = pixels
+            return
+        for form, expert in wanted.later_forms.items():
+            if form in ready or (form not in image.held and pixels is not None):
+                prepared = ready.get(form) or backend_for(expert.architecture).prepare(expert, pixels)
+                with image.changing:
+                    image.held[form] = prepared
+        with image.changing:
+            image.pixels = None
+
+
+def form_name(expert: Expert) -> str:
+    """What its images become: experts with the same name for it share them."""
+    form = prepared_form(expert)
+    return expert.id if form is None else form.name
