@@ -116,8 +116,8 @@ def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
 
 def prepared_bytes(pools: Sequence[PoolSpec]) -> int:
     """What images may take that are prepared ahead of their batches: of host memory, beside its share for experts."""
-    shared = next(pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
-    return min(int(shared * PREPARED_FRACTION), MOST_PREPARED_BYTES)
+    shared = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
+    return min(int(sum(shared) * PREPARED_FRACTION), MOST_PREPARED_BYTES)
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:

@@ -35,7 +35,7 @@ from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
-from agent.runtime.preparation import Preparation
+from agent.runtime.preparation import Preparation, threads_for
 from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
@@ -94,7 +94,7 @@ class LoopOptions:
     """How an agent runs, beside what its Engine decides."""
 
     ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
-    preparation_threads: int = 2
+    preparation_threads: int | None = None  # None: as many as suit the box
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000
     keeps_prefixes: bool = True  # what a text has read is kept for the next that begins alike, while there is room
@@ -652,7 +652,7 @@ def assemble(
         link=link,
         watch=watch,
     )
-    preparation = Preparation(options.preparation_threads, options.max_pixels)
+    preparation = Preparation(options.preparation_threads or threads_for(box), options.max_pixels)
     engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {

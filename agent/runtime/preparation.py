@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from agent.runtime.image_sources import ImageSource
+    from agent.runtime.machine.box import Box
     from experts.backends.base import Prepared
     from experts.expert import Expert
 
 logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
+LEAST_THREADS = 2
 AT_ONCE = -math.inf  # due before everything that is only due some time
 
 
@@ -124,23 +126,25 @@ class _Image:
         return pixels + sum(tensors.values())
 
 
+def threads_for(box: Box) -> int:
+    """As many as the box has cores, at least two, so that reading one image overlaps with decoding another.
+
+    They have the same priority as executors. Where these run on the same cores, that halves their pace while images
+    are decoded, and nothing is lost by it; images that give way to batches keep executors waiting instead: two cores
+    with a ResNet50 and photographs of 12 megapixels, in turns, waited 25 to 30 % of the time as it is, 42 to 50 % five
+    levels of niceness lower, 48 to 58 % ten lower, for the same time of processors.
+    """
+    return max(box.cores, LEAST_THREADS)
+
+
 class Preparation:
-    """Of one agent: ``threads`` of them. ``begin`` is called by each thread first.
+    """Of one agent: ``threads`` of them.
 
     Requests' images are told of, taken and forgotten on one thread, the loop's.
     """
 
-    def __init__(
-        self,
-        threads: int,
-        max_pixels: int = DEFAULT_MAX_PIXELS,
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
-        def begin_thread() -> None:
-            use_threads(1)
-            begin()
-
-        self._threads = DueThreads(threads, "prepare", begin_thread)
+    def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
+        self._threads = DueThreads(threads, "prepare", lambda: use_threads(1))
         self._max_pixels = max_pixels
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}

@@ -25,7 +25,7 @@ from agent.runtime.executor import BatchExecutor
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
-from agent.runtime.preparation import Preparation
+from agent.runtime.preparation import Preparation, threads_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.threads import end_team
 from agent.runtime.transfer import PacedLink, Transfers
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from experts.packed.weights import SegmentStore
 
 LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
-PREPARATION_THREADS = 2  # as many as an agent has, unless it is told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class MeasuringRig:
             operator_threads=threads,
             watch=watch,
         )
-        self._preparation = Preparation(min(box.cores, PREPARATION_THREADS))
+        self._preparation = Preparation(threads_for(box))
         store = self._stores[self.target]
         self._executors = [
             BatchExecutor(
