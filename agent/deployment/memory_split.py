@@ -109,13 +109,15 @@ def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
         config.scheduling.max_overtake_s,
         quantum_s=QUANTUM_S if given_s is None else given_s,
         lone_quantum_s=LONE_QUANTUM_S if given_s is None else given_s,
-        prepared_bytes=prepared_bytes(pools),
+        prepared_bytes=prepared_bytes(config, pools),
         pinned=pinned_experts(config),
     )
 
 
-def prepared_bytes(pools: Sequence[PoolSpec]) -> int:
-    """What images may take that are prepared ahead of their batches: of host memory, beside its share for experts."""
+def prepared_bytes(config: LineConfig, pools: Sequence[PoolSpec]) -> int:
+    """What images may take that are prepared ahead of their batches: of host memory, beside what experts have."""
+    if config.memory.images is not None:
+        return config.memory.images
     shared = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
     return min(int(sum(shared) * PREPARED_FRACTION), MOST_PREPARED_BYTES)
 

@@ -121,7 +121,7 @@ class _Image:
     def held_bytes(self) -> int:
         """Of what it holds for later steps. Its source's own pixels are the source's."""
         with self.changing:
-            pixels = 0 if self.pixels is None or self.pixels is self.source else self.pixels.nbytes
+            pixels = 0 if self.pixels is None or self.pixels is self.source else int(self.pixels.nbytes)
             tensors = {id(each): each.tensor.nbytes for each in self.held.values()}
         return pixels + sum(tensors.values())
 
@@ -257,7 +257,10 @@ class Preparation:
             return
         for form, expert in wanted.later_forms.items():
             if form in ready or (form not in image.held and pixels is not None):
-                prepared = ready.get(form) or backend_for(expert.architecture).prepare(expert, pixels)
+                prepared = ready.get(form)
+                if prepared is None:
+                    assert pixels is not None, "it was asked for"
+                    prepared = backend_for(expert.architecture).prepare(expert, pixels)
                 with image.changing:
                     image.held[form] = prepared
         with image.changing:
