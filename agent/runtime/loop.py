@@ -97,6 +97,7 @@ class LoopOptions:
     preparation_threads: int | None = None  # None: as many as suit the box
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000
+    scaled: frozenset[str] = frozenset()  # experts, by the line's names, for which JPEGs are decoded smaller
     keeps_prefixes: bool = True  # what a text has read is kept for the next that begins alike, while there is room
     ages: AgeLimits = field(default_factory=AgeLimits)
 
@@ -652,7 +653,9 @@ def assemble(
         link=link,
         watch=watch,
     )
-    preparation = Preparation(options.preparation_threads or threads_for(box), options.max_pixels)
+    preparation = Preparation(
+        options.preparation_threads or threads_for(box), options.max_pixels, lambda expert: expert.id in options.scaled
+    )
     engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {

@@ -5,6 +5,11 @@ decoded once for all the steps that it was told of, unless it was forgotten mean
 is held but what a batch has; images in decoding take DECODING_BYTES together at most. What the box has no memory for
 is not the image's fault: such a MemoryError is the future's, all else is a Prepared or Rejected.
 
+A JPEG is made smaller while it is decoded for the experts that were found to say the same of it then, as far as leaves
+MARGIN times the pixels that they see to either side: what makes them smaller still is smoothed as ever. How much
+smaller is a matter of the image and the expert alone, so that their answers are, too: steps that need it in two sizes
+decode it twice.
+
 For later steps an image's pixels are held where they take no more than what it becomes for all of these, else that:
 a crop stays what it is, of a photograph of 12 megapixels two small tensors are left.
 """
@@ -14,14 +19,14 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Condition, Lock
 from typing import TYPE_CHECKING
 
 from agent.core.request import Rejected
 from agent.runtime.due_threads import DueTask, DueThreads
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import pixels_of
+from agent.runtime.image_sources import decoded
 from agent.runtime.threads import use_threads
 from experts.backends import backend_for
 from experts.errors import ImageError
@@ -31,18 +36,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from experts.backends.base import Prepared
     from experts.expert import Expert
+    from experts.images import Decoded
 
 logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 LEAST_THREADS = 2
+MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
 AT_ONCE = -math.inf  # due before everything that is only due some time
 
 
@@ -97,7 +101,7 @@ class _Image:
     task: DueTask[Prepared | Rejected] | None = None
     is_taken: bool = False  # a batch waits for the task
     held: dict[str, Prepared] = field(default_factory=dict)
-    pixels: NDArray[np.uint8] | None = None
+    pixels: Decoded | None = None
     at_work: Lock = field(default_factory=Lock)
     changing: Lock = field(default_factory=Lock)
 
@@ -121,8 +125,8 @@ class _Image:
     def held_bytes(self) -> int:
         """Of what it holds for later steps. Its source's own pixels are the source's."""
         with self.changing:
-            pixels = 0 if self.pixels is None or self.pixels is self.source else int(self.pixels.nbytes)
-            tensors = {id(each): each.tensor.nbytes for each in self.held.values()}
+            pixels = 0 if self.pixels is None or self.pixels.pixels is self.source else self.pixels.pixels.nbytes
+            tensors: dict[int, int] = {id(each): each.tensor.nbytes for each in self.held.values()}
         return pixels + sum(tensors.values())
 
 
@@ -138,14 +142,20 @@ def threads_for(box: Box) -> int:
 
 
 class Preparation:
-    """Of one agent: ``threads`` of them.
+    """Of one agent: ``threads`` of them. ``scales``: may JPEGs be made smaller for an expert while they are decoded?
 
     Requests' images are told of, taken and forgotten on one thread, the loop's.
     """
 
-    def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
+    def __init__(
+        self,
+        threads: int,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        scales: Callable[[Expert], bool] = lambda _: False,
+    ) -> None:
         self._threads = DueThreads(threads, "prepare", lambda: use_threads(1))
         self._max_pixels = max_pixels
+        self._scales = scales
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
 
@@ -236,35 +246,55 @@ class Preparation:
                 self._hold(image, {form_name(expert): prepared}, pixels)
             image.let_go()
 
-    def _prepared(self, image: _Image, expert: Expert) -> tuple[Prepared, NDArray[np.uint8] | None]:
+    def _prepared(self, image: _Image, expert: Expert) -> tuple[Prepared, Decoded | None]:
         """With the pixels, where it was made from them."""
         with image.changing:
             prepared, pixels = image.held.get(form_name(expert)), image.pixels
         if prepared is not None:
             return prepared, pixels
-        if pixels is None:
-            pixels = pixels_of(image.source, image.name, self._max_pixels, self._gate.room_for)
-        return backend_for(expert.architecture).prepare(expert, pixels), pixels
+        least = self._least(expert)
+        if pixels is None or not pixels.serves(least):
+            pixels = decoded(image.source, image.name, self._max_pixels, self._gate.room_for, least)
+        return prepare(expert, pixels), pixels
 
-    def _hold(self, image: _Image, ready: dict[str, Prepared], pixels: NDArray[np.uint8] | None) -> None:
+    def _least(self, expert: Expert) -> tuple[int, int] | None:
+        """How many pixels are enough; None where all of them are to be had."""
+        seen = expert.pixels
+        return (MARGIN * seen.height, MARGIN * seen.width) if self._scales(expert) else None
+
+    def _hold(self, image: _Image, ready: dict[str, Prepared], pixels: Decoded | None) -> None:
         """What later steps need: the pixels, or what they become for these. Where that breaks, a later step tells."""
         wanted = image.wanted
         if wanted is None or not wanted.later:
             return
-        if pixels is not None and (pixels is image.source or pixels.nbytes <= wanted.later_bytes):
+        if pixels is not None and (pixels.pixels is image.source or pixels.pixels.nbytes <= wanted.later_bytes):
             with image.changing:
                 image.pixels = pixels
             return
         for form, expert in wanted.later_forms.items():
-            if form in ready or (form not in image.held and pixels is not None):
-                prepared = ready.get(form)
-                if prepared is None:
-                    assert pixels is not None, "it was asked for"
-                    prepared = backend_for(expert.architecture).prepare(expert, pixels)
+            prepared = ready.get(form)
+            if prepared is None and pixels is not None and form not in image.held:
+                prepared = prepare(expert, pixels) if pixels.serves(self._least(expert)) else None
+            if prepared is not None:
                 with image.changing:
                     image.held[form] = prepared
         with image.changing:
             image.pixels = None
+
+
+def prepare(expert: Expert, image: Decoded) -> Prepared:
+    """An image as its expert wants it; scales lead back to the file's pixels, however it was decoded."""
+    prepared = backend_for(expert.architecture).prepare(expert, image.pixels)
+    if image.reduction == 1:
+        return prepared
+    height, width = image.pixels.shape[:2]
+    return replace(
+        prepared,
+        image_height=image.height,
+        image_width=image.width,
+        scale_x=prepared.scale_x * width / image.width,
+        scale_y=prepared.scale_y * height / image.height,
+    )
 
 
 def form_name(expert: Expert) -> str:

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: cbb1379286cf72a01944ead21a7234022531b8049994b0e72a8f2e4c984a54e1
+# sha256 of the source: f1ebc65f97ce3201b7d0be7e084fdd2a33523a14431e1c32b6a4cd592f3bc68c
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -307,16 +307,20 @@ class TextCounts(_message.Message):
     def __init__(self, under_way: _Optional[int] = ..., ended: _Optional[int] = ..., read_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., shown: _Optional[int] = ..., first_token_s: _Optional[float] = ...) -> None: ...
 
 class Queue(_message.Message):
-    __slots__ = ("executor", "processor", "requests", "running")
+    __slots__ = ("executor", "processor", "requests", "running", "busy_s", "waited_s")
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     PROCESSOR_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     executor: int
     processor: str
     requests: int
     running: str
-    def __init__(self, executor: _Optional[int] = ..., processor: _Optional[str] = ..., requests: _Optional[int] = ..., running: _Optional[str] = ...) -> None: ...
+    busy_s: float
+    waited_s: float
+    def __init__(self, executor: _Optional[int] = ..., processor: _Optional[str] = ..., requests: _Optional[int] = ..., running: _Optional[str] = ..., busy_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("name", "used_bytes", "capacity_bytes", "experts", "lease_bytes", "lease_capacity_bytes")

@@ -101,7 +101,8 @@ class MeasuringRig:
             operator_threads=threads,
             watch=watch,
         )
-        self._preparation = Preparation(threads_for(box))
+        self.scales_images = False  # are JPEGs made smaller while they are decoded?
+        self._preparation = Preparation(threads_for(box), scales=lambda _: self.scales_images)
         store = self._stores[self.target]
         self._executors = [
             BatchExecutor(

@@ -160,7 +160,7 @@ def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_no
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("agent.runtime.image_sources.read_image", too_little)
+        patched.setattr("agent.runtime.image_sources.decode_image", too_little)
         failed = desk.run("own-0", encoded(line.pixels(0)))
     assert isinstance(failed, BatchFailed)
     assert failed.out_of_memory

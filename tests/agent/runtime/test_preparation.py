@@ -13,7 +13,7 @@ from PIL import Image
 import agent.runtime.preparation
 from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import EncodedImage, pixels_of
+from agent.runtime.image_sources import EncodedImage, decoded, pixels_of
 from agent.runtime.machine.detection import detect
 from agent.runtime.preparation import Preparation, threads_for
 from experts.backends import backend_for
@@ -50,13 +50,13 @@ class Workplace:
         self.may_decode.set()
         self.is_decoding = threading.Event()
         self.preparation = Preparation(1)
-        monkeypatch.setattr(agent.runtime.preparation, "pixels_of", self._decode)
+        monkeypatch.setattr(agent.runtime.preparation, "decoded", self._decode)
 
     def _decode(self, source, name, *limits):
         self.is_decoding.set()
         assert self.may_decode.wait(PATIENCE_S)
         self.decoded.append(name)
-        return pixels_of(source, name, *limits)
+        return decoded(source, name, *limits)
 
     def prepare(self, request, source, expert, *later, due_s=0.0):
         self.preparation.prepare(request, source, str(request), expert, later, bytes_of(*later) if later else 0, due_s)
@@ -167,7 +167,7 @@ def test_a_broken_image_is_rejected_at_every_step(workplace):
 
 
 def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
-    image, real = encoded(20, 20), agent.runtime.preparation.pixels_of
+    image, real = encoded(20, 20), agent.runtime.preparation.decoded
     is_short = iter([True, False])
 
     def decode(*given):
@@ -175,7 +175,7 @@ def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
             raise MemoryError
         return real(*given)
 
-    monkeypatch.setattr(agent.runtime.preparation, "pixels_of", decode)
+    monkeypatch.setattr(agent.runtime.preparation, "decoded", decode)
     workplace.prepare(1, image, SMALL)
     with pytest.raises(MemoryError):
         workplace.result(1, image, SMALL)
