@@ -35,7 +35,7 @@ from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
-from agent.runtime.preparation import Preparation, threads_for
+from agent.runtime.preparation import Preparation, nothing_told, threads_for
 from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
@@ -47,6 +47,7 @@ from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from agent.core.effects import Effect
     from agent.core.engine import EngineStatistics
@@ -129,10 +130,14 @@ class LoopStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
-    """Who is told, on the loop's thread, which requests a batch is about to run, and that it has its answer."""
+    """Who is told, on the loop's thread, which requests a batch is about to run, and that it has its answer.
+
+    ``preparing``: what is entered, on any thread, while a request's image is decoded and prepared ahead of that.
+    """
 
     begun: Callable[[Sequence[int]], None]
     ended: Callable[[Sequence[int]], None]
+    preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +244,7 @@ class AgentLoop:
     def watch_batches(self, watch: BatchWatch) -> None:
         """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
         self._watch = watch
+        self._workshop.preparation.watch = watch.preparing
 
     def watch_shadows(self, watch: ShadowWatch) -> None:
         """Have shadows shown what their experts have judged, and somebody told. As ``watch_batches``."""
@@ -451,6 +457,7 @@ class AgentLoop:
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._copies = dict(self._copies) | dict(copies)
         self._experts |= {expert_name(copy): copy.expert for copy in copies.values()}
+        self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
         self._routes = change.graph
         self._shadows.change_line(change.graph.shadows)
         self._workshop.transfers.know(copies)
@@ -653,9 +660,7 @@ def assemble(
         link=link,
         watch=watch,
     )
-    preparation = Preparation(
-        options.preparation_threads or threads_for(box), options.max_pixels, lambda expert: expert.id in options.scaled
-    )
+    preparation = Preparation(options.preparation_threads or threads_for(box), options.max_pixels, options.scaled)
     engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {

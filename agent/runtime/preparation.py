@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Condition, Lock
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from experts.images import DEFAULT_MAX_PIXELS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
+    from contextlib import AbstractContextManager
 
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
@@ -48,6 +49,11 @@ DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one
 LEAST_THREADS = 2
 MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
 AT_ONCE = -math.inf  # due before everything that is only due some time
+
+
+def nothing_told(request: int) -> AbstractContextManager[object]:
+    """Where nobody watches which requests' images are being prepared."""
+    return nullcontext()
 
 
 class ByteGate:
@@ -98,6 +104,7 @@ class _Image:
     source: ImageSource
     name: str
     wanted: _Wanted | None
+    request: int | None = None  # None: of nobody who is watched
     task: DueTask[Prepared | Rejected] | None = None
     is_taken: bool = False  # a batch waits for the task
     held: dict[str, Prepared] = field(default_factory=dict)
@@ -142,7 +149,7 @@ def threads_for(box: Box) -> int:
 
 
 class Preparation:
-    """Of one agent: ``threads`` of them. ``scales``: may JPEGs be made smaller for an expert while they are decoded?
+    """Of one agent: ``threads`` of them. ``scaled``: experts for which JPEGs are made smaller while they are decoded.
 
     Requests' images are told of, taken and forgotten on one thread, the loop's.
     """
@@ -151,13 +158,14 @@ class Preparation:
         self,
         threads: int,
         max_pixels: int = DEFAULT_MAX_PIXELS,
-        scales: Callable[[Expert], bool] = lambda _: False,
+        scaled: frozenset[str] = frozenset(),
     ) -> None:
         self._threads = DueThreads(threads, "prepare", lambda: use_threads(1))
         self._max_pixels = max_pixels
-        self._scales = scales
+        self.scaled = scaled
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
+        self.watch: Callable[[int], AbstractContextManager[object]] = nothing_told  # entered by who works on its image
 
     def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
         """Prepare an image for an expert at once. ``name`` is what a rejection calls it."""
@@ -178,7 +186,7 @@ class Preparation:
         known = self._images.get(request)
         wanted = _Wanted(expert, tuple(later), later_bytes)
         if known is None:
-            known = self._images[request] = _Image(image, name, wanted)
+            known = self._images[request] = _Image(image, name, wanted, request)
         is_the_same = known.task is not None and known.form == form_name(expert)
         known.wanted = wanted
         if not is_the_same:
@@ -230,7 +238,8 @@ class Preparation:
 
     def _work(self, image: _Image, expert: Expert, answer: Callable[[Prepared | Rejected], None]) -> None:
         """On one of the threads: first what is waited for, then what later steps need."""
-        with image.at_work:
+        watched = nullcontext() if image.request is None else self.watch(image.request)
+        with image.at_work, watched:
             try:
                 prepared, pixels = self._prepared(image, expert)
             except ImageError as error:
@@ -259,8 +268,7 @@ class Preparation:
 
     def _least(self, expert: Expert) -> tuple[int, int] | None:
         """How many pixels are enough; None where all of them are to be had."""
-        seen = expert.pixels
-        return (MARGIN * seen.height, MARGIN * seen.width) if self._scales(expert) else None
+        return least_pixels(expert) if expert.id in self.scaled else None
 
     def _hold(self, image: _Image, ready: dict[str, Prepared], pixels: Decoded | None) -> None:
         """What later steps need: the pixels, or what they become for these. Where that breaks, a later step tells."""
@@ -280,6 +288,11 @@ class Preparation:
                     image.held[form] = prepared
         with image.changing:
             image.pixels = None
+
+
+def least_pixels(expert: Expert) -> tuple[int, int]:
+    """Height and width that are enough for an expert, where it may have JPEGs smaller."""
+    return MARGIN * expert.pixels.height, MARGIN * expert.pixels.width
 
 
 def prepare(expert: Expert, image: Decoded) -> Prepared:

@@ -101,8 +101,7 @@ class MeasuringRig:
             operator_threads=threads,
             watch=watch,
         )
-        self.scales_images = False  # are JPEGs made smaller while they are decoded?
-        self._preparation = Preparation(threads_for(box), scales=lambda _: self.scales_images)
+        self._preparation = Preparation(threads_for(box))
         store = self._stores[self.target]
         self._executors = [
             BatchExecutor(
@@ -154,6 +153,10 @@ class MeasuringRig:
     def evict(self, copy: ExpertCopy, pool: str) -> None:
         """Let go of a copy in one memory; its region stays, for the next load."""
         self._stores[pool].evict(copy.name)
+
+    def scale_images(self, copy: ExpertCopy) -> None:
+        """From now on JPEGs are made smaller for this expert while they are decoded."""
+        self._preparation.scaled |= {copy.expert.id}
 
     def clear(self) -> None:
         """Make room for the next one."""

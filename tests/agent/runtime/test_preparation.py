@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -195,3 +196,19 @@ def test_experts_that_are_shown_the_same_share_a_form():
 
 def test_there_are_as_many_threads_as_cores():
     assert threads_for(detect("cpu")) >= 2
+
+
+def test_whoever_watches_knows_which_requests_images_are_being_prepared(workplace):
+    told = []
+
+    @contextmanager
+    def preparing(request):
+        told.append(("begun", request, len(workplace.decoded)))
+        yield
+        told.append(("ended", request, len(workplace.decoded)))
+
+    workplace.preparation.watch = preparing
+    workplace.prepare(7, encoded(20, 20), SMALL)
+    workplace.result(7, encoded(20, 20), SMALL)
+    workplace.settle()
+    assert told == [("begun", 7, 0), ("ended", 7, 1)]
