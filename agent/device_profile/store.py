@@ -72,10 +72,10 @@ class ProfileDraft:
     """A profile that is being measured. Every save is on the disk when it returns; what is not finished waits there.
 
     What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``spinning``,
-    ``decodings``, ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still
-    the same, ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its kinds in the
-    precisions chosen there: once one of these is measured again, or other ones are chosen, there are none of it any
-    more.
+    ``decodings``, ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an
+    agreement are still the same, ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its
+    kinds in the precisions chosen there: once one of these is measured again, or other ones are chosen, there are none
+    of it any more.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
