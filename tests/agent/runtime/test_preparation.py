@@ -14,7 +14,7 @@ from PIL import Image
 import agent.runtime.preparation
 from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import EncodedImage, decoded, pixels_of
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart, decoded, pixels_of
 from agent.runtime.machine.detection import detect
 from agent.runtime.preparation import Preparation, threads_for
 from experts.backends import backend_for
@@ -212,3 +212,60 @@ def test_whoever_watches_knows_which_requests_images_are_being_prepared(workplac
     workplace.result(7, encoded(20, 20), SMALL)
     workplace.settle()
     assert told == [("begun", 7, 0), ("ended", 7, 1)]
+
+
+def photograph(height=900, width=1200, quality=92):
+    """A JPEG that is large enough to be decoded to a quarter for 32 pixels, and to a half for 200."""
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([(y // 5) % 256, (x // 7) % 256, (x + y) // 9 % 256], axis=2).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "jpeg", quality=quality)
+    return EncodedImage(file.getvalue(), "photograph.jpg", 10_000_000)
+
+
+class TestSmaller:
+    """JPEGs that are made smaller while they are decoded, for experts that were found to say the same of them."""
+
+    def test_only_for_those_experts_and_near_to_what_all_pixels_give(self, workplace):
+        image, scaled = photograph(), expert("cls/scaled", 100)
+        workplace.preparation.scaled = frozenset({"cls/scaled"})
+        whole = workplace.result(1, image, expert("cls/whole", 100))
+        smaller = workplace.result(2, image, scaled)
+        assert_prepared(whole, image, scaled)
+        assert not torch.equal(smaller.tensor, whole.tensor)
+        assert (smaller.tensor - whole.tensor).abs().mean() < 0.05
+        assert (smaller.image_height, smaller.image_width) == (900, 1200)
+
+    def test_scales_lead_back_to_the_file_s_pixels(self, workplace):
+        image = photograph()
+        whole = workplace.result(1, image, DETECTOR)
+        workplace.preparation.scaled = frozenset({DETECTOR.id})
+        smaller = workplace.result(2, image, DETECTOR)
+        assert smaller.scale_x == pytest.approx(whole.scale_x)
+        assert smaller.scale_y == pytest.approx(whole.scale_y)
+        assert (smaller.pad_left, smaller.pad_top) == (whole.pad_left, whole.pad_top)
+        assert (smaller.image_height, smaller.image_width) == (whole.image_height, whole.image_width)
+
+    @pytest.mark.parametrize("second", [ALIKE, OTHER, expert("cls/large", 200), DETECTOR])
+    def test_what_a_later_step_sees_is_the_same_whether_it_was_held_or_decoded_again(self, workplace, second):
+        image = photograph()
+        workplace.preparation.scaled = frozenset({SMALL.id, second.id})
+        workplace.prepare(1, image, SMALL, second)
+        workplace.result(1, image, SMALL)
+        workplace.settle()
+        workplace.prepare(1, image, second)
+        held, anew = workplace.result(1, image, second), workplace.result(2, image, second)
+        assert torch.equal(held.tensor, anew.tensor)
+        assert held.scale_x == anew.scale_x
+
+    def test_no_other_form_of_image_is(self, workplace):
+        workplace.preparation.scaled = frozenset({SMALL.id})
+        for number, image in enumerate([encoded(900, 700), np.full((900, 700, 3), 7, np.uint8)]):
+            assert_prepared(workplace.result(number, image, SMALL), image, SMALL)
+
+    def test_nor_a_part_of_a_frame(self, workplace):
+        workplace.preparation.scaled = frozenset({SMALL.id})
+        part = FramePart(Frame(photograph(), None), (0, 0, 1000, 800), "R1")
+        prepared = workplace.result(1, part, SMALL)
+        alone = backend_for("resnet18").prepare(SMALL, pixels_of(photograph(), "it")[:800, :1000].copy())
+        assert torch.equal(prepared.tensor, alone.tensor)
