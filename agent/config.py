@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_PREFIX = "COSERVE__"
 AUTOMATIC = frozenset(
-    {"memory.host", "memory.device", "memory.workspace", "precision", "executors", "texts.kv"}
+    {"memory.host", "memory.device", "memory.workspace", "memory.images", "precision", "executors", "texts.kv"}
 )  # None: auto
 CREDENTIALS = "CREDENTIALS_DIRECTORY"  # where systemd puts what LoadCredential= names
 
@@ -142,7 +142,7 @@ class LineConfig:
             raise ConfigError(f"no policy {policy!r} - {suggestion(policy, policies)}")
         unknown = sorted((memory or {}).keys() - MemorySection.model_fields.keys())
         if unknown:
-            raise ConfigError(f"no memory is called {', '.join(unknown)} - use host, device or workspace")
+            raise ConfigError(f"no memory is called {', '.join(unknown)} - use host, device, workspace or images")
         return replace(
             self,
             policy=self.policy if policy is None else cast("PolicyName", policy),

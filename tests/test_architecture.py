@@ -6,6 +6,7 @@ Every import counts, also one inside a function, under TYPE_CHECKING, or made by
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -288,6 +289,7 @@ def _names_set(nodes: Iterable[ast.AST]) -> set[str]:
     return {ast.unparse(node.slice) for node in subscripts if _is_environment(node.value)}
 
 
+@functools.cache
 def source_files() -> list[Path]:
     folders = (ROOT / name for name in ("experts", "agent", "profiler"))
     return [ROOT / "coserve.py", *sorted(path for folder in folders for path in folder.rglob("*.py"))]
@@ -298,8 +300,14 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def source_of(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+@functools.cache
 def imports_of_file(path: Path) -> list[Import]:
-    return imports_of(module_name(path), path.read_text("utf-8"), path.name == "__init__.py")
+    return imports_of(module_name(path), source_of(path), path.name == "__init__.py")
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -343,7 +351,7 @@ class TestTheSources:
 
 
 def _uses(path: Path, sets: bool) -> list[EnvironmentUse]:
-    return [use for use in environment_uses(path.read_text("utf-8")) if use.sets is sets]
+    return [use for use in environment_uses(source_of(path)) if use.sets is sets]
 
 
 def folders_of(layer: str) -> set[str]:

@@ -19,6 +19,7 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.deployment.packed_copies import copy_name
+from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
@@ -72,7 +73,13 @@ def matrix(
             factor = 1.0 if executors is None else core_share(profile, kind, executors).factor
             loaded = Footprint(copy.loaded_bytes)
             load_s = {source: load_time_s(kind, source, loaded, links) for source in sources}
-            column[copy.expert.id] = ExpertProfile(copy.name, _performance(kind, factor), copy.footprint, load_s)
+            column[copy.expert.id] = ExpertProfile(
+                copy.name,
+                _performance(kind, factor),
+                copy.footprint,
+                load_s,
+                prepared=prepared_form(copy.expert),
+            )
     return PerformanceMatrix(experts, dict(usage))
 
 

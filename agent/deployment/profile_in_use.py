@@ -173,3 +173,8 @@ def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:
     """expert -> sha256 of its program; in fp32 where it lies packed in several precisions."""
     fp32_last = sorted(packed, key=lambda each: each.precision == Precision.FP32)
     return {each.expert: each.program_sha256 for each in fp32_last}
+
+
+def scaled_experts(profile: StoredProfile | None) -> frozenset[str]:
+    """The experts for which JPEGs are made smaller while they are decoded: those proven to say the same of them."""
+    return frozenset() if profile is None else frozenset(each.expert for each in profile.decodings if each.agrees)

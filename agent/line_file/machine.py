@@ -75,6 +75,11 @@ class MemorySection(Section):
         description="memory kept for running batches, of each: auto (the device profile's; without one what batches "
         "can use, a quarter at most) or a size (1GiB); default auto",
     )
+    images: OptionalSize = Field(
+        None,
+        description="host memory for images that are prepared ahead of their batches, beside host: auto (a twentieth "
+        "of host, 512 MiB at most) or a size (256MiB); default auto",
+    )
 
 
 class SchedulingSection(Section):

@@ -6,8 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import Footprint, SharedPart
+from agent.core.performance import Footprint, PreparedForm, SharedPart
 from experts.backends import GRAPH_FAMILIES, family
+from experts.expert import Fit
 from experts.packed.weights import slot_bytes
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from experts.packed.weights import PackedExpert, Segment
 
 SHORT_SHA256 = 12
+PREPARED_BYTES_PER_PIXEL = 3 * 4  # float32 in three channels: see experts.backends.base.Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,21 @@ class ExpertCopy:
         """What holding it costs, exactly as the slots hold it."""
         shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in self.parts)
         return Footprint(self.own_bytes, shared)
+
+
+def prepared_form(expert: Expert) -> PreparedForm | None:
+    """What an image becomes for an expert before it runs; None for one of texts.
+
+    Experts with one name for it are shown the same: what decides is how an image is fitted, to which size, and how it
+    is normalised, as detectors' images never are.
+    """
+    if expert.takes_texts:
+        return None
+    pixels, made_by = expert.pixels, family(expert.architecture)
+    fit = {"onnx": pixels.fit, "detector": Fit.LETTERBOXED}.get(made_by, Fit.STRETCHED)
+    normalize = pixels.normalize if fit is Fit.STRETCHED else "unit"
+    name = f"{fit} {pixels.height}x{pixels.width} {normalize}"
+    return PreparedForm(name, pixels.height * pixels.width * PREPARED_BYTES_PER_PIXEL)
 
 
 def moe_block_bytes(packed: PackedExpert) -> int:

@@ -12,7 +12,7 @@ out between experts and batches as the agent would do it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class Limit(StrEnum):
     COMPUTE = "compute"
     SSD = "ssd"
     MEMORY = "memory"
+    DECODING = "decoding"  # of images, before their batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Advice:
     takt: Takt | None
     gains: tuple[Gain, ...] = ()
     other_forms: tuple[str, ...] = ()
+    decoding_images_per_s: float | None = None  # of all cores, did they nothing else; None: not measured
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -157,6 +159,13 @@ def advise(
         ssd=ssd,
         takt=takt,
     )
+
+
+def with_decoding(advice: Advice, decoding_images_per_s: float | None) -> Advice:
+    """The same, knowing how fast the cores can decode images: where executors would run more, that is the limit."""
+    is_limit = decoding_images_per_s is not None and decoding_images_per_s < advice.images_per_s
+    limit = Limit.DECODING if is_limit else advice.limit
+    return replace(advice, decoding_images_per_s=decoding_images_per_s, limit=limit)
 
 
 def speed_text(bytes_per_s: float) -> str:
@@ -267,6 +276,11 @@ def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
 
 
 def _limit_sentences(advice: Advice) -> list[str]:
+    if advice.limit is Limit.DECODING:
+        return [
+            f"Decoding is the limit: all cores together decode {advice.decoding_images_per_s:.1f} images/s, and fewer "
+            "where executors run on them, too. Smaller images, or such that are cut before they come, would remove it."
+        ]
     if advice.limit is Limit.ARRIVALS:
         return ["Arrivals are the limit: the last images are judged about as soon as they can be after they come."]
     if advice.limit is Limit.COMPUTE:

@@ -6,7 +6,7 @@ form whose answers are not known to be fp32's is told with that. Nothing is list
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError
@@ -72,8 +72,17 @@ def gains(
         remedy = advised(Precision(best.form)).memory
         if remedy is not None:
             found.append(_memory_gain(remedy, best))
-    worth = [gain for gain in found if gain.images_per_s >= LEAST * advice.images_per_s]
+    reached = [_as_decoded(gain, advice.decoding_images_per_s) for gain in found]
+    worth = [gain for gain in reached if gain.images_per_s >= LEAST * advice.images_per_s]
     return tuple(sorted(worth, key=lambda gain: -gain.images_per_s))
+
+
+def _as_decoded(gain: Gain, decoding_images_per_s: float | None) -> Gain:
+    """No change gives more images than the cores can decode."""
+    if decoding_images_per_s is None or gain.images_per_s <= decoding_images_per_s:
+        return gain
+    remark = "; ".join(filter(None, (gain.remark, "decoding is the limit then")))
+    return replace(gain, images_per_s=decoding_images_per_s, remark=remark)
 
 
 def _form_gain(

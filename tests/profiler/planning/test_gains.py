@@ -18,6 +18,7 @@ from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
+    ImageDecoding,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
@@ -182,6 +183,16 @@ def test_a_form_that_is_no_faster_is_not_listed(line):
     advice = line.advice(replace(line.profile, kinds=(line.profile.kinds[0], slow)))
     assert [gain.form for gain in advice.gains] == [None]
     assert advice.sentences[-1] == "No other form that was measured would gain: bf16."
+
+
+def test_nothing_gains_more_than_the_cores_can_decode(line):
+    now, limit = line.advice().images_per_s, 1.2
+    samples = ImageDecoding("cls/f0", 1, 1.0, 1 / (limit * now), 1.0, 0, 0, 0.0, 0.02, "sha")
+    advice = line.advice(replace(line.profile, decodings=(samples,)))
+    assert {gain.images_per_s for gain in advice.gains} == {pytest.approx(limit * now)}
+    assert all(gain.remark.endswith("decoding is the limit then") for gain in advice.gains)
+    slower = line.advice(replace(line.profile, decodings=(replace(samples, full_s=2.0 / now),)))
+    assert slower.gains == ()
 
 
 def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):
