@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from experts.backends.onednn.layouts import ConvolutionShape, LinearShape, arrangement
+from experts.backends.onednn.layouts import ConvolutionShape, arrangement
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.onednn.fusion import FusedCall
-    from experts.backends.onednn.layouts import Extent
+    from experts.backends.onednn.layouts import Extent, LinearShape, Shape
 
 _convolve = torch.ops.mkldnn._convolution_pointwise.default
 _convolve_adding = torch.ops.mkldnn._convolution_pointwise.binary
@@ -20,15 +20,15 @@ _convolve_onto = torch.ops.mkldnn._convolution_pointwise_.binary
 _multiply = torch.ops.mkldnn._linear_pointwise.default
 
 
-class _Arrangements:
+class Arrangements:
     """How a call is put for a batch, so that it wants its weight as it lies; asked once for each size and threads.
 
-    ``description``: of the layout that the weight lies in; None of a weight that lies as torch's do.
+    ``is_blocked``: the weight lies in the reference's layout, not as torch's do.
     """
 
-    def __init__(self, call: FusedCall, description: bytes | None) -> None:
-        self._shape = call.shape
-        self._description = description
+    def __init__(self, shape: Shape, *, is_blocked: bool) -> None:
+        self._shape = shape
+        self._is_blocked = is_blocked
         self._known: dict[tuple[int, int], Extent | None] = {}
 
     def of(self, images: int) -> Extent | None:
@@ -39,17 +39,23 @@ class _Arrangements:
         return self._known[key]
 
     def _ask(self, images: int) -> Extent | None:
-        as_it_is = self._shape.extent(images)
-        return as_it_is if self._description is None else arrangement(self._shape, images, self._description)
+        return arrangement(self._shape, images) if self._is_blocked else self._shape.extent(images)
+
+
+def bound(call: FusedCall, arrangements: Arrangements, weight: Tensor, bias: Tensor | None) -> Call:
+    """A call with its weights."""
+    if isinstance(call.shape, ConvolutionShape):
+        return Convolution(call, call.shape, arrangements, weight, bias)
+    return Linear(call, call.shape, arrangements, weight, bias)
 
 
 class Convolution:
     """A convolution with its bias, what is added, and its activation. Safe for several threads."""
 
-    def __init__(self, call: FusedCall, arrangements: _Arrangements, weight: Tensor, bias: Tensor | None) -> None:
-        assert isinstance(call.shape, ConvolutionShape)
-        shape, activation = call.shape, call.activation
-        self._shape = shape
+    def __init__(
+        self, call: FusedCall, shape: ConvolutionShape, arrangements: Arrangements, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        activation = call.activation
         self._adds, self._overwrites = call.adds, call.overwrites
         self._arrangements = arrangements
         geometry = (weight, bias, list(shape.padding), list(shape.stride), list(shape.dilation), shape.groups)
@@ -89,9 +95,10 @@ class Convolution:
 class Linear:
     """A linear layer with its activation. Safe for several threads."""
 
-    def __init__(self, call: FusedCall, arrangements: _Arrangements, weight: Tensor, bias: Tensor | None) -> None:
-        assert isinstance(call.shape, LinearShape)
-        self._rows = call.shape.rows
+    def __init__(
+        self, call: FusedCall, shape: LinearShape, arrangements: Arrangements, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        self._rows = shape.rows
         self._arrangements = arrangements
         activation = call.activation
         self._arguments = (weight, bias, activation.name, list(activation.scalars), activation.algorithm)

@@ -2,9 +2,9 @@
 
 oneDNN chooses a weight's layout by the shape of what it is applied to, the number of images and the number of threads;
 a weight that lies in another is reordered at every call, by slow code where both are blocked: thirty times the
-convolution's own time. Measured (torch 2.15, Zen 4 and Sapphire Rapids): one layout, that of many images for each
-thread, is wanted for nearly all of them. Where another is wanted, which is with fewer images than threads, a convolution
-of 1x1 can be asked for in another way: its pixels are independent, so an image of 14x14 is as well two of 7x14. So:
+convolution's own time. Measured (torch 2.15 on a Zen 4): one layout, that of many images for each thread, is wanted
+for nearly all of them. Where another is wanted, which is with fewer images than threads, a convolution of 1x1 can be
+asked for in another way: its pixels are independent, so an image of 14x14 is as well two of 7x14. So:
 
 - a weight is packed in the layout of REFERENCE_IMAGES on one thread;
 - at run time a call that would want another is put so that it wants this one: other heights and widths, or, where
@@ -17,6 +17,8 @@ Guarantees: no answer depends on any of it, time alone does. Nothing is measured
 
 from __future__ import annotations
 
+import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from experts.backends.onednn.operators import cores, description
+from experts.backends.onednn.operators import BlockedLayout, cores, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,8 +78,7 @@ class ConvolutionShape:
             return
         for parts in range(1, min(pixels, PARTS_MAXIMUM * images) + 1):
             if pixels % parts == 0:
-                height = max(side for side in range(1, int((pixels // parts) ** 0.5) + 1) if pixels // parts % side == 0)
-                yield Extent(parts, height, pixels // parts // height)
+                yield _nearly_square(parts, pixels // parts)
 
     def reordered(self, weight: Tensor, extent: Extent) -> Tensor:
         """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
@@ -114,9 +115,10 @@ class LinearShape:
 Shape = ConvolutionShape | LinearShape
 
 
-def reference(shape: Shape) -> Tensor:
-    """An opaque tensor in the layout that weights of this shape are packed in; its values are of no account."""
-    return on_threads(1, lambda: shape.reordered(_any_weight(shape), shape.extent(REFERENCE_IMAGES)))
+@lru_cache(maxsize=1024)
+def reference(shape: Shape) -> BlockedLayout:
+    """The layout that weights of this shape are packed in."""
+    return on_threads(1, lambda: layout_of(in_reference_layout(shape, _any_weight(shape))))
 
 
 def in_reference_layout(shape: Shape, weight: Tensor) -> Tensor:
@@ -126,8 +128,7 @@ def in_reference_layout(shape: Shape, weight: Tensor) -> Tensor:
 
 def serves(shape: Shape) -> bool:
     """Can every call be put so that it wants the reference's layout?"""
-    wanted = description(reference(shape))
-    return all(on_threads(threads, lambda: _serves_here(shape, wanted)) for threads in thread_counts())
+    return all(on_threads(threads, lambda: _serves_here(shape)) for threads in thread_counts())
 
 
 def thread_counts() -> tuple[int, ...]:
@@ -135,13 +136,11 @@ def thread_counts() -> tuple[int, ...]:
     return tuple(sorted({cores() // executors for executors in range(1, cores() + 1)}))
 
 
-def arrangement(shape: Shape, images: int, wanted: bytes) -> Extent | None:
-    """How to ask for a batch so that oneDNN wants this layout on this thread's number of threads; None: in no way."""
-    threads = torch.get_num_threads()
-    for extent in (shape.extent(images), *shape.others(images)):
-        if _description(shape, extent, threads) == wanted:
-            return extent
-    return None
+def arrangement(shape: Shape, images: int) -> Extent | None:
+    """How to ask for a batch so that oneDNN wants the reference's layout on this thread's threads; None: in no way."""
+    wanted, threads = reference(shape), torch.get_num_threads()
+    extents = itertools.chain((shape.extent(images),), shape.others(images))
+    return next((extent for extent in extents if _wanted(shape, extent, threads) == wanted), None)
 
 
 def on_threads(threads: int, call: Callable[[], Result]) -> Result:
@@ -159,14 +158,19 @@ def on_threads(threads: int, call: Callable[[], Result]) -> Result:
         return thread.submit(counted).result()
 
 
-def _serves_here(shape: Shape, wanted: bytes) -> bool:
-    return all(arrangement(shape, images, wanted) is not None for images in PROVEN_IMAGES)
+def _serves_here(shape: Shape) -> bool:
+    return all(arrangement(shape, images) is not None for images in PROVEN_IMAGES)
 
 
 @lru_cache(maxsize=16384)
-def _description(shape: Shape, extent: Extent, threads: int) -> bytes:
+def _wanted(shape: Shape, extent: Extent, threads: int) -> BlockedLayout:
     """``threads`` are those of the calling thread."""
-    return description(shape.reordered(_any_weight(shape), extent))
+    return layout_of(shape.reordered(_any_weight(shape), extent))
+
+
+def _nearly_square(images: int, pixels: int) -> Extent:
+    height = max(side for side in range(1, math.isqrt(pixels) + 1) if pixels % side == 0)
+    return Extent(images, height, pixels // height)
 
 
 def _any_weight(shape: Shape) -> Tensor:

@@ -4,8 +4,8 @@ Both are torch's own but no part of its documented API: the operators that its c
 shim of its ahead-of-time compiler. So it is asked first whether they are here (``why_absent``), and what depends on
 them is keyed by ``identity``: torch's version, this CPU and the cores that this process may use.
 
-Guarantees: ``blocked_view`` copies nothing, and gives torch no description of bytes but one that ``description`` told
-in this very process; what a file says is compared with that, never passed on.
+Guarantees: ``blocked_view`` copies nothing, and gives torch no description of bytes but one that torch told of a tensor
+of its own in this very process; what a file says is compared with that, never passed on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import os
 import platform
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,7 @@ NEEDED = (
     "_linear_pointwise",
     "_nbytes",
     "_get_mkldnn_serialized_md",
+    "_is_mkldnn_bf16_supported",
     "data_ptr",
 )
 ALIGNMENT_BYTES = 64  # of what oneDNN is given: a cache line, and the widest vector load
@@ -40,10 +42,12 @@ CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flag
 
 
 @cache
-def why_absent() -> str | None:
-    """What this torch lacks for the form, None where nothing is."""
+def why_absent(dtype: torch.dtype) -> str | None:
+    """What is lacking for weights of that type, None where nothing is."""
     if not torch.backends.mkldnn.is_available():
         return "a torch that was built with oneDNN"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "a CPU with instructions for bf16"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
     if lacking:
         return f"oneDNN's operators, of which torch {version('torch')} lacks {', '.join(lacking)}"
@@ -68,9 +72,21 @@ def identity() -> str:
     return f"torch {version('torch')}, {name} ({digest}), {cores()} cores"
 
 
-def description(blocked: Tensor) -> bytes:
-    """How the bytes of an opaque tensor lie, as oneDNN serialises it."""
-    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(blocked).numpy())
+@dataclass(frozen=True, slots=True)
+class BlockedLayout:
+    """How the bytes of an opaque tensor lie: made by ``layout_of`` alone, so that it is torch's own word."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size_bytes: int
+    description: bytes  # as oneDNN serialises it
+
+
+def layout_of(blocked: Tensor) -> BlockedLayout:
+    """How an opaque tensor lies."""
+    operators = torch.ops.mkldnn
+    description = bytes(operators._get_mkldnn_serialized_md(blocked).numpy())
+    return BlockedLayout(tuple(blocked.shape), blocked.dtype, int(operators._nbytes(blocked)), description)
 
 
 def blocked_bytes(blocked: Tensor) -> Tensor:
@@ -81,28 +97,26 @@ def blocked_bytes(blocked: Tensor) -> Tensor:
     return flat
 
 
-def blocked_view(flat: Tensor, like: Tensor) -> Tensor:
-    """An opaque tensor over the bytes of a flat one, lying as those of ``like`` do; it holds no memory of its own.
+def blocked_view(flat: Tensor, layout: BlockedLayout) -> Tensor:
+    """An opaque tensor over the bytes of a flat one; it holds no memory of its own.
 
-    It must not be used once the flat one's memory is gone. Raises ValueError for bytes that are fewer or more than
-    ``like`` has, of another dtype, with gaps or not aligned.
+    It must not be used once the flat one's memory is gone. Raises ValueError for bytes that are fewer or more than the
+    layout's, of another dtype, with gaps or not aligned.
     """
-    size_bytes = int(torch.ops.mkldnn._nbytes(like))
-    if flat.dtype != like.dtype or flat.dim() != 1 or not flat.is_contiguous() or flat.nbytes != size_bytes:
-        raise ValueError(f"{size_bytes} bytes of {like.dtype} are needed, not {flat.nbytes} of {flat.dtype}")
+    if flat.dtype != layout.dtype or flat.dim() != 1 or not flat.is_contiguous() or flat.nbytes != layout.size_bytes:
+        raise ValueError(f"{layout.size_bytes} bytes of {layout.dtype} are needed, not {flat.nbytes} of {flat.dtype}")
     if flat.device.type != "cpu" or flat.data_ptr() % ALIGNMENT_BYTES:
         raise ValueError(f"oneDNN reads bytes in host memory that are aligned to {ALIGNMENT_BYTES}")
-    told = description(like)
-    shape = tuple(like.shape)
-    sizes, strides = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))()
+    rank = len(layout.shape)
+    sizes, strides = (ctypes.c_int64 * rank)(*layout.shape), (ctypes.c_int64 * rank)()
     handle = ctypes.c_void_p()
     shim = _shim()
     failed = shim.create(
-        flat.data_ptr(), len(shape), sizes, strides, 0, shim.dtypes[like.dtype], shim.cpu, 0, ctypes.byref(handle),
-        shim.opaque, told, len(told),
+        flat.data_ptr(), rank, sizes, strides, 0, shim.dtypes[layout.dtype], shim.cpu, 0, ctypes.byref(handle),
+        shim.opaque, layout.description, len(layout.description),
     )  # fmt: skip
     if failed:
-        raise ValueError(f"torch makes no opaque tensor of {size_bytes} bytes: its shim returned {failed}")
+        raise ValueError(f"torch makes no opaque tensor of {layout.size_bytes} bytes: its shim returned {failed}")
     made: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(shim.capsule(handle, None, None))
     return made
 

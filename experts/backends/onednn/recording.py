@@ -63,9 +63,7 @@ def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtyp
     return Recording(one.graph, one.weights)
 
 
-def _run(
-    module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype, count: int
-) -> _Recorder:
+def _run(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype, count: int) -> _Recorder:
     names: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
