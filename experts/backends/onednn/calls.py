@@ -109,8 +109,8 @@ class Linear:
         if extent is None or extent.images == count:
             found: Tensor = _multiply(rows, *self._arguments)
             return found
-        flat = rows.reshape(count, -1)
-        return _multiply(flat.expand(extent.images, -1), *self._arguments)[:count].reshape(*rows.shape[:-1], -1)
+        twice: Tensor = _multiply(rows.reshape(count, -1).repeat(extent.images, 1), *self._arguments)
+        return twice[:count].reshape(*rows.shape[:-1], -1)
 
 
 Call: TypeAlias = Convolution | Linear

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 TRIED_IMAGES = 4  # another number than it was recorded with
 DEVIATION_MAXIMUM = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of made-up answers, of the largest value of each
-NOISE = 0.1  # on made-up weights, so that none is all 0 or all 1 as fresh ones may be; relative to a layer's output
+GAIN = 1.0  # of a layer with made-up weights: what a wrong call changes has to reach the outputs
+NOISE = 0.1  # on what is no matrix, so that none is all 0 or all 1 as fresh ones may be
 DIGEST_LETTERS = 16
 AGAIN = "pack the line again here"
 
@@ -80,15 +81,20 @@ class FusedModule:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one weight lies in a packed expert: the name of its tensor there, which tells the layout, and the layout."""
+    """How one weight lies in a packed expert. ``sha256``: of the layout's description."""
 
-    name: str
+    weight: str
     layout: BlockedLayout
+    sha256: str
 
     @classmethod
     def of(cls, weight: str, layout: BlockedLayout) -> Placement:
-        digest = hashlib.sha256(layout.description).hexdigest()[:DIGEST_LETTERS]
-        return cls(f"{weight} {digest}", layout)
+        return cls(weight, layout, hashlib.sha256(layout.description).hexdigest())
+
+    @property
+    def name(self) -> str:
+        """Its tensor's name there: equal bytes in another layout are another tensor."""
+        return f"{self.weight} {self.sha256[:DIGEST_LETTERS]}"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -101,7 +107,7 @@ class OnednnForm:
     @property
     def program(self) -> bytes:
         """What a skeleton needs beside the tensors; the same bytes for the same layouts."""
-        weights = {name: placement.layout.description.hex() for name, placement in self.placements.items()}
+        weights = {name: placement.sha256 for name, placement in self.placements.items()}
         document = {"made for": identity(), "images": self.module.size, "weights": weights}
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
@@ -227,7 +233,7 @@ def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> O
         raise BackendUnavailable(subject, f"its program is of other weights: {AGAIN}")
     form = _form(fused, told)
     for name, placement in form.placements.items():
-        if placement.layout.description != told[name]:
+        if placement.sha256 != told[name]:
             raise BackendUnavailable(subject, f"{name} does not lie as oneDNN wants it on this box: {AGAIN}")
     return form
 
@@ -236,12 +242,12 @@ def _form(fused: FusedModule, blocked: Iterable[str]) -> OnednnForm:
     return OnednnForm(fused, {name: Placement.of(name, reference(fused.shapes[name])) for name in blocked})
 
 
-def _told(subject: str, program: bytes) -> dict[str, bytes]:
-    """oneDNN's descriptions by the names of the weights, as a program has them."""
+def _told(subject: str, program: bytes) -> dict[str, str]:
+    """The digests of oneDNN's descriptions by the names of the weights, as a program has them."""
     try:
         document = json.loads(program)
         made_for = document["made for"]
-        told = {name: bytes.fromhex(text) for name, text in document["weights"].items()}
+        told: dict[str, str] = dict(document["weights"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BackendUnavailable(subject, f"its program is cut, or not of this form: {AGAIN}") from error
     if made_for != identity():
@@ -269,8 +275,8 @@ def _deviations(
 def _noisy(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    summands = tensor[0].numel() if tensor.dim() > 1 else 1
-    noisy = (tensor + NOISE / summands**0.5 * torch.randn(tensor.shape, generator=generator)).detach().to(dtype)
+    scale = GAIN / tensor[0].numel() ** 0.5 if tensor.dim() > 1 else NOISE
+    noisy = (tensor + scale * torch.randn(tensor.shape, generator=generator)).detach().to(dtype)
     return noisy.contiguous(memory_format=torch.channels_last) if noisy.dim() == 4 else noisy
 
 

@@ -8,7 +8,7 @@ asked for in another way: its pixels are independent, so an image of 14x14 is as
 
 - a weight is packed in the layout of REFERENCE_IMAGES on one thread;
 - at run time a call that would want another is put so that it wants this one: other heights and widths, or, where
-  there are none, fewer images at a time (``arrangement``);
+  there are none, fewer images at a time; a single row of a linear layer gets a second one (``arrangement``);
 - a weight for which that does not come out for every number of threads that an executor of this box may have and all
   of PROVEN_IMAGES stays as it is today, and is reordered by fast code: a third of one convolution's time at most.
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 REFERENCE_IMAGES = 16
 PROVEN_IMAGES = (1, 2, 4, 8, 16)
+ROWS_MINIMUM = 2
 PARTS_MAXIMUM = 64  # that an image is seen as; more of them are slower again
 
 Result = TypeVar("Result")
@@ -101,10 +102,12 @@ class LinearShape:
         """Of so many images as they are."""
         return Extent(images * self.rows, 1, 1)
 
-    def others(self, images: int) -> Iterator[Extent]:
-        """A single row is wanted in a layout of its own: with a second one beside it, it is not."""
-        if images * self.rows == 1:
-            yield Extent(2, 1, 1)
+    def arranged(self, images: int) -> Extent:
+        """As ``arrangement``, by a rule that ``serves`` proves: a single row alone wants a layout of its own.
+
+        To ask oneDNN for each batch would take the weight's memory twice, which of a VGG is 800 MB.
+        """
+        return Extent(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
     def reordered(self, weight: Tensor, extent: Extent) -> Tensor:
         """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
@@ -138,6 +141,8 @@ def thread_counts() -> tuple[int, ...]:
 
 def arrangement(shape: Shape, images: int) -> Extent | None:
     """How to ask for a batch so that oneDNN wants the reference's layout on this thread's threads; None: in no way."""
+    if isinstance(shape, LinearShape):
+        return shape.arranged(images)
     wanted, threads = reference(shape), torch.get_num_threads()
     extents = itertools.chain((shape.extent(images),), shape.others(images))
     return next((extent for extent in extents if _wanted(shape, extent, threads) == wanted), None)
@@ -159,6 +164,9 @@ def on_threads(threads: int, call: Callable[[], Result]) -> Result:
 
 
 def _serves_here(shape: Shape) -> bool:
+    if isinstance(shape, LinearShape):
+        extents = {shape.arranged(images) for images in PROVEN_IMAGES}
+        return all(_wanted(shape, extent, torch.get_num_threads()) == reference(shape) for extent in extents)
     return all(arrangement(shape, images) is not None for images in PROVEN_IMAGES)
 
 
