@@ -101,7 +101,8 @@ def test_sizes(text: str, size: int | None) -> None:
         ("memory: {host: 0B}", "memory.host: '0B' is no memory at all"),
         (
             "precision: fp8",
-            "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16' or 'int8', not 'fp8'",
+            "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16' or 'int8', "
+            "not 'fp8'",
         ),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps' or 'emulated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),

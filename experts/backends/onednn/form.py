@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Answered: TypeAlias = Callable[[Expert, Sequence[Tensor], Sequence[Prepared]], tuple[Prediction, ...]]
 
 TRIED_IMAGES = 4  # another number than it was recorded with
-DEVIATION_MAXIMUM = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of made-up answers, of the largest value of each
+DEVIATION_MAXIMUM = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # of made-up answers, of the largest value of each
 GAIN = 1.0  # of a layer with made-up weights: what a wrong call changes has to reach the outputs
 NOISE = 0.1  # on what is no matrix, so that none is all 0 or all 1 as fresh ones may be
 DIGEST_LETTERS = 16
