@@ -43,8 +43,11 @@ NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoe
 # Each room, and what of its own layer it may import beside itself.
 ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
+    "experts.backends.onednn": (
+        "experts.backends.base", "experts.backends.made_once", "experts.backends.state_dict", "experts.errors",
+    ),
     "experts.backends": (
-        "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
+        "experts.backends.modules", "experts.backends.onednn", "experts.document", "experts.errors", "experts.expert", "experts.importing",
         "experts.llm",
     ),
     "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),

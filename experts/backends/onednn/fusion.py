@@ -68,10 +68,9 @@ def fused(recording: Recording, dtype: torch.dtype) -> Fused:
     """The recording with all that can be one call made one. Its graph is used up."""
     graph, weights = recording.graph, recording.weights
     calls: dict[Node, FusedCall] = {}
-    for node in list(graph.nodes):
-        found = _convolution(node, weights, dtype) or _linear(node, weights, dtype)
-        if found is not None:
-            _put(graph, _chain(graph, node, found), calls)
+    found = ((node, _convolution(node, weights, dtype) or _linear(node, weights, dtype)) for node in graph.nodes)
+    for node, call in [(node, call) for node, call in found if call is not None]:
+        _put(graph, _chain(graph, node, call), calls)
     for node in reversed(graph.nodes):
         if node.op == "placeholder" and not node.users and node.target in weights:
             graph.erase_node(node)

@@ -69,7 +69,7 @@ def _run(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: t
         names.setdefault(id(tensor), name)
     images = torch.empty((count, 3, *size), dtype=dtype, device=META)
     recorder = _Recorder(names, images.contiguous(memory_format=torch.channels_last))
-    with torch.no_grad(), recorder:
+    with torch.inference_mode(mode=False), torch.no_grad(), recorder:  # versions tell what is written to
         answer = module(recorder.images)
     chosen = [answer[name] for name in outputs] if isinstance(answer, dict) else [answer]
     recorder.end(chosen)
@@ -117,9 +117,9 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
     ) -> Any:  # noqa: ANN401  torch's own signature
         named = dict(kwargs or {})
         given = list(_tensors((args, named)))
-        versions = [tensor._version for tensor in given]
+        versions = [_version(tensor) for tensor in given]
         result = func(*args, **named)
-        written = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
+        written = [tensor for tensor, version in zip(given, versions, strict=True) if _version(tensor) != version]
         if written or any(True for _ in _tensors(result)):
             node = self._note(func, args, named)
             node.meta["writes"] = frozenset(self._values.storage(tensor) for tensor in written)
@@ -176,6 +176,11 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         self.weights[node.target] = name
         self._values.put(tensor, node)
         return node
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; of tensors that were made in inference mode that is not known."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors

@@ -186,6 +186,9 @@ def new_template(tmp_path_factory, make_files):
         labels = [str(label) for label in range(number)]
         if kind == "classifier":
             return made(files.classifier("cls/new", "resnet18", labels=labels, size=32))
+        if kind == "onednn":
+            expert = files.classifier("cls/new", "squeezenet1_1", labels=labels, size=32)
+            return lambda: backend_for(expert.architecture).pack(expert, Precision.ONEDNN_FP32)
         if kind == "detector":
             return made(files.detector("det/new", "yolov5n", labels=labels))
         if kind == "onnxruntime":
@@ -222,7 +225,7 @@ def call_counts(new_template):
     return functools.cache(lambda kind: counting_calls(new_template(kind), lambda number: None))
 
 
-@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "fake"])
+@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "onednn", "fake"])
 def test_batches_run_while_what_other_experts_need_is_made(packed, slot, image, new_template, call_counts, kind):
     """The making stops at many of its calls until a batch has run on another thread: what it patches would show."""
     expert, answers = packed.experts[0], []
