@@ -12,7 +12,7 @@ import onnx
 import pytest
 import torch
 
-from experts.backends import backend_for
+from experts.backends import backend_for, classifier
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.packing import pack_line
@@ -187,8 +187,8 @@ def new_template(tmp_path_factory, make_files):
         if kind == "classifier":
             return made(files.classifier("cls/new", "resnet18", labels=labels, size=32))
         if kind == "onednn":
-            expert = files.classifier("cls/new", "squeezenet1_1", labels=labels, size=32)
-            return lambda: backend_for(expert.architecture).pack(expert, Precision.ONEDNN_FP32)
+            form = classifier._form_of("squeezenet1_1", number, None, (32, 32))
+            return lambda: classifier._onednn_forms._fused(form, (32, 32), torch.float32)
         if kind == "detector":
             return made(files.detector("det/new", "yolov5n", labels=labels))
         if kind == "onnxruntime":
