@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.cli import app
+from agent.cli.app import app
 from agent.runtime.machine.heap import bound_heaps
 from profiler.cli.app import offline_app
 

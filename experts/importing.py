@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experts.checkpoints.reading import convert_checkpoint
-from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
+from experts.errors import LoadError, WeightsMissing, WeightsRefused
 from experts.packed.manifests import replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from experts.checkpoints.found import Told
 
-UNPICKLING_LIMIT_S = 600.0  # a few GB from a slow disk; a file that takes longer is not a state dict
-PICKLES = frozenset({".pt", ".pth", ".ckpt"})
+PICKLES = (".pt", ".pth", ".ckpt", ".pth.tar")  # the last as timm's and torchvision's example scripts call it: no tar
 FORMATS = frozenset({".safetensors", ".onnx"})
 
 
@@ -34,6 +30,11 @@ class Imported:
 
     sha256: str
     told: Told | None
+
+
+def is_checkpoint(file: Path) -> bool:
+    """Whether a file is one of torch.save, by its name."""
+    return file.name.endswith(PICKLES)
 
 
 def import_weights(source: Path, destination: Path) -> str:
@@ -48,8 +49,8 @@ def bring(source: Path, destination: Path) -> Imported:
     its trainer put them. Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what holds no weights
     or means harm. Nothing is left at ``destination`` then that was not there before.
     """
-    wanted = ".safetensors" if source.suffix in PICKLES else source.suffix
-    if source.suffix not in PICKLES | FORMATS:
+    wanted = ".safetensors" if is_checkpoint(source) else source.suffix
+    if wanted not in FORMATS:
         raise WeightsRefused(str(source), "unknown format: give a .safetensors, .onnx, .pt, .pth or .ckpt file")
     if destination.suffix != wanted:
         raise WeightsRefused(str(source), f"its import is a {wanted} file: name the destination so, not {destination}")
@@ -72,30 +73,10 @@ def bring(source: Path, destination: Path) -> Imported:
 
 
 def _write(source: Path, candidate: Path) -> Told | None:
-    if source.suffix in PICKLES:
+    if is_checkpoint(source):
         return convert_checkpoint(source, candidate)
     shutil.copyfile(source, candidate)
     return None
-
-
-def run_unpickling(source: Path, script: Path, arguments: Sequence[str]) -> None:
-    """Run a script that reads pickles, isolated, in a process of its own.
-
-    It answers by its exit code, and explains on the last line of its stderr. Raises WeightsRefused, WeightsCorrupt.
-    """
-    command = [sys.executable, "-I", str(script), *arguments]
-    try:
-        ended = subprocess.run(command, capture_output=True, timeout=UNPICKLING_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise WeightsRefused(str(source), f"reading it took over {UNPICKLING_LIMIT_S:.0f} s") from error
-    lines = ended.stderr.decode(errors="replace").strip().splitlines()
-    reason = lines[-1] if lines else f"the reading process ended with {ended.returncode}"
-    if ended.returncode == 3:
-        raise WeightsRefused(
-            str(source), f"holds more than tensors ({reason}): save model.state_dict() alone and import that"
-        )
-    if ended.returncode != 0:
-        raise WeightsCorrupt(str(source), f"cannot be read: {reason}")
 
 
 def _check(source: Path, candidate: Path) -> None:

@@ -11,11 +11,13 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageFilter
+from PIL import Image, ImageFilter, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
+from experts.expert import AnomalyMap
+
 if TYPE_CHECKING:
-    from experts.expert import Anomaly, AnomalyMap
+    from experts.expert import Anomaly
 
 STRONGEST = 0.65  # how much of the image its strangest place covers
 WEAK, STRONG = np.array((255, 225, 60), np.float32), np.array((225, 0, 40), np.float32)  # yellow to red
@@ -31,6 +33,18 @@ def map_png(shown: AnomalyMap) -> bytes:
     buffer = io.BytesIO()
     _grey(shown).save(buffer, "PNG", pnginfo=texts)
     return buffer.getvalue()
+
+
+def map_of(png: bytes) -> AnomalyMap:
+    """A kept map, as it was. Raises ValueError for what is none."""
+    try:
+        with Image.open(io.BytesIO(png), formats=["PNG"]) as picture:
+            lowest, highest = float(picture.info["lowest"]), float(picture.info["highest"])
+            if picture.mode != "L" or not math.isfinite(lowest) or not math.isfinite(highest):
+                raise ValueError("it is not grey between two numbers")
+            return AnomalyMap(picture.height, picture.width, lowest, highest, picture.tobytes())
+    except (OSError, KeyError, SyntaxError, Image.DecompressionBombError, UnidentifiedImageError) as error:
+        raise ValueError(f"no map: {error}") from error
 
 
 def drawn_over(image: Image.Image, anomaly: Anomaly) -> Image.Image:

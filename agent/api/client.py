@@ -74,7 +74,13 @@ class AgentClient:
         self._channel.close()
 
     def inspect(
-        self, images: Iterable[bytes], component: str, board: str | None = None, ref: str | None = None
+        self,
+        images: Iterable[bytes],
+        component: str,
+        board: str | None = None,
+        ref: str | None = None,
+        *,
+        with_maps: bool = False,
     ) -> Iterator[Part]:
         """One part per image, in their order. Without a board nothing of it is stored.
 
@@ -83,7 +89,12 @@ class AgentClient:
         under_way: deque[tuple[pb.InspectRequest, Call]] = deque()
         for image in images:
             request = pb.InspectRequest(
-                file=image, component=component, board=board or "", ref=ref or "", is_question=board is None
+                file=image,
+                component=component,
+                board=board or "",
+                ref=ref or "",
+                is_question=board is None,
+                wants_maps=with_maps,
             )
             under_way.append((request, self._sent(request)))
             if len(under_way) == AT_ONCE:
@@ -100,9 +111,10 @@ class AgentClient:
         request = pb.GetBoardRequest(serial=serial, board_type=board_type or "")
         return [board_of(board) for board in self._asked(self._agent.GetBoard, request).boards]
 
-    def watch(self, after_seq: int | None = None) -> Iterator[Event]:
+    def watch(self, after_seq: int | None = None, *, with_maps: bool = False) -> Iterator[Event]:
         """Stored results with larger numbers, then those to come, and board verdicts; None: those to come only."""
-        events = self._agent.WatchResults(pb.WatchResultsRequest(after_seq=after_seq), metadata=self._metadata)
+        request = pb.WatchResultsRequest(after_seq=after_seq, wants_maps=with_maps)
+        events = self._agent.WatchResults(request, metadata=self._metadata)
         try:
             with self._explained():
                 for event in events:

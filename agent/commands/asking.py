@@ -9,7 +9,7 @@ from agent.api.client import Access, AgentClient
 from agent.config import read_secret
 from agent.line_file.api import UNIX
 from experts.errors import ConfigError
-from experts.expert import Verdict
+from experts.expert import Anomaly, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import Part, StatusView, TextOrder
     from agent.api.calls.texts import Told
+    from agent.commands.judged_pictures import Shown
     from agent.config import LineConfig
 
 
@@ -46,9 +47,11 @@ def ask_to_inspect(
     images: Sequence[Path],
     component: str,
     progress: Callable[[str, int, int], None],
+    pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
     """One row per image, in order, with the keys of ``inspect_images``; a file that cannot be read is UNKNOWN.
 
+    With ``pictures``, a folder, each image is drawn there as ``inspect_images`` does it.
     Raises ConfigError, AgentUnreachable and OrderRefused.
     """
     unreadable: dict[int, str] = {}
@@ -67,16 +70,39 @@ def ask_to_inspect(
 
     with _client(config, target, files) as client:
         parts = []
-        for part in client.inspect(contents(), component):
+        for part in client.inspect(contents(), component, with_maps=pictures is not None):
             parts.append(part)
             progress("inspect", len(parts) + len(unreadable), len(images))
     judged = iter(parts)
-    return [
-        _unreadable_row(image, component, unreadable[number])
-        if number in unreadable
-        else _row(image, component, next(judged))
-        for number, image in enumerate(images)
+    ends = [None if number in unreadable else next(judged) for number in range(len(images))]
+    rows = [
+        _unreadable_row(image, component, unreadable[number]) if end is None else _row(image, component, end)
+        for number, (image, end) in enumerate(zip(images, ends, strict=True))
     ]
+    return rows if pictures is None else _with_pictures(rows, images, ends, pictures)
+
+
+def _with_pictures(
+    rows: Sequence[dict[str, Any]], images: Sequence[Path], ends: Sequence[Part | None], folder: Path
+) -> list[dict[str, Any]]:
+    """The same rows, each with its picture; of a file that could not be read there is none."""
+    from agent.commands.judged_pictures import draw_judged
+
+    read = [(image, _shown(end)) for image, end in zip(images, ends, strict=True) if end is not None]
+    drawn = iter(draw_judged([image for image, _ in read], [shown for _, shown in read], folder))
+    files = [None if end is None else next(drawn) for end in ends]
+    return [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, files, strict=True)]
+
+
+def _shown(part: Part) -> Shown:
+    from agent.commands.judged_pictures import Shown
+    from experts.map_pictures import map_of
+
+    anomalies = tuple(
+        Anomaly(each.score, each.threshold, None if each.map_png is None else map_of(each.map_png))
+        for each in part.anomalies
+    )
+    return Shown(part.verdict, part.label, part.score, part.reason, part.boxes, anomalies)
 
 
 def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder) -> Iterator[Told]:
@@ -134,9 +160,20 @@ def _row(image: Path, component: str, part: Part) -> dict[str, Any]:
         "seconds": round(part.seconds, 6),
         "reason": part.reason,
         "boxes": [box.as_json() for box in part.boxes],
+        "anomalies": [
+            {"expert": each.expert, "score": each.score, "threshold": each.threshold} for each in part.anomalies
+        ],
     }
 
 
 def _unreadable_row(image: Path, component: str, reason: str) -> dict[str, Any]:
     row: dict[str, Any] = {"image": str(image), "component": component, "verdict": str(Verdict.UNKNOWN)}
-    return row | {"label": None, "score": None, "experts": [], "seconds": 0.0, "reason": reason, "boxes": []}
+    return row | {
+        "label": None,
+        "score": None,
+        "experts": [],
+        "seconds": 0.0,
+        "reason": reason,
+        "boxes": [],
+        "anomalies": [],
+    }

@@ -62,6 +62,10 @@ def comparison_row(comparison: Comparison) -> dict[str, Any]:
         "last_reason": comparison.last_reason,
         "scores": _sides(comparison.scores),
         "seconds": _sides(comparison.seconds),
+        "executors": {
+            "expert": [asdict(each) for each in comparison.ran_on],
+            "shadow": [asdict(each) for each in comparison.shadow_ran_on],
+        },
         "differing": [asdict(row) for row in comparison.differing],
     }
 
@@ -147,7 +151,16 @@ def _figures(comparison: Comparison) -> list[str]:
         f"mean score      {scores.expert:.4f}, shadow {scores.shadow:.4f}",
         f"median time     {seconds.expert * 1000:.2f} ms an image in its batch, shadow {seconds.shadow * 1000:.2f} ms "
         "alone",
+        *_processors(comparison),
     ]
+
+
+def _processors(comparison: Comparison) -> list[str]:
+    """Where the two did not run on the same: then their times say little."""
+    expert, shadow = (sorted({each.processor for each in ran}) for ran in (comparison.ran_on, comparison.shadow_ran_on))
+    if expert == shadow:
+        return []
+    return [f"ran on          {', '.join(expert)}, shadow {', '.join(shadow)}: the times are not comparable"]
 
 
 def _said(label: str | None, score: float | None, passes: bool | None) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
-from agent.commands.judged_pictures import draw_outcomes
+from agent.commands.judged_pictures import Shown, draw_judged
 from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_served
 from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import refuse_root_beside_another, state_held
@@ -54,7 +54,7 @@ def inspect_images(
         _row(image, component, outcome, seconds) for image, (outcome, seconds) in zip(images, outcomes, strict=True)
     ]
     if pictures is not None:
-        drawn = draw_outcomes(images, [outcome for outcome, _ in outcomes], pictures)
+        drawn = draw_judged(images, [Shown.of(outcome) for outcome, _ in outcomes], pictures)
         rows = [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, drawn, strict=True)]
     return rows
 

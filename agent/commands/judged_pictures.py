@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.core.request import Outcome
+    from experts.expert import Anomaly, BoundingBox
 
 COLOURS = {Verdict.OK: (86, 214, 126), Verdict.NG: (255, 72, 62), Verdict.UNKNOWN: (255, 184, 48)}
 GROUND = (16, 18, 20)
@@ -25,7 +27,27 @@ STRIP_PX, LINE_PX, WORDS_PX = 34, 2, 18
 WORDS_AT = (10, STRIP_PX / 2)
 
 
-def draw_outcomes(images: Sequence[Path], outcomes: Sequence[Outcome], folder: Path) -> list[Path | None]:
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is drawn of an image's end."""
+
+    verdict: Verdict
+    label: str | None
+    score: float | None
+    reason: str | None
+    boxes: tuple[BoundingBox, ...]
+    anomalies: tuple[Anomaly, ...]
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Shown:
+        """Of a request that was judged here."""
+        predictions = [step.prediction for step in outcome.steps]
+        boxes = tuple(box for each in predictions for box in each.boxes)
+        anomalies = tuple(each.anomaly for each in predictions if each.anomaly is not None)
+        return cls(outcome.verdict, outcome.label, outcome.score, outcome.reason, boxes, anomalies)
+
+
+def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> list[Path | None]:
     """The pictures, PNGs in ``folder`` that are called as the images; None of an image that cannot be read.
 
     Raises ConfigError for what the disk refuses.
@@ -37,12 +59,12 @@ def draw_outcomes(images: Sequence[Path], outcomes: Sequence[Outcome], folder: P
     ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [_drawn(*each) for each in zip(images, outcomes, targets, strict=True)]
+        return [_drawn(*each) for each in zip(images, ends, targets, strict=True)]
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror or error} - name a folder that can be written") from error
 
 
-def _drawn(image: Path, outcome: Outcome, target: Path) -> Path | None:
+def _drawn(image: Path, shown: Shown, target: Path) -> Path | None:
     try:
         pixels = read_image(image, str(image))
     except ImageError:
@@ -50,31 +72,29 @@ def _drawn(image: Path, outcome: Outcome, target: Path) -> Path | None:
     times = max(1, -(-LEAST_WIDTH_PX // pixels.shape[1]))
     image_size = pixels.shape[1] * times, pixels.shape[0] * times
     picture = Image.fromarray(pixels).resize(image_size, Image.Resampling.NEAREST)
-    for step in outcome.steps:
-        if step.prediction.anomaly is not None:
-            picture = drawn_over(picture, step.prediction.anomaly)
-    _with_words(picture, outcome, times).save(target)
+    for anomaly in shown.anomalies:
+        picture = drawn_over(picture, anomaly)
+    _with_words(picture, shown, times).save(target)
     return target
 
 
-def _with_words(picture: Image.Image, outcome: Outcome, times: int) -> Image.Image:
+def _with_words(picture: Image.Image, shown: Shown, times: int) -> Image.Image:
     """Boxes, of the image before it was enlarged so many times, and a strip below it."""
     whole = Image.new("RGB", (picture.width, picture.height + STRIP_PX), GROUND)
     whole.paste(picture)
     draw = ImageDraw.Draw(whole)
     font = ImageFont.load_default(WORDS_PX)
-    colour = COLOURS[outcome.verdict]
-    for box in (box for step in outcome.steps for box in step.prediction.boxes):
+    colour = COLOURS[shown.verdict]
+    for box in shown.boxes:
         corners = [side * times for side in (box.left, box.top, box.right, box.bottom)]
         draw.rectangle(corners, outline=colour, width=LINE_PX)
         draw.text((corners[0] + LINE_PX, corners[1]), f"{box.label} {box.score:.2f}", colour, font, anchor="lb")
-    draw.text((WORDS_AT[0], picture.height + WORDS_AT[1]), _words(outcome), colour, font, anchor="lm")
+    draw.text((WORDS_AT[0], picture.height + WORDS_AT[1]), _words(shown), colour, font, anchor="lm")
     return whole
 
 
-def _words(outcome: Outcome) -> str:
-    if outcome.label is None:
-        return f"{outcome.verdict}  {outcome.reason}"
-    measured = (step.prediction.anomaly for step in outcome.steps)
-    scores = [f"({each.score:.4g}, threshold {each.threshold:.4g})" for each in measured if each is not None]
-    return "  ".join([f"{outcome.verdict}  {outcome.label} {outcome.score:.3f}", *scores])
+def _words(shown: Shown) -> str:
+    if shown.label is None:
+        return f"{shown.verdict}  {shown.reason}"
+    scores = [f"({each.score:.4g}, threshold {each.threshold:.4g})" for each in shown.anomalies]
+    return "  ".join([f"{shown.verdict}  {shown.label} {shown.score:.3f}", *scores])

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agent.api.calls.desk import ShadowsView
 from experts.sizes import mib
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def _summary(status: StatusView) -> list[str]:
         f"{images} images under way; judged {verdicts}; {status.boards_open} boards open",
         f"{status.switches} switches, {status.loads} loads, {status.evictions} evictions, {read} read",
         *_texts(status.texts),
+        *_shadows(status.shadows),
     ]
 
 
@@ -63,6 +65,14 @@ def _texts(texts: TextsView) -> list[str]:
     first = f", begun after {texts.first_token_s / texts.shown:.2f} s on average" if texts.shown else ""
     tokens = f"{texts.read_tokens} tokens read, {texts.written_tokens} written{first}"
     return [f"{texts.under_way} texts under way, {texts.ended} ended; {tokens}"]
+
+
+def _shadows(shadows: ShadowsView) -> list[str]:
+    """Nothing on a line that never had an image for one."""
+    if shadows == ShadowsView():
+        return []
+    ended = f"{shadows.ran} shown to shadows, {shadows.failed} failed, {shadows.dropped} dropped"
+    return [f"{shadows.waiting + shadows.running} images under way for shadows; {ended}"]
 
 
 def _queues(status: StatusView) -> Table:

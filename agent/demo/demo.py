@@ -23,7 +23,6 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from agent.commands.results import result_rows
 from agent.config import read_line
 from agent.demo.inbox import Specimen, write_board, write_held_out
 from agent.demo.line import INBOX, synthetic_board, write_line_yaml
@@ -36,7 +35,8 @@ from agent.records.result_reader import ResultReader
 from agent.service.line_service import LineService
 from experts import sizes
 from experts.errors import ConfigError, CoServeError
-from experts.expert import Precision, Verdict
+from experts.expert import ANOMALY_LABELS, Anomaly, Precision, Verdict
+from experts.map_pictures import map_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from agent.demo.training.anomalies import TrainedAnomaly
     from agent.demo.training.crops import LabelledCrop
     from agent.demo.training.train import TrainedLine
+    from agent.records.results import ResultRow
     from agent.runtime.loop import LoopStatistics
     from experts.packed.weights import PackedExpert
 
@@ -54,11 +56,32 @@ if TYPE_CHECKING:
 MARKER = ".coserve-demo"  # a folder that holds it was made by a demo, and may be made again
 HELD_OUT_BOARDS = 8
 DEFECT_RATE = 0.12
+MEASURED_DEFECT_RATE = 0.35  # of the two shields of a board: so few of them tell nothing of an expert otherwise
 HELD_OUT_FRACTION = 0.2
 RESIDENT_FRACTION = 1 / 3
 WORKSPACE_BYTES = 64 * sizes.MEBIBYTE
 JUDGING_LIMIT_S = 600.0
 MEMORY_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class AnomalyReport:
+    """How an anomaly expert was made, and how it did. ``expected``: the rate of false alarms its samples vouch for.
+
+    It is trained on ``training`` good crops; its threshold is from ``good`` and ``bad`` others. The rest counts what it
+    judged of the boards.
+    """
+
+    expert: str
+    training: int
+    good: int
+    bad: int
+    threshold: float
+    expected: float
+    judged: int
+    defective: int
+    missed: int
+    false_alarms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +111,7 @@ class DemoReport:
     bytes_read: int
     seconds: float
     stage_s: Mapping[str, float]
+    anomalies: tuple[AnomalyReport, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
@@ -142,7 +166,7 @@ def fresh_folder(directory: Path) -> Path:
 def held_out_boards(seed: int, progress: Progress) -> Iterator[RenderedBoard]:
     """Boards that no training crop comes from."""
     for number in range(HELD_OUT_BOARDS):
-        yield render_board(seed * 1000 + 500 + number, DEFECT_RATE, name=f"B{number + 1:03d}")
+        yield render_board(seed * 1000 + 500 + number, DEFECT_RATE, f"B{number + 1:03d}", MEASURED_DEFECT_RATE)
         progress("render held-out boards", number + 1, HELD_OUT_BOARDS)
 
 
@@ -211,12 +235,19 @@ def judge(line_file: Path, specimens: Sequence[Specimen]) -> Judged:
         finally:
             service.stop()
     left_bytes = psutil.Process().memory_info().rss - service.agent.rss_before_bytes
-    verdicts = {
-        str(row["image"]): PartVerdict(Verdict(str(row["verdict"])), str(row["label"] or row["reason"]))
-        for row in result_rows(config, None, None, None)
-    }
+    stored = ResultReader(config.results_file)
+    verdicts = {row.result.image: part_verdict(row, stored) for row in stored.query()}
     budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools)
     return Judged(verdicts, statistics, budget_bytes, watch.grown_bytes, left_bytes, judging_s)
+
+
+def part_verdict(row: ResultRow, stored: ResultReader) -> PartVerdict:
+    """A stored result, with what the last expert of its route measured, if it measures."""
+    result = row.result
+    numbers = result.detail["steps"][-1].get("anomaly") if result.detail.get("steps") else None
+    maps = {kept.step: map_of(kept.png) for kept in stored.maps(row.seq)} if numbers else {}
+    anomaly = Anomaly(**numbers, map=maps.get(len(result.detail["steps"]) - 1)) if numbers else None
+    return PartVerdict(result.verdict, str(result.label or result.reason), anomaly)
 
 
 def wait_for(service: LineService, images: int) -> None:
@@ -254,7 +285,7 @@ class MemoryWatch:
 
 
 def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, PartVerdict]) -> Path:
-    """The first board with something NG on it, its verdicts drawn in."""
+    """The first board with something anomalous on it, else with something NG; its verdicts drawn in."""
 
     def of(board: RenderedBoard) -> dict[str, PartVerdict]:
         prefix = f"{board.name}_"
@@ -264,7 +295,11 @@ def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, Pa
             if name.startswith(prefix)
         }
 
-    shown = next((each for each in boards if any(v.verdict is Verdict.NG for v in of(each).values())), boards[0])
+    def told(board: RenderedBoard) -> int:
+        found = [verdict for verdict in of(board).values() if verdict.verdict is Verdict.NG]
+        return 2 if any(verdict.anomaly is not None for verdict in found) else len(found[:1])
+
+    shown = max(boards, key=told)  # the first of those that tell as much
     draw_verdicts(shown, of(shown)).save(file, optimize=True)
     return file
 
@@ -297,7 +332,7 @@ def report(
         ng=verdicts.count(Verdict.NG),
         unknown=verdicts.count(Verdict.UNKNOWN),
         accuracy=sum(v is t for v, t in zip(verdicts, truth, strict=True)) / len(said),
-        label_accuracy=sum(shown_label(v) == s.label for s, v in said) / len(said),
+        label_accuracy=sum(shown_label(v) == known_label(s, v) for s, v in said) / len(said),
         missed=sum(v is Verdict.OK and t is Verdict.NG for v, t in zip(verdicts, truth, strict=True)),
         false_alarms=sum(v is Verdict.NG and t is Verdict.OK for v, t in zip(verdicts, truth, strict=True)),
         images_per_s=len(said) / judged.judging_s,
@@ -307,12 +342,46 @@ def report(
         bytes_read=engine.bytes_read,
         seconds=seconds,
         stage_s=dict(trained.seconds),
+        anomalies=tuple(anomaly_report(each, said) for each in trained.anomalies),
     )
+
+
+def anomaly_report(trained: TrainedAnomaly, said: Sequence[tuple[Specimen, PartVerdict]]) -> AnomalyReport:
+    """Hold one anomaly expert's verdicts against the truth."""
+    own = [(specimen.label != OK, verdict) for specimen, verdict in said if specimen.component == trained.component]
+    return AnomalyReport(
+        expert=trained.expert.id,
+        training=trained.training,
+        good=trained.good,
+        bad=trained.bad,
+        threshold=trained.learned.rates.threshold,
+        expected=trained.learned.expected,
+        judged=len(own),
+        defective=sum(is_bad for is_bad, _ in own),
+        missed=sum(is_bad and verdict.verdict is Verdict.OK for is_bad, verdict in own),
+        false_alarms=sum(not is_bad and verdict.verdict is Verdict.NG for is_bad, verdict in own),
+    )
+
+
+def known_label(specimen: Specimen, verdict: PartVerdict) -> str:
+    """The true label, as far as who judged it has a word for it: anomaly experts tell no defect from another."""
+    return ANOMALY_LABELS[1] if verdict.anomaly is not None and specimen.label != OK else specimen.label
 
 
 def shown_label(verdict: PartVerdict) -> str:
     """A part that passed its whole route is ``ok``, whatever its last expert calls that."""
     return OK if verdict.verdict is Verdict.OK else verdict.label
+
+
+def anomaly_rows(shown: DemoReport) -> Iterator[tuple[str, str]]:
+    """What the closing table says of each anomaly expert."""
+    if not shown.anomalies:
+        yield "anomaly expert", "none: of crops that are given nobody knows whether good parts lie alike in them"
+    for each in shown.anomalies:
+        yield "anomaly expert", f"{each.expert}, trained on {each.training} good parts and on no defect"
+        yield "", f"threshold {each.threshold:g}, from {each.good} other good parts and {each.bad} bad ones"
+        wrong = f"{each.missed} missed, {each.false_alarms} false alarms"
+        yield "", f"judged {each.judged} on the boards, {each.defective} of them defective: {wrong}"
 
 
 def show_report(shown: DemoReport) -> None:
@@ -325,6 +394,8 @@ def show_report(shown: DemoReport) -> None:
     missed = f"{shown.missed} defects missed, {shown.false_alarms} false alarms"
     table.add_row("verdict accuracy", f"{shown.accuracy:.4f}   ({missed})")
     table.add_row("label accuracy", f"{shown.label_accuracy:.4f}")
+    for row in anomaly_rows(shown):
+        table.add_row(*row)
     table.add_row("throughput", f"{shown.images_per_s:.1f} images/s ({shown.judging_s:.1f} s)")
     table.add_row("experts", f"{shown.experts}, {mib(shown.expert_bytes)} in all; budget {mib(shown.budget_bytes)}")
     moved = f"{shown.switches} switches, {shown.evictions} evictions, {mib(shown.bytes_read)} read from SSD"

@@ -40,7 +40,7 @@ def write_line_yaml(
         "# Classifiers share the tensors of their trunk, which are held once.\nexperts:",
         *(expert_yaml(expert, path.parent) for expert in trained.experts),
         "\n# A part's classifier first; what it passes goes on to a detector that several components share.\n"
-        "# min_score was chosen on crops set aside from training.\nroutes:",
+        "# min_score was chosen on crops set aside from training; an anomaly expert has its threshold.\nroutes:",
         *(route_yaml(component, steps) for component, steps in trained.routes.items()),
         *(["\nboards:"] if boards else []),
         *(board_yaml(board, quantities, takt_s) for board, quantities in boards.items()),
@@ -61,6 +61,9 @@ def expert_yaml(expert: Expert, folder: Path) -> str:
     ]
     if expert.stem is not None:
         lines.append(f"    stem: {expert.stem}")
+    if expert.task is not None:
+        lines.append(f"    task: {expert.task}   # it knows good parts alone")
+        lines.append(f"    threshold: {expert.threshold!r}   # learned on good and bad crops that it was not made from")
     return "\n".join(lines)
 
 

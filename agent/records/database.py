@@ -226,6 +226,14 @@ def shadow_answers(database: Database) -> None:
     )
 
 
+@migrations()
+def executors_of_shadow_answers(database: Database) -> None:
+    """Who ran an expert and its shadow: seconds on two processors are not comparable. Not known of earlier answers."""
+    for side in ("", "shadow_"):
+        database.execute(f"ALTER TABLE shadow_answers ADD COLUMN {side}executor INTEGER")
+        database.execute(f"ALTER TABLE shadow_answers ADD COLUMN {side}processor TEXT")
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """The migrated database, with its folder; the connection may be used by one thread at a time.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -97,6 +97,11 @@ class ResultReader:
             return ()
         rows = self._rows("SELECT step, expert, png FROM anomaly_maps WHERE seq = ? ORDER BY step", (seq,))
         return tuple(KeptMap(**dict(row)) for row in rows)
+
+    def find_with_maps(self, key: str) -> ResultRow | None:
+        """The result under this key, and where its image is anomalous."""
+        found = self.find(key)
+        return None if found is None else replace(found, result=replace(found.result, maps=self.maps(found.seq)))
 
     def of_board(self, serial: str, board_type: str, since: datetime) -> list[ResultRow]:
         """What a board's images were judged since it was opened, in the order of their numbers."""

@@ -27,7 +27,8 @@ class Result:
     """The end of one request. ``key`` identifies it across restarts; ``detail`` is JSON-like: predictions, boxes.
 
     ``kept_as``: the file of its image in the archive, below that one's folder; None where none is kept there.
-    ``maps`` are stored beside it and are read alone, with ``ResultReader.maps``: a result that is read has none.
+    ``maps`` are stored beside it and are read alone, with ``ResultReader.maps``: other results that are read have
+    none.
     """
 
     key: str

@@ -7,6 +7,7 @@ counted. A comparison is a pure function of the rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
@@ -26,6 +27,7 @@ KEPT_ROWS = 100_000  # of all pairs together: about 30 MB
 COLUMNS = (
     "key image component expert shadow expert_sha256 shadow_sha256 label score passes seconds"
     " shadow_label shadow_score shadow_passes shadow_seconds reason asked_at"
+    " executor processor shadow_executor shadow_processor"
 )
 INSERT = f"""
     INSERT INTO shadow_answers ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
@@ -56,12 +58,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one of the two said. ``passes``: whether the route went on, or would have; None where none was asked."""
+    """What one of the two said. ``passes``: whether the route went on, or would have; None where none was asked.
+
+    ``executor``: the number of the one that ran it, and its processor.
+    """
 
     label: str
     score: float
     passes: bool | None
     seconds: float
+    executor: int
+    processor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,10 @@ def count_dropped(database: Database, pair: Pair, count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One image as a comparison tells it; ``kept_as``: its file in the archive, where one is kept."""
+    """One image as a comparison tells it; ``kept_as``: its file in the archive, where one is kept.
+
+    Who ran it, and its shadow, is None in rows of versions that did not write it down.
+    """
 
     key: str
     image: str
@@ -108,6 +118,10 @@ class Compared:
     shadow_passes: bool | None
     shadow_seconds: float | None
     reason: str | None
+    executor: int | None = None
+    processor: str | None = None
+    shadow_executor: int | None = None
+    shadow_processor: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -134,12 +148,22 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
+class Ran:
+    """How many images an executor ran."""
+
+    executor: int
+    processor: str
+    images: int
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """An expert and its shadow over all images that both saw in these versions.
 
     ``flips_to_ng``: passed by the expert alone; ``flips_to_ok``: by the shadow alone. Scores are means, seconds
     medians; None where no image was seen by both. ``failed``: the shadow said nothing, ``last_reason`` says why;
-    ``dropped``: there was no time, or no room, to show it. ``differing``: the latest last.
+    ``dropped``: there was no time, or no room, to show it. ``ran_on`` and ``shadow_ran_on``: who ran both of these
+    images, as far as that was written down. ``differing``: the latest last.
     """
 
     pair: Pair
@@ -152,6 +176,8 @@ class Comparison:
     last_reason: str | None
     scores: Sides | None
     seconds: Sides | None
+    ran_on: tuple[Ran, ...]
+    shadow_ran_on: tuple[Ran, ...]
     differing: tuple[Compared, ...]
 
     @property
@@ -179,6 +205,8 @@ def compare(pair: Pair, rows: Sequence[Compared], dropped: int) -> Comparison:
         seconds=Sides(median(row.seconds for row in both), median(_known(row.shadow_seconds for row in both)))
         if both
         else None,
+        ran_on=_ran((row.executor, row.processor) for row in both),
+        shadow_ran_on=_ran((row.shadow_executor, row.shadow_processor) for row in both),
         differing=tuple(row for row in both if not row.agrees or row.flips_to_ng or row.flips_to_ok),
     )
 
@@ -197,10 +225,17 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
 
 
 def _compared(row: sqlite3.Row) -> Compared:
-    values = {name: row[name] for name in Compared.__dataclass_fields__}
+    """Of a file that no agent of this version has opened yet, too: it says less."""
+    values = {name: row[name] for name in Compared.__dataclass_fields__ if name in row.keys()}  # noqa: SIM118
     for name in ("passes", "shadow_passes"):
         values[name] = None if values[name] is None else bool(values[name])
     return Compared(**values)
+
+
+def _ran(executors: Iterable[tuple[int | None, str | None]]) -> tuple[Ran, ...]:
+    """In the order of their numbers."""
+    counts = Counter((number, processor) for number, processor in executors if number is not None and processor)
+    return tuple(Ran(number, processor, images) for (number, processor), images in sorted(counts.items()))
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -34,10 +34,22 @@ MOST_BYTES = 64 * 1024 * 1024  # of images that wait for shadows; arbitrary: as 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an expert said of an image. ``seconds``: those of its batch, shared evenly among the images in it."""
+    """What an expert said of an image. ``seconds``: those of its batch, shared evenly among the images in it.
+
+    ``executor``: the number of the one that ran it.
+    """
 
     prediction: Prediction
     seconds: float
+    executor: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """An image's share of a batch."""
+
+    seconds: float
+    executor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ class Shadows:
         self._cancelled: set[int] = set()
         self._held_bytes = 0
         self._since_s: dict[int, float] = {}  # batch -> when it began
-        self._seconds: dict[int, dict[str, float]] = {}  # request -> expert -> its batch's share
+        self._shares: dict[int, dict[str, _Share]] = {}  # request -> expert -> of its batch
 
     def __contains__(self, request: int) -> bool:
         return request in self._kept
@@ -117,7 +129,8 @@ class Shadows:
         elif batch.expert not in self.pairs:
             return
         for request in batch.requests:
-            self._seconds.setdefault(request, {})[batch.expert] = (now - since_s) / len(batch.requests)
+            share = _Share((now - since_s) / len(batch.requests), batch.executor)
+            self._shares.setdefault(request, {})[batch.expert] = share
 
     def show(
         self, request: int, source: RequestSource, outcome: Outcome, about: object, number: Callable[[], int]
@@ -126,13 +139,13 @@ class Shadows:
 
         ``number``: that of another request.
         """
-        took_s = self._seconds.pop(request, {})
+        shares = self._shares.pop(request, {})
         if self.watch is None or isinstance(source, TextSource):
             return []
         asked: list[events.Event] = []
         for step in outcome.steps:
-            if step.expert in self.pairs and step.expert in took_s:
-                said = Said(step.prediction, took_s[step.expert])
+            if step.expert in self.pairs and step.expert in shares:
+                said = _said(step.prediction, shares[step.expert])
                 answer = ShadowAnswer(about, step.expert, self.pairs[step.expert], said, None)
                 asked += self._keep(answer, source, number)
         return asked
@@ -142,8 +155,8 @@ class Shadows:
         kept = self._kept.pop(request)
         self._held_bytes -= kept.size_bytes
         self._cancelled.discard(request)
-        answer, took_s = kept.answer, self._seconds.pop(request, {})
-        said = Said(outcome.steps[0].prediction, took_s.get(answer.shadow, 0.0)) if outcome.steps else None
+        answer, share = kept.answer, self._shares.pop(request, {}).get(kept.answer.shadow)
+        said = _said(outcome.steps[0].prediction, share) if outcome.steps and share is not None else None
         is_dropped = outcome.reason in (DROPPED, CANCELLED)
         self._tell(answer, said, None if said is not None else outcome.reason, is_dropped=is_dropped)
 
@@ -185,6 +198,10 @@ class Shadows:
         if self.watch is not None:
             told = ShadowAnswer(answer.about, answer.expert, answer.shadow, answer.said, said, reason, is_dropped)
             self.watch.answered(told)
+
+
+def _said(prediction: Prediction, share: _Share) -> Said:
+    return Said(prediction, share.seconds, share.executor)
 
 
 def _to_keep(source: ImageSource) -> ImageSource:

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import numpy as np
     from torch import Tensor
@@ -196,6 +198,25 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
+
+
+def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side_px: int, seed: int) -> None:
+    """What ultralytics' own exporter makes of a fresh model, for square images: suppression is left to who runs it.
+
+    ``path`` ends in .onnx. Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
+    """
+    from ultralytics import YOLO
+
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = build_trainable(architecture, len(labels)).eval()
+    model.names, model.args, model.task = dict(enumerate(labels)), dict(vars(model.args)), "detect"
+    model.pt_path = path.with_suffix(".pt")  # is not there: the exporter writes beside it, under its name
+    facade = YOLO(f"{architecture}.yaml", task="detect")
+    facade.model = model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own exporter
+        facade.export(format="onnx", imgsz=side_px, simplify=False)
 
 
 @dataclass(frozen=True, slots=True)

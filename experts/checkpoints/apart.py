@@ -1,8 +1,12 @@
-"""Run by file name in a process of its own: SOURCE.pt DESTINATION.safetensors SECONDS; see experts.checkpoints.reading.
+"""Run by file name in a process of its own, see experts.checkpoints.reading:
 
-It writes the weights to DESTINATION and what the file tells, as JSON, to stdout. Exit code 0: done; 3: refused; 4: it
-cannot be read; 5: the disk refuses. The last line of stderr says why. Its memory and its time are bounded before the
-file is looked at.
+    weights SECONDS SOURCE.pt DESTINATION.safetensors
+    states SECONDS FOLDER SOURCE.pt ...
+
+The first writes the weights to DESTINATION and what the file tells, as JSON, to stdout. The second writes what each of
+several files of a training kept (see training_states) to FOLDER/<its name>.safetensors, with what it tells in the
+metadata there. Exit code 0: done; 3: refused; 4: it cannot be read; 5: the disk refuses. The last line of stderr says
+why. Its memory and its time are bounded before a file is looked at.
 """
 
 from __future__ import annotations
@@ -13,33 +17,56 @@ import resource
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run isolated: nothing else is added
 
 from experts.checkpoints.archive import opened
 from experts.checkpoints.selection import select
 from experts.checkpoints.telling import tell
+from experts.checkpoints.training_states import training_state
 from experts.checkpoints.writing import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM, write_weights
 from experts.errors import WeightsCorrupt, WeightsRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 DONE, REFUSED, CORRUPT, FAILED = 0, 3, 4, 5
 MEMORY_BYTES = 2_000_000_000  # over the file's size, which it is mapped with
 
 
-def main(source: Path, destination: Path, limit_s: int) -> int:
+def main(kind: str, limit_s: int, paths: Sequence[Path]) -> int:
     gc.disable()  # what is read stays until the end, and looking through it again and again takes as long as reading
+    if kind == "weights":
+        source, destination = paths
+        return _read([source], limit_s, lambda _: _tell(convert(source, destination)))
+    folder, *sources = paths
+    return _read(sources, limit_s, lambda source: convert_state(source, folder), is_named=True)
+
+
+def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], None], *, is_named: bool = False) -> int:
+    """Read files one after another, until one cannot be. ``is_named``: then it is said which."""
+    about = ""
     try:
-        _bound(source.stat().st_size, limit_s)
-        print(json.dumps(convert(source, destination)))  # noqa: T201  the answer to the process that asked
+        _bound(max(source.stat().st_size for source in sources), limit_s)
+        for source in sources:
+            about = f"{source.name}: " if is_named else ""
+            read(source)
+            if len(sources) > 1:
+                gc.collect()
     except WeightsRefused as error:
-        return _answer(REFUSED, error.message)
+        return _answer(REFUSED, about + error.message)
     except WeightsCorrupt as error:
-        return _answer(CORRUPT, error.message)
+        return _answer(CORRUPT, about + error.message)
     except MemoryError:
-        return _answer(REFUSED, f"takes over {MEMORY_BYTES / 1e9:.0f} GB of memory to read: no weights do")
+        return _answer(REFUSED, f"{about}takes over {MEMORY_BYTES / 1e9:.0f} GB of memory to read: no weights do")
     except OSError as error:
-        return _answer(FAILED, str(error))
+        return _answer(FAILED, f"{about}{error}")
     return DONE
+
+
+def _tell(answer: dict[str, object]) -> None:
+    print(json.dumps(answer))  # noqa: T201  to the process that asked
 
 
 def convert(source: Path, destination: Path) -> dict[str, object]:
@@ -50,6 +77,14 @@ def convert(source: Path, destination: Path) -> dict[str, object]:
             write_weights(file, selection.weights, checkpoint)
         facts = tell(checkpoint.document, selection)
         return {"where": selection.where, "said": selection.said, "facts": asdict(facts)}
+
+
+def convert_state(source: Path, folder: Path) -> None:
+    """Write what a file of a training kept. Raises WeightsRefused, WeightsCorrupt, OSError."""
+    with opened(source) as checkpoint:
+        state = training_state(checkpoint.source, checkpoint.document)
+        with (folder / f"{source.name}.safetensors").open("wb") as file:
+            write_weights(file, state.weights, checkpoint, {"told": json.dumps(state.told)})
 
 
 def _bound(file_bytes: int, limit_s: int) -> None:
@@ -72,4 +107,4 @@ def _answer(code: int, reason: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), [Path(each) for each in sys.argv[3:]]))

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experts.checkpoints.found import Facts, Found, Told
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SCRIPT = Path(__file__).with_name("apart.py")
 REFUSED, CORRUPT, FAILED = 3, 4, 5  # what the script exits with
@@ -42,8 +45,21 @@ def convert_checkpoint(source: Path, destination: Path) -> Told:
     """
     if not source.is_file():
         raise WeightsMissing(str(source), "there is no such file")
-    limit_s = LIMIT_S_PER_GB * max(1, math.ceil(source.stat().st_size / 1e9))
-    arguments = [str(source.resolve()), str(destination.resolve()), str(limit_s)]
+    return _told(_read_apart(source, "weights", [source], [source, destination]))
+
+
+def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:
+    """Write what each of a training's files kept to ``folder``, see ``training_states``; ``source``: what they are of.
+
+    Raises WeightsCorrupt, WeightsRefused, LoadError, with the name of the file.
+    """
+    _read_apart(source, "states", files, [folder, *files])
+
+
+def _read_apart(source: Path, kind: str, files: Sequence[Path], paths: Sequence[Path]) -> bytes:
+    """The answer of the process that reads these files."""
+    limit_s = LIMIT_S_PER_GB * max(1, math.ceil(sum(file.stat().st_size for file in files) / 1e9))
+    arguments = [kind, str(limit_s), *(str(path.resolve()) for path in paths)]
     try:
         ended = subprocess.run(
             [sys.executable, "-I", str(SCRIPT), *arguments],
@@ -52,7 +68,7 @@ def convert_checkpoint(source: Path, destination: Path) -> Told:
     except subprocess.TimeoutExpired as error:
         raise WeightsRefused(str(source), f"reading it took over {limit_s} s: no weights do") from error
     if ended.returncode == 0:
-        return _told(ended.stdout)
+        return ended.stdout
     raise _error(source, ended)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent.cli import FAILED
+from agent.cli.endings import FAILED
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,12 +10,14 @@ import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from agent.cli import AsJson, LineFile, explained, log_to_stderr
+from agent.cli.arguments import AsJson, LineFile
+from agent.cli.endings import explained
+from agent.cli.log import log_to_stderr
 from experts.expert import Precision
 from profiler.cli.arguments import (
     Executors,
@@ -24,6 +26,10 @@ from profiler.cli.arguments import (
     refuse_unused,
     scratch_folder,
 )
+from profiler.workload.graph_kinds import GraphKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
 BENCHMARKS = ("decisions", "dispatch", "generate", "llm", "load", "overhead", "report", "start", "tasks")
@@ -319,15 +325,50 @@ def decisions(as_json: AsJson = False) -> None:
 
 @bench_app.command()
 def load(
-    directory: Directory = None,
+    ctx: typer.Context,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="a folder on the SSD to measure; default: the current one, or the line file's"),
+    ] = None,
     architecture: Annotated[str, typer.Option(help="a torchvision classifier or an ultralytics YAML")] = "resnet101",
+    onnx: Annotated[GraphKind | None, typer.Option(help="instead: ONNX graphs, a YOLO11m's or a PatchCore's")] = None,
+    line: Annotated[Path | None, typer.Option(help="instead: experts of a line, as it would serve them")] = None,
+    expert: Annotated[list[str] | None, typer.Option(help="of the line, one or several; default: all")] = None,
     files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     as_json: AsJson = False,
 ) -> None:
     """SSD to runnable, beside a raw direct read of the same packed bytes."""
-    from profiler.bench.parts.loading import measure_loading, report
+    if line is not None:
+        refuse_unused(ctx, ("architecture", "onnx", "files"), "the experts are the line's - leave it, or leave --line")
+        _load_of_line(line, expert or (), directory, repeats, as_json=as_json)
+        return
+    refuse_unused(ctx, ("expert",), "experts of which line? - give --line LINE.yaml, too")
+    if onnx is not None:
+        refuse_unused(ctx, ("architecture",), "an ONNX graph has its own architecture - leave it, or leave --onnx")
+    from profiler.bench.parts.loading import measure_graph_loading, measure_loading, report
 
     with explained(), disk_explained():
-        measured = measure_loading(scratch_folder(directory), architecture, files, repeats)
+        folder = scratch_folder(directory)
+        measured = (
+            measure_loading(folder, architecture, files, repeats)
+            if onnx is None
+            else measure_graph_loading(folder, onnx, files, repeats)
+        )
     print(json.dumps(asdict(measured)) if as_json else report(measured))
+
+
+def _load_of_line(line: Path, experts: Sequence[str], directory: Path | None, repeats: int, *, as_json: bool) -> None:
+    from agent.config import read_line
+    from agent.deployment.profile_in_use import set_spinning
+
+    with explained(), disk_explained():
+        config = read_line(line)
+        set_spinning(config)
+        from profiler.bench.parts.loading import measure_line_loading, report  # loads torch
+
+        measured = measure_line_loading(scratch_folder(directory or line.parent), config, experts, repeats)
+    if as_json:
+        print(json.dumps({"rows": [asdict(times) for times in measured]}))
+    else:
+        print("\n\n".join(report(times) for times in measured))

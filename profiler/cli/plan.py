@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent.cli import AsJson, LineFile, explained, log_to_stderr
+from agent.cli.arguments import AsJson, LineFile
+from agent.cli.endings import explained
+from agent.cli.log import log_to_stderr
 from experts.errors import ConfigError
 from experts.expert import Precision
 from profiler.cli.arguments import (

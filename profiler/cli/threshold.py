@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent.cli import AsJson, LineFile, explained
+from agent.cli.arguments import AsJson, LineFile
+from agent.cli.endings import explained
 from profiler.cli.arguments import disk_explained, from_here
 
 if TYPE_CHECKING:
-    from profiler.thresholds.learning import Learned
+    from experts.thresholds.learning import Learned
     from profiler.thresholds.scoring import Scores
 
 NAMED = 5  # files, in a list for people
@@ -43,8 +44,8 @@ def threshold(
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
+    from experts.thresholds.learning import learned
     from profiler.thresholds.curve import draw_curve
-    from profiler.thresholds.learning import learned
     from profiler.thresholds.scoring import anomaly_expert, labelled_samples, measured
 
     drawn = chart or line.parent / f"{expert.replace('/', '-')}.threshold.png"
@@ -121,7 +122,7 @@ def _show(row: dict[str, Any], chart: Path, scores: Scores) -> None:
 
 
 def _least_good(false_alarms: float) -> str:
-    """How many good samples a rate takes (see profiler.thresholds.learning)."""
+    """How many good samples a rate takes (see experts.thresholds.learning)."""
     from math import ceil
 
     return str(ceil(1 / false_alarms - 1e-9) - 1) if false_alarms else "endlessly many"

@@ -1,1 +1,1 @@
-"""The thresholds of anomaly experts: learned on good and bad samples, at a chosen rate of false alarms."""
+"""Good and bad samples of an anomaly expert: scored, and what each threshold would do to them, drawn."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experts.thresholds.learning import rates_at
 from profiler.charts import Series, line_chart
-from profiler.thresholds.learning import rates_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from profiler.thresholds.learning import Learned
+    from experts.thresholds.learning import Learned
 
 MOST_POINTS = 60  # of a curve: with more, its markers run into one another
 

@@ -1,4 +1,4 @@
-"""The scores that an anomaly expert gives samples: on the CPU, in fp32, by the very backend that serves it.
+"""The scores that an anomaly expert gives samples.
 
 Guarantees: every sample is scored as the agent would score it; one that cannot be read is left out, and told. Nothing
 of the line is written, and an agent may run on it meanwhile.
@@ -6,21 +6,22 @@ of the line is written, and an agent may run on it meanwhile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from experts.backends import backend_for
 from experts.errors import ConfigError, ImageError
-from experts.expert import Precision, Task
+from experts.expert import Task
 from experts.images import read_image
+from experts.thresholds.measuring import Meter
 from profiler.workload.samples import LineSamples, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    import numpy as np
+
     from agent.config import LineConfig
-    from experts.backends.base import Skeleton
     from experts.expert import Expert
 
 GOOD, BAD = "good", "bad"
@@ -75,17 +76,13 @@ def labelled_samples(config: LineConfig, expert: Expert, folder: Path) -> Labell
 
 def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, int, int], None]) -> Scores:
     """Each sample's score. Raises ConfigError where no good one can be read, OutputInvalid, and as packing does."""
-    backend = backend_for(expert.architecture)
-    packable = backend.pack(expert, Precision.FP32)
-    skeleton = backend.skeleton(expert, Precision.FP32, packable.program, "cpu")
-    skeleton.bind(packable.tensors)
-    measuring = replace(expert, threshold=0.0)  # any: scores do not depend on it
+    meter = Meter(expert)
     scores: dict[str, dict[Path, float]] = {GOOD: {}, BAD: {}}
     left_out = list(samples.left_out)
     listed = [(GOOD, sample) for sample in samples.good] + [(BAD, sample) for sample in samples.bad]
     for number, (kind, sample) in enumerate(listed, start=1):
         try:
-            scores[kind][sample.path] = _score(measuring, skeleton, sample)
+            scores[kind][sample.path] = meter.score(_image(sample))
         except ImageError as error:
             left_out.append(str(error))
         progress("score samples", number, len(listed))
@@ -94,11 +91,8 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     return Scores(scores[GOOD], scores[BAD], tuple(left_out))
 
 
-def _score(expert: Expert, skeleton: Skeleton, sample: Sample) -> float:
-    image = read_image(sample.path, str(sample.path), sample.max_pixels)
-    anomaly = skeleton.infer(expert, [backend_for(expert.architecture).prepare(expert, image)])[0].anomaly
-    assert anomaly is not None, "an anomaly expert's program measures"
-    return anomaly.score
+def _image(sample: Sample) -> np.ndarray:
+    return read_image(sample.path, str(sample.path), sample.max_pixels)
 
 
 def _below(folder: Path) -> Iterator[Sample]:

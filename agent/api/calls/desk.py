@@ -32,7 +32,8 @@ class Order:
 
     ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. ``key``: the caller's idempotency key; an order
     whose key has a verdict is told that one, and one whose key is under way waits for the same end. ``is_kept``: it is
-    journaled, stored, and counts on its board; else it is answered, and nothing remains of it.
+    journaled, stored, and counts on its board; else it is answered, and nothing remains of it. ``wants_maps``: its
+    parts come with pictures of where they are anomalous; those of one that is kept, if such pictures are.
     """
 
     image: bytes | NDArray[np.uint8]
@@ -43,6 +44,20 @@ class Order:
     ref: str | None = None
     key: str | None = None
     is_kept: bool = True
+    wants_maps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnomalyView:
+    """What an anomaly expert measured. ``map_png``: a small picture of where, see ``experts.map_pictures``.
+
+    None where nobody asked for it, the image is not anomalous, its model gives none, or it was not kept.
+    """
+
+    expert: str
+    score: float
+    threshold: float
+    map_png: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +85,7 @@ class Part:
     seconds: float = 0.0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    anomalies: tuple[AnomalyView, ...] = ()
 
 
 class Listener(Protocol):
@@ -197,6 +213,7 @@ class Model:
     max_batch: int
     is_ready: bool
     reason: str | None = None
+    measures_anomalies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +282,20 @@ class TextsView:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowsView:
+    """Images for the shadows of experts: that wait or are shown now, and what became of the others since the start.
+
+    ``dropped``: there was no time, or no room.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    ran: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StatusView:
     """A snapshot of the whole agent. ``standing``: expert -> why it is not asked at the moment."""
 
@@ -285,6 +316,7 @@ class StatusView:
     standing: Mapping[str, str] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
     texts: TextsView = TextsView()
+    shadows: ShadowsView = ShadowsView()
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +358,7 @@ class Desk(Protocol):
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
         """The latest run of the board of each type with this serial; empty where none is known."""
 
-    def results_after(self, seq: int, limit: int) -> Sequence[Part]:
+    def results_after(self, seq: int, limit: int, *, with_maps: bool = False) -> Sequence[Part]:
         """Stored results with larger numbers, in their order."""
 
     def subscribe(self, tell: Callable[[Event], None]) -> Callable[[], None]:

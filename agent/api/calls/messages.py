@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agent.api.calls.desk import (
+    AnomalyView,
     BoardView,
     Order,
     Part,
     PoolView,
     QueueView,
     ReloadView,
+    ShadowsView,
     SourceView,
     StatusView,
     TextsView,
@@ -58,6 +60,7 @@ def order_of(request: pb.InspectRequest) -> Order:
         ref=request.ref or None,
         key=request.key or None,
         is_kept=not request.is_question,
+        wants_maps=request.wants_maps,
     )
 
 
@@ -89,6 +92,7 @@ def part_message(part: Part) -> pb.Part:
         score=part.score,
         experts=[text(each) for each in part.experts],
         boxes=[_box_message(box) for box in part.boxes],
+        anomalies=[_anomaly_message(each) for each in part.anomalies],
         seconds=part.seconds,
         queue_s=part.queue_s,
         compute_s=part.compute_s,
@@ -122,7 +126,19 @@ def part_of(message: pb.Part) -> Part:
         seconds=message.seconds,
         queue_s=message.queue_s,
         compute_s=message.compute_s,
+        anomalies=tuple(_anomaly_of(each) for each in message.anomalies),
     )
+
+
+def _anomaly_message(anomaly: AnomalyView) -> pb.Anomaly:
+    return pb.Anomaly(
+        expert=text(anomaly.expert), score=anomaly.score, threshold=anomaly.threshold, map=anomaly.map_png
+    )
+
+
+def _anomaly_of(message: pb.Anomaly) -> AnomalyView:
+    shown = message.map if message.HasField("map") else None
+    return AnomalyView(message.expert, message.score, message.threshold, shown)
 
 
 def _box_message(box: BoundingBox) -> pb.BoundingBox:
@@ -191,6 +207,7 @@ def status_message(status: StatusView) -> pb.StatusReply:
         standing={text(expert): text(why) for expert, why in status.standing.items()},
         alarms=[text(alarm) for alarm in status.alarms],
         texts=pb.TextCounts(**{name: getattr(status.texts, name) for name in TextsView.__slots__}),
+        shadows=pb.ShadowCounts(**{name: getattr(status.shadows, name) for name in ShadowsView.__slots__}),
     )
 
 
@@ -214,6 +231,7 @@ def status_of(message: pb.StatusReply) -> StatusView:
         standing=dict(message.standing),
         alarms=tuple(message.alarms),
         texts=TextsView(**{name: getattr(message.texts, name) for name in TextsView.__slots__}),
+        shadows=ShadowsView(**{name: getattr(message.shadows, name) for name in ShadowsView.__slots__}),
     )
 
 

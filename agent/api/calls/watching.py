@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import BoardView, Part
@@ -21,17 +22,19 @@ if TYPE_CHECKING:
     from agent.api.calls.desk import Event
     from agent.api.calls.orders import Orders
 
-PAGE = 500  # results read at a time
+PAGE, PAGE_WITH_MAPS = 500, 50  # results read at a time; pictures are of some kilobytes each
 BOARDS_WAITING = 10_000  # verdicts for a watcher that does not read
 BEHIND = "more boards were judged than wait for one watcher - watch again, and ask for the boards that matter"
 
 
 class Watch:
-    """One watcher. ``after_seq``: None for results to come only."""
+    """One watcher. ``after_seq``: None for results to come only. ``with_maps``: where images are anomalous, too."""
 
-    def __init__(self, orders: Orders, after_seq: int | None) -> None:
+    def __init__(self, orders: Orders, after_seq: int | None, *, with_maps: bool = False) -> None:
         self._orders = orders
         self._seq = after_seq
+        self._read = partial(orders.desk.results_after, with_maps=with_maps)
+        self._page = PAGE_WITH_MAPS if with_maps else PAGE
         self._boards: deque[BoardView] = deque()
         self._is_behind = False  # a board's verdict had no room
         self._news = asyncio.Event()
@@ -60,11 +63,11 @@ class Watch:
     async def _stored(self) -> AsyncIterator[Part]:
         """What is stored by now, and was not told yet."""
         while self._seq is not None:
-            page = await self._orders.ask(self._orders.desk.results_after, self._seq, PAGE)
+            page = await self._orders.ask(self._read, self._seq, self._page)
             for part in page:
                 self._seq = part.seq
                 yield part
-            if len(page) < PAGE:
+            if len(page) < self._page:
                 return
 
     def _tell(self, event: Event) -> None:

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: cbb1379286cf72a01944ead21a7234022531b8049994b0e72a8f2e4c984a54e1
+# sha256 of the source: d14bddf6ac264a032c0025874896febfe1f1bc55765e9e3c6a9b4f2602cf4256
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -41,7 +41,7 @@ class Pixels(_message.Message):
     def __init__(self, height: _Optional[int] = ..., width: _Optional[int] = ..., rgb: _Optional[bytes] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("file", "pixels", "component", "expert", "board", "board_type", "ref", "key", "is_question")
+    __slots__ = ("file", "pixels", "component", "expert", "board", "board_type", "ref", "key", "is_question", "wants_maps")
     FILE_FIELD_NUMBER: _ClassVar[int]
     PIXELS_FIELD_NUMBER: _ClassVar[int]
     COMPONENT_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class InspectRequest(_message.Message):
     REF_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     IS_QUESTION_FIELD_NUMBER: _ClassVar[int]
+    WANTS_MAPS_FIELD_NUMBER: _ClassVar[int]
     file: bytes
     pixels: Pixels
     component: str
@@ -60,7 +61,8 @@ class InspectRequest(_message.Message):
     ref: str
     key: str
     is_question: bool
-    def __init__(self, file: _Optional[bytes] = ..., pixels: _Optional[_Union[Pixels, _Mapping]] = ..., component: _Optional[str] = ..., expert: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ..., ref: _Optional[str] = ..., key: _Optional[str] = ..., is_question: bool = ...) -> None: ...
+    wants_maps: bool
+    def __init__(self, file: _Optional[bytes] = ..., pixels: _Optional[_Union[Pixels, _Mapping]] = ..., component: _Optional[str] = ..., expert: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ..., ref: _Optional[str] = ..., key: _Optional[str] = ..., is_question: bool = ..., wants_maps: bool = ...) -> None: ...
 
 class InspectReply(_message.Message):
     __slots__ = ("parts",)
@@ -118,8 +120,20 @@ class BoundingBox(_message.Message):
     bottom: float
     def __init__(self, label: _Optional[str] = ..., score: _Optional[float] = ..., left: _Optional[float] = ..., top: _Optional[float] = ..., right: _Optional[float] = ..., bottom: _Optional[float] = ...) -> None: ...
 
+class Anomaly(_message.Message):
+    __slots__ = ("expert", "score", "threshold", "map")
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    expert: str
+    score: float
+    threshold: float
+    map: bytes
+    def __init__(self, expert: _Optional[str] = ..., score: _Optional[float] = ..., threshold: _Optional[float] = ..., map: _Optional[bytes] = ...) -> None: ...
+
 class Part(_message.Message):
-    __slots__ = ("key", "component", "verdict", "seq", "expert", "board", "board_type", "ref", "label", "score", "reason", "experts", "boxes", "arrived_at", "finished_at", "seconds", "queue_s", "compute_s")
+    __slots__ = ("key", "component", "verdict", "seq", "expert", "board", "board_type", "ref", "label", "score", "reason", "experts", "boxes", "arrived_at", "finished_at", "seconds", "queue_s", "compute_s", "anomalies")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPONENT_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +152,7 @@ class Part(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    ANOMALIES_FIELD_NUMBER: _ClassVar[int]
     key: str
     component: str
     verdict: Verdict
@@ -156,7 +171,8 @@ class Part(_message.Message):
     seconds: float
     queue_s: float
     compute_s: float
-    def __init__(self, key: _Optional[str] = ..., component: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., seq: _Optional[int] = ..., expert: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ..., ref: _Optional[str] = ..., label: _Optional[str] = ..., score: _Optional[float] = ..., reason: _Optional[str] = ..., experts: _Optional[_Iterable[str]] = ..., boxes: _Optional[_Iterable[_Union[BoundingBox, _Mapping]]] = ..., arrived_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
+    anomalies: _containers.RepeatedCompositeFieldContainer[Anomaly]
+    def __init__(self, key: _Optional[str] = ..., component: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., seq: _Optional[int] = ..., expert: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ..., ref: _Optional[str] = ..., label: _Optional[str] = ..., score: _Optional[float] = ..., reason: _Optional[str] = ..., experts: _Optional[_Iterable[str]] = ..., boxes: _Optional[_Iterable[_Union[BoundingBox, _Mapping]]] = ..., arrived_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., anomalies: _Optional[_Iterable[_Union[Anomaly, _Mapping]]] = ...) -> None: ...
 
 class GetBoardRequest(_message.Message):
     __slots__ = ("serial", "board_type")
@@ -208,10 +224,12 @@ class Board(_message.Message):
     def __init__(self, serial: _Optional[str] = ..., board_type: _Optional[str] = ..., is_open: bool = ..., verdict: _Optional[_Union[Verdict, str]] = ..., opened_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., closed_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., missing: _Optional[_Mapping[str, int]] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., is_revision: bool = ...) -> None: ...
 
 class WatchResultsRequest(_message.Message):
-    __slots__ = ("after_seq",)
+    __slots__ = ("after_seq", "wants_maps")
     AFTER_SEQ_FIELD_NUMBER: _ClassVar[int]
+    WANTS_MAPS_FIELD_NUMBER: _ClassVar[int]
     after_seq: int
-    def __init__(self, after_seq: _Optional[int] = ...) -> None: ...
+    wants_maps: bool
+    def __init__(self, after_seq: _Optional[int] = ..., wants_maps: bool = ...) -> None: ...
 
 class WatchEvent(_message.Message):
     __slots__ = ("result", "board")
@@ -242,7 +260,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms", "texts")
+    __slots__ = ("line", "version", "uptime_s", "is_draining", "requests_in_flight", "ok", "ng", "unknown", "boards_open", "switches", "loads", "evictions", "bytes_read", "queues", "pools", "sources", "standing", "alarms", "texts", "shadows")
     class StandingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +287,7 @@ class StatusReply(_message.Message):
     STANDING_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
     line: str
     version: str
     uptime_s: float
@@ -288,7 +307,22 @@ class StatusReply(_message.Message):
     standing: _containers.ScalarMap[str, str]
     alarms: _containers.RepeatedScalarFieldContainer[str]
     texts: TextCounts
-    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ..., texts: _Optional[_Union[TextCounts, _Mapping]] = ...) -> None: ...
+    shadows: ShadowCounts
+    def __init__(self, line: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., is_draining: bool = ..., requests_in_flight: _Optional[int] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., boards_open: _Optional[int] = ..., switches: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., queues: _Optional[_Iterable[_Union[Queue, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., standing: _Optional[_Mapping[str, str]] = ..., alarms: _Optional[_Iterable[str]] = ..., texts: _Optional[_Union[TextCounts, _Mapping]] = ..., shadows: _Optional[_Union[ShadowCounts, _Mapping]] = ...) -> None: ...
+
+class ShadowCounts(_message.Message):
+    __slots__ = ("waiting", "running", "ran", "failed", "dropped")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    RAN_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    ran: int
+    failed: int
+    dropped: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., ran: _Optional[int] = ..., failed: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class TextCounts(_message.Message):
     __slots__ = ("under_way", "ended", "read_tokens", "written_tokens", "shown", "first_token_s")

@@ -70,12 +70,12 @@ class InferenceService:
         return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, room: Room) -> pb.ModelMetadataResponse:
-        """The same tensors for every model; -1: as many as images are sent at once."""
+        """The same tensors for every model, more of those that measure anomalies; -1: as many as images are sent."""
         model = await self._model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=text(model.name), versions=[VERSION], platform=PLATFORM)
         for name in INPUTS:
             response.inputs.add(name=name, datatype=tensors.BYTES, shape=[-1])
-        for name, datatype in tensors.OUTPUTS.items():
+        for name, datatype in _outputs_of(model).items():
             response.outputs.add(name=name, datatype=datatype, shape=[-1])
         return response
 
@@ -85,7 +85,7 @@ class InferenceService:
         config = pb.ModelConfig(name=text(model.name), platform=PLATFORM, backend=SERVER, max_batch_size=0)
         for name in INPUTS:
             config.input.add(name=name, data_type=pb.TYPE_STRING, dims=[-1], optional=name != tensors.IMAGE)
-        for name, datatype in tensors.OUTPUTS.items():
+        for name, datatype in _outputs_of(model).items():
             config.output.add(name=name, data_type=DATA_TYPES[datatype], dims=[-1])
         for key, value in _facts(model).items():
             config.parameters[key].string_value = text(value)
@@ -195,6 +195,7 @@ def _orders_of(request: pb.ModelInferRequest, asked: Asked) -> list[Order]:
             ref=ref,
             key=_key(request.id, number, len(asked.images)),
             is_kept=board is not None,
+            wants_maps=tensors.ANOMALY_MAP in asked.outputs,
         )
         for number, (image, board, ref) in enumerate(images)
     ]
@@ -239,6 +240,10 @@ def _key(id_: str, number: int, count: int) -> str | None:
 def _check_version(version: str) -> None:
     if version not in ("", VERSION):
         raise OrderRefused(Refusing.NOT_FOUND, f"no version {version[:20]!r} - every model has version {VERSION} alone")
+
+
+def _outputs_of(model: Model) -> dict[str, str]:
+    return tensors.OUTPUTS | tensors.ANOMALY_OUTPUTS if model.measures_anomalies else tensors.OUTPUTS
 
 
 def _facts(model: Model) -> dict[str, str]:

@@ -59,7 +59,8 @@ class InspectionService:
     async def WatchResults(self, request: pb.WatchResultsRequest, room: Room) -> AsyncIterator[pb.WatchEvent]:
         """Stored results, and those to come."""
         after_seq = request.after_seq if request.HasField("after_seq") else None
-        async with aclosing(Watch(self._orders, after_seq).events(self._door.stopping)) as events:
+        watch = Watch(self._orders, after_seq, with_maps=request.wants_maps)
+        async with aclosing(watch.events(self._door.stopping)) as events:
             async for event in events:
                 yield _event_message(event)
 

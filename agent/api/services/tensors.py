@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 IMAGE, BOARD, REF = "IMAGE", "BOARD", "REF"
 BYTES, UINT8, FP32 = "BYTES", "UINT8", "FP32"
 OUTPUTS = {"VERDICT": BYTES, "LABEL": BYTES, "SCORE": FP32, "DETAIL": BYTES}
+ANOMALY_SCORE, ANOMALY_MAP = "ANOMALY_SCORE", "ANOMALY_MAP"
+ANOMALY_OUTPUTS = {ANOMALY_SCORE: FP32, ANOMALY_MAP: BYTES}  # of models that measure anomalies, if they are asked for
 MOST_OUTPUTS = 100  # that are asked for by one call, the same ones again among them
 # Where a caller says in a parameter what could stand in a tensor.
 PARAMETERS = {BOARD: ("board", "board_serial"), REF: ("ref",)}
@@ -174,9 +176,10 @@ def _names(
 def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     if len(request.outputs) > MOST_OUTPUTS:
         raise _invalid(f"{len(request.outputs)} outputs are asked for - there are {', '.join(OUTPUTS)}")
+    known = OUTPUTS | ANOMALY_OUTPUTS
     for output in request.outputs:
-        if output.name not in OUTPUTS:
-            raise _invalid(f"no output is called {output.name[:100]!r} - they are {', '.join(OUTPUTS)}")
+        if output.name not in known:
+            raise _invalid(f"no output is called {output.name[:100]!r} - they are {', '.join(known)}")
         if SHARED_MEMORY in output.parameters:
             raise _invalid("shared memory is not served - the outputs come in the message")
         if "classification" in output.parameters:
@@ -188,20 +191,33 @@ def answer(parts: Sequence[Part], outputs: Sequence[str], *, is_raw: bool) -> pb
     """Verdicts as tensors, one element for each image."""
     response = pb.ModelInferResponse()
     for name in outputs:
-        tensor = response.outputs.add(name=name, datatype=OUTPUTS[name], shape=[len(parts)])
-        if name == "SCORE":
-            scores = [math.nan if part.score is None else part.score for part in parts]
+        datatype = (OUTPUTS | ANOMALY_OUTPUTS)[name]
+        tensor = response.outputs.add(name=name, datatype=datatype, shape=[len(parts)])
+        if datatype == FP32:
+            scores = [_score(name, part) for part in parts]
             if is_raw:
                 response.raw_output_contents.append(struct.pack(f"<{len(scores)}f", *scores))
             else:
                 tensor.contents.fp32_contents.extend(scores)
             continue
-        words = [_words(name, part).encode() for part in parts]
+        words = [_map(part) if name == ANOMALY_MAP else _words(name, part).encode() for part in parts]
         if is_raw:
             response.raw_output_contents.append(b"".join(struct.pack("<I", len(each)) + each for each in words))
         else:
             tensor.contents.bytes_contents.extend(words)
     return response
+
+
+def _score(name: str, part: Part) -> float:
+    """Of the label; or what the last anomaly expert of the route measured. Not a number where there is none."""
+    if name == ANOMALY_SCORE:
+        return part.anomalies[-1].score if part.anomalies else math.nan
+    return math.nan if part.score is None else part.score
+
+
+def _map(part: Part) -> bytes:
+    """A PNG of where that expert found it; empty where there is none."""
+    return (part.anomalies[-1].map_png or b"") if part.anomalies else b""
 
 
 def _words(name: str, part: Part) -> str:
@@ -221,6 +237,7 @@ def detail(part: Part) -> dict[str, object]:
         "experts": list(part.experts),
         "scores": {} if part.score is None or not part.experts else {part.experts[-1]: part.score},
         "boxes": [box.as_json() for box in part.boxes],
+        "anomalies": [{"expert": a.expert, "score": a.score, "threshold": a.threshold} for a in part.anomalies],
         "reason": part.reason,
         "seconds": round(part.seconds, 6),
         "queue_s": round(part.queue_s, 6),

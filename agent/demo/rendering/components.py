@@ -34,7 +34,8 @@ class Detector(StrEnum):
 class ComponentType:
     """One component type. ``package`` names its drawing; ``defects`` are those that its classifier tells from ok.
 
-    A part with a ``detector`` has one more defect, the detector's, that its classifier passes as ok.
+    A part with a ``detector`` has one more defect, the detector's, that its classifier passes as ok. Of a part that is
+    ``measured`` an anomaly expert learns what good ones look like; it is shown no defect, and tells none from another.
     """
 
     name: str
@@ -48,6 +49,12 @@ class ComponentType:
     detector: Detector | None = None
     marking: str = ""
     pins: int = 0
+    measured: bool = False
+
+    @property
+    def is_wired(self) -> bool:
+        """Whether traces lead to it; a shield covers the ground plane that it stands on."""
+        return self.package != "shield"
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -102,6 +109,17 @@ _COMPONENTS = (
     ComponentType("trimmer-3mm", "trimmer", 84, 84, 1, ("missing", "contaminated"), "RV", (48, 92, 190)),
     ComponentType("header-2x3", "header", 132, 90, 1, ("missing", "bent-pin"), "J", (34, 34, 36), None, "", 3),
     ComponentType("connector-fpc", "fpc", 184, 74, 1, ("missing", "open-latch"), "J", (226, 220, 200), None, "", 10),
+    ComponentType(
+        "shield-can",
+        "shield",
+        88,
+        80,
+        2,
+        ("missing", "scratched", "dented", "stained"),
+        "SH",
+        (198, 200, 204),
+        measured=True,
+    ),
 )
 
 

@@ -33,12 +33,23 @@ class Site:
 
 @cache
 def product_layout() -> tuple[Site, ...]:
-    """The one layout of the demo line's product: large parts first, small ones near them."""
-    rng = np.random.default_rng(20)
+    """The one layout of the demo line's product: large parts first, small ones near them.
+
+    Parts without traces come where room is left, and last: the others lie as they would without them.
+    """
     taken = np.zeros((BOARD_HEIGHT_PX // GRID_PX, BOARD_WIDTH_PX // GRID_PX), bool)
     block_corners(taken)
-    wanted = sorted(parts_of(synthetic_components()), key=lambda part: -part.window_px)
-    spots = [(part, place(part, taken, rng)) for part in wanted]
+    wired = [part for part in parts_of(synthetic_components()) if part.is_wired]
+    others = [part for part in parts_of(synthetic_components()) if not part.is_wired]
+    return (
+        *laid_out(wired, taken, np.random.default_rng(20)),
+        *laid_out(others, taken, np.random.default_rng(21)),
+    )
+
+
+def laid_out(parts: Sequence[ComponentType], taken: np.ndarray, rng: np.random.Generator) -> tuple[Site, ...]:
+    """Sites for these parts where the board is free, which they take."""
+    spots = [(part, place(part, taken, rng)) for part in sorted(parts, key=lambda part: -part.window_px)]
     return named([(part, x, y, int(rng.integers(4))) for part, (x, y) in spots])
 
 

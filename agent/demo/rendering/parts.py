@@ -25,6 +25,7 @@ SOLDER = (176, 180, 184)
 METAL = (196, 198, 200)
 INK = (214, 216, 214)
 FLUX = (190, 132, 44)
+GROUND_PLANE = (28, 104, 62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +455,50 @@ def draw_fpc(part: Part) -> None:
     )
 
 
+def draw_shield(part: Part) -> None:
+    """A stamped can over a radio. It stands on a frame of solder amid a plane of copper, which hides all traces."""
+    w, h, reach = part.half_width, part.half_height, part.type.window_px / 2
+    part.footprint.rectangle(-reach, -reach, reach, reach, GROUND_PLANE)
+    for x in leg_places(7, w + 16):
+        for y in (-h - 18, h + 18):
+            part.footprint.ellipse(x, y, 3.0, 3.0, (12, 40, 26))
+    part.footprint.rectangle(-w - 7, -h - 7, w + 7, h + 7, part.tint(GOLD, 0.04), radius=4.0)
+    part.footprint.rectangle(-w - 5, -h - 5, w + 5, h + 5, part.tint(SOLDER, 0.06), radius=4.0, shade="tilt")
+    if not part.is_present:
+        part.footprint.rectangle(-w + 3, -h + 3, w - 3, h - 3, GROUND_PLANE)
+        part.footprint.rectangle(-w * 0.4, -h * 0.5, w * 0.4, h * 0.5, part.tint((38, 38, 42)), shade="tilt")
+        return
+    metal = part.tint(part.type.colour, 0.05)
+    part.body.rectangle(-w, -h, w, h, metal, radius=6.0, shade="tilt")
+    part.body.rectangle(-w * 0.88, -h * 0.84, w * 0.88, h * 0.84, lighter(metal, 0.9), radius=5.0)
+    part.body.rectangle(-w * 0.85, -h * 0.8, w * 0.85, h * 0.8, lighter(metal, 1.05), radius=5.0, shade="tilt")
+    for x in leg_places(5, w * 0.62):
+        for y in (-h * 0.5, h * 0.5):
+            part.body.ellipse(x, y, 4.0, 4.0, (46, 46, 50))
+    draw_blemish(part)
+
+
+def draw_blemish(part: Part) -> None:
+    """What a shield's lid must not show."""
+    w, h, rng = part.half_width, part.half_height, part.rng
+    x, y = rng.uniform(-0.55, 0.55) * w, rng.uniform(-0.5, 0.5) * h
+    if part.label == "scratched":
+        angle, half = rng.uniform(0, np.pi), rng.uniform(0.35, 0.5) * h
+        along, across = half * np.cos(angle), half * np.sin(angle)
+        part.body.crack((x - along, y - across), (x + along, y + across), (112, 108, 104), 3.4)
+    elif part.label == "dented":
+        size = rng.uniform(0.2, 0.28) * h
+        part.body.ellipse(x, y, size * 1.3, size, (128, 130, 134))
+        part.body.ellipse(x + 2, y + 2, size * 0.9, size * 0.65, (232, 234, 236), shade="dome")
+    elif part.label == "stained":
+        part.cover.blot(x, y, rng.uniform(0.3, 0.42) * h, part.tint(FLUX), 0.8)
+
+
+def lighter(colour: Colour, factor: float) -> Colour:
+    red, green, blue = (min(int(value * factor), 255) for value in colour)
+    return red, green, blue
+
+
 PACKAGES: dict[str, Callable[[Part], None]] = {
     "chip": draw_chip,
     "diode": draw_diode,
@@ -472,4 +517,5 @@ PACKAGES: dict[str, Callable[[Part], None]] = {
     "trimmer": draw_trimmer,
     "header": draw_header,
     "fpc": draw_fpc,
+    "shield": draw_shield,
 }

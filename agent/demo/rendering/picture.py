@@ -1,4 +1,4 @@
-"""A rendered board with its verdicts drawn in."""
+"""A rendered board with its verdicts drawn in, and where a part was found anomalous."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from PIL import Image, ImageDraw
 
 from agent.demo.rendering.canvas import font
 from experts.expert import Verdict
+from experts.map_pictures import drawn_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.demo.rendering.components import Colour
     from agent.demo.rendering.render import Placement, RenderedBoard
+    from experts.expert import Anomaly
 
 COLOURS: dict[Verdict, Colour] = {
     Verdict.OK: (86, 214, 126),
@@ -28,16 +30,18 @@ STRIP_PX = 56
 
 @dataclass(frozen=True, slots=True)
 class PartVerdict:
-    """What the line said of one part."""
+    """What the line said of one part. ``anomaly``: what an anomaly expert measured of it, with its map where NG."""
 
     verdict: Verdict
     label: str
+    anomaly: Anomaly | None = None
 
 
 def draw_verdicts(board: RenderedBoard, verdicts: Mapping[str, PartVerdict]) -> Image.Image:
     """The board with a box around each part by its ref: OK thin green, NG red with its label, UNKNOWN amber.
 
-    A part without a verdict is UNKNOWN. Below the board stands how many there are of each.
+    A part that was found anomalous is coloured where it is. A part without a verdict is UNKNOWN. Below the board stands
+    how many there are of each.
     """
     width, height = board.image.size
     picture = Image.new("RGB", (width, height + STRIP_PX), (16, 18, 20))
@@ -45,10 +49,19 @@ def draw_verdicts(board: RenderedBoard, verdicts: Mapping[str, PartVerdict]) -> 
     draw = ImageDraw.Draw(picture, "RGBA")
     nothing = PartVerdict(Verdict.UNKNOWN, "no verdict")
     judged = [(placement, verdicts.get(placement.ref, nothing)) for placement in board.placements]
+    for placement, part in judged:
+        if part.anomaly is not None and part.anomaly.map is not None:
+            picture.paste(with_map(board.image, placement, part.anomaly), placement.window[:2])
     for placement, part in sorted(judged, key=lambda pair: WIDTHS_PX[pair[1].verdict]):
         draw_part_verdict(draw, placement, part, width)
     draw_strip(draw, board.name, [part.verdict for _, part in judged], height)
     return picture
+
+
+def with_map(image: Image.Image, placement: Placement, anomaly: Anomaly) -> Image.Image:
+    """A part's window of the board, yellow to red where it is strange: its map is of the upright crop."""
+    upright = image.crop(placement.window).rotate(90 * placement.quarter_turns)
+    return drawn_over(upright, anomaly).rotate(-90 * placement.quarter_turns)
 
 
 def draw_part_verdict(draw: ImageDraw.ImageDraw, placement: Placement, part: PartVerdict, picture_width: int) -> None:

@@ -55,13 +55,19 @@ class RenderedBoard:
     placements: tuple[Placement, ...]
 
 
-def render_board(seed: int, defect_rate: float = 0.06, name: str | None = None) -> RenderedBoard:
-    """One board of the demo line's product; each part is defective with this probability, all its defects alike."""
+def render_board(
+    seed: int, defect_rate: float = 0.06, name: str | None = None, measured_defect_rate: float | None = None
+) -> RenderedBoard:
+    """One board of the demo line's product; each part is defective with this probability, all its defects alike.
+
+    Those that are measured have a probability of their own, by default that of all.
+    """
+    rates = {False: defect_rate, True: defect_rate if measured_defect_rate is None else measured_defect_rate}
     rng = np.random.default_rng([seed, 1])
     labels = []
-    for site in product_layout():
+    for site, chance in zip(product_layout(), chances(product_layout(), rng), strict=True):
         defects = site.component.labels[1:]
-        labels.append(str(rng.choice(defects)) if rng.random() < defect_rate else OK)
+        labels.append(str(chance.choice(defects)) if chance.random() < rates[site.component.measured] else OK)
     return assemble(name or f"board-{seed:04d}", product_layout(), labels, bare_product(), rng)
 
 
@@ -95,8 +101,17 @@ def assemble(
 ) -> RenderedBoard:
     """Put a part with the wanted label on each site of a bare board and take the picture."""
     picture = bare.copy()
-    placements = tuple(mount(picture, site, label, rng) for site, label in zip(sites, labels, strict=True))
+    placements = tuple(
+        mount(picture, site, label, chance)
+        for site, label, chance in zip(sites, labels, chances(sites, rng), strict=True)
+    )
     return RenderedBoard(name, photograph(picture, rng), placements)
+
+
+def chances(sites: Sequence[Site], rng: np.random.Generator) -> list[np.random.Generator]:
+    """For each site where its chance comes from. Parts without traces have one apart, and so change no other part."""
+    apart = rng.spawn(1)[0]
+    return [rng if site.component.is_wired else apart for site in sites]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +223,7 @@ def draw_bare_board(sites: Sequence[Site], rng: np.random.Generator) -> NDArray[
     image = Image.new("RGB", (BOARD_WIDTH_PX, BOARD_HEIGHT_PX), (16, 18, 20))
     draw = ImageDraw.Draw(image)
     draw.rounded_rectangle((6, 6, BOARD_WIDTH_PX - 7, BOARD_HEIGHT_PX - 7), radius=26, fill=MASK)
-    draw_traces(draw, sites, rng)
+    draw_traces(draw, [site for site in sites if site.component.is_wired], rng)
     draw_vias(draw, rng)
     for x in (46, BOARD_WIDTH_PX - 46):
         for y in (46, BOARD_HEIGHT_PX - 46):

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 BODIES_FILE = "bodies.json"
 CROPS_PER_LABEL = 24  # enough for every rendered defect
 RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 1.5, "shifted": 2.0}
+MEASURED_GOOD = 8.5  # of good parts that are measured: half of them teach, and 100 vouch for 1 % of false alarms
 CHIP_FRACTION = 0.6  # chips look so much alike that they learn from one another
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training, validation and held-out
 
@@ -60,9 +62,9 @@ def write_crops(
     threads: int,
     progress: Callable[[str, int, int], None],
 ) -> int:
-    """Render crops of each component in each state into the labelled-crops layout.
+    """Render crops of each component in each state into the labelled-crops layout. Returns how many were written.
 
-    Returns how many were written.
+    Parts without traces are rendered apart, so that the crops of the others do not depend on them.
     """
     parts = [
         (component, label)
@@ -72,7 +74,8 @@ def write_crops(
     ]
     bodies: dict[str, dict[str, Fractions]] = {component.name: {} for component in components}
     counts: Counter[tuple[str, str]] = Counter()
-    for board in render_panels(parts, seed, threads):
+    groups = [[part for part in parts if part[0].is_wired is wired] for wired in (True, False)]
+    for board in chain.from_iterable(render_panels(group, seed, threads) for group in groups if group):
         for placement in board.placements:
             kind = (placement.component, placement.label)
             name = f"{counts[kind]:04d}.png"
@@ -91,7 +94,8 @@ def write_crops(
 def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
     """How many crops to render: few of what is plain to see, more of a defect that may sit in many places."""
     fraction = CHIP_FRACTION if component.package == "chip" else 1.0
-    return max(round(crops_per_label * fraction * RELATIVE_COUNTS.get(label, 1.0)), MIN_CROPS_PER_LABEL)
+    relative = MEASURED_GOOD if component.measured and label == OK else RELATIVE_COUNTS.get(label, 1.0)
+    return max(round(crops_per_label * fraction * relative), MIN_CROPS_PER_LABEL)
 
 
 def load_crops(directory: Path) -> tuple[LabelledCrop, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from agent.demo.rendering.components import OK, synthetic_components
-from agent.demo.training import classifiers, detectors
+from agent.demo.training import anomalies, classifiers, detectors
+from agent.demo.training.anomalies import AnomalyPlan, TrainedAnomaly
 from agent.demo.training.classifiers import ClassifierPlan, TrainedClassifier
 from agent.demo.training.crops import divide
 from agent.demo.training.detectors import DetectorPlan, TrainedDetector
@@ -41,22 +42,28 @@ class TrainingPlan:
 
     classifiers: ClassifierPlan
     detectors: DetectorPlan
+    anomalies: AnomalyPlan = field(default_factory=AnomalyPlan)
     validation_fraction: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedLine:
-    """The experts of a line, and how good they are on crops set aside from training. ``seconds``: time per stage."""
+    """The experts of a line, and how good they are on crops set aside from training. ``seconds``: time per stage.
+
+    The accuracies are those of classifiers and detectors; ``anomalies`` tell their own.
+    """
 
     experts: tuple[Expert, ...]
     routes: Mapping[str, tuple[RouteStep, ...]]
     seconds: Mapping[str, float]
     verdict_accuracy: float
     label_accuracy: float
+    anomalies: tuple[TrainedAnomaly, ...] = ()
 
 
 def synthetic_plan() -> TrainingPlan:
     """For rendered crops: parts have an upper side, and fill their crops; few crops of each, so small batches."""
+    measured = frozenset(component.name for component in synthetic_components() if component.measured)
     shared_by = {component.name: component.detector for component in synthetic_components() if component.detector}
     small_batches = ClassifierPlan(
         joint_px=(40, 40, 40, 48, 48, 64),
@@ -66,11 +73,15 @@ def synthetic_plan() -> TrainingPlan:
         joint_learning_rate=2e-3,
         own_learning_rate=1e-4,
     )
-    return TrainingPlan(small_batches, DetectorPlan(shared_by))
+    return TrainingPlan(small_batches, DetectorPlan(shared_by), AnomalyPlan(measured))
 
 
 def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:
-    """For crops of real boards: classifiers only; turned and mirrored unless a label speaks of orientation."""
+    """For crops of real boards: classifiers only; turned and mirrored unless a label speaks of orientation.
+
+    No anomaly expert: the one trained here learns what good parts look like at each place of their crops, and nobody
+    promises that those of a real board lie alike in theirs, nor that there are as many as it takes.
+    """
     turns = ORIENTED_LABELS.isdisjoint({crop.label for crop in crops})
     return TrainingPlan(ClassifierPlan(turns=turns), DetectorPlan({}))
 
@@ -78,12 +89,13 @@ def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:
 def train_experts(
     crops: Sequence[LabelledCrop], plan: TrainingPlan, directory: Path, progress: Progress, threads: int, seed: int
 ) -> TrainedLine:
-    """Train all experts that these crops call for; writes ``directory/weights/<kind>/<name>.safetensors``.
+    """Train all experts that these crops call for; writes ``directory/weights/<kind>/<name>.safetensors`` or ``.onnx``.
 
     ``progress(stage, done, total)`` is called from this thread, often. The same crops, plan, seed and number of threads
     give the same weights on one machine. Raises ConfigError when the crops are too few to set some aside.
     """
-    parts = divide(crops, plan.validation_fraction, seed)
+    told_apart = [crop for crop in crops if crop.component not in plan.anomalies.components]
+    parts = divide(told_apart, plan.validation_fraction, seed)
     if not parts.held_out or not parts.training:
         raise ConfigError("too few source images to set some aside for validation: give more crops of each component")
     watch = Stopwatch()
@@ -92,11 +104,15 @@ def train_experts(
         trained = train_all(parts.training, plan, seed, progress, watch)
         with watch.time("validation"):
             answers = answer_all(trained, parts.held_out, plan)
+        with watch.time("anomaly expert"):
+            measuring = train_anomalies(trained.trunk, crops, plan, directory, seed, progress)
     routes = choose_routes(trained, parts.held_out, answers, plan)
     with watch.time("write"):
         experts = write_experts(trained, plan, directory, progress)
     verdicts, labels = accuracy(parts.held_out, answers, graph_of(routes))
-    return TrainedLine(experts, routes, watch.seconds, verdicts, labels)
+    experts += tuple(each.expert for each in measuring)
+    routes |= {each.component: anomaly_route(each) for each in measuring}
+    return TrainedLine(experts, routes, watch.seconds, verdicts, labels, measuring)
 
 
 class Stopwatch:
@@ -149,6 +165,27 @@ def train_all(
     with watch.time("detectors"):
         shared = detectors.train_detectors(crops, plan.detectors, seed, progress)
     return TrainedModels(trunk, tuple(own), shared)
+
+
+def train_anomalies(
+    trunk: nn.Module, crops: Sequence[LabelledCrop], plan: TrainingPlan, directory: Path, seed: int, progress: Progress
+) -> tuple[TrainedAnomaly, ...]:
+    """An anomaly expert for each component that gets one, written, with its threshold."""
+    trained = []
+    for own in anomalies.anomaly_crops(crops, plan.anomalies, seed):
+        name = anomaly_id(own.component)
+        file = directory / "weights" / f"{name}.onnx"
+        trained.append(anomalies.train_anomaly(trunk, own, plan.anomalies, name, file, seed, progress))
+    return tuple(trained)
+
+
+def anomaly_id(component: str) -> str:
+    return f"ano/{component}"
+
+
+def anomaly_route(trained: TrainedAnomaly) -> tuple[RouteStep, ...]:
+    """A measured part is judged by its anomaly expert alone; the threshold decides, and no further score."""
+    return (RouteStep(trained.expert.id, frozenset({OK})),)
 
 
 def classifier_target(crop: LabelledCrop, plan: TrainingPlan) -> str:

@@ -172,7 +172,7 @@ class JournalDoor:
 
     def _tell_known(self, sending: Sending, entry: Entry) -> None:
         try:
-            known = self._store.find(entry.key)
+            known = self._store.find_with_maps(entry.key)
         except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
             log.warning("results_not_read key=%s reason=%s: tried again", entry.key, error)
             self._store.write(lambda _: None, lambda _: self._tell_known(sending, entry))

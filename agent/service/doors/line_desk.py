@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import Model, PoolView, QueueView, StatusView, TextsView
+from agent.api.calls.desk import Model, PoolView, QueueView, ShadowsView, StatusView, TextsView
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.results import Result
 from agent.service.doors.explaining import explained_component, explained_expert, explained_result
-from agent.service.doors.views import KEY_PREFIX, part_of, run_view, verdict_view
+from agent.service.doors.views import KEY_PREFIX, measures_anomalies, part_of, run_view, verdict_view
 from experts.errors import OrderRefused, Refusing
+from experts.expert import Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
         TextTicket,
         Ticket,
     )
+    from agent.core.background import BackgroundStatistics
     from agent.core.engine import EngineStatistics, QueueStatistics
     from agent.core.pool import PoolStatistics
     from agent.deployment.build import Agent
     from agent.records.boards import BoardVerdict
     from agent.records.result_writer import ResultStore
-    from agent.records.results import Recorded
+    from agent.records.results import KeptMap, Recorded, ResultRow
     from agent.runtime.executor import ExecutorStatistics
     from agent.service.doors.order_taker import OrderTaker
     from agent.service.doors.tally import Tally
@@ -139,9 +141,13 @@ class LineDesk:
         parts = tuple(part_of(row.result, row.seq) for row in rows)
         return replace(view, parts=parts)
 
-    def results_after(self, seq: int, limit: int) -> Sequence[Part]:
+    def results_after(self, seq: int, limit: int, *, with_maps: bool = False) -> Sequence[Part]:
         """See ``agent.api.calls.desk.Desk``."""
-        return [part_of(row.result, row.seq) for row in self._results.after(seq, limit)]
+        rows = self._results.after(seq, limit)
+        return [part_of(row.result, row.seq, maps=self._maps(row) if with_maps else ()) for row in rows]
+
+    def _maps(self, row: ResultRow) -> Sequence[KeptMap]:
+        return self._results.maps(row.seq) if measures_anomalies(row.result) else ()
 
     def subscribe(self, tell: Callable[[Event], None]) -> Callable[[], None]:
         """See ``agent.api.calls.desk.Desk``."""
@@ -182,6 +188,7 @@ class LineDesk:
             standing=standing_of(engine),
             alarms=tuple(self._controls.alarms()),
             texts=_texts_view(self._texts.statistics(), statistics.executors),
+            shadows=_shadows_view(engine.background),
         )
 
     def explain(self, subject: str) -> Sequence[str]:
@@ -213,6 +220,7 @@ def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[
         max((row.performance.max_batch for row in rows), default=1),
         is_ready=reason is None,
         reason=reason,
+        measures_anomalies=any(listed[expert].task is Task.ANOMALY for expert in experts),
     )
 
 
@@ -246,6 +254,10 @@ def _texts_view(texts: TextStatistics, executors: Sequence[ExecutorStatistics]) 
         shown=shown.counts[math.inf],
         first_token_s=shown.sum_s,
     )
+
+
+def _shadows_view(seen: BackgroundStatistics) -> ShadowsView:
+    return ShadowsView(seen.waiting, seen.running, seen.ran, seen.failed, seen.dropped)
 
 
 def _queue_view(queue: QueueStatistics) -> QueueView:

@@ -21,7 +21,7 @@ from agent.api.calls.desk import Part
 from agent.core.request import CANCELLED
 from agent.records.journal import Entry
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
-from agent.service.doors.views import KEY_PREFIX, part_of
+from agent.service.doors.views import KEY_PREFIX, anomaly_views, part_of
 from agent.service.judging.inspector import Task
 from experts.errors import OrderRefused, Refusing
 from experts.images import DEFAULT_MAX_PIXELS
@@ -84,7 +84,8 @@ class _Gathering:
     def judged(self, verdict: StoredVerdict) -> None:
         """As a Sender."""
         course = verdict.course
-        part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s)
+        maps = verdict.result.maps if self.order.wants_maps else ()
+        part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         self.add(verdict.result.key, part)
 
     def add(self, key: str, part: Part) -> None:
@@ -233,6 +234,7 @@ class OrderTaker:
             seconds=time.monotonic() - since_s,
             queue_s=course.queue_s,
             compute_s=course.compute_s,
+            anomalies=anomaly_views(outcome, with_maps=gathering.order.wants_maps),
         )
         gathering.add(piece.key, part)
 

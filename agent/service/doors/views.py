@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import BoardView, Part
+from agent.api.calls.desk import AnomalyView, BoardView, Part
 from experts.expert import BoundingBox
+from experts.map_pictures import map_png
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.core.request import Outcome
     from agent.records.boards import BoardRun, BoardVerdict
-    from agent.records.results import Result
+    from agent.records.results import KeptMap, Result
 
 KEY_PREFIX = "api/"  # of callers' own keys, so that they meet no file's
 
 
-def part_of(result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s: float = 0.0) -> Part:
-    """A stored result, as callers see it."""
+def part_of(
+    result: Result,
+    seq: int | None,
+    *,
+    queue_s: float = 0.0,
+    compute_s: float = 0.0,
+    maps: Sequence[KeptMap] = (),
+) -> Part:
+    """A stored result, as callers see it, with these of its pictures."""
     steps = result.detail.get("steps", ())
     return Part(
         key=result.key.removeprefix(KEY_PREFIX),
@@ -35,6 +46,33 @@ def part_of(result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s:
         seconds=result.seconds,
         queue_s=queue_s,
         compute_s=compute_s,
+        anomalies=_anomalies(result, maps),
+    )
+
+
+def measures_anomalies(result: Result) -> bool:
+    """Whether a stored result says what an anomaly expert measured."""
+    return any("anomaly" in step for step in result.detail.get("steps", ()))
+
+
+def anomaly_views(outcome: Outcome, *, with_maps: bool) -> tuple[AnomalyView, ...]:
+    """What anomaly experts measured of an image that is not stored."""
+    measured = ((step.expert, step.prediction.anomaly) for step in outcome.steps)
+    return tuple(
+        AnomalyView(
+            expert, found.score, found.threshold, map_png(found.map) if with_maps and found.map is not None else None
+        )
+        for expert, found in measured
+        if found is not None
+    )
+
+
+def _anomalies(result: Result, maps: Sequence[KeptMap]) -> tuple[AnomalyView, ...]:
+    pictures = {each.step: each.png for each in maps}
+    return tuple(
+        AnomalyView(step["expert"], step["anomaly"]["score"], step["anomaly"]["threshold"], pictures.get(number))
+        for number, step in enumerate(result.detail.get("steps", ()))
+        if "anomaly" in step
     )
 
 

@@ -101,7 +101,9 @@ class ShadowRecorder:
         prediction = said.prediction
         steps = () if component is None else self._graph.routes.get(component, ())
         number = next((index for index, step in enumerate(steps) if step.expert == expert), None)
+        processor = next(each.processor for each in self._inspector.agent.setup.executors if each.id == said.executor)
+        ran = (said.seconds, said.executor, processor)
         if component is None or number is None:
-            return Side(prediction.label, prediction.score, None, said.seconds)
+            return Side(prediction.label, prediction.score, None, *ran)
         judgement = self._graph.judge(component, number, prediction)
-        return Side(judgement.label, judgement.score, judgement.verdict is not Verdict.NG, said.seconds)
+        return Side(judgement.label, judgement.score, judgement.verdict is not Verdict.NG, *ran)

@@ -36,7 +36,7 @@ from experts.expert import Fit, Precision, Prediction, Task
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from onnxruntime import InferenceSession
+    from onnxruntime import InferenceSession, IOBinding
     from torch import Tensor
 
     from experts.backends.base import Prepared
@@ -92,7 +92,11 @@ class OnnxSkeleton:
         rows = probabilities(expert, np.concatenate([part[0] for part in parts])[: len(batch)], self._answers)
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
-    def _run(self, images: Tensor) -> list[np.ndarray]:
+    def fed(self, images: Tensor) -> IOBinding:
+        """What one run of the session reads and writes: the addresses of the weights that are bound, and of images.
+
+        Made for every batch: the session belongs to all experts of its program, and keeps nothing of any of them.
+        """
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
@@ -101,6 +105,10 @@ class OnnxSkeleton:
             )
         for name in self._outputs:
             feeds.bind_output(name, "cpu")
+        return feeds
+
+    def _run(self, images: Tensor) -> list[np.ndarray]:
+        feeds = self.fed(images)
         await_writes(self._device)  # the session reads on a stream of its own
         self._session.run_with_iobinding(feeds)
         feeds.synchronize_outputs()

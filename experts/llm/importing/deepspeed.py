@@ -3,7 +3,8 @@
 A folder holds ``mp_rank_<r>_model_states.pt`` for each model-parallel rank, and the experts apart, each in
 ``layer_<l>_expert_<e>_mp_rank_<r>_model_states.pt``, in older ones ``expert_<e>_mp_rank_<r>_model_states.pt``; which
 layer an expert belongs to is read from its tensors' names, not from the file's. All of them are pickles: they are read
-in a process of its own that is thrown away (``model_states``), and written as safetensors, which alone this one reads.
+as data in a process of its own that is thrown away (``experts.checkpoints``), and written as safetensors, which alone
+this one reads. Nothing of the trainer whose classes they name is imported or run.
 
 Guarantees: what is written has been compared, names and shapes, with the config.json beside it; the destination appears
 whole or not at all.
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from experts.checkpoints.reading import convert_states
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
-from experts.importing import run_unpickling
 from experts.llm.checkpoint import INDEX_NAME, open_checkpoint
 from experts.llm.config import CONFIG_NAME, read_spec
 from experts.llm.importing.megatron import Arguments, GptCheckpoint
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     Reading = Callable[[Path, Path, Sequence[Path]], None]  # a checkpoint, where to, its pickles
 
-SCRIPT = Path(__file__).with_name("model_states.py")
 LATEST = "latest"  # the file that names the newest folder of a run
 RANK_FILE = re.compile(r"mp_rank_(?P<rank>\d+)_model_states\.pt")
 EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(?P<rank>\d+)_model_states\.pt")
@@ -56,7 +56,7 @@ class Imported:
 
 def read_apart(source: Path, folder: Path, files: Sequence[Path]) -> None:
     """Read these pickles of a checkpoint in a process of its own, each into a safetensors file in ``folder``."""
-    run_unpickling(source, SCRIPT, [str(folder), *(str(file.resolve()) for file in files)])
+    convert_states(source, files, folder)
 
 
 def import_deepspeed(

@@ -7,11 +7,12 @@ results numbered, stored before they are told, and told in order.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from threading import Condition, RLock
 
 from agent.api.calls.desk import (
+    AnomalyView,
     BoardView,
     Listener,
     Model,
@@ -20,6 +21,7 @@ from agent.api.calls.desk import (
     PoolView,
     QueueView,
     ReloadView,
+    ShadowsView,
     SourceView,
     StatusView,
     TextEnd,
@@ -32,15 +34,19 @@ from agent.api.calls.desk import (
 )  # fmt: skip
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
-from experts.expert import BoundingBox, Verdict
+from experts.expert import AnomalyMap, BoundingBox, Verdict
 from experts.llm.serving.generation import Ending
+from experts.map_pictures import map_png
 
 START = datetime(2026, 3, 1, 6, 0, tzinfo=UTC)
 DEADLINE_S = 30.0
 ROUTES = {"resistor": ("cls/resistor", "det/alignment"), "capacitor": ("cls/capacitor",)}
+SOLDER = "solder"  # a route that no board has
 EXPERTS = ("cls/resistor", "cls/capacitor", "det/alignment")
 BOARD_TYPES = ("main",)
 WRITERS = ("llm/code", "llm/maths", "helpdesk", "auto")
+STRANGE = b"strange"  # in an image: what its anomaly expert finds
+MAP = map_png(AnomalyMap(2, 3, 0.5, 3.5, bytes(range(6))))
 PROSE = ("Hello", ", ", "wörld", " 🙂")  # what they all write
 
 
@@ -123,7 +129,7 @@ class FakeDesk:
     def _check(self, order: Order) -> None:
         if self.is_stopping:
             raise OrderRefused(Refusing.STOPPING, "stopping")
-        if order.component not in {None, *ROUTES} or order.expert not in {None, *EXPERTS}:
+        if order.component not in {None, SOLDER, *ROUTES} or order.expert not in {None, *EXPERTS}:
             raise OrderRefused(Refusing.NOT_FOUND, f"no route for {order.component!r}, no expert {order.expert!r}")
         if order.board_type not in {None, *BOARD_TYPES}:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
@@ -214,6 +220,7 @@ class FakeDesk:
         image = order.image if isinstance(order.image, bytes) else bytes(order.image)
         verdict = next((each for each in (Verdict.NG, Verdict.UNKNOWN) if each.value.encode() in image), Verdict.OK)
         number = len(self.results) + 1
+        shown = MAP if order.wants_maps else None
         return Part(
             key=order.key or f"api/{number}",
             component=component,
@@ -232,6 +239,7 @@ class FakeDesk:
             seconds=0.5,
             queue_s=0.125,
             compute_s=0.25,
+            anomalies=(AnomalyView("look/solder", 3.5, 1.25, shown),) if STRANGE in image else (),
         )
 
     def _stored(self, part: Part, is_kept: bool) -> Part:
@@ -265,14 +273,20 @@ class FakeDesk:
     def watchers(self) -> int:
         return len(self._subscribers)
 
-    def results_after(self, seq: int, limit: int) -> list[Part]:
+    def results_after(self, seq: int, limit: int, *, with_maps: bool = False) -> list[Part]:
         with self._lock:
-            return [part for part in self.results if part.seq > seq][:limit]
+            found = [part for part in self.results if part.seq > seq][:limit]
+        shown = MAP if with_maps else None
+        return [
+            replace(part, anomalies=tuple(replace(each, map_png=shown) for each in part.anomalies)) for part in found
+        ]
 
     def models(self) -> list[Model]:
         routes = [Model(name, experts, ("good", "bad"), (8, 8), 4, True) for name, experts in ROUTES.items()]
         experts = [Model(f"expert:{name}", (name,), ("good", "bad"), None, 4, True) for name in EXPERTS[:2]]
-        return [*routes, *experts, Model(f"expert:{EXPERTS[2]}", EXPERTS[2:], ("good",), None, 1, False, "quarantined")]
+        strange = Model(SOLDER, ("look/solder",), ("ok", "anomalous"), (8, 8), 4, True, measures_anomalies=True)
+        broken = Model(f"expert:{EXPERTS[2]}", EXPERTS[2:], ("good",), None, 1, False, "quarantined")
+        return [*routes, strange, *experts, broken]
 
     def load(self, model: str) -> None:
         self._check_model(model)
@@ -332,6 +346,7 @@ class FakeDesk:
                 standing={"det/alignment": "quarantined: its weights are not as they were packed"},
                 alarms=("the disk is nearly full",),
                 texts=TextsView(1, 2, 300, 40, 2, 0.5),
+                shadows=ShadowsView(3, 1, 20, 2, 5),
             )  # fmt: skip
 
     def explain(self, subject: str) -> list[str]:

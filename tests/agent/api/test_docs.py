@@ -10,7 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from agent.api.calls.desk import Order
 from agent.api.calls.refusals import STATUS
+from tests.agent.api.fake_desk import MAP
 from tests.agent.api.test_credentials import Authority
 
 ROOT = Path(__file__).parents[3]
@@ -21,9 +23,9 @@ WATCHING = [snippet for snippet in SNIPPETS if "WatchResults" in snippet]
 PLAIN = [snippet for snippet in SNIPPETS if snippet not in ENCRYPTED + WATCHING]
 
 
-def run(snippet, server):
+def run(snippet, server, **names):
     tcp = next(address for address in server.addresses if not address.startswith("unix:"))
-    exec(snippet.replace("127.0.0.1:8461", tcp), {})
+    exec(snippet.replace("127.0.0.1:8461", tcp), names)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def _folder(tmp_path, monkeypatch):
 
 
 def test_there_are_some():
-    assert (len(PLAIN), len(WATCHING), len(ENCRYPTED)) == (3, 1, 1)
+    assert (len(PLAIN), len(WATCHING), len(ENCRYPTED)) == (3, 2, 1)
 
 
 def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
@@ -56,6 +58,20 @@ def test_results_are_followed_until_the_agent_stops(server, desk, capsys):
     stopping.join()
     server.addresses = ()
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_where_results_are_anomalous_is_followed(server, desk):
+    desk.commit(desk._part(Order(b"strange", component="solder"), "solder"))
+    told = []
+
+    def tell(*words):
+        told.append(words)
+        server.stop(0.0)
+
+    with pytest.raises(grpc.RpcError):
+        run(WATCHING[1], server, print=tell)
+    server.addresses = ()
+    assert told == [(1, "look/solder", 3.5, 1.25, len(MAP), "bytes")]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")

@@ -29,12 +29,14 @@ def test_status_for_scripts_has_all_that_there_is(line):
     ]  # fmt: skip
     assert [source["state"] for source in row["sources"]] == ["ONLINE", "STALLED"]
     assert (row["switches"], row["uptime_s"], row["bytes_read"]) == (7, 3725.5, 123456789)
+    assert row["shadows"] == {"waiting": 3, "running": 1, "ran": 20, "failed": 2, "dropped": 5}
     assert row["standing"] == {"det/alignment": "quarantined: its weights are not as they were packed"}
 
 
 def test_status_for_people_is_a_page(line):
     page = coserve("status", line).stdout
     for words in ("line test, coserve 0.1.0, running for 1:02:05", "7 switches, 9 loads, 5 evictions, 117.7 MiB read",
+                  "4 images under way for shadows; 20 shown to shadows, 2 failed, 5 dropped",
                   "cls/resistor, cls/capacitor", "50.0 MiB", "STALLED", "no frame for 10 s",
                   "alarm: the disk is nearly full", "expert det/alignment is not asked: quarantined"):  # fmt: skip
         assert words in page
@@ -58,7 +60,7 @@ def test_images_are_judged_by_the_agent_as_without_it(line, tmp_path, desk):
     rows = answer["results"]
     assert [row["verdict"] for row in rows] == ["OK", "NG", "UNKNOWN", "UNKNOWN"]
     assert rows[0].keys() == {
-        "image", "component", "verdict", "label", "score", "experts", "seconds", "reason", "boxes",
+        "image", "component", "verdict", "label", "score", "experts", "seconds", "reason", "boxes", "anomalies",
     }  # fmt: skip
     assert rows[1]["label"] == "bad"
     assert rows[2]["reason"].endswith("absent.png: No such file or directory")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from agent.cli import app
+from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.records.database import StateLock

@@ -5,7 +5,7 @@ import json
 import torch
 from typer.testing import CliRunner
 
-from agent.cli import app
+from agent.cli.app import app
 
 HIDDEN = 8
 TOLD = ("num_attention_heads=2", "layernorm_epsilon=1e-5", "bias_gelu_fusion=true", "checkpoint_version=3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -9,9 +11,10 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from agent.cli import app
+from agent.cli.app import app
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
+from agent.service.line_service import LineService
 from experts.backends.onnx.anomaly import certainty
 from experts.errors import ConfigError
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
@@ -106,9 +109,30 @@ def test_a_folder_that_is_a_file_is_told(tmp_path, images):
         inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet, images[0])
 
 
-def test_a_running_agent_is_not_asked_for_pictures(tmp_path, images):
+def test_a_running_agent_judges_and_draws_as_without_it(tmp_path, tmp_path_factory, images):
     line_of(tmp_path, 0.6)
-    command = ["inspect", tmp_path / "line.yaml", images[0], "--component", "solder", "--picture", tmp_path]
-    result = CliRunner().invoke(app, [*map(str, command), "--target", "127.0.0.1:1"])
-    assert result.exit_code == 2
-    assert "--picture" in result.stderr
+    absent = tmp_path / "absent.png"
+    address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"
+    with (tmp_path / "line.yaml").open("a") as line:
+        line.write(f"api: {{grpc: ['{address}']}}\n")
+    service = LineService(read_line(tmp_path / "line.yaml", {}), quiet)
+    service.start()
+    try:
+        command = ["inspect", tmp_path / "line.yaml", images[0], absent, images[1], "--component", "solder", "--json"]
+        options = ["--picture", tmp_path / "asked", "--target", address]
+        result = CliRunner().invoke(app, [*map(str, [*command, *options])])
+    finally:
+        service.stop()
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["results"]
+    here = inspect_images(read_line(tmp_path / "line.yaml", {}), images, "solder", quiet, tmp_path / "here")
+    for asked, own in zip((rows[0], rows[2]), here, strict=True):
+        assert asked["verdict"] == own["verdict"]
+        assert asked["anomalies"] == own["anomalies"]
+        assert pixels(asked["picture"]) == pixels(own["picture"])
+    assert (rows[1]["verdict"], rows[1]["picture"], rows[1]["anomalies"]) == ("UNKNOWN", None, [])
+
+
+def pixels(picture):
+    with Image.open(picture) as drawn:
+        return drawn.tobytes()

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from typer.testing import CliRunner
 
-from agent.cli import app
+from agent.cli.app import app
 from agent.commands import results as command
 from agent.records.boards import BoardVerdict
 from agent.records.result_writer import ResultStore

@@ -6,7 +6,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from agent.cli import app
+from agent.cli.app import app
 from agent.config import read_line
 from agent.demo.text_demo import MANUAL, ROUTE, SUMS, run_text_demo, show_text_report
 from agent.demo.texts.questions import Question, Questions

@@ -55,7 +55,7 @@ class Watched:
 
     def ends(self, request, prediction=None, reason=None, seconds=0.25):
         shadow = "a2"
-        batch = Batch(request, 0, shadow, shadow, (request,), 0)
+        batch = Batch(request, 2, shadow, shadow, (request,), 0)
         self.shadows.batch_begun(batch, 20.0)
         self.shadows.batch_ended(batch, 20.0 + seconds)
         steps = (StepResult(shadow, prediction),) if prediction else ()
@@ -74,7 +74,9 @@ def test_who_watches_is_told_what_both_said_and_how_long_each_took():
     watched.judged(1, b"image", "a", seconds=0.6, others=3)
     watched.ends(1000, BAD, "asked in the shadow of another expert")
     (answer,) = watched.told
-    assert answer == ShadowAnswer("about 1", "a", "a2", Said(OK, pytest.approx(0.2)), Said(BAD, pytest.approx(0.25)))
+    assert answer == ShadowAnswer(
+        "about 1", "a", "a2", Said(OK, pytest.approx(0.2), 0), Said(BAD, pytest.approx(0.25), 2)
+    )
     assert watched.ran == [("begun", "a2"), ("ended", "a2")]
     assert watched.shadows.held_bytes == 0
     assert 1000 not in watched.shadows

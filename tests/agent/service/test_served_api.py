@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import grpc
 import numpy as np
+import onnx
 import pytest
 import tritonclient.grpc as triton
+from PIL import Image
 
 from agent.api.calls.desk import Order
 from agent.api.client import Access, AgentClient
@@ -18,6 +21,8 @@ from agent.api.proto import inspection_pb2_grpc
 from agent.service.doors.camera_door import CameraDoor
 from experts.errors import AddressUnusable, AgentUnreachable
 from experts.expert import Verdict
+from experts.map_pictures import map_of
+from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 
 
 @pytest.fixture
@@ -59,6 +64,70 @@ def test_an_unmodified_tritonclient_inspects_on_a_served_line(desk_line, address
             counted = client.get_inference_statistics("c0", as_json=True)["model_stats"][0]
             assert int(counted["inference_stats"]["success"]["count"]) == 4
     assert [(row.result.key, row.result.board) for row in desk_line.results.query()] == [("api/one", "B1")]
+
+
+@pytest.fixture
+def solder(desk_line):
+    """The line with an anomaly expert, and an image in which it finds a bright spot."""
+    graph = brightness(("pred_score", "score"), ("anomaly_map", "map"))
+    onnx.save_model(graph, desk_line.folder / "solder.onnx")
+    desk_line.document["experts"]["look/solder"] = {
+        "architecture": "onnx", "weights": "solder.onnx", "task": "anomaly", "threshold": 0.6,
+        "input": {"size": [SIZE_PX, SIZE_PX], "normalize": "unit"},
+    }  # fmt: skip
+    desk_line.document["routes"]["solder"] = [{"expert": "look/solder", "pass": ["ok"]}]
+    desk_line.document["memory"] = {"host": "60MiB", "workspace": "30MiB"}
+    pixels = np.full((SIZE_PX, SIZE_PX, 3), 51, np.uint8)
+    pixels[4:8, 20:24] = 255
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def brightest(png):
+    shown = map_of(png)
+    values = np.frombuffer(shown.values, np.uint8).reshape(shown.height, shown.width)
+    return {(int(row), int(column)) for row, column in np.argwhere(values == 255)}
+
+
+SPOT = {(row, column) for row in range(4, 8) for column in range(20, 24)}
+
+
+def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(desk_line, address, solder, png):
+    """An inspection, the same one again, a question, stored results, and a tritonclient."""
+    with desk_line.served(), grpc.insecure_channel(address) as channel, AgentClient(address) as client:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        request = pb.InspectRequest(file=solder, component="solder", key="one", wants_maps=True)
+        question = pb.InspectRequest(file=solder, component="solder", is_question=True, wants_maps=True)
+        for each in (request, request, question):
+            (found,) = agent.Inspect(each, timeout=60).parts[0].anomalies
+            assert (found.expert, found.score, found.threshold) == ("look/solder", pytest.approx(1.0), 0.6)
+            assert brightest(found.map) == SPOT
+        request.ClearField("wants_maps")
+        assert not agent.Inspect(request, timeout=60).parts[0].anomalies[0].HasField("map")
+        (good,) = agent.Inspect(
+            pb.InspectRequest(file=png((9, 9, 9)), component="solder", wants_maps=True), timeout=60
+        ).parts
+        assert (good.verdict, good.anomalies[0].HasField("map")) == (pb.VERDICT_OK, False)
+        stored = next(client.watch(0, with_maps=True))
+        assert brightest(stored.anomalies[0].map_png) == SPOT
+        assert next(client.watch(0)).anomalies[0].map_png is None
+        with closing(triton.InferenceServerClient(address)) as caller:
+            outputs = [triton.InferRequestedOutput(name) for name in ("ANOMALY_SCORE", "ANOMALY_MAP")]
+            answer = caller.infer("expert:look/solder", [image_input(solder)], outputs=outputs)
+        assert answer.as_numpy("ANOMALY_SCORE")[0] == pytest.approx(1.0)
+        assert brightest(answer.as_numpy("ANOMALY_MAP")[0]) == SPOT
+
+
+def test_where_no_images_are_kept_only_questions_are_answered_with_pictures(desk_line, address, solder):
+    desk_line.document["records"] = {"images": "none"}
+    with desk_line.served(), grpc.insecure_channel(address) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        asked = pb.InspectRequest(file=solder, component="solder", wants_maps=True)
+        (kept,) = agent.Inspect(asked, timeout=60).parts[0].anomalies
+        asked.is_question = True
+        (answered,) = agent.Inspect(asked, timeout=60).parts[0].anomalies
+    assert (kept.HasField("map"), answered.HasField("map")) == (False, True)
 
 
 def test_the_lines_own_client_sees_the_board_and_the_status(desk_line, address, png):

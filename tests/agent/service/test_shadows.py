@@ -44,6 +44,7 @@ def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(desk_line,
         assert [part.verdict for part in judge(service, caller, png(), component="c1")] == [OK]
         until(lambda: (found := compared(line)) is not None and found.images == 5)
         statistics = service.agent.loop.statistics().engine
+        status = service.desk.status().shadows
     comparison = compared(line)
     assert (comparison.agreeing, comparison.flips_to_ng, comparison.flips_to_ok) == (0, 5, 0)
     assert (comparison.failed, comparison.dropped) == (0, 0)
@@ -55,6 +56,12 @@ def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(desk_line,
     assert len(keys) == 5
     assert all(line.results.find(key).result.verdict is OK for key in keys)
     assert (statistics.arrived, statistics.background.ran) == (6, 5)
+    assert (status.ran, status.failed, status.dropped) == (5, 0, 0)
+    ran = {(row.executor, row.processor, row.shadow_executor, row.shadow_processor) for row in comparison.differing}
+    numbers = {spec.id for spec in service.agent.setup.executors if spec.processor == "cpu"}
+    assert {(processor, other) for _, processor, _, other in ran} == {("cpu", "cpu")}
+    assert {number for one in ran for number in (one[0], one[2])} <= numbers
+    assert sum(each.images for each in comparison.shadow_ran_on) == 5
 
 
 def test_a_line_file_that_is_read_anew_gives_an_expert_a_shadow_and_takes_it_away(desk_line, caller, png):

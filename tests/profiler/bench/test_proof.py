@@ -21,6 +21,8 @@ from tests.profiler.bench.one_run import FIGURES
 DECISIONS = tuple(
     DecisionTimes(queued, 4000, 5, 6, 7, queued, queued, 1e-5, 190e-6, 4e-4, 8e-5) for queued in (1000, 10_000, 100_000)
 )
+LOADS = LoadingTimes("resnet101", 8, 3, 178_700_000, 0.05, 0.055, 0.15, 0.004)
+DETECTORS = "| SSD to runnable over a raw direct read, ONNX detectors | at most 1.3 | 1.280 | reached |"
 COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0, 0.004)
 
 
@@ -83,7 +85,7 @@ def test_what_is_missed_stands_as_short(proof):
 def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_full, tmp_path):
     found = Findings(
         proof=proof,
-        loads=LoadingTimes("resnet101", 8, 3, 178_700_000, 0.05, 0.055, 0.15, 0.004),
+        loads=[LOADS, replace(LOADS, architecture="onnx", load_s=0.064, name="ONNX detectors")],
         start=StartTimes(3, 6.2, 380_000_000, 2.0),
         decisions=DECISIONS,
         evaluation=Evaluation((), (), 1500 if is_full else 750),
@@ -92,7 +94,17 @@ def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_f
         seconds=200.0,
     )
     text = write_report(tmp_path, found).read_text(encoding="utf-8")
-    for part in ("200 s", "| reached |", "![", "SSD to runnable", "190.0", "380 MB", "Figure 13", "Figure 19"):
+    for part in (
+        "200 s",
+        "| reached |",
+        "![",
+        "SSD to runnable",
+        "190.0",
+        "380 MB",
+        "Figure 13",
+        "Figure 19",
+        DETECTORS,
+    ):
         assert part in text
     assert ("their searches on smaller samples" in text) == (not is_full)
     assert ("searched for on 750 requests instead of 1,500" in text) == (not is_full)

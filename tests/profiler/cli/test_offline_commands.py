@@ -66,6 +66,20 @@ def test_a_simulation_takes_nothing_that_only_a_real_run_would_use(words, offlin
     assert f"Invalid value for {words[0]}: a simulation has neither" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--expert", "cls/a"], "--expert: experts of which line? - give --line"),
+        (["--line", "line.yaml", "--files", "2"], "--files: the experts are the line's"),
+        (["--onnx", "anomaly", "--architecture", "resnet18"], "--architecture: an ONNX graph has its own"),
+    ],
+)
+def test_what_would_not_count_for_a_load_is_refused(words, said, offline):
+    done = offline("bench", "load", *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
     made = generate_line(tmp_path_factory.mktemp("generated") / "line", RECIPE)

@@ -21,6 +21,7 @@ from agent.api.proto import inference_pb2_grpc
 from agent.api.services import tensors
 from agent.api.services.tensors import asked
 from experts.errors import OrderRefused, Refusing
+from tests.agent.api.fake_desk import MAP
 
 DEADLINE_S = 30.0
 
@@ -74,6 +75,28 @@ def test_alive_ready_metadata_and_an_image_judged(client, desk):
     assert (detail["experts"], detail["seconds"]) == (["cls/resistor", "det/alignment"], 0.5)
     assert detail["boxes"][0]["label"] == "good"
     assert desk.results == []  # a question: nothing remains of it
+
+
+def test_a_model_that_measures_anomalies_answers_with_score_and_map_where_they_are_asked_for(client, desk):
+    metadata = client.get_model_metadata("solder", as_json=True)
+    extra = {tensor["name"]: tensor["datatype"] for tensor in metadata["outputs"][4:]}
+    assert extra == {"ANOMALY_SCORE": "FP32", "ANOMALY_MAP": "BYTES"}
+    config = client.get_model_config("solder").config
+    assert [each.name for each in config.output][4:] == list(extra)
+    outputs = [triton.InferRequestedOutput(name) for name in ("LABEL", *extra)]
+    images = texts("IMAGE", b"strange and NG", b"plain")
+    answer = client.infer("solder", [images], outputs=outputs, client_timeout=DEADLINE_S)
+    score, nothing = answer.as_numpy("ANOMALY_SCORE").tolist()
+    assert score == 3.5
+    assert math.isnan(nothing)
+    assert answer.as_numpy("ANOMALY_MAP").tolist() == [MAP, b""]
+    assert [order.wants_maps for order in desk.orders] == [True, True]
+    plain = client.infer("solder", [texts("IMAGE", b"strange and NG")], client_timeout=DEADLINE_S)
+    assert plain.as_numpy("ANOMALY_MAP") is None
+    assert json.loads(plain.as_numpy("DETAIL")[0])["anomalies"] == [
+        {"expert": "look/solder", "score": 3.5, "threshold": 1.25}
+    ]
+    assert not desk.orders[-1].wants_maps
 
 
 def test_with_a_board_it_is_an_inspection_whose_id_is_its_key(client, desk):
@@ -147,7 +170,7 @@ def test_statistics_grow_with_what_is_asked(local, desk):
     assert (stats.compute_infer.count, stats.compute_infer.ns) == (2, 500_000_000)
     everything = local.get_inference_statistics().model_stats
     assert {each.name: each.inference_count for each in everything}["capacitor"] == 0
-    assert len(everything) == 5
+    assert len(everything) == 6
 
 
 def test_the_configuration_is_what_a_measuring_client_asks_for(local):
@@ -164,7 +187,7 @@ def test_the_repository_is_listed_loaded_and_unloaded(local, desk):
     assert models["resistor"] == ("READY", "")
     assert models["expert:det/alignment"] == ("UNAVAILABLE", "quarantined")
     ready = local.get_model_repository_index  # the client asks for all
-    assert len(ready().models) == 5
+    assert len(ready().models) == 6
     local.load_model("resistor")
     local.unload_model("expert:cls/capacitor")
     assert (desk.loaded, desk.unloaded) == (["resistor"], ["expert:cls/capacitor"])

@@ -9,10 +9,12 @@ import time
 import grpc
 import pytest
 
-from agent.api.calls.desk import ReloadView
+from agent.api.calls.desk import Order, ReloadView
+from agent.api.calls.watching import PAGE_WITH_MAPS
 from agent.api.proto import inspection_pb2 as pb
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
+from tests.agent.api.fake_desk import MAP
 
 DEADLINE_S = 30.0
 
@@ -41,6 +43,24 @@ def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
 def test_a_question_is_answered_and_forgotten(agent, desk):
     (part,) = agent.Inspect(pb.InspectRequest(file=b"x", expert="cls/capacitor", is_question=True)).parts
     assert (part.verdict, part.HasField("seq"), desk.results) == (pb.VERDICT_OK, False, [])
+
+
+def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
+    def anomaly(**wanted):
+        (part,) = agent.Inspect(pb.InspectRequest(file=b"strange", component="solder", **wanted)).parts
+        (found,) = part.anomalies
+        return found
+
+    plain, shown = anomaly(), anomaly(wants_maps=True)
+    assert (plain.expert, plain.score, plain.threshold, plain.HasField("map")) == ("look/solder", 3.5, 1.25, False)
+    assert shown.map == MAP
+    assert [order.wants_maps for order in desk.orders] == [False, True]
+
+
+def test_a_stream_of_orders_tells_where_it_is_anomalous_to_who_asks(agent):
+    order = pb.StreamOrder(id="1", order=pb.InspectRequest(file=b"strange", component="solder", wants_maps=True))
+    judged = [answer.judged for answer in agent.InspectStream(iter([order])) if answer.HasField("judged")]
+    assert judged[0].parts[0].anomalies[0].map == MAP
 
 
 def test_a_frame_is_judged_part_by_part(agent, desk):
@@ -273,6 +293,20 @@ class TestWatching:
         agent.Inspect(self.part(1))
         assert next(events).result.seq == 2
         events.cancel()
+
+    @pytest.mark.parametrize("wants_maps", [False, True])
+    def test_pictures_come_with_stored_results_where_they_are_wanted(self, agent, desk, wants_maps):
+        count = 2 * PAGE_WITH_MAPS + 1
+        for number in range(count):
+            image = b"strange" if number % 2 else b"plain"
+            desk.commit(desk._part(Order(image, component="solder"), "solder"))
+        request = pb.WatchResultsRequest(after_seq=0, wants_maps=wants_maps)
+        events = agent.WatchResults(request, timeout=DEADLINE_S)
+        parts = [next(events).result for _ in range(count)]
+        events.cancel()
+        assert [part.seq for part in parts] == list(range(1, count + 1))
+        shown = [[each.map for each in part.anomalies] for part in parts]
+        assert shown == [[MAP if wants_maps else b""] if number % 2 else [] for number in range(count)]
 
     def test_no_gap_while_results_are_committed(self, agent, desk):
         """Thousands of results, more than one page, committed by two threads before and while they are watched."""

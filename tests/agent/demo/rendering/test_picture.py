@@ -7,7 +7,7 @@ import pytest
 
 from agent.demo.rendering.picture import COLOURS, PartVerdict, draw_verdicts
 from agent.demo.rendering.render import render_board
-from experts.expert import Verdict
+from experts.expert import Anomaly, AnomalyMap, Verdict
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,21 @@ def test_each_verdict_is_drawn_around_its_part(board):
     assert colour_at_edge(picture, unknown) == COLOURS[Verdict.UNKNOWN]
     assert colour_at_edge(picture, silent) == COLOURS[Verdict.UNKNOWN]
     assert colour_at_edge(picture, good) not in {COLOURS[Verdict.NG], COLOURS[Verdict.UNKNOWN]}
+
+
+def test_what_is_anomalous_is_coloured_where_it_lies_on_the_board(board):
+    """The map is of the upright crop: its right half is strange."""
+    part = next(each for each in board.placements if each.quarter_turns == 1)
+    values = np.tile(np.array([0, 255], np.uint8), (2, 1)).tobytes()
+    verdicts = {part.ref: PartVerdict(Verdict.NG, "anomalous", Anomaly(9.0, 5.0, AnomalyMap(2, 2, 0.0, 10.0, values)))}
+    plain = {part.ref: PartVerdict(Verdict.NG, "anomalous")}
+    with_map, without = (np.asarray(draw_verdicts(board, each), np.int64) for each in (verdicts, plain))
+    left, top, right, bottom = part.window
+    changed = np.abs(with_map - without).sum(2)
+    assert changed[top:bottom, left:right].sum() == changed.sum()
+    quarter = (bottom - top) // 4  # turned clockwise on the board, the crop's right is its lower side
+    lower, upper = changed[bottom - quarter : bottom, left:right].sum(), changed[top : top + quarter, left:right].sum()
+    assert lower > 10 * upper
 
 
 def test_the_board_itself_is_left_as_it_was(board):

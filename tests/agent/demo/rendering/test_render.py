@@ -56,6 +56,18 @@ def test_labels_are_of_the_component_and_follow_the_rate(board):
     assert all(placement.label == OK for placement in render_board(seed=1, defect_rate=0.0).placements)
 
 
+def test_measured_parts_have_a_rate_and_a_chance_of_their_own():
+    boards = [render_board(seed=5, defect_rate=0.3, measured_defect_rate=rate) for rate in (0.0, 1.0)]
+    measured = {each.name for each in synthetic_components() if each.measured}
+    assert measured
+    for one, other in zip(*(board.placements for board in boards), strict=True):
+        if one.component in measured:
+            assert one.label == OK != other.label
+        else:
+            assert one == other
+            assert crop(boards[0], one).tobytes() == crop(boards[1], other).tobytes()
+
+
 def test_crops_are_square_and_upright(board):
     assert {crop(board, placement).size for placement in board.placements} == {(CROP_PX, CROP_PX)}
     some, others, reverse = (

@@ -13,7 +13,7 @@ from PIL import Image
 from agent.demo.inbox import write_board, write_held_out
 from agent.demo.rendering.components import OK, synthetic_components
 from agent.demo.rendering.render import RenderedBoard, render_board
-from agent.demo.training.crops import BODIES_FILE, LabelledCrop, divide, load_crops, write_crops
+from agent.demo.training.crops import BODIES_FILE, LabelledCrop, divide, load_component, load_crops, write_crops
 from experts.errors import ConfigError
 
 PIXELS = np.zeros((4, 4, 3), np.uint8)
@@ -46,6 +46,17 @@ def test_written_crops_are_read_back(tmp_path):
     assert {crop.pixels.shape for crop in crops} == {(64, 64, 3)}
     assert all((crop.body is None) == (crop.label == "missing") for crop in crops)
     assert (tmp_path / "resistor-0402" / "shifted" / "0000.png").is_file()
+
+
+def test_crops_of_a_part_without_traces_change_no_other(tmp_path):
+    named = {each.name: each for each in synthetic_components()}
+    chip, shield = named["resistor-0402"], named["shield-can"]
+    for folder, components in (("alone", [chip]), ("both", [shield, chip])):
+        write_crops(tmp_path / folder, components, 5, 0, 1, lambda *step: None)
+    alone, both = (load_component(tmp_path / folder / chip.name) for folder in ("alone", "both"))
+    assert all(np.array_equal(one.pixels, other.pixels) for one, other in zip(alone, both, strict=True))
+    counts = Counter(crop.label for crop in load_component(tmp_path / "both" / shield.name))
+    assert counts.pop(OK) > 5 * max(counts.values())  # good ones have to teach what good is, and to vouch for it
 
 
 def test_no_component_is_refused(tmp_path):

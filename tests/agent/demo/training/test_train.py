@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from agent.config import read_line
 from agent.demo.line import scalar, synthetic_board, write_line_yaml
 from agent.demo.rendering.components import OK, Detector, synthetic_components
+from agent.demo.training.anomalies import AnomalyPlan
 from agent.demo.training.classifiers import ClassifierPlan
 from agent.demo.training.crops import LabelledCrop, load_crops, write_crops
 from agent.demo.training.detectors import DetectorPlan
@@ -21,7 +22,7 @@ from experts.backends import backend_for
 from experts.errors import ConfigError
 from experts.expert import Precision
 
-NAMES = {"resistor-0402", "capacitor-0805", "diode-sod123"}
+NAMES = {"resistor-0402", "capacitor-0805", "diode-sod123", "shield-can"}
 SHORT = Pace(steps=2, learning_rate=1e-3)
 CLASSIFIERS = ClassifierPlan(input_px=32, joint_px=(32,), crops_centre=False, turns=False, own_epochs=1)
 
@@ -41,7 +42,7 @@ def crops(tmp_path_factory):
 def plan():
     shared_by = synthetic_plan().detectors.shared_by
     detectors = DetectorPlan(shared_by, input_px=32, joint=SHORT, own=SHORT, batch_size=8)
-    return TrainingPlan(CLASSIFIERS, detectors)
+    return TrainingPlan(CLASSIFIERS, detectors, AnomalyPlan(frozenset({"shield-can"}), input_px=32, dimensions=6))
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,21 @@ def test_every_component_gets_a_classifier_and_its_detector(line):
         "cls/diode-sod123": (OK, "cracked", "missing"),
         "det/alignment": ("aligned", "shifted"),
         "det/polarity": ("correct", "reversed"),
+        "ano/shield-can": (OK, "anomalous"),
     }
     assert [step.expert for step in trained.routes["diode-sod123"]] == ["cls/diode-sod123", "det/polarity"]
-    assert all(0.0 < steps[0].min_score < 1.0 for steps in trained.routes.values())
+    told_apart = [steps for component, steps in trained.routes.items() if component != "shield-can"]
+    assert all(0.0 < steps[0].min_score < 1.0 for steps in told_apart)
     assert 0.0 <= trained.label_accuracy <= trained.verdict_accuracy <= 1.0
-    assert {"trunk", "classifiers", "detectors", "write"} <= trained.seconds.keys()
+    assert {"trunk", "classifiers", "detectors", "anomaly expert", "write"} <= trained.seconds.keys()
+
+
+def test_a_measured_component_gets_an_anomaly_expert_alone(line):
+    _, trained = line
+    ((step,), (shield,)) = trained.routes["shield-can"], trained.anomalies
+    assert (step.expert, step.passing, step.min_score) == ("ano/shield-can", {OK}, 0.0)
+    assert shield.expert.threshold == shield.learned.rates.threshold
+    assert (shield.training, shield.good, shield.bad) == (26, 25, 23)
 
 
 def test_classifiers_share_the_trunk_and_own_the_rest(line):
@@ -139,6 +150,11 @@ def test_detector_needs_to_know_where_the_part_lies(plan, tmp_path):
     crops = [crop_of("diode-sod123", label, f"{n}.png") for label in (OK, "missing", "reversed") for n in range(10)]
     with pytest.raises(ConfigError, match=r"bodies\.json does not say where the part lies"):
         train_experts(crops, plan, tmp_path, quiet, threads=1, seed=0)
+
+
+def test_real_crops_get_no_anomaly_expert():
+    assert not real_plan([crop_of("shield-can", "short", "1.png")]).anomalies.components
+    assert synthetic_plan().anomalies.components == {"shield-can"}
 
 
 def test_real_crops_are_turned_unless_a_label_speaks_of_orientation():

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import gelu, layer_norm, linear
 
+from experts.checkpoints.apart import convert_state
 from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
-from experts.llm.importing.model_states import DONE, main
 from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -29,7 +29,8 @@ def import_deepspeed(source, destination, given=None, tokenizer=None):
     """In this process: what is read here was written here, and a process of its own takes its time."""
 
     def read(_, folder, files):
-        assert main(folder, list(files)) == DONE
+        for file in files:
+            convert_state(file, folder)
 
     return import_apart(source, destination, given, tokenizer, read)
 
@@ -395,7 +396,7 @@ def test_an_argument_that_would_change_the_numbers_is_refused(tmp_path, name, va
 
 @pytest.mark.parametrize("function", [os.system, subprocess.check_call, eval])
 def test_nothing_of_a_pickle_runs(tmp_path, function):
-    """What it would call is a stand-in, or is refused outright; either way the marker is not there."""
+    """What it would call is read as a name, and refused as one that no weights need."""
     tensors = gpt_tensors()
     marker = tmp_path / "it-ran"
     command = f"__import__('pathlib').Path({str(marker)!r}).touch()"
@@ -403,13 +404,15 @@ def test_nothing_of_a_pickle_runs(tmp_path, function):
     argument = f"touch {marker}" if function is os.system else argument
     args = arguments(tensorboard=Malicious(function, argument))
     folder = write(tmp_path / "ds", tensors, args)
-    if function is os.system:
-        with pytest.raises(WeightsRefused, match="mp_rank_00"):
-            import_apart(folder, tmp_path / "out")
-    else:
+    with pytest.raises(WeightsRefused, match=r"mp_rank_00_model_states\.pt: .*nothing was run"):
         import_apart(folder, tmp_path / "out")
-        assert_same(tmp_path / "out", Reference(tensors))
     assert not marker.exists()
+
+
+def test_a_checkpoint_is_read_in_a_process_of_its_own(tmp_path):
+    tensors = gpt_tensors()
+    import_apart(write(tmp_path / "ds", tensors, arguments()), tmp_path / "out")
+    assert_same(tmp_path / "out", Reference(tensors))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

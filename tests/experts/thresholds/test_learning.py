@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from profiler.thresholds.learning import learned, rates_at, separation
+from experts.thresholds.learning import learned, rates_at, separation
 
 SCORES = st.one_of(st.floats(-1e9, 1e9), st.integers(0, 5).map(float))  # the latter: many that are equal
 GOOD = st.lists(SCORES, min_size=1, max_size=60)

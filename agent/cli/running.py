@@ -1,0 +1,154 @@
+"""The agent itself, and judging without it: serve, inspect, doctor, demo."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agent.cli.arguments import AsJson, Authority, Certificate, Key, LineFile, Target, TokenFile
+from agent.cli.endings import FAILED, explained, leave_at_once
+from agent.cli.log import log_to_stderr
+
+
+def serve(
+    line: LineFile,
+    as_json: AsJson = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log every decision")] = False,
+) -> None:
+    """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
+    from agent.commands.progress import progress_on_stderr
+    from agent.config import read_line, service_manager
+    from agent.deployment.profile_in_use import set_spinning
+    from agent.service.service_manager import Notifier, failures_told
+
+    log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    with explained(), failures_told(Notifier(service_manager())):
+        config = read_line(line)
+        set_spinning(config)
+        from agent.service.serve import serve_line  # loads torch
+
+        with progress_on_stderr() as progress:
+            closing = serve_line(config, progress)
+    if as_json:
+        print(json.dumps(closing))
+    if closing["threads_left_behind"]:
+        leave_at_once(0)
+
+
+def inspect(
+    line: LineFile,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="image files", show_default=False)],
+    component: Annotated[str, typer.Option(help="component type of all of them")],
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="draw each image there, with the anomalies and boxes in it")
+    ] = None,
+    target: Target = None,
+    ca: Authority = None,
+    token_file: TokenFile = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge images now, without the agent, or with --target by a running one: nothing is moved, nothing is stored."""
+    from agent.commands.outputs import outputs_sha256
+    from agent.commands.progress import progress_on_stderr
+    from agent.config import read_line
+
+    log_to_stderr(logging.WARNING)
+    with explained():
+        config = read_line(line)
+        with progress_on_stderr() as progress:
+            if target is not None:
+                from agent.commands.asking import AccessFiles, ask_to_inspect
+
+                access = AccessFiles(ca, token_file, certificate, key)
+                results = ask_to_inspect(config, target, access, images, component, progress, picture)
+            else:
+                from agent.deployment.profile_in_use import set_spinning
+
+                set_spinning(config)
+                from agent.commands.inspection import inspect_images  # loads torch
+
+                results = inspect_images(config, images, component, progress, picture)
+    if as_json:
+        print(json.dumps({"results": results, "outputs_sha256": outputs_sha256(row["label"] for row in results)}))
+        return
+    for result in results:
+        score = "" if result["score"] is None else f" {result['score']:.3f}"
+        print(f"{result['verdict']:<8} {result['label'] or result['reason']}{score}  {result['image']}")
+
+
+def doctor(
+    line: LineFile,
+    cameras: Annotated[bool, typer.Option(help="ask each camera for a frame")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Look at all that this line needs of this box; exit code 1 if anything is not well, with what to do."""
+    from agent.config import read_line
+
+    log_to_stderr(logging.ERROR)
+    with explained():
+        config = read_line(line)
+        from agent.commands.doctor import examine  # loads torch
+
+        diagnosis = examine(config, cameras=cameras)
+    if as_json:
+        print(json.dumps(diagnosis.as_json()))
+    else:
+        for check in diagnosis.checks:
+            print(f"{'ok ' if check.is_well else 'BAD'} {check.name}: {check.found}")
+            if check.fix is not None:
+                print(f"    -> {check.fix}")
+        print(f"{diagnosis.problems} problems")
+    if diagnosis.problems:
+        raise typer.Exit(FAILED)
+
+
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", help="where the demo line is made")] = Path("demo"),
+    data: Annotated[Path | None, typer.Option(help="real crops instead: DATA/<component>/<label>/*.png")] = None,
+    llm: Annotated[bool, typer.Option("--llm", help="language models instead: two experts on one backbone")] = False,
+    seed: Annotated[int, typer.Option(help="of everything random")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
+    if llm and data is not None:
+        raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    log_to_stderr(logging.WARNING)
+    set_default_spinning()
+    if llm:
+        _demo_texts(directory, seed, as_json=as_json)
+        return
+    from agent.commands.progress import progress_on_stderr
+    from agent.demo.demo import run_demo, show_report
+
+    with explained():
+        with progress_on_stderr() as progress:
+            report = run_demo(directory, data, seed, progress)
+        if as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            show_report(report)
+
+
+def _demo_texts(directory: Path, seed: int, *, as_json: bool) -> None:
+    from agent.commands.progress import progress_on_stderr
+    from agent.demo.text_demo import run_text_demo, show_text_report
+
+    def show(text: str) -> None:
+        if not as_json:
+            print(text, end="", flush=True)
+
+    with explained():
+        with progress_on_stderr() as progress:
+            report = run_text_demo(directory, seed, progress, show)
+        if as_json:
+            print(json.dumps(report.as_json()))
+        else:
+            show_text_report(report)

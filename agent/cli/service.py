@@ -1,0 +1,36 @@
+"""`coserve service`: the agent under systemd."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from agent.cli.arguments import AsJson
+from agent.cli.endings import explained
+
+
+def service() -> None:
+    """The agent as a systemd service."""
+
+
+def service_install(
+    prints: Annotated[
+        bool, typer.Option("--print", help="the shell script that would be run, and run nothing")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the units of this very agent, with their user and folders, and tell systemd. Needs root."""
+    from agent.commands.unit_files import install, unit_files
+
+    with explained():
+        units = unit_files()
+        if not prints:
+            install(units)
+    if as_json:
+        print(json.dumps({"files": units.files, "commands": units.commands, "is_installed": not prints}))
+    elif prints:
+        print(units.script(), end="")
+    else:
+        print("installed: now write /etc/coserve/line.yaml, then systemctl enable --now coserve")

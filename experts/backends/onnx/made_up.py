@@ -1,0 +1,118 @@
+"""ONNX graphs such as trainers export, with random weights: for whoever measures. They see nothing, and run as trained.
+
+Guarantees: all files of one call have the same graph, so that their experts share one program, and no two of them have
+a tensor of a layer in common; the same seed gives the same weights.
+The detector is exported by ultralytics itself. The anomaly expert is made of what PatchCore (arXiv 2106.08265, section
+3) consists of: features of two stages of a ResNet18, smoothed over their neighbourhood, and for each the distance to
+the nearest of a bank of such features.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import nn
+from torch.nn.functional import avg_pool2d, interpolate
+from torchvision import models
+
+from experts.backends.onnx.export import exported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    from torch import Tensor
+
+DETECTOR = "yolo11m"
+DETECTOR_LABELS = ("aligned", "turned")
+DETECTOR_PX, ANOMALY_PX = 640, 224
+BANK_ROWS = 32_768  # of 384 features each: 50 MB
+STAGE_FEATURES = (128, 256)  # of a ResNet18's second and third stage
+NOISE = 0.02  # on each file's layers, in parts of each weight: a network that is not trained stays as good
+
+
+class NearestFeatures(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
+    """A PatchCore: how far each place's features are from the nearest of the bank, and the farthest of them."""
+
+    def __init__(self, bank_rows: int) -> None:
+        super().__init__()
+        network = models.resnet18()
+        self.stem = nn.Sequential(network.conv1, network.bn1, network.relu, network.maxpool, network.layer1)
+        self.second, self.third = network.layer2, network.layer3
+        self.bank = nn.Parameter(torch.randn(bank_rows, sum(STAGE_FEATURES)))
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        second = self.second(self.stem(images))
+        third = interpolate(self.third(second), scale_factor=2.0, mode="bilinear")
+        found = avg_pool2d(torch.cat((second, third), dim=1), 3, stride=1, padding=1)
+        features = found.flatten(2).transpose(1, 2)
+        products = features @ self.bank.T
+        squares = features.square().sum(2, keepdim=True) - 2 * products + self.bank.square().sum(1)
+        nearest = squares.amin(2).clamp(min=0.0).sqrt()
+        return {"pred_score": nearest.amax(1), "anomaly_map": nearest.unflatten(1, (1, *found.shape[2:]))}
+
+
+def write_detectors(
+    paths: Sequence[Path], seed: int = 0, architecture: str = DETECTOR, side_px: int = DETECTOR_PX
+) -> None:
+    """A detector of DETECTOR_LABELS at each path, for square images. Raises OSError."""
+    _write(_detector(architecture, side_px, seed), paths, seed)
+
+
+def write_anomaly_models(paths: Sequence[Path], bank_rows: int = BANK_ROWS, seed: int = 0) -> None:
+    """An anomaly expert at each path, for square images of ANOMALY_PX. Raises OSError."""
+    _write(_anomaly(seed, bank_rows), paths, seed)
+
+
+def _write(model: onnx.ModelProto, paths: Sequence[Path], seed: int) -> None:
+    layers = list(_layers(model))
+    drawn = [numpy_helper.to_array(tensor).copy() for tensor in layers]
+    for number, path in enumerate(paths):
+        generator = torch.Generator().manual_seed(seed + number)
+        for tensor, values in zip(layers, drawn, strict=True):
+            tensor.raw_data = _varied(values, generator).tobytes()
+        onnx.save(model, path)
+
+
+def _detector(architecture: str, side_px: int, seed: int) -> onnx.ModelProto:
+    from experts.backends.detector import write_onnx_export
+
+    with tempfile.TemporaryDirectory(prefix="coserve-export-") as folder:
+        path = Path(folder) / f"{architecture}.onnx"
+        write_onnx_export(path, architecture, DETECTOR_LABELS, side_px, seed)
+        return onnx.load(path)
+
+
+def _anomaly(seed: int, bank_rows: int) -> onnx.ModelProto:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        weights = NearestFeatures(bank_rows).state_dict()
+    with torch.device("meta"):
+        model = exported(NearestFeatures(bank_rows).eval(), (ANOMALY_PX, ANOMALY_PX), ("pred_score", "anomaly_map"))
+    graph = model.graph
+    images = [value for value in graph.input if value.name not in weights]
+    read = [value.name for value in graph.input if value.name in weights]
+    graph.ClearField("input")
+    graph.input.extend(images)
+    graph.initializer.extend(numpy_helper.from_array(weights[name].numpy(), name) for name in read)
+    return model
+
+
+def _layers(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """What layers multiply with, which decides on nothing but values; in raw bytes, as exporters write it."""
+    weights = {node.input[1] for node in model.graph.node if node.op_type in {"Conv", "Gemm", "MatMul"}}
+    weights |= {node.input[0] for node in model.graph.node if node.op_type == "Transpose"}
+    for tensor in model.graph.initializer:
+        if tensor.name in weights and tensor.data_type == onnx.TensorProto.FLOAT and tensor.HasField("raw_data"):
+            yield tensor
+
+
+def _varied(values: np.ndarray, generator: torch.Generator) -> np.ndarray:
+    noise = torch.randn(values.shape, generator=generator)
+    varied: np.ndarray = values * (1 + NOISE * noise).numpy()
+    return varied.astype(values.dtype, copy=False)

@@ -1,0 +1,95 @@
+"""What a rank of a training kept, as DeepSpeed does it: tensors in dictionaries below `module`, and its arguments.
+
+Guarantees: each tensor is named by its keys, joined with dots, and no two are named alike; of everything else plain
+values alone are told, as many and as large as arguments are. Optimizers and what trainers keep of their own are left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from experts.checkpoints.inert import Record, StoredTensor
+from experts.errors import WeightsRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+TOLD = ("checkpoint_version", "num_experts")  # beside the arguments
+DEPTH_MAXIMUM = 16  # of dictionaries; Megatron's have four
+ENTRIES_MAXIMUM = 200_000  # looked at in one file
+VALUES_MAXIMUM, TEXT_MAXIMUM = 10_000, 10_000  # in a list, and characters of a text
+LARGEST_NUMBER = 1 << 63
+
+_Found: TypeAlias = "tuple[tuple[str, ...], object]"  # a path of keys, and what lies there
+Plain: TypeAlias = "str | int | float | bool | list[Plain]"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """``told``: the arguments of the training that are plain values, by their names."""
+
+    weights: Mapping[str, StoredTensor]
+    told: Mapping[str, Plain]
+
+
+def training_state(source: str, document: object) -> TrainingState:
+    """What was saved, sorted. Raises WeightsRefused for what is no dictionary, and for more than any model has."""
+    if not isinstance(document, dict):
+        what = document.kind if isinstance(document, Record) else type(document).__name__
+        raise WeightsRefused(source, f"it is a {what} instead of a dictionary")
+    weights: dict[str, StoredTensor] = {}
+    for name, tensor in _tensors(source, document.get("module", document)):
+        if name in weights:
+            raise WeightsRefused(source, f"has two tensors named {name:.80}")
+        weights[name] = tensor
+    return TrainingState(weights, _told(document))
+
+
+def _tensors(source: str, module: object) -> Iterator[tuple[str, StoredTensor]]:
+    """In the order of the dictionaries, which may lie in one another at no great depth, and may not be many."""
+    waiting: list[_Found] = [((), module)]
+    looked_at = 0
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, StoredTensor):
+            yield ".".join(path), value
+            continue
+        below: list[_Found] = [((*path, _shown(key)), each) for key, each in _items(value)]
+        looked_at += len(below)
+        if looked_at > ENTRIES_MAXIMUM or (below and len(path) == DEPTH_MAXIMUM):
+            raise WeightsRefused(source, f"has over {ENTRIES_MAXIMUM} entries, or over {DEPTH_MAXIMUM} levels of them")
+        waiting += reversed(below)
+
+
+def _items(value: object) -> Iterator[tuple[object, object]]:
+    """Those of a dictionary, also one of a class of its own; of anything else there are none."""
+    entries = value.entries if isinstance(value, Record) else value
+    return iter(entries.items() if isinstance(entries, dict) else ())
+
+
+def _shown(key: object) -> str:
+    return str(key) if isinstance(key, str | int) else type(key).__name__
+
+
+def _told(document: Mapping[object, object]) -> dict[str, Plain]:
+    known = [(name, document.get(name)) for name in TOLD]
+    args = document.get("args")
+    state = args.state if isinstance(args, Record) else args
+    plain = ((name, _plain(value)) for name, value in (*known, *_items(state)))
+    return {name: value for name, value in plain if value is not None and isinstance(name, str)}
+
+
+def _plain(value: object, depth: int = 0) -> Plain | None:
+    """The value, where JSON can have it, and it is of a size that arguments have; else None."""
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) < LARGEST_NUMBER):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if len(value) <= TEXT_MAXIMUM else None
+    if not isinstance(value, list | tuple) or len(value) > VALUES_MAXIMUM or depth:
+        return None
+    found = [_plain(one, depth + 1) for one in value]
+    return None if any(one is None for one in found) else [one for one in found if one is not None]
