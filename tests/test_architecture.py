@@ -46,8 +46,13 @@ NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoe
 # Each room, and what of its own layer it may import beside itself.
 ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
+    "experts.backends.onednn": (
+        "experts.backends.base", "experts.backends.made_once", "experts.backends.state_dict", "experts.errors",
+        "experts.expert",
+    ),
     "experts.backends": (
-        "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
+        "experts.backends.modules", "experts.backends.onednn",
+        "experts.document", "experts.errors", "experts.expert", "experts.importing",
         "experts.llm",
     ),
     "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),

@@ -106,7 +106,11 @@ def test_sizes(text: str, size: int | None) -> None:
         ("memory: {host: 4}", "line.yaml:16:10: memory.host: '4' is not a size - write a number and a unit"),
         ("memory: {host: 4GiBs}", "memory.host: '4GiBs' is not a size"),
         ("memory: {host: 0B}", "memory.host: '0B' is no memory at all"),
-        ("precision: fp8", "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime' or 'int8', not 'fp8'"),
+        (
+            "precision: fp8",
+            "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16' or 'int8', "
+            "not 'fp8'",
+        ),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps' or 'emulated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),
         ("executors: {cpu: -1}", "executors: cpu: -1 is not a count from 0 to 64"),
