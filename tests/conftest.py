@@ -71,14 +71,6 @@ def _frozen_heap(_heap):
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory):
-    """Processes that have the agent imported already."""
-    forks = Forks(tmp_path_factory.mktemp("forks"))
-    yield forks
-    forks.close()
-
-
-@pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
     """Makes a folder by its name, once for all processes that run tests; ``make`` gets it empty, and fills it."""
     own = tmp_path_factory.getbasetemp()
@@ -97,3 +89,11 @@ def made_once(tmp_path_factory):
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Processes that have the agent imported already."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()

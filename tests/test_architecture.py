@@ -38,14 +38,21 @@ RUNTIME_FENCE = (
     "profiler.bench.naive",
     "profiler.bench.parts.dispatch",
     "profiler.bench.parts.moe_offload",
+    "profiler.bench.parts.plain_models",
     "profiler.bench.llm",
+    "profiler.bench.compute",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
 ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
+    "experts.backends.onednn": (
+        "experts.backends.base", "experts.backends.made_once", "experts.backends.state_dict", "experts.errors",
+        "experts.expert",
+    ),
     "experts.backends": (
-        "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
+        "experts.backends.modules", "experts.backends.onednn",
+        "experts.document", "experts.errors", "experts.expert", "experts.importing",
         "experts.llm",
     ),
     "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),
@@ -135,8 +142,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "profiler.bench.parts": ("profiler.tables", "profiler.targets", "profiler.workload"),
     "profiler.bench.llm": ("profiler.bench.parts", "profiler.targets", "profiler.workload"),
+    "profiler.bench.compute": (
+        "profiler.bench.parts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.replay.host_load",
+    ),
     "profiler.bench": (
-        "profiler.bench.parts", "profiler.bench.llm",
+        "profiler.bench.parts", "profiler.bench.llm", "profiler.bench.compute",
         "profiler.charts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation",
         "profiler.replay", "profiler.microbench", "profiler.usage", "profiler.allocation", "profiler.profiling",
         "profiler.planning", "profiler.paper",
@@ -193,7 +203,7 @@ RULES = (
     Rule("nouns need no runtime", NOUNS, RUNTIMES),
     Rule("words are one room's business", ("",), ("tokenizers", "jinja2"),
          exempt=("experts.llm.text", "agent.demo.texts")),
-    Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub"),
+    Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub", "openvino"),
          exempt=("profiler.bench",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),

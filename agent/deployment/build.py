@@ -20,7 +20,13 @@ from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Gro
 from agent.deployment.families import with_families
 from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
-from agent.deployment.profile_in_use import changes, find_profile, refuse_mismatches, refuse_other_box
+from agent.deployment.profile_in_use import (
+    changes,
+    find_profile,
+    refuse_mismatches,
+    refuse_other_box,
+    scaled_experts,
+)
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.detection import detect
@@ -140,7 +146,8 @@ def build_agent(
         )  # fmt: skip
         loop = assemble(
             options.decider(setup.engine()), ground.box, setup.executors, setup.limits, by_name, segments, on_outcome,
-            replace(options.loop, keeps_prefixes=config.texts.prefix_cache), setup.matrix, routes=config.catalog.graph,
+            replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
+            setup.matrix, routes=config.catalog.graph,
         )  # fmt: skip
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}
@@ -227,7 +234,24 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
     lying = [] if stored is None else lying_packed(config, packed)
     if stored is not None and options.profile == "auto":
         refuse_other_box(config, stored, box, lying)
-    return groundwork(config, box, stored, lying, options.given)
+    ground = groundwork(config, box, stored, lying, options.given)
+    return replace(ground, precisions=_executable(ground.precisions))
+
+
+def _executable(precisions: Precisions) -> Precisions:
+    """The same, with what torch executes in the place of forms that are not to be had here; that is told, once each."""
+    wanted = {form for column in precisions.values() for form in column.values() if form.is_cpu_only}
+    if not wanted:
+        return precisions
+    from experts.backends.forms import why_absent  # torch's operators are asked, which few lines need
+
+    reasons = {form: reason for form in sorted(wanted) if (reason := why_absent(form)) is not None}
+    for form, reason in reasons.items():
+        log.warning("form_absent precision=%s runs_as=%s reason=it takes %s", form, form.plain, reason)
+    return {
+        processor: {name: form.plain if form in reasons else form for name, form in column.items()}
+        for processor, column in precisions.items()
+    }
 
 
 def held_copies(

@@ -23,6 +23,7 @@ from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
+    ImageDecoding,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
@@ -71,6 +72,10 @@ PRECISIONS = {(KIND.kind, "cpu"): "bf16"}
 PACKED = {("cls/a", "fp32"): "aa", ("cls/a", "bf16"): "ab", ("cls/b", "fp32"): "bb"}
 LINKS = (LinkSpeed("ssd", 2.5e9), LinkSpeed("host", 1.2e10))
 SPINNING = (SpinTimes("default", (0.1, 0.11), (0.4, 0.41), False), SpinTimes("short", (0.09,), (0.3,), True))
+DECODINGS = (
+    ImageDecoding("cls/a", 8, 96.0, 1.6, 0.45, 8, 0, 0.0123, 0.02, "5b"),
+    ImageDecoding("det/x", 2, 0.03, 0.002, 0.002, 0, 0, 0.0, 0.02, "5c"),
+)
 TRIALS = (Trial("executors", 1, "cuda 1, cpu 1", 12.5), Trial("executors", 2, "cuda 2, cpu 1", 17.25, "best"))
 
 
@@ -87,6 +92,7 @@ def fill(draft):
     draft.save_allocation(ALLOCATION)
     draft.save_trials("executors", TRIALS)
     draft.save_spinning(SPINNING)
+    draft.save_decodings(DECODINGS)
 
 
 def written(path, box=BOX):
@@ -127,7 +133,10 @@ def test_what_is_written_is_read_and_lies_in_one_file(path):
         speedups={"cuda": (1.0, 1.7, 1.9)},
         trials=TRIALS,
         spinning=SPINNING,
+        decodings=DECODINGS,
     )
+    assert [each.agrees for each in finished.decodings] == [True, False]
+    assert [each.image_s for each in finished.decodings] == [0.45 / 8, 0.001]
     assert finished.spinning_setting == "short"
     assert names(path.parent) == ["profile.db"]
 
@@ -270,6 +279,7 @@ def test_a_new_draft_takes_over_what_was_measured_on_the_same_box(path):
         assert draft.agreements() == before.agreements
         assert (draft.speedups(), draft.links(), draft.packed()) == (before.speedups, before.links, before.packed)
         assert draft.spinning() == before.spinning
+        assert draft.decodings() == before.decodings
         draft.save_kind(replace(KIND, kind="yolov5m 640x640 unit"))
         with pytest.raises(ConfigError, match="lacks precisions, packed, usage, allocation - `coserve profile LINE"):
             draft.finish()

@@ -496,14 +496,14 @@ from pathlib import Path
 import agent.runtime.image_sources as image_sources
 from agent.config import read_line
 from agent.service.serve import serve_line
-decode = image_sources.read_image
+decode = image_sources.decode_image
 
 def deadly(source, name, *rest):
     if "poison" in name:  # as a native decoder that crashes on hostile bytes
         os.kill(os.getpid(), signal.SIGKILL)
     return decode(source, name, *rest)
 
-image_sources.read_image = deadly
+image_sources.decode_image = deadly
 serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
 """
 

@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 
-from experts.backends import backend_for
+from experts.backends import backend_for, classifier
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.packing import pack_line
@@ -33,6 +33,7 @@ label_counts = itertools.count(10)  # of layouts that nothing else here has
 FORMS = [
     *((family, Precision.FP32) for family in FAMILIES),
     *((family, Precision.ONNXRUNTIME) for family in ("resnet18-3x3", "mobilenet_v3_small", "yolov5n", "fake")),
+    *((family, Precision.ONEDNN_FP32) for family in ("resnet18-3x3", "yolov5n")),
 ]
 
 
@@ -196,6 +197,9 @@ def new_template(tmp_path_factory, make_files):
         labels = [str(label) for label in range(number)]
         if kind == "classifier":
             return made(files.classifier("cls/new", "resnet18", labels=labels, size=32))
+        if kind == "onednn":
+            form = classifier._form_of("squeezenet1_1", number, None, (32, 32))
+            return lambda: classifier._onednn_forms._fused(form, (32, 32), torch.float32)
         if kind == "detector":
             return made(files.detector("det/new", "yolov5n", labels=labels))
         if kind == "onnxruntime":
@@ -232,7 +236,7 @@ def call_counts(new_template):
     return functools.cache(lambda kind: counting_calls(new_template(kind), lambda number: None))
 
 
-@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "fake"])
+@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "onednn", "fake"])
 def test_batches_run_while_what_other_experts_need_is_made(
     packed_once, make_slot, image, new_template, call_counts, kind
 ):

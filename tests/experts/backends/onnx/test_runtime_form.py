@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from experts.backends import backend_for
-from experts.backends.forms import executable_forms, runtime_recipe
+from experts.backends.forms import executable_forms, form_recipe
 from experts.backends.onnx import session as onnx_session
 from experts.backends.onnx.layout import IDENTITY_KEY, runtime_identity
 from experts.backends.onnx.runtime_form import Refused, packable, runtime_form
@@ -124,9 +124,9 @@ def test_manifests_of_other_forms_know_nothing_of_this_one(files, store):
     manifests = ManifestFolder(store.directory / "manifests")
     recipe = [1, "squeezenet1_1", None, 3, [64, 64]]
     assert json.loads(manifests.read(expert.id, "fp32").source.recipe) == recipe
-    assert json.loads(manifests.read(expert.id, "onnxruntime").source.recipe) == [*recipe, runtime_recipe(FORM)]
-    assert runtime_recipe(Precision.FP32) == ""
-    assert runtime_identity() in runtime_recipe(FORM)
+    assert json.loads(manifests.read(expert.id, "onnxruntime").source.recipe) == [*recipe, form_recipe(FORM)]
+    assert form_recipe(Precision.FP32) == ""
+    assert runtime_identity() in form_recipe(FORM)
 
 
 def test_what_was_packed_for_another_runtime_is_packed_again(files, store):
