@@ -109,6 +109,7 @@ class Expert:
     moe_cache_bytes: int | None = None  # language models: what its moe_experts may take together; None: all of them
     task: Task | None = None
     threshold: float | None = None  # anomaly experts: on the scale of their own scores
+    is_automatic: bool = False  # language models: what the profile chose, whatever the line's precision is
 
     @property
     def takes_texts(self) -> bool:

@@ -108,6 +108,13 @@ class ExpertGraph:
         steps = self.routes.get(component, ())
         return tuple(dict.fromkeys(expert for step in steps for expert in (step.expert, *step.then.values())))
 
+    def experts_after(self, component: str, step: int) -> tuple[str, ...]:
+        """Every expert that a route may still reach after step number ``step`` (from 0), in its order."""
+        steps = self.routes[component]
+        following = (expert for each in steps[step + 1 :] for expert in (each.expert, *each.then.values()))
+        branches = steps[-1].then.values() if step == len(steps) - 1 else ()
+        return tuple(dict.fromkeys((*following, *branches)))
+
     def preliminaries(self, expert: str) -> frozenset[str]:
         """The experts that run right before this one on some route; empty for one that always comes first."""
         return self._preliminaries[expert]

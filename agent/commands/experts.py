@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent.deployment.packed_copies import packed_manifests
-from agent.deployment.profile_in_use import find_profile, usage_of
+from agent.deployment.profile_in_use import find_profile, scaled_experts, usage_of
 from experts.errors import ConfigError
 from experts.packed.sources import is_there, stamp_of
 from experts.sizes import mib
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from agent.config import LineConfig
+    from agent.device_profile.records import StoredProfile
     from experts.packed.manifests import Manifest
 
 
@@ -30,13 +31,15 @@ def packed_bytes(manifests: Iterable[Manifest]) -> int:
 
 
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
-    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin, shadow.
+    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin, shadow;
+    whether JPEGs are made smaller for it while they are decoded.
 
     ``usage`` is what the agent counts on: the device profile's, or computed where there is no profile that can be read.
     ``size_bytes`` is what is packed, ``weights_bytes`` the file or directory it comes from; None for what is not there.
     """
     manifests = packed_manifests(config)
-    usage = _usage(config)
+    profile = _profile(config)
+    usage, scaled = usage_of(config, profile), scaled_experts(profile)
     graph = config.catalog.graph
     rows = [
         {
@@ -53,6 +56,7 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
             ],
             "pin": expert.pin,
             "shadow": graph.shadows.get(name),
+            "scaled_decoding": name in scaled,
         }
         for name, expert in config.catalog.experts.items()
     ]
@@ -67,14 +71,15 @@ def print_experts(rows: list[dict[str, Any]]) -> None:
         size += ", weights MISSING" if row["weights_bytes"] is None else ""
         pin = " (pinned)" if row["pin"] else ""
         shadow = f", {row['shadow']} in its shadow" if row["shadow"] else ""
+        shadow += ", JPEGs decoded smaller" if row["scaled_decoding"] else ""
         labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])
         table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes + shadow)
     Console(width=160 if not Console().is_terminal else None).print(table)
 
 
-def _usage(config: LineConfig) -> dict[str, float]:
+def _profile(config: LineConfig) -> StoredProfile | None:
     try:
-        return usage_of(config, find_profile(config))
+        return find_profile(config)
     except ConfigError as error:
         log.warning("usage_computed without the device profile: %s", error)
-        return usage_of(config, None)
+        return None

@@ -76,9 +76,12 @@ def _shadows(shadows: ShadowsView) -> list[str]:
 
 
 def _queues(status: StatusView) -> Table:
-    table = Table("executor", "processor", "queued", "running", box=None, header_style="bold")
+    titles = ("executor", "processor", "queued", "waited for images", "running")
+    table = Table(*titles, box=None, header_style="bold")
     for queue in status.queues:
-        table.add_row(str(queue.executor), queue.processor, str(queue.requests), escape(queue.running or "-"))
+        waited = f"{queue.waited_s / queue.busy_s:.0%}" if queue.busy_s else "-"
+        counts = (str(queue.requests), waited)
+        table.add_row(str(queue.executor), queue.processor, *counts, escape(queue.running or "-"))
     return table
 
 

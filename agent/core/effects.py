@@ -33,6 +33,29 @@ class StartBatch:
     batch: Batch
 
 
+class Prepare(NamedTuple):
+    """Have a request's image prepared for an expert, whoever is due first first; nothing is answered.
+
+    What was prepared of it before is used, and what is not named any more is let go of. ``later``: the experts that may
+    come after that one, for which as many as ``later_bytes`` may be held, so that it is not decoded again.
+
+    A tuple: one is made for each image and step.
+    """
+
+    request: int
+    expert: str
+    later: tuple[str, ...]
+    later_bytes: int
+    due_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """What is prepared of a request's image is let go of, but for what a running batch has of it."""
+
+    request: int
+
+
 @dataclass(frozen=True, slots=True)
 class Preempt:
     """What a request that has begun holds there is others' from now on. What it has written stays its own: when its
@@ -159,6 +182,8 @@ class Fail:
 Effect = (
     StartLoad
     | StartBatch
+    | Prepare
+    | Forget
     | Preempt
     | Evict
     | Assigned

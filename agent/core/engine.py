@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core import events
+from agent.core.ahead import NOTHING_LATER, NOTHING_PREPARED, Later, PreparedAhead, PreparedStatistics
 from agent.core.background import DROPPED, NO_BACKGROUND, BackgroundStatistics, BackgroundWork
 from agent.core.effects import Complete, Fail, FellBack, Preempt, Standing, StandingChanged, StartBatch
 from agent.core.leases import Leases
@@ -125,6 +126,7 @@ class EngineStatistics:
     queues: tuple[QueueStatistics, ...]
     pools: tuple[PoolStatistics, ...]
     background: BackgroundStatistics = NO_BACKGROUND
+    prepared: PreparedStatistics = NOTHING_PREPARED
     serves_earlier_lines: bool = False  # something was accepted under other routes than those of now, and is not done
 
 
@@ -170,6 +172,8 @@ class Engine:
         self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
         self._standings = Standings(limits)
         self._background = BackgroundWork(limits)
+        self._ahead = PreparedAhead(self._scheduler.queues, limits)
+        self._later: dict[tuple[str, int], Later] = {}  # (component, step) -> what may come after it
         self._counts: Counter[str] = Counter()
         self._last_batch = 0
         self._now = 0.0
@@ -207,6 +211,8 @@ class Engine:
             may_move = True
         if may_move:
             self._advance(effects)
+        if self._ahead.is_on:
+            self._ahead.advance(effects)
         if self._background.is_waiting:
             self._work_in_background(effects)
         return effects
@@ -240,6 +246,7 @@ class Engine:
             queues=tuple(self._queue_statistics(queue) for queue in self._scheduler.queues),
             pools=tuple(pool.statistics() for pool in self._pools.values()),
             background=self._background.statistics(),
+            prepared=self._ahead.statistics(),
             serves_earlier_lines=any(ticket.graph is not self._graph for ticket in self._tickets.values()),
         )
 
@@ -268,6 +275,7 @@ class Engine:
                 assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"
         self._check_leases()
         self._check_background()
+        self._ahead.check_invariants(self._tickets)
 
     def _check_background(self) -> None:
         """One batch of one image or one load at most, none that the line waits for too, and no room that it took."""
@@ -632,6 +640,7 @@ class Engine:
         self._homes = pinned_homes(event.pinned, specs, event.matrix.experts)
         self._owe_workspaces()
         self._scheduler.matrix = event.matrix
+        self._later.clear()
         self._placement.change_line(event.graph, event.matrix, self._homes)
         self._pressure.change_line(event.matrix, self._homes, effects)
         for waiting in (self._initial, self._speculations):
@@ -687,6 +696,7 @@ class Engine:
         ticket.queued_s = self._now
         self._wait_for_lease(request, ticket, ticket.queue, ticket.group)
         effects.append(assigned)
+        self._prepare_ahead(request, ticket, ticket.queue, ticket.group, effects)
         return not assigned.joined or assigned.executor not in self._running
 
     def _unable(self, expert: str, work: Work) -> tuple[int, ...]:
@@ -709,6 +719,37 @@ class Engine:
         performance = group.profile.performance
         if performance.runs_in_quanta:
             self._leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
+
+    def _prepare_ahead(
+        self, request: int, ticket: Ticket, queue: ExecutorQueue, group: Group, effects: list[Effect]
+    ) -> None:
+        """It stands in a queue: an image can be prepared from now on."""
+        if self._ahead.is_on and ticket.work is IMAGE:
+            self._ahead.queued(request, queue, group, self._later_on(ticket), self._now, effects)
+
+    def _later_on(self, ticket: Ticket) -> Later:
+        """What may come after the step that a request is at."""
+        component, step = ticket.component, ticket.step
+        if component is None:
+            return NOTHING_LATER
+        if ticket.graph is not self._graph:  # of an earlier line: few, and soon none
+            return self._ahead.fitting(self._forms_after(ticket.graph, component, step))
+        found = self._later.get((component, step))
+        if found is None:
+            found = self._ahead.fitting(self._forms_after(ticket.graph, component, step))
+            self._later[component, step] = found
+        return found
+
+    def _forms_after(self, graph: ExpertGraph, component: str, step: int) -> Later:
+        columns = self._matrix.experts.values()
+        forms: dict[str, int] = {}
+        experts: list[str] = []
+        for expert in graph.experts_after(component, step):
+            row = next((column[expert] for column in columns if expert in column), None)
+            if row is not None and row.prepared is not None and row.prepared.name not in forms:
+                forms[row.prepared.name] = row.prepared.size_bytes
+                experts.append(expert)
+        return Later(tuple(experts), forms, sum(forms.values())) if experts else NOTHING_LATER
 
     def _one_step_done(self, request: int, expert: str, result: Prediction | Rejected, effects: list[Effect]) -> None:
         ticket = self._tickets[request]
@@ -746,6 +787,7 @@ class Engine:
 
     def _end(self, request: int, effect: Complete | Fail, effects: list[Effect]) -> None:
         del self._tickets[request]
+        self._ahead.ended(request)
         self._standings.request_ended(request)
         self._counts["completed" if isinstance(effect, Complete) else "failed"] += 1
         effects.append(effect)
@@ -755,6 +797,7 @@ class Engine:
         assert ticket.queue is not None
         assert ticket.group is not None
         ticket.queue.remove(ticket.group, request)
+        self._ahead.left(request)
         if effects is not None and ticket.group.is_ongoing:
             self._lose(request, ticket.queue.spec.id, effects)
         ticket.queue = ticket.group = None
@@ -793,6 +836,8 @@ class Engine:
         self._batches[batch.id] = batch
         self._profiles[batch.id] = profiles
         self._running[spec.id] = batch.id
+        if batch.quantum_s is None and self._ahead.is_on:
+            self._ahead.started(batch.requests, self._now, effects)
         effects.append(StartBatch(batch))
         for part in batch.all_parts:
             self._speculate(spec, part.expert)
@@ -914,6 +959,7 @@ class Engine:
             ticket = self._tickets[request]
             ticket.queue, ticket.group = queue, group
             self._wait_for_lease(request, ticket, queue, group)
+            self._prepare_ahead(request, ticket, queue, group, effects)
 
     def _runs_alone(self, request: int) -> bool:
         """Did a batch that it was in fail, in the step that it is at?"""
@@ -993,6 +1039,8 @@ class Engine:
         self._batches[batch.id] = batch
         self._profiles[batch.id] = (profile,)
         self._running[spec.id] = batch.id
+        if batch.quantum_s is None and self._ahead.is_on:
+            self._ahead.started(batch.requests, self._now, effects)
         effects.append(StartBatch(batch))
 
     def _loads_in_background(self, expert: str, awaited: Sequence[str], effects: list[Effect]) -> bool:

@@ -87,9 +87,18 @@ class Performance:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedForm:
+    """What an image becomes for an expert, whatever the image; experts whose ``name`` for it is the same share it."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertProfile:
     """One expert on one kind of processor.
 
+    ``prepared``: what its images become first, alike on every processor; None: nothing that is known of, as of texts.
     ``family``: those that run in quanta may run in one batch with others whose name for it is the same; None: alone.
     """
 
@@ -98,6 +107,7 @@ class ExpertProfile:
     footprint: Footprint
     load_s: Mapping[str, float]  # from SSD or from a pool's name, into this processor's memory
     family: str | None = None
+    prepared: PreparedForm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +163,5 @@ class Limits:
     budget_pause_s: float = 600.0  # without shortage, before a lowered budget gets some back; doubles each time
     longest_budget_pause_s: float = 86_400.0
     background_requests: int = 64  # that may wait; arbitrary: the oldest is dropped for one more
+    prepared_bytes: int = 0  # of images prepared ahead of their batches; 0: each when its batch starts
     pinned: frozenset[str] = frozenset()

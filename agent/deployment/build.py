@@ -20,7 +20,13 @@ from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Gro
 from agent.deployment.families import with_families
 from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
-from agent.deployment.profile_in_use import changes, find_profile, refuse_mismatches, refuse_other_box
+from agent.deployment.profile_in_use import (
+    changes,
+    find_profile,
+    refuse_mismatches,
+    refuse_other_box,
+    scaled_experts,
+)
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.detection import detect
@@ -140,7 +146,8 @@ def build_agent(
         )  # fmt: skip
         loop = assemble(
             options.decider(setup.engine()), ground.box, setup.executors, setup.limits, by_name, segments, on_outcome,
-            replace(options.loop, keeps_prefixes=config.texts.prefix_cache), setup.matrix, routes=config.catalog.graph,
+            replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
+            setup.matrix, routes=config.catalog.graph,
         )  # fmt: skip
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}

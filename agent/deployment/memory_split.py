@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the system's, images', the page cache's
+PREPARED_FRACTION = 0.05  # of what host memory gives to experts and batches: as much again, for images ahead of these
+MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224: more are decoded long before anybody runs them
 CASUAL = "casual"
 
 
@@ -107,8 +109,17 @@ def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
         config.scheduling.max_overtake_s,
         quantum_s=QUANTUM_S if given_s is None else given_s,
         lone_quantum_s=LONE_QUANTUM_S if given_s is None else given_s,
+        prepared_bytes=prepared_bytes(config, pools),
         pinned=pinned_experts(config),
     )
+
+
+def prepared_bytes(config: LineConfig, pools: Sequence[PoolSpec]) -> int:
+    """What images may take that are prepared ahead of their batches: of host memory, beside what experts have."""
+    if config.memory.images is not None:
+        return config.memory.images
+    shared = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
+    return min(int(sum(shared) * PREPARED_FRACTION), MOST_PREPARED_BYTES)
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:

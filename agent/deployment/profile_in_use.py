@@ -159,6 +159,8 @@ def precision_of(
     described = config.catalog.experts[expert]
     if described.precision is not None:
         return described.precision
+    if described.is_automatic:
+        config = config.having(precision="auto")
     if config.precision is not None:
         is_elsewhere = processor in ACCELERATORS or described.takes_texts
         is_fixed = family(described.architecture) in GRAPH_FAMILIES
@@ -173,3 +175,8 @@ def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:
     """expert -> sha256 of its program; in fp32 where it lies packed in several precisions."""
     fp32_last = sorted(packed, key=lambda each: each.precision == Precision.FP32)
     return {each.expert: each.program_sha256 for each in fp32_last}
+
+
+def scaled_experts(profile: StoredProfile | None) -> frozenset[str]:
+    """The experts for which JPEGs are made smaller while they are decoded: those proven to say the same of them."""
+    return frozenset() if profile is None else frozenset(each.expert for each in profile.decodings if each.agrees)

@@ -181,6 +181,37 @@ class SpinTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageDecoding:
+    """What one expert's samples take on one thread, from their files to what it sees; and what it says of smaller ones.
+
+    ``full_s``, ``scaled_s``: all ``images`` together, with all their pixels, and with JPEGs made smaller while they are
+    decoded, which ``smaller`` of them are large enough for; of these, how far its outputs are apart (``Agreement``).
+    ``of_sha256``: which weights and samples these were.
+    """
+
+    expert: Text
+    images: PositiveCount
+    megapixels: Positive
+    full_s: Positive
+    scaled_s: Positive
+    smaller: Count
+    labels_differ: Count
+    largest_score_difference: Number
+    tolerance: Number
+    of_sha256: Text
+
+    @property
+    def agrees(self) -> bool:
+        """Is it proven to say the same of the smaller ones?"""
+        return self.smaller > 0 and self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
+
+    @property
+    def image_s(self) -> float:
+        """What an image takes as it is served."""
+        return (self.scaled_s if self.agrees else self.full_s) / self.images
+
+
+@dataclass(frozen=True, slots=True)
 class StoredProfile:
     """A whole profile. ``precisions``: (kind, processor) -> the one chosen.
 
@@ -202,6 +233,7 @@ class StoredProfile:
     speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     trials: tuple[Trial, ...] = ()
     spinning: tuple[SpinTimes, ...] = ()  # none where it was not measured: then it stays as the library has it
+    decodings: tuple[ImageDecoding, ...] = ()  # of experts that have samples
 
     @property
     def spinning_setting(self) -> str:

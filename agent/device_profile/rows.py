@@ -16,6 +16,7 @@ from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
+    ImageDecoding,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
@@ -152,6 +153,7 @@ def _whole(database: Database, head: Mapping[str, Any]) -> StoredProfile:
         speedups=TABLES["speedups"].mapping(database),
         trials=TABLES["trials"].records(database, Trial),
         spinning=TABLES["spinning"].records(database, SpinTimes),
+        decodings=TABLES["decodings"].records(database, ImageDecoding),
     )
 
 

@@ -151,6 +151,25 @@ def tokens_of_texts(database: Database) -> None:
         database.execute(f"ALTER TABLE kinds ADD COLUMN {column} NOT NULL DEFAULT 0 CHECK ({name} >= 0)")
 
 
+@migrations()
+def decoding_of_images(database: Database) -> None:
+    """What images cost before their batches, and which experts have JPEGs smaller."""
+    database.execute(
+        """CREATE TABLE decodings (
+            expert TEXT PRIMARY KEY,
+            images INTEGER NOT NULL CHECK (images > 0),
+            megapixels REAL NOT NULL,
+            full_s REAL NOT NULL,
+            scaled_s REAL NOT NULL,
+            smaller INTEGER NOT NULL,
+            labels_differ INTEGER NOT NULL,
+            largest_score_difference REAL NOT NULL,
+            tolerance REAL NOT NULL,
+            of_sha256 TEXT NOT NULL
+        )"""
+    )
+
+
 def open_for_writing(path: Path) -> Database:
     """A file that is there or is made; its tables up to date, every commit synced.
 

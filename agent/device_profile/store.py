@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from agent.device_profile import rows
 from agent.device_profile.identity import differences
-from agent.device_profile.records import Agreement, LinkSpeed, SpinTimes, Trial
+from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, SpinTimes, Trial
 from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
 from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
@@ -72,10 +72,10 @@ class ProfileDraft:
     """A profile that is being measured. Every save is on the disk when it returns; what is not finished waits there.
 
     What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``spinning``,
-    ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an agreement are still
-    the same, ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its kinds in the
-    precisions chosen there: once one of these is measured again, or other ones are chosen, there are none of it any
-    more.
+    ``decodings``, ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an
+    agreement are still the same, ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its
+    kinds in the precisions chosen there: once one of these is measured again, or other ones are chosen, there are none
+    of it any more.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
@@ -118,6 +118,10 @@ class ProfileDraft:
     def spinning(self) -> tuple[SpinTimes, ...]:
         """The settings of OpenMP's waiting that were tried; empty where that was not measured."""
         return TABLES["spinning"].records(self._database, SpinTimes)
+
+    def decodings(self) -> tuple[ImageDecoding, ...]:
+        """What images cost before their batches, by expert."""
+        return TABLES["decodings"].records(self._database, ImageDecoding)
 
     def packed(self) -> dict[tuple[str, str], str]:
         """What was profiled by whoever saved it last: this run, or the one that it takes up."""
@@ -166,6 +170,11 @@ class ProfileDraft:
         """The settings of OpenMP's waiting that were tried, one of them chosen."""
         with self._database.atomic():
             TABLES["spinning"].replace(self._database, spinning)
+
+    def save_decodings(self, decodings: Sequence[ImageDecoding]) -> None:
+        """Those of all experts, in the place of those that were there."""
+        with self._database.atomic():
+            TABLES["decodings"].replace(self._database, decodings)
 
     def save_usage(self, usage: UsageProfile) -> None:
         """The usage probabilities."""
@@ -273,6 +282,7 @@ def _take_over(database: Database, earlier: StoredProfile) -> None:
     TABLES["links"].put(database, *earlier.links)
     TABLES["parts"].put(database, {"part": "links"})
     TABLES["spinning"].put(database, *earlier.spinning)
+    TABLES["decodings"].put(database, *earlier.decodings)
     rows.put_precisions(database, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
     rows.put_packed(database, earlier.packed)  # tells what the agreements are of; no part yet, either
 

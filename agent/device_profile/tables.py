@@ -22,6 +22,7 @@ from agent.device_profile.records import (
     Agreement,
     BatchTimes,
     BoxIdentity,
+    ImageDecoding,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
@@ -150,6 +151,7 @@ ALL_TABLES = (
     Table("allocation_pools", _fields(PoolAllocation), "pool"),
     Table("allocation_executors", {"processor": Text, "executors": Count}, "processor"),
     Table("spinning", _fields(SpinTimes), "setting"),
+    Table("decodings", _fields(ImageDecoding), "expert"),
     Table("trials", _fields(Trial), "search", "number"),
 )
 TABLES = {table.name: table for table in ALL_TABLES}

@@ -1,4 +1,4 @@
-"""Executors: one thread each, which runs batches; and the preparation of images that they share.
+"""Executors: one thread each, which runs batches on images that others prepare.
 
 Guarantees: every batch that was started is answered exactly once: with Finished (one Prediction or Rejected per
 request, in order), with Progressed where it has a quantum, or with BatchFailed; a broken image or text, or one that an
@@ -16,10 +16,10 @@ import logging
 import math
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from threading import Condition, Lock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -27,18 +27,15 @@ import torch
 from agent.core.events import BatchFailed, Finished, Progressed
 from agent.core.request import Rejected
 from agent.runtime.device_loss import Breakdown, DeviceWatch
-from agent.runtime.image_sources import image_name, pixels_of
+from agent.runtime.image_sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.text_sources import TextSource
 from agent.runtime.threads import use_threads
-from experts.backends import backend_for
 from experts.backends.base import Prepared
-from experts.daemon_threads import DaemonThreads
-from experts.errors import BackendUnavailable, CoServeError, ImageError, MemoryExceeded, OutputInvalid
-from experts.images import DEFAULT_MAX_PIXELS
+from experts.errors import BackendUnavailable, CoServeError, MemoryExceeded, OutputInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from agent.core.performance import ExecutorSpec
@@ -46,6 +43,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
+    from agent.runtime.preparation import Preparation
     from agent.runtime.slots import SlotStore
     from agent.runtime.texts import Texts
     from experts.backends.base import Skeleton
@@ -56,13 +54,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
-    """One executor, since the start. ``busy_s``: from taking a batch to its answer; ``infer_s``: the model alone.
+    """One executor, since the start. ``busy_s``: from taking a batch to its answer; ``infer_s``: the model alone;
+    ``waited_s``: of what it was busy, until the images of its batches were prepared.
 
     ``texts``: those that have ended, not counted among the images; ``read_tokens``, ``written_tokens``: of all texts.
     """
@@ -75,6 +73,7 @@ class ExecutorStatistics:
     failed: int
     busy_s: float
     infer_s: float
+    waited_s: float = 0.0
     texts: int = 0
     read_tokens: int = 0
     written_tokens: int = 0
@@ -105,64 +104,6 @@ class RunsTexts(Protocol):
         """The model over the bytes that it is bound to."""
 
 
-class ByteGate:
-    """Lets in what fits together into so many bytes, in the order of its asking; what is larger goes in alone."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._inside_bytes = 0
-        self._changed = Condition()
-        self._asking = Lock()
-
-    @contextmanager
-    def room_for(self, size_bytes: int) -> Iterator[None]:
-        """Wait for room, and keep it while the context is open."""
-        taken_bytes = min(size_bytes, self._limit_bytes)
-        with self._asking, self._changed:
-            self._changed.wait_for(lambda: self._inside_bytes + taken_bytes <= self._limit_bytes)
-            self._inside_bytes += taken_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside_bytes -= taken_bytes
-                self._changed.notify_all()
-
-
-class Preparation:
-    """Decodes and prepares images on a few threads that all executors share.
-
-    Images in decoding take DECODING_BYTES together at most. What the box has no memory for is not the image's fault:
-    such a MemoryError is the future's, all else is a Prepared or Rejected.
-    """
-
-    def __init__(self, threads: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
-        self._threads = DaemonThreads(threads, "prepare", lambda: use_threads(1))
-        self._max_pixels = max_pixels
-        self._gate = ByteGate(DECODING_BYTES)
-
-    def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
-        """Begin to prepare an image for an expert. ``name`` is what a rejection calls it."""
-        return self._threads.submit(self._prepare, expert, image, name)
-
-    def stop(self, timeout_s: float | None = None) -> bool:
-        """End the threads, after what is in preparation; False if that took longer."""
-        return self._threads.stop(timeout_s)
-
-    def _prepare(self, expert: Expert, image: ImageSource, name: str) -> Prepared | Rejected:
-        try:
-            return backend_for(expert.architecture).prepare(
-                expert, pixels_of(image, name, self._max_pixels, self._gate.room_for)
-            )
-        except ImageError as error:
-            return Rejected(str(error))
-        except MemoryError:
-            raise
-        except Exception as error:
-            logger.exception("preparation_broke expert=%s image=%s", expert.id, name)
-            return Rejected(f"{name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}")
-
-
 class BatchExecutor:
     """One executor: a queue of at most one batch, and the thread that runs it.
 
@@ -189,7 +130,6 @@ class BatchExecutor:
         self._device = torch_device(spec.processor)
         self._inbox: SimpleQueue[_Images | _Quantum | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
-        self._lock = Lock()
         self._statistics = ExecutorStatistics(spec.id, spec.processor, 0, 0, 0, 0, 0.0, 0.0)
 
     def start(self) -> None:
@@ -197,7 +137,10 @@ class BatchExecutor:
         self._thread.start()
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[RequestSource]) -> None:
-        """Run a batch on its images, in order; preparing them begins at once. The answer comes through ``post``."""
+        """Run a batch on its images, in order; preparing those that are not prepared yet begins at once.
+
+        The answer comes through ``post``.
+        """
         prepared = tuple(
             self._prepare(expert, image, request) for request, image in zip(batch.requests, images, strict=True)
         )
@@ -223,7 +166,7 @@ class BatchExecutor:
 
     def _prepare(self, expert: Expert, image: RequestSource, request: int) -> Future[Prepared | Rejected]:
         if not isinstance(image, TextSource):
-            return self._preparation.start(expert, image, image_name(image, request))
+            return self._preparation.take(request, image, image_name(image, request), expert)
         rejected: Future[Prepared | Rejected] = Future()
         rejected.set_result(Rejected(f"{expert.id} takes images, and request {request} is a text"))
         return rejected
@@ -245,7 +188,9 @@ class BatchExecutor:
         try:
             if isinstance(work, _Quantum):
                 return self._run_quantum(work, started)
-            results, infer_s = self._execute(work)
+            prepared = [future.result() for future in work.prepared]
+            self._waited(time.monotonic() - started)
+            results, infer_s = self._execute(work.batch, prepared)
         except Exception as error:
             lost = self._watch.lost_by(error)
             if lost is not None:
@@ -276,17 +221,21 @@ class BatchExecutor:
         self._record_texts(progressed, time.monotonic() - started, infer_s)
         return progressed
 
-    def _execute(self, work: _Images) -> tuple[tuple[Prediction | Rejected, ...], float]:
+    def _execute(
+        self, batch: Batch, prepared: Sequence[Prepared | Rejected]
+    ) -> tuple[tuple[Prediction | Rejected, ...], float]:
         """The results in order of the batch's requests, and how long the model took."""
-        prepared = [future.result() for future in work.prepared]
         good = [each for each in prepared if isinstance(each, Prepared)]
         if not good:
             return tuple(each for each in prepared if isinstance(each, Rejected)), 0.0
-        with self._store.using(work.batch.copy) as slot, torch.inference_mode():
+        with self._store.using(batch.copy) as slot, torch.inference_mode():
             started = time.monotonic()
             judged = iter(judge(slot.skeleton(self._device), slot.copy.expert, good))
             infer_s = time.monotonic() - started
         return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared), infer_s
+
+    def _waited(self, seconds: float) -> None:
+        self._statistics = replace(self._statistics, waited_s=self._statistics.waited_s + seconds)
 
     def _record(self, results: Sequence[Prediction | Rejected], busy_s: float, infer_s: float) -> None:
         before = self._statistics

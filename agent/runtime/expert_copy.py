@@ -6,8 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import Footprint, SharedPart
+from agent.core.performance import Footprint, PreparedForm, SharedPart
 from experts.backends import GRAPH_FAMILIES, family
+from experts.expert import Fit
 from experts.packed.weights import slot_bytes
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from experts.packed.weights import PackedExpert, Segment
 
 SHORT_SHA256 = 12
+PREPARED_BYTES_PER_PIXEL = 3 * 4  # float32 in three channels: see experts.backends.base.Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,21 @@ class ExpertCopy:
         return Footprint(self.own_bytes, shared)
 
 
+def prepared_form(expert: Expert) -> PreparedForm | None:
+    """What an image becomes for an expert before it runs; None for one of texts.
+
+    Experts with one name for it are shown the same: what decides is how an image is fitted, to which size, and how it
+    is normalised, as detectors' images never are.
+    """
+    if expert.takes_texts:
+        return None
+    pixels, made_by = expert.pixels, family(expert.architecture)
+    fit = {"onnx": pixels.fit, "detector": Fit.LETTERBOXED}.get(made_by, Fit.STRETCHED)
+    normalize = pixels.normalize if fit is Fit.STRETCHED else "unit"
+    name = f"{fit} {pixels.height}x{pixels.width} {normalize}"
+    return PreparedForm(name, pixels.height * pixels.width * PREPARED_BYTES_PER_PIXEL)
+
+
 def moe_block_bytes(packed: PackedExpert) -> int:
     """What one moe_expert of a packed model takes; 0 where it has none. All of a model's take the same."""
     return max((segment.blocks.size_bytes for segment in packed.moe_layers if segment.blocks is not None), default=0)
@@ -100,7 +117,8 @@ def kind_name(expert: Expert, program_sha256: str | None) -> str:
     and where they are to run in the same precision, if the line says one of each.
     """
     if expert.takes_texts:
-        own = None if expert.precision is None else f"precision={expert.precision}"
+        given = "auto" if expert.is_automatic else expert.precision
+        own = None if given is None else f"precision={given}"
         program = None if program_sha256 is None else _program(program_sha256)
         return " ".join(part for part in (expert.architecture, program, own) if part)
     size = f"{expert.pixels.height}x{expert.pixels.width}"

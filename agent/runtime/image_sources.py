@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experts.errors import ImageError, ImageUnreadable
-from experts.images import DEFAULT_MAX_PIXELS, read_image
+from experts.images import DEFAULT_MAX_PIXELS, Decoded, decode_image, read_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,19 +102,31 @@ ImageSource = np.ndarray | bytes | Path | EncodedImage | ImageFile | FramePart
 def pixels_of(
     image: ImageSource, name: str, max_pixels: int = DEFAULT_MAX_PIXELS, room_for: RoomFor = nullcontext
 ) -> NDArray[np.uint8]:
-    """uint8 RGB, (height, width, 3). ``max_pixels`` is for sources without a limit of their own.
+    """uint8 RGB, (height, width, 3), all of it; see ``decoded``."""
+    return decoded(image, name, max_pixels, room_for).pixels
 
-    Raises as ``read_image`` does.
+
+def decoded(
+    image: ImageSource,
+    name: str,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    room_for: RoomFor = nullcontext,
+    least: tuple[int, int] | None = None,
+) -> Decoded:
+    """An image's pixels, or of a whole JPEG smaller ones where ``least`` are enough: see ``decode_image``.
+
+    ``max_pixels`` is for sources without a limit of their own. Raises as ``decode_image`` does.
     """
     if isinstance(image, np.ndarray):
-        return image
+        return Decoded(image, *image.shape[:2]) if image.ndim > 1 else Decoded(image, 0, 0)  # experts refuse others
     if isinstance(image, FramePart):
-        return _cut(image, room_for)
+        pixels = _cut(image, room_for)
+        return Decoded(pixels, *pixels.shape[:2])
     if isinstance(image, EncodedImage):
-        return read_image(image.content, name, image.max_pixels, room_for)
+        return decode_image(image.content, name, image.max_pixels, room_for, least)
     if isinstance(image, ImageFile):
-        return read_image(image.path, name, image.max_pixels, room_for)
-    return read_image(image, name, max_pixels, room_for)
+        return decode_image(image.path, name, image.max_pixels, room_for, least)
+    return decode_image(image, name, max_pixels, room_for, least)
 
 
 def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:

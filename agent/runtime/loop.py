@@ -29,11 +29,13 @@ from agent.core import effects, events
 from agent.core.request import IMAGE
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from agent.runtime.device_loss import Breakdown, watch_of
-from agent.runtime.executor import BatchExecutor, Preparation, threads_per_executor
+from agent.runtime.executor import BatchExecutor, threads_per_executor
+from agent.runtime.image_sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
+from agent.runtime.preparation import Preparation, nothing_told, threads_for
 from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
@@ -45,6 +47,7 @@ from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from agent.core.effects import Effect
     from agent.core.engine import EngineStatistics
@@ -92,9 +95,10 @@ class LoopOptions:
     """How an agent runs, beside what its Engine decides."""
 
     ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
-    preparation_threads: int = 2
+    preparation_threads: int | None = None  # None: as many as suit the box
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000
+    scaled: frozenset[str] = frozenset()  # experts, by the line's names, for which JPEGs are decoded smaller
     keeps_prefixes: bool = True  # what a text has read is kept for the next that begins alike, while there is room
     ages: AgeLimits = field(default_factory=AgeLimits)
 
@@ -126,10 +130,14 @@ class LoopStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
-    """Who is told, on the loop's thread, which requests a batch is about to run, and that it has its answer."""
+    """Who is told, on the loop's thread, which requests a batch is about to run, and that it has its answer.
+
+    ``preparing``: what is entered, on any thread, while a request's image is decoded and prepared ahead of that.
+    """
 
     begun: Callable[[Sequence[int]], None]
     ended: Callable[[Sequence[int]], None]
+    preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +191,7 @@ class AgentLoop:
         self._clock = clock
         self._workshop = workshop
         self._copies = workshop.copies
+        self._experts = {expert_name(copy): copy.expert for copy in workshop.copies.values()}
         self._texts = workshop.texts
         self._routes = workshop.routes
         self._forecast = forecast
@@ -209,6 +218,8 @@ class AgentLoop:
         self._carry_out: dict[type, Callable[..., None]] = {
             effects.StartLoad: self._start_load,
             effects.StartBatch: self._start_batch,
+            effects.Prepare: self._prepare,
+            effects.Forget: lambda effect: self._workshop.preparation.forget(effect.request),
             effects.Preempt: self._preempt,
             effects.Evict: self._evict,
             effects.Assigned: lambda _: None,  # tells why, and asks for nothing
@@ -233,6 +244,7 @@ class AgentLoop:
     def watch_batches(self, watch: BatchWatch) -> None:
         """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
         self._watch = watch
+        self._workshop.preparation.watch = watch.preparing
 
     def watch_shadows(self, watch: ShadowWatch) -> None:
         """Have shadows shown what their experts have judged, and somebody told. As ``watch_batches``."""
@@ -444,6 +456,8 @@ class AgentLoop:
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
         self._copies = dict(self._copies) | dict(copies)
+        self._experts |= {expert_name(copy): copy.expert for copy in copies.values()}
+        self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
         self._routes = change.graph
         self._shadows.change_line(change.graph.shadows)
         self._workshop.transfers.know(copies)
@@ -466,6 +480,20 @@ class AgentLoop:
             return
         images = [self._source_of(request) for request in batch.requests]
         executor.start_batch(batch, self._copies[batch.copy].expert, images)
+
+    def _prepare(self, effect: effects.Prepare) -> None:
+        source = self._sources[effect.request]
+        if isinstance(source, TextSource):
+            return  # its batch rejects it
+        self._workshop.preparation.prepare(
+            effect.request,
+            source,
+            image_name(source, effect.request),
+            self._experts[effect.expert],
+            [self._experts[expert] for expert in effect.later],
+            effect.later_bytes,
+            effect.due_s,
+        )
 
     def _source_of(self, request: int) -> RequestSource:
         return self._shadows.image(request) if request in self._shadows else self._sources[request]
@@ -534,6 +562,7 @@ class AgentLoop:
             self._shadows.end(effect.request, effect.outcome)
             return
         self._texts.forget(effect.request)
+        self._workshop.preparation.forget(effect.request)
         self._on_outcome(effect.request, effect.outcome)
         source, about = self._sources.pop(effect.request), self._about.pop(effect.request, None)
         for event in self._shadows.show(effect.request, source, effect.outcome, about, lambda: next(self._numbers)):
@@ -563,6 +592,7 @@ class AgentLoop:
             assert held_bytes == ledgers[store.pool], (
                 f"memory {store.pool} holds {held_bytes} bytes, its ledger counts {ledgers[store.pool]}"
             )
+        assert not self._workshop.preparation.requests, "something is prepared for a request that has its outcome"
 
     def _snapshot(self) -> LoopStatistics:
         workshop, now = self._workshop, self._clock()
@@ -630,7 +660,7 @@ def assemble(
         link=link,
         watch=watch,
     )
-    preparation = Preparation(options.preparation_threads, options.max_pixels)
+    preparation = Preparation(options.preparation_threads or threads_for(box), options.max_pixels, options.scaled)
     engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {

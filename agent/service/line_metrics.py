@@ -55,6 +55,10 @@ ENGINE: Table[EngineStatistics] = (
     (GAUGE, "requests_in_flight", "Requests that have no outcome yet.", lambda one: one.in_flight),
     (COUNTER, "switches", "Loads that a request had to wait for.", lambda one: one.switches),
     (COUNTER, "evictions", "Experts that left a memory for another one.", lambda one: one.evictions),
+    (GAUGE, "prepared_used_bytes", "Images prepared ahead of their batches.", lambda one: one.prepared.used_bytes),
+    (GAUGE, "prepared_later_bytes", "Of these, for later steps.", lambda one: one.prepared.later_bytes),
+    (GAUGE, "prepared_budget_bytes", "What images may take ahead.", lambda one: one.prepared.budget_bytes),
+    (COUNTER, "prepared_displaced", "Prepared images that gave their room to others.", lambda one: _displaced(one)),
     (GAUGE, "experts_on_probation", "Experts that fail, and are tried again.", lambda one: len(one.on_probation)),
     (GAUGE, "experts_quarantined", "Experts that cannot be served.", lambda one: len(one.quarantined)),
 )
@@ -76,6 +80,7 @@ EXECUTOR: Table[ExecutorStatistics] = (
     (COUNTER, "executor_read_tokens", "Tokens of texts that an executor has read.", lambda one: one.read_tokens),
     (COUNTER, "executor_written_tokens", "Tokens that an executor has written.", lambda one: one.written_tokens),
     (COUNTER, "executor_busy_seconds", "How long an executor was at work.", lambda one: one.busy_s),
+    (COUNTER, "executor_waited_seconds", "Of that, until images were decoded.", lambda one: one.waited_s),
 )
 POOL: Table[PoolStatistics] = (
     (GAUGE, "memory_used_bytes", "Weights in a memory.", lambda one: one.used_bytes),
@@ -284,6 +289,10 @@ def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
 
 def _age_s(since: datetime | None) -> float:
     return 0.0 if since is None else max((datetime.now(UTC) - since).total_seconds(), 0.0)
+
+
+def _displaced(engine: EngineStatistics) -> int:
+    return engine.prepared.displaced + engine.prepared.displaced_later
 
 
 def _size_bytes(file: Path) -> float:

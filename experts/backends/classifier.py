@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Prepared, Skeleton
     from experts.backends.onnx.layout import LaidOutGraph
-    from experts.backends.onnx.runtime_form import Refused
+    from experts.backends.onnx.runtime_form import Answered, Refused
     from experts.expert import Expert
 
 AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
@@ -169,16 +169,21 @@ def weight_shapes(architecture: str, class_count: int, stem: str | None, image_s
         return {name: tuple(tensor.shape) for name, tensor in _build(form, init_weights=False).state_dict().items()}
 
 
-def write_random_weights(path: Path, architecture: str, class_count: int, seed: int) -> None:
+def write_random_weights(path: Path, architecture: str, class_count: int, seed: int, image_size: int = 224) -> None:
     """A .safetensors file of untrained weights, for measuring: the same ones for the same seed.
 
     Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        tensors = build_trainable(architecture, class_count).state_dict()
+        tensors = build_trainable(architecture, class_count, image_size=image_size).state_dict()
     with saving(path):
         save_file(tensors, path)
+
+
+def reader_of(expert: Expert) -> Answered:
+    """What makes predictions of the module's outputs, for whoever runs the module in a runtime of its own."""
+    return _answered
 
 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Prepared, Skeleton
     from experts.backends.onnx.layout import LaidOutGraph
-    from experts.backends.onnx.runtime_form import Refused
+    from experts.backends.onnx.runtime_form import Answered, Refused
     from experts.expert import Expert
 
 
@@ -198,6 +198,14 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
+
+
+def reader_of(expert: Expert) -> Answered:
+    """What makes predictions of the head's raw outputs, boxes and scores, for whoever runs the model elsewhere.
+
+    Raises WeightsMismatch for an architecture that cannot be built.
+    """
+    return _Answered(_template_of(expert).strides)
 
 
 def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side_px: int, seed: int) -> None:

@@ -77,8 +77,8 @@ def compare(
     with bench.rig([*fp32, *other]).opened() as rig:
         for copy in fp32:
             if images := bench.samples.of(copy.expert.id):
-                expected, found = (_judged(rig, each, images) for each in (copy, others.get(copy.expert.id)))
-                differences += _differences(expected, found)
+                expected, found = (judged(rig, each, images) for each in (copy, others.get(copy.expert.id)))
+                differences += compared(expected, found)
     return Agreement(
         kind=other[0].kind,
         processor=bench.processor,
@@ -131,14 +131,14 @@ def difference(fp32: Prediction, other: Prediction) -> Difference:
     return Difference(same_labels=True, score=max(abs(one - another) for one, another in scores))
 
 
-def _differences(fp32: Sequence[Prediction | None], other: Sequence[Prediction | None]) -> Iterator[Difference]:
+def compared(fp32: Sequence[Prediction | None], other: Sequence[Prediction | None]) -> Iterator[Difference]:
     """One for each image that fp32 judged."""
     for expected, found in zip(fp32, other, strict=True):
         if expected is not None:
             yield Difference(same_labels=False, score=0.0) if found is None else difference(expected, found)
 
 
-def _judged(rig: MeasuringRig, copy: ExpertCopy | None, samples: Sequence[Sample]) -> list[Prediction | None]:
+def judged(rig: MeasuringRig, copy: ExpertCopy | None, samples: Sequence[Sample]) -> list[Prediction | None]:
     """A copy's word on each image; None where it has none, and everywhere when it cannot be loaded."""
     if copy is None:
         return [None] * len(samples)

@@ -69,7 +69,7 @@ class LinePacking:
         described = self._config.catalog.experts[expert]
         if described.precision is not None:
             return described.precision
-        given = self._config.precision
+        given = self._config.precision_beside(described)
         is_fixed = family(described.architecture) in GRAPH_FAMILIES
         if given is None or is_fixed:
             return Precision.FP32
@@ -136,7 +136,7 @@ class LinePacking:
         described = self._config.catalog.experts[expert]
         if described.precision is not None:
             return {described.precision}
-        if self._config.precision is not None:
+        if self._config.precision_beside(described) is not None:
             reference = self.reference(expert)
             elsewhere = reference.is_cpu_only and any(torch_device(processor) != "cpu" for processor in processors)
             return {reference, reference.plain} if elsewhere else {reference}

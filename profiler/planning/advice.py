@@ -12,7 +12,7 @@ out between experts and batches as the agent would do it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity
+    from profiler.planning.gains import Gain
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
 
@@ -48,6 +49,7 @@ class Limit(StrEnum):
     COMPUTE = "compute"
     SSD = "ssd"
     MEMORY = "memory"
+    DECODING = "decoding"  # of images, before their batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,10 @@ class Takt:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself."""
+    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself.
+
+    ``gains``: of forms and memories, the most first (``profiler.planning.gains``); ``other_forms``: those tried for it.
+    """
 
     policy: str
     budget_bytes: Mapping[str, int]
@@ -96,6 +101,9 @@ class Advice:
     memory: MemoryRemedy | None
     ssd: SsdRemedy | None
     takt: Takt | None
+    gains: tuple[Gain, ...] = ()
+    other_forms: tuple[str, ...] = ()
+    decoding_images_per_s: float | None = None  # of all cores, did they nothing else; None: not measured
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -103,7 +111,7 @@ class Advice:
         sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
         rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
         first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."
-        return (first, *_limit_sentences(self), *_takt_sentences(self))
+        return (first, *_limit_sentences(self), *_takt_sentences(self), *_gain_sentences(self))
 
 
 def advise(
@@ -151,6 +159,13 @@ def advise(
         ssd=ssd,
         takt=takt,
     )
+
+
+def with_decoding(advice: Advice, decoding_images_per_s: float | None) -> Advice:
+    """The same, knowing how fast the cores can decode images: where executors would run more, that is the limit."""
+    is_limit = decoding_images_per_s is not None and decoding_images_per_s < advice.images_per_s
+    limit = Limit.DECODING if is_limit else advice.limit
+    return replace(advice, decoding_images_per_s=decoding_images_per_s, limit=limit)
 
 
 def speed_text(bytes_per_s: float) -> str:
@@ -261,6 +276,11 @@ def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
 
 
 def _limit_sentences(advice: Advice) -> list[str]:
+    if advice.limit is Limit.DECODING:
+        return [
+            f"Decoding is the limit: all cores together decode {advice.decoding_images_per_s:.1f} images/s, and fewer "
+            "where executors run on them, too. Smaller images, or such that are cut before they come, would remove it."
+        ]
     if advice.limit is Limit.ARRIVALS:
         return ["Arrivals are the limit: the last images are judged about as soon as they can be after they come."]
     if advice.limit is Limit.COMPUTE:
@@ -313,3 +333,10 @@ def _takt_sentences(advice: Advice) -> list[str]:
     if advice.takt.is_met_unlimited:
         return [f"{asked}: missed now, met with unlimited memory."]
     return [f"{asked}: missed with any memory."]
+
+
+def _gain_sentences(advice: Advice) -> list[str]:
+    told = [gain.sentence(advice.images_per_s) for gain in advice.gains]
+    if advice.other_forms and not any(gain.form for gain in advice.gains):
+        told.append(f"No other form that was measured would gain: {', '.join(advice.other_forms)}.")
+    return told

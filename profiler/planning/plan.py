@@ -7,14 +7,16 @@ run the same experts; the same inputs give the same rows. Nothing is loaded and 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE
-from agent.deployment.engine_setup import planned, profiled_box
+from agent.deployment.engine_setup import Given, planned, profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
-from profiler.planning.advice import advise
+from profiler.planning.advice import advise, with_decoding
+from profiler.planning.gains import gains, other_forms
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of, with_ssd
 from profiler.tables import folded, folded_table
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
+    from experts.expert import Precision
     from profiler.planning.advice import Advice
+    from profiler.planning.gains import Planned
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
     from profiler.workload.traces import Arrival
@@ -50,7 +54,8 @@ class PlanRow:
     this trace was; its texts come with its images. ``images_per_s`` counts texts, too; waits are of images alone, where
     there are any, and those of ``texts`` from arrival to their last token. ``bound``: of the offline optimum, these
     memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what is
-    there at this row's start.
+    there at this row's start. ``decoding_images_per_s``: as fast as all cores of the box can decode the images, were
+    that all they did; None where it was not measured.
     """
 
     policy: str
@@ -75,6 +80,7 @@ class PlanRow:
     written_tokens_per_s: float = 0.0
     text_p50_s: float | None = None
     text_p99_s: float | None = None
+    decoding_images_per_s: float | None = None
 
     @property
     def roofline_fraction(self) -> float:
@@ -105,7 +111,8 @@ def plan(
         for policy in policies or (config.policy,):
             setup = planned(config.having(policy=policy, memory=memory), profiled_box(profile), profile)
             rows.append(plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required))
-    return tuple(rows)
+    decoding_per_s = decoding_images_per_s(profile, scenario)
+    return tuple(replace(row, decoding_images_per_s=decoding_per_s) for row in rows)
 
 
 def plan_advice(
@@ -120,16 +127,24 @@ def plan_advice(
 ) -> Advice:
     """What limits the line under one policy in one memory, and what would remove that; arguments as of ``plan``."""
     asked = config.having(policy=policy, memory=memory)
-    box = profiled_box(profile)
-    setup = planned(asked, box, profile)
-    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
-    _refuse_broken(scenario, setup)
-
-    def split(budget_bytes: Mapping[str, int]) -> EngineSetup:
-        return _with_ssd(scenario, planned(asked.having(memory=budget_bytes), box, profile), ssd_bytes_per_s)[1]
-
     required = required_images_per_s(config)
-    return advise(*_with_ssd(scenario, setup, ssd_bytes_per_s), profile.box, required, split)
+    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+
+    def planned_with(form: Precision | None = None, budget_bytes: Mapping[str, int] | None = None) -> Planned:
+        given = Given(form=form)
+        setup = planned(asked.having(memory=budget_bytes), profiled_box(profile), profile, given)
+        return _with_ssd(scenario, setup, ssd_bytes_per_s)
+
+    def advised(form: Precision | None = None) -> Advice:
+        scenario, setup = planned_with(form)
+        return advise(scenario, setup, profile.box, required, lambda sizes: planned_with(form, sizes)[1])
+
+    now = planned_with()
+    _refuse_broken(*now)
+    advice = with_decoding(advised(), decoding_images_per_s(profile, scenario))
+    forms = other_forms(profile, now[1])
+    found = gains(profile, forms, now[1], advice, planned_with, advised)
+    return replace(advice, gains=found, other_forms=tuple(map(str, forms)))
 
 
 def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: float | None) -> PlanRow:
@@ -178,6 +193,19 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     )
 
 
+def decoding_images_per_s(profile: StoredProfile, scenario: Scenario) -> float | None:
+    """As fast as all cores can decode a trace's images: each once, as its first expert's samples take.
+
+    Of experts without samples: as the others' take on average. None where nothing was measured, or there is no image.
+    """
+    measured_s = {each.expert: each.image_s for each in profile.decodings}
+    firsts = [steps[0] for steps, each in zip(scenario.steps, scenario.trace, strict=True) if each.work is IMAGE]
+    if not measured_s or not firsts:
+        return None
+    others_s = fmean(measured_s.values())
+    return len(firsts) * profile.box.cores / sum(measured_s.get(expert, others_s) for expert in firsts)
+
+
 def required_images_per_s(config: LineConfig) -> float | None:
     """What the line's boards ask for: board types take turns, each followed by the next one takt later."""
     if not config.boards:
@@ -195,7 +223,14 @@ def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
     """For people: a table, as wide as a terminal, and the advice below it."""
     texts = (_table(rows, COLUMNS_OF_TEXTS), LEGEND_OF_TEXTS) if any(row.texts for row in rows) else ()
-    return folded((_table(rows, COLUMNS), LEGEND, *texts, *(() if advice is None else advice.sentences)))
+    decoding = _decoding(rows)
+    return folded((_table(rows, COLUMNS), LEGEND, *texts, *decoding, *(() if advice is None else advice.sentences)))
+
+
+def _decoding(rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """One row for all of them: what the box's cores allow, whatever the policy and the memory."""
+    rates = {row.decoding_images_per_s for row in rows if row.decoding_images_per_s is not None}
+    return tuple(f"decoding: {rate:.1f} images/s, did all cores nothing else." for rate in sorted(rates))
 
 
 def _table(rows: Sequence[PlanRow], shown: Mapping[str, Callable[[PlanRow], str]]) -> Table:

@@ -4,14 +4,15 @@ Guarantees: nothing that was measured is lost when it is killed, the next run go
 replaces the earlier one as a whole or not at all; no agent of this line runs meanwhile, for both would slow the other.
 In this order: each kind of experts once on each processor, in every form that its backend has or in the one that the
 line file names; which forms agree with fp32, the fastest first, over all experts that have samples; links; one image
-on every expert as it will run, so that one that fails spoils nothing that follows; several executors at once; how long
+on every expert as it will run, so that one that fails spoils nothing that follows; what images cost before their
+batches, and who has JPEGs smaller; several executors at once; how long
 OpenMP's threads wait; usage; and last the split of the memories and the number of executors.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -29,7 +30,7 @@ from agent.records.database import StateLock
 from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import by_kind
 from agent.runtime.measuring.loads import measure_links
-from experts.errors import ConfigError, CoServeError, ExpertError
+from experts.errors import ConfigError, CoServeError, ExpertError, ImageError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
@@ -37,6 +38,7 @@ from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import ENGINE, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
 from profiler.microbench.batches import BatchOptions, why_no_larger
+from profiler.microbench.decoding import DecodingBench
 from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
 from profiler.microbench.kinds import Bench, measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
+    from agent.device_profile.records import Allocation, ImageDecoding, KindProfile, UsageProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from profiler.microbench.packed_forms import Copies
@@ -69,6 +71,7 @@ AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
 MOST_TOGETHER = 4  # executors of one processor that are measured at once, at least, where there are as many cores
 CPU = "cpu"
 SPINNING_LIMIT_S = 60.0  # after which no further round over the settings of OpenMP's waiting begins
+DECODING_LIMIT_S = 120.0  # spent on images before their batches; the next run goes on with the other experts
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
 KEPT = {
     UsageOrigin.SERVED: "learned from {requests} served requests",
@@ -227,6 +230,7 @@ class _Profiling:
         precisions = self._choose(processors, self._packing.references(copies))
         self._measure_links(copies)
         able = self._able(processors, precisions, self._keep(precisions))
+        self._measure_decoding(processors[0], able[processors[0]])
         for processor in processors:
             self._measure_speedups(processor, able[processor])
         if self._options.spinning is not None:
@@ -335,6 +339,41 @@ class _Profiling:
                 self._packing.failed.setdefault(name, f"on {processor}: {reason}")
         failed = self._packing.failed
         return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
+
+    def _measure_decoding(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
+        """What images cost before their batches, and who has JPEGs smaller; what an earlier run measured stays.
+
+        Asked on the first of the processors, in the form that runs there; whoever runs on others alone is not asked.
+        """
+        bench = DecodingBench(self._bench(processor), self._options.tolerance)
+        there = {each.expert: each for each in self._draft.decodings()}
+        started, left_out = time.monotonic(), 0
+        found: list[ImageDecoding] = []
+        sampled = [copy for copy in copies if self._samples.of(copy.expert.id) and not copy.expert.takes_texts]
+        for number, copy in enumerate(sampled):
+            self._progress("decoding images", number, len(sampled))
+            earlier = there.get(copy.expert.id)
+            if earlier is not None and earlier.of_sha256 == bench.of_sha256(copy):
+                found.append(earlier)
+            elif time.monotonic() - started > DECODING_LIMIT_S:
+                left_out += 1
+            else:
+                with suppress(ImageError):  # a sample that went away meanwhile: the next run has others
+                    found += [measured] if (measured := bench.measure(copy)) is not None else []
+        if sampled:
+            self._progress("decoding images", len(sampled), len(sampled))
+        self._draft.save_decodings(found)
+        self._notes += [
+            f"{each.expert} has its JPEGs whole: {each.labels_differ} labels of {each.smaller} differ, and scores by "
+            f"{each.largest_score_difference:.3f}, where they are made smaller while they are decoded"
+            for each in found
+            if each.smaller and not each.agrees
+        ]
+        if left_out:
+            self._notes.append(
+                f"{left_out} experts have their JPEGs whole: after {DECODING_LIMIT_S:.0f} s no further one was asked "
+                "whether it says the same of smaller ones - profile again, which goes on from there"
+            )
 
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
         """By the kind with the most experts, without those that fail at it; where all do, one alone counts.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import JustifyMethod
 
-    from agent.device_profile.records import Agreement, KindProfile, StoredProfile, Trial
+    from agent.device_profile.records import Agreement, ImageDecoding, KindProfile, StoredProfile, Trial
 
 COLUMNS: dict[str, JustifyMethod] = {
     "kind": "left", "on": "left", "precision": "left", "K ms": "right", "B ms": "right", "fit": "right",
@@ -37,6 +37,7 @@ MOST_TRIALS = 12  # of one search in the table; the chart and the database hold 
 def profile_json(profile: StoredProfile) -> dict[str, Any]:
     """The object of `coserve profile --json`. Rows of ``architectures`` are those of the chosen precisions.
 
+    ``forms``: every kind in every precision that was measured, and whether it is run, or agrees with fp32.
     An architecture of which the line has several kinds (input sizes, stems) is named by its kind.
     """
     several = defaultdict(set)
@@ -46,7 +47,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
     for kind in profile.chosen_kinds:
         name = kind.architecture if len(several[kind.architecture]) == 1 else kind.kind
         architectures.setdefault(name, {})[kind.processor] = _kind_json(kind)
-    allocation = profile.allocation
+    allocation, on_the_line = profile.allocation, {kind for kind, _ in profile.precisions}
     return {
         "device": {
             "name": profile.box.device,
@@ -65,6 +66,10 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             },
         },
         "architectures": architectures,
+        "forms": [_form_json(kind, profile) for kind in profile.kinds if kind.kind in on_the_line],
+        "decodings": {
+            each.expert: asdict(each) | {"agrees": each.agrees, "image_s": each.image_s} for each in profile.decodings
+        },
         "usage": dict(profile.usage.probabilities),
         "usage_origin": profile.usage.origin,
         "pass_rates": dict(profile.usage.pass_rates),
@@ -107,6 +112,20 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     line_chart(whole, "Latency against batch size, with K n + B", images, "ms", _fitted(shown), f"{note}; dashed: fit")
     line_chart(memory, "Memory of one expert and its batch", images, "MiB", held, "weights + workspace")
     return [average, whole, memory]
+
+
+def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
+    """``agrees``: None where it was not compared, or on nothing."""
+    key = (kind.kind, kind.processor, kind.precision)
+    compared = {(each.kind, each.processor, each.precision): each for each in profile.agreements if each.images}
+    agreement = compared.get(key)
+    return {
+        "kind": kind.kind,
+        "processor": kind.processor,
+        **_kind_json(kind),
+        "is_chosen": profile.precisions.get((kind.kind, kind.processor)) == kind.precision,
+        "agrees": None if agreement is None else agreement.agrees,
+    }
 
 
 def _kind_json(kind: KindProfile) -> dict[str, Any]:
@@ -182,6 +201,8 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
             for each in profile.spinning
         )
         yield f"waiting      OpenMP {profile.spinning_setting}; ms of a batch of one and of the largest: {told}"
+    if profile.decodings:
+        yield _decoding_line(profile.decodings)
     for kind in (each for each in profile.chosen_kinds if each.lease_bytes):
         yield (
             f"texts        {kind.kind} in {kind.precision} on {kind.processor}: {kind.K_prompt_s * 1e3:.3f} ms for "
@@ -203,6 +224,18 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     for search, trials in _by_search(profile.trials).items():
         told = ", ".join(f"{trial.setting} {trial.images_per_s:.1f}" for trial in trials[:MOST_TRIALS])
         yield f"tried        {search}, images/s: {told}"
+
+
+def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
+    """What a sample takes on one thread before its batch, and for how many experts JPEGs are made smaller."""
+    images = sum(each.images for each in decodings)
+    image_s, megapixels = sum(each.full_s for each in decodings) / images, sum(each.megapixels for each in decodings)
+    scaled = [each for each in decodings if each.agrees]
+    text = f"decoding     {image_s * 1e3:.1f} ms for an image of {megapixels / images:.2f} megapixels on one core"
+    if not scaled:
+        return f"{text}; no JPEG is made smaller meanwhile"
+    scaled_s = sum(each.scaled_s for each in scaled) / sum(each.images for each in scaled)
+    return f"{text}; {scaled_s * 1e3:.1f} for {len(scaled)} of {len(decodings)} experts, whose JPEGs are made smaller"
 
 
 def _most_used_kinds(profile: StoredProfile) -> list[KindProfile]:

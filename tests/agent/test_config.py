@@ -79,6 +79,13 @@ def test_values_become_typed(tmp_path: Path) -> None:
     assert config.api.grpc == (f"unix:{tmp_path}/s.sock",)
 
 
+def test_another_precision_stands_in_the_place_of_the_lines_and_auto_is_one(tmp_path: Path) -> None:
+    config = line_of(tmp_path, MINIMAL + "precision: bf16\n")
+    assert config.having(precision=None).precision is Precision.BF16
+    assert config.having(precision=Precision.FP32).precision is Precision.FP32
+    assert config.having(precision="auto").precision is None
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("1B", 1), ("512MiB", 512 * 2**20), ("1.5GB", 1_500_000_000), ("4 GiB", 2**32), ("2TiB", 2**41), ("3kB", None)],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from experts.errors import ImageError, ImageTooLarge, ImageUnreadable
-from experts.images import Completeness, completeness, read_image
+from experts.images import Completeness, completeness, decode_image, read_image, reduction
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -221,3 +221,53 @@ def test_broken_bytes_are_pixels_or_an_image_error(name: str, flips: list[tuple[
     except ImageError:
         return
     assert pixels.dtype == np.uint8
+
+
+def jpeg(height, width, mode="RGB", quality=90):
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([y % 256, x % 256, (x + y) % 256], axis=2).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, "jpeg", quality=quality)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "expected"),
+    [
+        ((800, 1600), None, 1),
+        ((800, 1600), (100, 100), 8),
+        ((800, 1600), (101, 100), 4),
+        ((800, 1600), (100, 900), 1),
+        ((800, 1600), (400, 800), 2),
+        ((90, 90), (100, 100), 1),
+    ],
+)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_enough(size, least, expected, mode):
+    decoded = decode_image(jpeg(*size, mode), "it", least=least)
+    assert decoded.reduction == expected == reduction(*size, least)
+    assert (decoded.height, decoded.width) == size
+    assert decoded.pixels.shape == (-(-size[0] // expected), -(-size[1] // expected), 3)
+    assert decoded.serves(least)
+    assert decoded.serves(None) == (expected == 1)
+
+
+def test_other_formats_have_all_their_pixels():
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((400, 400, 3), np.uint8)).save(file, "png")
+    decoded = decode_image(file.getvalue(), "it", least=(10, 10))
+    assert decoded.pixels.shape == (400, 400, 3)
+    assert decoded.serves((10, 10))
+
+
+def test_a_cut_jpeg_is_refused_however_much_of_it_is_wanted():
+    with pytest.raises(ImageUnreadable):
+        decode_image(jpeg(400, 400)[:-100], "it", least=(10, 10))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5000), (5000, 3), (700, 900), (1, 70_000)])
+def test_pixels_are_handed_over_as_they_are(size):
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    assert (read_image(file.getvalue(), "it") == pixels).all()

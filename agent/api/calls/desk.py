@@ -236,12 +236,17 @@ Event: TypeAlias = "Part | BoardView"  # a result that was just stored, or a boa
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """One executor's queue. ``running``: the expert of its batch; None while it is idle."""
+    """One executor's queue. ``running``: the expert of its batch; None while it is idle.
+
+    ``busy_s``: how long the executor was at work since the start; ``waited_s``: of that, until images were decoded.
+    """
 
     executor: int
     processor: str
     requests: int
     running: str | None
+    busy_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  # a field of any of them
 
 def _queue_of(message: pb.Queue) -> QueueView:
     running = message.running if message.HasField("running") else None
-    return QueueView(message.executor, message.processor, message.requests, running)
+    return QueueView(message.executor, message.processor, message.requests, running, message.busy_s, message.waited_s)
 
 
 def _pool_of(message: pb.Pool) -> PoolView:

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: d14bddf6ac264a032c0025874896febfe1f1bc55765e9e3c6a9b4f2602cf4256
+# sha256 of the source: 0de67ec97cba485b3dd83b7fff13b77a601fc8e2db1b720326b419f199c27096
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -341,16 +341,20 @@ class TextCounts(_message.Message):
     def __init__(self, under_way: _Optional[int] = ..., ended: _Optional[int] = ..., read_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., shown: _Optional[int] = ..., first_token_s: _Optional[float] = ...) -> None: ...
 
 class Queue(_message.Message):
-    __slots__ = ("executor", "processor", "requests", "running")
+    __slots__ = ("executor", "processor", "requests", "running", "busy_s", "waited_s")
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     PROCESSOR_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     executor: int
     processor: str
     requests: int
     running: str
-    def __init__(self, executor: _Optional[int] = ..., processor: _Optional[str] = ..., requests: _Optional[int] = ..., running: _Optional[str] = ...) -> None: ...
+    busy_s: float
+    waited_s: float
+    def __init__(self, executor: _Optional[int] = ..., processor: _Optional[str] = ..., requests: _Optional[int] = ..., running: _Optional[str] = ..., busy_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("name", "used_bytes", "capacity_bytes", "experts", "lease_bytes", "lease_capacity_bytes")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Performance, PerformanceMatrix
-from agent.runtime.expert_copy import by_kind
+from agent.runtime.expert_copy import by_kind, prepared_form
 from agent.runtime.measuring.loads import measure_links
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
@@ -102,7 +102,7 @@ def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, f
     """An expert's row. Loads are counted by its own bytes: what it shares is there already, as a rule."""
     sources = (SSD, HOST) if pool == DEVICE else (SSD,)
     load_s = {source: copy.loaded_bytes / links[source] for source in sources}
-    return ExpertProfile(copy.name, performance, copy.footprint, load_s)
+    return ExpertProfile(copy.name, performance, copy.footprint, load_s, prepared=prepared_form(copy.expert))
 
 
 def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:

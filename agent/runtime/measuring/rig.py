@@ -21,10 +21,11 @@ from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progres
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, watch_of
-from agent.runtime.executor import BatchExecutor, Preparation
+from agent.runtime.executor import BatchExecutor
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
+from agent.runtime.preparation import Preparation, threads_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.threads import end_team
 from agent.runtime.transfer import PacedLink, Transfers
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from experts.packed.weights import SegmentStore
 
 LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
-PREPARATION_THREADS = 2  # as many as an agent has, unless it is told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class MeasuringRig:
             operator_threads=threads,
             watch=watch,
         )
-        self._preparation = Preparation(min(box.cores, PREPARATION_THREADS))
+        self._preparation = Preparation(threads_for(box))
         store = self._stores[self.target]
         self._executors = [
             BatchExecutor(
@@ -153,6 +153,10 @@ class MeasuringRig:
     def evict(self, copy: ExpertCopy, pool: str) -> None:
         """Let go of a copy in one memory; its region stays, for the next load."""
         self._stores[pool].evict(copy.name)
+
+    def scale_images(self, copy: ExpertCopy) -> None:
+        """From now on JPEGs are made smaller for this expert while they are decoded."""
+        self._preparation.scaled |= {copy.expert.id}
 
     def clear(self) -> None:
         """Make room for the next one."""

@@ -170,6 +170,7 @@ class LineDesk:
         agent = self._inspector.agent
         statistics = agent.loop.statistics()
         engine = statistics.engine
+        executors = {each.executor: each for each in statistics.executors}
         return StatusView(
             line=agent.config.line,
             version=version("coserve"),
@@ -182,7 +183,7 @@ class LineDesk:
             loads=sum(engine.loads.values()),
             evictions=engine.evictions,
             bytes_read=engine.bytes_read,
-            queues=tuple(_queue_view(queue) for queue in engine.queues),
+            queues=tuple(_queue_view(queue, executors.get(queue.executor)) for queue in engine.queues),
             pools=tuple(_pool_view(pool) for pool in engine.pools),
             sources=tuple(self._controls.sources()),
             standing=standing_of(engine),
@@ -260,6 +261,7 @@ def _shadows_view(seen: BackgroundStatistics) -> ShadowsView:
     return ShadowsView(seen.waiting, seen.running, seen.ran, seen.failed, seen.dropped)
 
 
-def _queue_view(queue: QueueStatistics) -> QueueView:
+def _queue_view(queue: QueueStatistics, executor: ExecutorStatistics | None) -> QueueView:
     running = None if queue.expert is None else line_name(queue.expert)
-    return QueueView(queue.executor, queue.processor, queue.requests, running)
+    view = QueueView(queue.executor, queue.processor, queue.requests, running)
+    return view if executor is None else replace(view, busy_s=executor.busy_s, waited_s=executor.waited_s)

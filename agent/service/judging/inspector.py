@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -104,7 +104,7 @@ class Inspector:
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._gate: Gate[Task] = Gate(self._let_in)
         self._recent = _Recent()
-        self.agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended))
+        self.agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended, self._preparing))
         self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
 
     def start(self) -> None:
@@ -230,6 +230,14 @@ class Inspector:
                 return True
         task.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
         return False
+
+    @contextmanager
+    def _preparing(self, number: int) -> Iterator[None]:
+        """Its image is decoded now, by a thread that its batch has not begun for: that may end the agent, too."""
+        with self._guard:
+            task = self._tasks.get(number)
+        with self.counted(task.key) if task is not None and task.is_counted else nullcontext():
+            yield
 
     # -- on the loop's thread --
 

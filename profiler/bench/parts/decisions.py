@@ -3,6 +3,7 @@
 The line is the paper's board A: 352 experts, log-normal quantities, memory for 40, three executors of a device and
 one of the CPU. Memory and a queue are filled; then each request that ends is followed by a new one, every load and
 batch is answered after the time that the line's performance gives it, and every call is timed, whatever it is for.
+Images are prepared ahead, as in an agent.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from agent.core.performance import (
     Performance,
     PerformanceMatrix,
     PoolSpec,
+    PreparedForm,
 )
 from agent.core.policy import PRESETS
 from experts.expert import Prediction
@@ -50,6 +52,8 @@ EXECUTORS = (*(ExecutorSpec(number, "gpu", "device") for number in range(3)), Ex
 PROCESSOR_OF = {spec.pool: spec.processor for spec in EXECUTORS}
 TARGET_P99_S = 200e-6
 TARGET_QUEUED = 10_000
+PREPARED_BYTES = 256 * 2**20
+CLASSIFIED, DETECTED = PreparedForm("classified", 3 * 224 * 224 * 4), PreparedForm("detected", 3 * 640 * 640 * 4)
 LOG_GROWTH = 5 / 3  # log 100 000 over log 1 000
 
 
@@ -224,7 +228,13 @@ def _paper_line(policy: str) -> tuple[PerformanceMatrix, Engine, list[str], list
     profile = PerformanceMatrix(
         {
             processor: {
-                name: ExpertProfile(name, Performance(slow, slow, 8, 1), Footprint(1), {SSD: 0.06, "host": 0.02})
+                name: ExpertProfile(
+                    name,
+                    Performance(slow, slow, 8, 1),
+                    Footprint(1),
+                    {SSD: 0.06, "host": 0.02},
+                    prepared=DETECTED if name in detectors else CLASSIFIED,
+                )
                 for name in classifiers + detectors
             }
             for processor, slow in (("cpu", 0.04), ("gpu", 0.005))
@@ -232,5 +242,6 @@ def _paper_line(policy: str) -> tuple[PerformanceMatrix, Engine, list[str], list
         usage,
     )
     pools = (PoolSpec("host", RESIDENT * 2, 64), PoolSpec("device", RESIDENT, 64, cache="host"))
-    engine = Engine(ExpertGraph(classifiers + detectors, routes), profile, EXECUTORS, PRESETS[policy], Limits(pools))
+    limits = Limits(pools, prepared_bytes=PREPARED_BYTES)
+    engine = Engine(ExpertGraph(classifiers + detectors, routes), profile, EXECUTORS, PRESETS[policy], limits)
     return profile, engine, list(routes), weights

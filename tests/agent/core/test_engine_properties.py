@@ -32,12 +32,14 @@ from agent.core.performance import (
     Performance,
     PerformanceMatrix,
     PoolSpec,
+    PreparedForm,
     SharedPart,
 )
 from agent.core.policy import PRESETS, Assigning
 from agent.core.request import CANCELLED, IMAGE, Rejected, Work
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
+from tests.agent.core.ahead_books import AheadBooks
 
 OK = frozenset({"ok"})
 MAX_OVERTAKE_S = 1.0
@@ -46,6 +48,7 @@ BOXES = (CPU_ONLY, SPLIT, UNIFIED)
 ANSWERS_PER_REQUEST = 50  # three times what any needs
 TEXTS = (0, 0, 1, 2, 3)  # experts whose requests count in tokens
 FAMILIES = ((None, None, None), ("f", "f", "f"), ("f", "g", "f"))  # those that may run together
+FORMS = (PreparedForm("small", 1), PreparedForm("large", 5), PreparedForm("huge", 17))
 WORKS = (
     IMAGE,
     Work(2, 1, 3),
@@ -112,6 +115,7 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
         most = draw(st.integers(3, 6))
         performances |= {name: replace(performances[name], max_batch=most, workspace_bytes=0) for name in texts}
     families = dict(zip(texts, draw(st.sampled_from(FAMILIES[texts_only:])), strict=False))
+    prepared = {name: draw(st.sampled_from(FORMS)) for name in experts if name not in texts}
     same_precision = draw(st.booleans())
     processors = draw(st.sampled_from(BOXES))
     profiles = {}
@@ -120,7 +124,14 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
         load_s = {SSD: 0.3, "host": 0.05} if processor == "gpu" else {SSD: 0.2}
         unable = draw(st.sets(st.sampled_from(experts), max_size=2)) if processor == "gpu" else set()
         profiles[processor] = {
-            name: ExpertProfile(f"{name}@{precision}", performances[name], footprints[name], load_s, families.get(name))
+            name: ExpertProfile(
+                f"{name}@{precision}",
+                performances[name],
+                footprints[name],
+                load_s,
+                families.get(name),
+                prepared.get(name),
+            )
             for name in experts
             if name not in unable
         }
@@ -143,7 +154,13 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
         )
         for name in dict.fromkeys(processors.values())
     )
-    limits = Limits(pools, MAX_OVERTAKE_S, loads_in_flight=draw(st.integers(1, 3)), pinned=pinned)
+    limits = Limits(
+        pools,
+        MAX_OVERTAKE_S,
+        loads_in_flight=draw(st.integers(1, 3)),
+        prepared_bytes=draw(st.sampled_from((0, 3, 16, 50, 200))),
+        pinned=pinned,
+    )
     usage = {name: draw(st.floats(0, 1)) for name in experts}
     return Setup(
         ExpertGraph(experts, routes, shadows),
@@ -237,6 +254,11 @@ class Shell:
     log: list = field(default_factory=list)
     offered: dict[int, str] = field(default_factory=dict)  # background request -> shadow
     offered_ended: dict[int, str | None] = field(default_factory=dict)  # -> its reason
+    ahead: AheadBooks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ahead = AheadBooks(self.setup.limits.prepared_bytes)
+        self.ahead.know(self.setup.profile)
 
     def pool_of(self, executor: int) -> str:
         return next(spec.pool for spec in self.setup.executors if spec.id == executor)
@@ -256,10 +278,12 @@ class Shell:
             self.take(effect)
         self.engine.check_invariants()
         self.check_books()
+        self.check_prepared()
         if PRESETS[self.setup.policy].overlapping:
             self.check_nobody_idles()
 
     def take(self, effect) -> None:
+        self.ahead.take(effect)
         if isinstance(effect, StandingChanged):
             self.check_standing(effect)
         elif isinstance(effect, StartLoad):
@@ -539,6 +563,15 @@ class Shell:
             assert pool.workspace_used_bytes <= pool.workspace_bytes
             assert pool.lease_used_bytes == self.leased(pool.name) <= pool.lease_bytes == self.share_of(pool.name)
 
+    def check_prepared(self) -> None:
+        """Whoever is next in a queue was begun, as far as there is room for whoever is far."""
+        lines: dict[int, list[int]] = {}
+        for request, (executor, _, _) in self.queued.items():
+            if request not in self.begun:
+                lines.setdefault(executor, []).append(request)
+        used_bytes = self.engine.statistics().prepared.used_bytes
+        self.ahead.check(used_bytes, self.setup.graph, lines if self.generation == 1 else {})
+
     def check_nobody_idles(self) -> None:
         busy = {started.batch.executor for started in self.batches.values()}
         for request, (executor, expert, _) in self.queued.items():
@@ -575,6 +608,7 @@ class Shell:
         self.setup = next_line(self.setup, self.draw, self.generation, is_behind=is_behind)
         self.before_change = set(self.batches)
         setup = self.setup
+        self.ahead.know(setup.profile)
         self.handle(events.LineChanged(setup.graph, setup.profile, setup.limits.pinned, setup.retired))
 
     def check_retired_are_gone(self) -> None:
@@ -618,6 +652,7 @@ class Shell:
         if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
             for request in batch.requests:
                 self.queued[request] = self.assigned[request]
+                self.ahead.give_back(request, self.assigned[request][1])
         if fate <= 2:
             self.handle(events.BatchFailed(key, "broke", out_of_memory=fate == 0))
             return
@@ -689,6 +724,8 @@ class Shell:
     def arrive(self, number: int, component: str, work: Work = IMAGE) -> None:
         self.arrived.add(number)
         self.work[number] = self.left[number] = work
+        if work is IMAGE:
+            self.ahead.images.add(number)
         self.handle(events.Arrived(number, component, work=work))
 
 

@@ -23,6 +23,7 @@ from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
+    ImageDecoding,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
@@ -71,6 +72,10 @@ PRECISIONS = {(KIND.kind, "cpu"): "bf16"}
 PACKED = {("cls/a", "fp32"): "aa", ("cls/a", "bf16"): "ab", ("cls/b", "fp32"): "bb"}
 LINKS = (LinkSpeed("ssd", 2.5e9), LinkSpeed("host", 1.2e10))
 SPINNING = (SpinTimes("default", (0.1, 0.11), (0.4, 0.41), False), SpinTimes("short", (0.09,), (0.3,), True))
+DECODINGS = (
+    ImageDecoding("cls/a", 8, 96.0, 1.6, 0.45, 8, 0, 0.0123, 0.02, "5b"),
+    ImageDecoding("det/x", 2, 0.03, 0.002, 0.002, 0, 0, 0.0, 0.02, "5c"),
+)
 TRIALS = (Trial("executors", 1, "cuda 1, cpu 1", 12.5), Trial("executors", 2, "cuda 2, cpu 1", 17.25, "best"))
 
 
@@ -87,6 +92,7 @@ def fill(draft):
     draft.save_allocation(ALLOCATION)
     draft.save_trials("executors", TRIALS)
     draft.save_spinning(SPINNING)
+    draft.save_decodings(DECODINGS)
 
 
 def written(path, box=BOX):
@@ -127,7 +133,10 @@ def test_what_is_written_is_read_and_lies_in_one_file(path):
         speedups={"cuda": (1.0, 1.7, 1.9)},
         trials=TRIALS,
         spinning=SPINNING,
+        decodings=DECODINGS,
     )
+    assert [each.agrees for each in finished.decodings] == [True, False]
+    assert [each.image_s for each in finished.decodings] == [0.45 / 8, 0.001]
     assert finished.spinning_setting == "short"
     assert names(path.parent) == ["profile.db"]
 
@@ -270,6 +279,7 @@ def test_a_new_draft_takes_over_what_was_measured_on_the_same_box(path):
         assert draft.agreements() == before.agreements
         assert (draft.speedups(), draft.links(), draft.packed()) == (before.speedups, before.links, before.packed)
         assert draft.spinning() == before.spinning
+        assert draft.decodings() == before.decodings
         draft.save_kind(replace(KIND, kind="yolov5m 640x640 unit"))
         with pytest.raises(ConfigError, match="lacks precisions, packed, usage, allocation - `coserve profile LINE"):
             draft.finish()
@@ -529,9 +539,22 @@ def edited(path, statement):
             connection.execute(statement)
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The bytes of a finished profile and of an unfinished one: to write them waits for the disk 150 times."""
+    path = tmp_path_factory.mktemp("files") / "profile.db"
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+    unfinished = partial_of(path).read_bytes()
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.finish()
+    return path.read_bytes(), unfinished
+
+
 @pytest.mark.parametrize(("statement", "expected"), EDITED)
-def test_what_was_edited_is_refused_by_column_and_row(path, statement, expected):
-    written(path)
+def test_what_was_edited_is_refused_by_column_and_row(path, files, statement, expected):
+    path.parent.mkdir()
+    path.write_bytes(files[0])
     edited(path, statement)
     content = path.read_bytes()
     told = refusal(path)
@@ -545,18 +568,26 @@ def test_what_was_edited_is_refused_by_column_and_row(path, statement, expected)
 
 
 @pytest.mark.parametrize(("statement", "expected"), EDITED)
-def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, caplog, statement, expected):
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        fill(draft)
+def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, files, caplog, statement, expected):
+    path.parent.mkdir()
+    partial_of(path).write_bytes(files[1])
     edited(partial_of(path), statement)
     with ProfileDraft.open(path, "demo", BOX) as draft:
         assert (draft.kinds(), draft.links(), draft.trials("executors")) == ((), (), ())
-        fill(draft)
-        assert draft.finish().kinds == (KIND, FASTER)
+        draft.save_kind(FASTER)
+        assert draft.kinds() == (FASTER,)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"profile_partial_discarded path={partial_of(path)} reason=it ")
     assert expected in told
     assert "--fresh" not in told
+
+
+def test_in_the_place_of_one_that_was_discarded_a_profile_is_finished(path, files):
+    path.parent.mkdir()
+    partial_of(path).write_bytes(files[1])
+    edited(partial_of(path), "DROP TABLE kinds")
+    assert written(path).kinds == (KIND, FASTER)
+    assert names(path.parent) == ["profile.db"]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.executor import (
     BatchExecutor,
-    ByteGate,
-    Preparation,
     checked,
     is_out_of_memory,
     judge,
@@ -27,6 +25,7 @@ from agent.runtime.executor import (
 )
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.memories import HostMemory
+from agent.runtime.preparation import ByteGate, Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
 from experts.expert import BoundingBox, Prediction
@@ -161,7 +160,7 @@ def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_no
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("agent.runtime.image_sources.read_image", too_little)
+        patched.setattr("agent.runtime.image_sources.decode_image", too_little)
         failed = desk.run("own-0", encoded(line.pixels(0)))
     assert isinstance(failed, BatchFailed)
     assert failed.out_of_memory

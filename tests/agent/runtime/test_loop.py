@@ -20,7 +20,7 @@ import agent.runtime.loop
 from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
-from agent.runtime.expert_copy import footprint_of
+from agent.runtime.expert_copy import footprint_of, prepared_form
 from agent.runtime.image_sources import EncodedImage, ImageFile
 from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
 from agent.runtime.machine.detection import detect
@@ -51,6 +51,7 @@ class Agent:
         on_outcome=None,
         ssd_rate=None,
         clock=time.monotonic,
+        prepared_bytes=1024 * 1024,
     ):
         self.line = line
         self.outcomes = {}
@@ -60,7 +61,7 @@ class Agent:
         pools = [PoolSpec("host", room * largest, WORKSPACE_BYTES)]
         if self.box.is_split:
             pools.append(PoolSpec("device", 2 * largest, WORKSPACE_BYTES, cache="host"))
-        limits = Limits(tuple(pools), load_backoff_s=0.001)
+        limits = Limits(tuple(pools), load_backoff_s=0.001, prepared_bytes=prepared_bytes)
         self.engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
         self.loop = assemble(
             self.engine, self.box, specs, limits, line.copies, line.segments,
@@ -76,7 +77,13 @@ class Agent:
 
     def profile(self, specs):
         rows = {
-            copy.expert.id: ExpertProfile(copy.name, PERFORMANCE, footprint_of(copy.packed), {SSD: 0.01, "host": 0.002})
+            copy.expert.id: ExpertProfile(
+                copy.name,
+                PERFORMANCE,
+                footprint_of(copy.packed),
+                {SSD: 0.01, "host": 0.002},
+                prepared=prepared_form(copy.expert),
+            )
             for copy in self.line.copies.values()
         }
         return PerformanceMatrix({spec.processor: rows for spec in specs})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.runtime.executor import Preparation
+from agent.runtime.preparation import Preparation
 from agent.runtime.threads import end_team, use_threads
 from experts.expert import Expert, InputSpec
 from tests.agent.runtime.native_threads import native_threads, on_linux

@@ -40,7 +40,7 @@ from experts.graph import ExpertGraph, RouteStep
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from experts.sizes import size_text
-from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, speed_text
+from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, speed_text, with_decoding
 from profiler.simulation.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
 from profiler.workload.traces import Arrival
 
@@ -326,3 +326,12 @@ def test_sizes_are_rounded_up(size_bytes, text):
 )
 def test_speeds_are_rounded_up(bytes_per_s, text):
     assert speed_text(bytes_per_s) == text
+
+
+def test_where_the_cores_decode_fewer_images_than_executors_would_run_decoding_is_the_limit():
+    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8)
+    known = with_decoding(advice, advice.images_per_s / 2)
+    assert known.limit is Limit.DECODING
+    assert f"all cores together decode {advice.images_per_s / 2:.1f} images/s" in known.sentences[1]
+    assert with_decoding(advice, 2 * advice.images_per_s).sentences == advice.sentences
+    assert with_decoding(advice, None) == advice

@@ -15,6 +15,7 @@ from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
+    ImageDecoding,
     KindProfile,
     LinkSpeed,
     PoolAllocation,
@@ -355,3 +356,16 @@ def test_an_expert_that_the_profiler_could_not_run_is_refused_where_the_trace_ne
     other = replace(packed_line.profile, kinds=(replace(kind, kind="another"),))
     told = refused(packed_line, config=config, profile=other, trace=trace_of("0"))
     assert told.startswith("the trace needs cls/f0, which cannot be served: no expert of its kind")
+
+
+def test_decoding_is_told_as_fast_as_all_cores_can_do_it(packed_line):
+    """Two experts: one whose images take 0.1 s, and one without samples, taken to be like the other."""
+    experts = sorted(packed_line.config.catalog.experts)
+    slow = ImageDecoding(experts[0], 2, 24.0, 0.2, 0.05, 0, 0, 0.0, 0.02, "5a")
+    measured = replace(packed_line.profile, decodings=(slow,))
+    (row,) = plan(packed_line.config, measured, trace_of("0101"))
+    assert row.decoding_images_per_s == pytest.approx(10.0)
+    assert "decoding: 10.0 images/s, did all cores nothing else." in plan_table((row,))
+    assert as_json((row,))["rows"][0]["decoding_images_per_s"] == pytest.approx(10.0)
+    (unknown,) = plan(packed_line.config, packed_line.profile, trace_of("0101"))
+    assert unknown.decoding_images_per_s is None

@@ -669,8 +669,7 @@ class TestAgain:
 
 
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
+import os, signal
 import agent.commands.progress
 from contextlib import contextmanager
 
@@ -682,7 +681,6 @@ def deadly():
     yield report
 
 agent.commands.progress.progress_on_stderr = deadly
-sys.argv = ["coserve", "profile", {line!r}, "--casual"]
 from coserve import main
 main()
 """
@@ -699,9 +697,9 @@ def draft_of(line):
 
 
 class TestKilled:
-    def test_half_way_it_resumes_and_measures_nothing_again(self, line):
-        script = KILLED.format(root=str(ROOT), stage="measure on cpu", done=1, line=str(line.file))
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=DEADLINE_S, check=False)
+    def test_half_way_it_resumes_and_measures_nothing_again(self, line, forks):
+        script = KILLED.format(stage="measure on cpu", done=1)
+        done = forks.run(script, "profile", line.file, "--casual", timeout_s=DEADLINE_S)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert not line.path.exists()
         with pytest.raises(ConfigError, match=r"profiling was not finished - `coserve profile LINE.yaml` resumes it"):

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import onnx
@@ -229,12 +227,13 @@ def test_what_does_not_hold_is_refused_with_the_reason(files, module, reason):
         packable(files.expert("cls/x", "resnet18", files.folder / "x.safetensors"), form, {})
 
 
-def test_serving_what_is_packed_exports_nothing(files, store):
-    """A fresh process runs it from the packed files, without the exporter."""
+def test_serving_what_is_packed_exports_nothing(files, store, forks):
+    """A process that has exported nothing runs it from the packed files, without the exporter."""
     expert = files.classifier("cls/x", "squeezenet1_1")
     packed_in(store, [expert], FORM)
     program = (
-        "import sys\n"
+        "import sys, warnings\n"
+        "warnings.simplefilter('error')\n"
         "from pathlib import Path\n"
         "import numpy as np, torch\n"
         "from experts.backends import backend_for\n"
@@ -257,12 +256,6 @@ def test_serving_what_is_packed_exports_nothing(files, store):
         "store.close()\n"
         "assert 'onnxscript' not in sys.modules\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ended = forks.run(program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() in expert.labels

@@ -1,0 +1,316 @@
+"""Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
+
+Guarantees: what is due first is begun first, and what a started batch waits for before everything else; an image is
+decoded once for all the steps that it was told of, unless it was forgotten meanwhile; of one that is forgotten nothing
+is held but what a batch has; images in decoding take DECODING_BYTES together at most. What the box has no memory for
+is not the image's fault: such a MemoryError is the future's, all else is a Prepared or Rejected.
+
+A JPEG is made smaller while it is decoded for the experts that were found to say the same of it then, as far as leaves
+MARGIN times the pixels that they see to either side: what makes them smaller still is smoothed as ever. How much
+smaller is a matter of the image and the expert alone, so that their answers are, too: steps that need it in two sizes
+decode it twice.
+
+For later steps an image's pixels are held where they take no more than what it becomes for all of these, else that:
+a crop stays what it is, of a photograph of 12 megapixels two small tensors are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from threading import Condition, Lock
+from typing import TYPE_CHECKING
+
+from agent.core.request import Rejected
+from agent.runtime.due_threads import DueTask, DueThreads
+from agent.runtime.expert_copy import prepared_form
+from agent.runtime.image_sources import decoded
+from agent.runtime.threads import use_threads
+from experts.backends import backend_for
+from experts.errors import ImageError
+from experts.images import DEFAULT_MAX_PIXELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+    from contextlib import AbstractContextManager
+
+    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.machine.box import Box
+    from experts.backends.base import Prepared
+    from experts.expert import Expert
+    from experts.images import Decoded
+
+logger = logging.getLogger(__name__)
+
+DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
+LEAST_THREADS = 2
+MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
+AT_ONCE = -math.inf  # due before everything that is only due some time
+
+
+def nothing_told(request: int) -> AbstractContextManager[object]:
+    """Where nobody watches which requests' images are being prepared."""
+    return nullcontext()
+
+
+class ByteGate:
+    """Lets in what fits together into so many bytes, in the order of its asking; what is larger goes in alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._inside_bytes = 0
+        self._changed = Condition()
+        self._asking = Lock()
+
+    @contextmanager
+    def room_for(self, size_bytes: int) -> Iterator[None]:
+        """Wait for room, and keep it while the context is open."""
+        taken_bytes = min(size_bytes, self._limit_bytes)
+        with self._asking, self._changed:
+            self._changed.wait_for(lambda: self._inside_bytes + taken_bytes <= self._limit_bytes)
+            self._inside_bytes += taken_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside_bytes -= taken_bytes
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an image is to be held for: the expert of its step, and those that may come after it."""
+
+    expert: Expert
+    later: tuple[Expert, ...] = ()
+    later_bytes: int = 0
+
+    @property
+    def later_forms(self) -> dict[str, Expert]:
+        return {form_name(expert): expert for expert in self.later}
+
+
+@dataclass(slots=True, eq=False)
+class _Image:
+    """One request's image. ``wanted`` is set on the loop's thread; None once it is forgotten.
+
+    ``held`` and ``pixels``: for later steps; ``at_work`` is held by the thread that works on it, ``changing`` by
+    whoever looks at the two or changes them.
+    """
+
+    source: ImageSource
+    name: str
+    wanted: _Wanted | None
+    request: int | None = None  # None: of nobody who is watched
+    task: DueTask[Prepared | Rejected] | None = None
+    is_taken: bool = False  # a batch waits for the task
+    held: dict[str, Prepared] = field(default_factory=dict)
+    pixels: Decoded | None = None
+    at_work: Lock = field(default_factory=Lock)
+    changing: Lock = field(default_factory=Lock)
+
+    @property
+    def form(self) -> str:
+        """What it is prepared as for the step that it is at; nothing once it is forgotten."""
+        return "" if self.wanted is None else form_name(self.wanted.expert)
+
+    def let_go(self) -> None:
+        """Of what its steps do not need, or not any more."""
+        with self.changing:
+            needed = set() if self.wanted is None else set(self.wanted.later_forms)
+            is_ready = self.wanted is None or (self.task is not None and self.task.future.done())
+            if is_ready and not needed:
+                self.pixels = None
+            if not is_ready:
+                needed.add(self.form)
+            self.held = {form: prepared for form, prepared in self.held.items() if form in needed}
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what it holds for later steps. Its source's own pixels are the source's."""
+        with self.changing:
+            pixels = 0 if self.pixels is None or self.pixels.pixels is self.source else self.pixels.pixels.nbytes
+            tensors: dict[int, int] = {id(each): each.tensor.nbytes for each in self.held.values()}
+        return pixels + sum(tensors.values())
+
+
+def threads_for(box: Box) -> int:
+    """As many as the box has cores, at least two, so that reading one image overlaps with decoding another.
+
+    They have the same priority as executors. Where these run on the same cores, that halves their pace while images
+    are decoded, and nothing is lost by it; images that give way to batches keep executors waiting instead: two cores
+    with a ResNet50 and photographs of 12 megapixels, in turns, waited 25 to 30 % of the time as it is, 42 to 50 % five
+    levels of niceness lower, 48 to 58 % ten lower, for the same time of processors.
+    """
+    return max(box.cores, LEAST_THREADS)
+
+
+class Preparation:
+    """Of one agent: ``threads`` of them. ``scaled``: experts for which JPEGs are made smaller while they are decoded.
+
+    Requests' images are told of, taken and forgotten on one thread, the loop's.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        scaled: frozenset[str] = frozenset(),
+    ) -> None:
+        self._threads = DueThreads(threads, "prepare", lambda: use_threads(1))
+        self._max_pixels = max_pixels
+        self.scaled = scaled
+        self._gate = ByteGate(DECODING_BYTES)
+        self._images: dict[int, _Image] = {}
+        self.watch: Callable[[int], AbstractContextManager[object]] = nothing_told  # entered by who works on its image
+
+    def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
+        """Prepare an image for an expert at once. ``name`` is what a rejection calls it."""
+        return self._begin(_Image(image, name, _Wanted(expert)), expert, AT_ONCE).future
+
+    def prepare(
+        self,
+        request: int,
+        image: ImageSource,
+        name: str,
+        expert: Expert,
+        later: Sequence[Expert] = (),
+        later_bytes: int = 0,
+        due_s: float = AT_ONCE,
+    ) -> None:
+        """Have a request's image prepared for an expert; see ``agent.core.effects.Prepare``."""
+        wanted = _Wanted(expert, tuple(later), later_bytes)
+        known = self._images.get(request)
+        wanted = _Wanted(expert, tuple(later), later_bytes)
+        if known is None:
+            known = self._images[request] = _Image(image, name, wanted, request)
+        is_the_same = known.task is not None and known.form == form_name(expert)
+        known.wanted = wanted
+        if not is_the_same:
+            ready = known.held.get(known.form)
+            known.task = self._begin(known, expert, due_s) if ready is None else DueTask.done(ready)
+            known.is_taken = False
+        known.let_go()
+
+    def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> Future[Prepared | Rejected]:
+        """What a batch waits for from now on: before everything that is only due some time."""
+        known = self._images.get(request)
+        if known is None or known.task is None:
+            return self.start(expert, image, name)
+        future = known.task.future
+        if future.done() and (future.cancelled() or future.exception() is not None):
+            known.task = self._begin(known, expert, AT_ONCE)  # there may be memory for it now
+        else:
+            self._threads.hurry(known.task)
+        known.is_taken = True
+        return known.task.future
+
+    def forget(self, request: int) -> None:
+        """Nothing is held for a request any more but what a batch has of it."""
+        image = self._images.pop(request, None)
+        if image is None:
+            return
+        image.wanted = None
+        if image.task is not None and not image.is_taken:
+            image.task.future.cancel()
+        image.task = None
+        image.let_go()
+
+    @property
+    def requests(self) -> int:
+        """For how many requests something is held, or being prepared."""
+        return len(self._images)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of images that are held for later steps, now."""
+        return sum(image.held_bytes for image in self._images.values())
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the threads, after what is in preparation; False if that took longer."""
+        return self._threads.stop(timeout_s)
+
+    def _begin(self, image: _Image, expert: Expert, due_s: float) -> DueTask[Prepared | Rejected]:
+        return self._threads.submit(lambda answer: self._work(image, expert, answer), due_s)
+
+    def _work(self, image: _Image, expert: Expert, answer: Callable[[Prepared | Rejected], None]) -> None:
+        """On one of the threads: first what is waited for, then what later steps need."""
+        watched = nullcontext() if image.request is None else self.watch(image.request)
+        with image.at_work, watched:
+            try:
+                prepared, pixels = self._prepared(image, expert)
+            except ImageError as error:
+                answer(Rejected(str(error)))
+            except MemoryError:
+                raise
+            except Exception as error:
+                logger.exception("preparation_broke expert=%s image=%s", expert.id, image.name)
+                told = f"{image.name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}"
+                answer(Rejected(told))
+            else:
+                answer(prepared)
+                self._hold(image, {form_name(expert): prepared}, pixels)
+            image.let_go()
+
+    def _prepared(self, image: _Image, expert: Expert) -> tuple[Prepared, Decoded | None]:
+        """With the pixels, where it was made from them."""
+        with image.changing:
+            prepared, pixels = image.held.get(form_name(expert)), image.pixels
+        if prepared is not None:
+            return prepared, pixels
+        least = self._least(expert)
+        if pixels is None or not pixels.serves(least):
+            pixels = decoded(image.source, image.name, self._max_pixels, self._gate.room_for, least)
+        return prepare(expert, pixels), pixels
+
+    def _least(self, expert: Expert) -> tuple[int, int] | None:
+        """How many pixels are enough; None where all of them are to be had."""
+        return least_pixels(expert) if expert.id in self.scaled else None
+
+    def _hold(self, image: _Image, ready: dict[str, Prepared], pixels: Decoded | None) -> None:
+        """What later steps need: the pixels, or what they become for these. Where that breaks, a later step tells."""
+        wanted = image.wanted
+        if wanted is None or not wanted.later:
+            return
+        if pixels is not None and (pixels.pixels is image.source or pixels.pixels.nbytes <= wanted.later_bytes):
+            with image.changing:
+                image.pixels = pixels
+            return
+        for form, expert in wanted.later_forms.items():
+            prepared = ready.get(form)
+            if prepared is None and pixels is not None and form not in image.held:
+                prepared = prepare(expert, pixels) if pixels.serves(self._least(expert)) else None
+            if prepared is not None:
+                with image.changing:
+                    image.held[form] = prepared
+        with image.changing:
+            image.pixels = None
+
+
+def least_pixels(expert: Expert) -> tuple[int, int]:
+    """Height and width that are enough for an expert, where it may have JPEGs smaller."""
+    return MARGIN * expert.pixels.height, MARGIN * expert.pixels.width
+
+
+def prepare(expert: Expert, image: Decoded) -> Prepared:
+    """An image as its expert wants it; scales lead back to the file's pixels, however it was decoded."""
+    prepared = backend_for(expert.architecture).prepare(expert, image.pixels)
+    if image.reduction == 1:
+        return prepared
+    height, width = image.pixels.shape[:2]
+    return replace(
+        prepared,
+        image_height=image.height,
+        image_width=image.width,
+        scale_x=prepared.scale_x * width / image.width,
+        scale_y=prepared.scale_y * height / image.height,
+    )
+
+
+def form_name(expert: Expert) -> str:
+    """What its images become: experts with the same name for it share them."""
+    form = prepared_form(expert)
+    return expert.id if form is None else form.name

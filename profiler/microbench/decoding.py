@@ -1,0 +1,104 @@
+"""What images cost before their batches, and whether an expert says the same of JPEGs that are made smaller meanwhile.
+
+Each expert's samples are read, decoded and prepared as the agent does it, on one thread. Of JPEGs that are large enough
+to be decoded to a half, a quarter or an eighth of their sides (``experts.images.reduction``), both ways are timed, and
+the expert is asked about both: it has them smaller only where its labels are the same on every one and its scores
+differ by no more than the tolerance, as of a form of its weights. Without such samples it has all pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+from agent.device_profile.identity import packed_sha256
+from agent.device_profile.records import ImageDecoding
+from agent.runtime.preparation import least_pixels, prepare
+from experts.images import decode_image, reduction
+from profiler.microbench.agreement import compared, judged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.measuring.rig import MeasuringRig
+    from experts.expert import Expert, Prediction
+    from profiler.microbench.kinds import Bench
+    from profiler.workload.samples import Sample
+
+MOST_COMPARED = 8  # samples of one expert: a photograph takes a quarter of a second, and lines have hundreds of experts
+
+
+class DecodingBench:
+    """Measures the experts of one bench; experts that are shown the same images alike share their times."""
+
+    def __init__(self, bench: Bench, tolerance: float) -> None:
+        self._bench = bench
+        self._tolerance = tolerance
+        self._times: dict[tuple[Path, str], tuple[_Timed, _Timed | None]] = {}
+
+    def of_sha256(self, copy: ExpertCopy) -> str:
+        """What a measurement is of: the expert's weights as they are packed, and its samples."""
+        told = f"{packed_sha256(copy.packed)} {self._bench.samples.sha256([copy.expert.id])}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def measure(self, copy: ExpertCopy) -> ImageDecoding | None:
+        """One expert; None where it has no samples. Raises ImageError for one that has gone or changed meanwhile."""
+        samples = self._bench.samples.of(copy.expert.id)[:MOST_COMPARED]
+        if not samples or copy.expert.takes_texts:
+            return None
+        timed = [self._timed(sample, copy.expert) for sample in samples]
+        smaller = [sample for sample, (_, scaled) in zip(samples, timed, strict=True) if scaled is not None]
+        labels_differ, largest = self._difference(copy, smaller)
+        return ImageDecoding(
+            expert=copy.expert.id,
+            images=len(samples),
+            megapixels=sum(full.megapixels for full, _ in timed),
+            full_s=sum(full.seconds for full, _ in timed),
+            scaled_s=sum((scaled or full).seconds for full, scaled in timed),
+            smaller=len(smaller),
+            labels_differ=labels_differ,
+            largest_score_difference=largest,
+            tolerance=self._tolerance,
+            of_sha256=self.of_sha256(copy),
+        )
+
+    def _timed(self, sample: Sample, expert: Expert) -> tuple[_Timed, _Timed | None]:
+        """With all pixels, and made smaller where it can be."""
+        key = (sample.path, f"{expert.architecture} {expert.pixels}")
+        if key not in self._times:
+            full, least = _Timed(sample, expert, None), least_pixels(expert)
+            can_be_smaller = full.is_jpeg and reduction(full.height, full.width, least) > 1
+            self._times[key] = full, _Timed(sample, expert, least) if can_be_smaller else None
+        return self._times[key]
+
+    def _difference(self, copy: ExpertCopy, samples: Sequence[Sample]) -> tuple[int, float]:
+        """On how many images the labels differ, and by how much scores do at the most on the others."""
+        if not samples:
+            return 0, 0.0
+        with self._bench.rig([copy]).opened() as rig:
+            expected = judged(rig, copy, samples)
+            found = _judged_smaller(rig, copy, samples)
+        apart = list(compared(expected, found))
+        if not apart:
+            return len(samples), 0.0  # it judged none of them: nothing is proven
+        return sum(not each.same_labels for each in apart), max(each.score for each in apart)
+
+
+def _judged_smaller(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> list[Prediction | None]:
+    rig.scale_images(copy)
+    return judged(rig, copy, samples)
+
+
+class _Timed:
+    """One image on its way from its file to what an expert sees."""
+
+    def __init__(self, sample: Sample, expert: Expert, least: tuple[int, int] | None) -> None:
+        started = time.perf_counter()
+        image = decode_image(sample.path, str(sample.path), sample.max_pixels, least=least)
+        prepare(expert, image)
+        self.seconds = time.perf_counter() - started
+        self.height, self.width, self.is_jpeg = image.height, image.width, image.is_jpeg
+        self.megapixels = image.height * image.width / 1e6

@@ -1,0 +1,113 @@
+"""Books of what a shell holds prepared: what the Engine told it, and that it keeps to what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agent.core.ahead import FAR_SHARE
+from agent.core.effects import Assigned, Complete, Fail, Forget, Prepare, StartBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agent.core.performance import PerformanceMatrix, PreparedForm
+    from experts.graph import ExpertGraph
+
+
+@dataclass
+class AheadBooks:
+    """Of one Engine. ``images``: the requests that have one."""
+
+    budget_bytes: int
+    images: set[int] = field(default_factory=set)
+    queued: dict[int, str] = field(default_factory=dict)  # request -> expert
+    told: dict[int, Prepare] = field(default_factory=dict)  # request -> the latest
+    held: dict[int, set[str]] = field(default_factory=dict)  # request -> forms that need no decoding
+    forms: dict[str, PreparedForm | None] = field(default_factory=dict)  # of every expert there ever was
+    decoded: int = 0
+
+    def know(self, matrix: PerformanceMatrix) -> None:
+        """The experts of a line."""
+        for column in matrix.experts.values():
+            self.forms.update((expert, row.prepared) for expert, row in column.items())
+
+    def take(self, effect) -> None:
+        """What the shell is told, one by one."""
+        if isinstance(effect, Prepare):
+            self.prepare(effect)
+        elif isinstance(effect, Forget):
+            del self.told[effect.request], self.held[effect.request]
+        elif isinstance(effect, Assigned):
+            self.queued[effect.request] = effect.expert
+        elif isinstance(effect, Complete | Fail):
+            for book in (self.told, self.held, self.queued):
+                book.pop(effect.request, None)
+        elif isinstance(effect, StartBatch):
+            self.start(effect.batch)
+
+    def prepare(self, effect: Prepare) -> None:
+        """For whom it is queued; what was begun is decoded no second time unless it was given back."""
+        assert self.budget_bytes
+        assert effect.request in self.images
+        assert self.queued[effect.request] == effect.expert
+        own, later = self.form(effect.expert), [self.form(expert) for expert in effect.later]
+        assert effect.later_bytes == sum(form.size_bytes for form in later)
+        forms = {own.name, *(form.name for form in later)}
+        assert len({form.name for form in later}) == len(later)
+        if effect.request in self.held:
+            assert forms <= self.held[effect.request]
+        else:
+            self.decoded += 1
+        self.told[effect.request], self.held[effect.request] = effect, forms
+
+    def start(self, batch) -> None:
+        """Nobody waits for an image that was never begun."""
+        for request in batch.requests:
+            expert = self.queued.pop(request, None)
+            form = self.forms.get(expert)
+            if request in self.images and form is not None and 0 < form.size_bytes <= self.budget_bytes:
+                assert self.told[request].expert == batch.expert == expert
+
+    def give_back(self, request: int, expert: str) -> None:
+        """Its batch failed, and it is queued again."""
+        self.queued[request] = expert
+
+    def check(self, used_bytes: int, graph: ExpertGraph, lines: Mapping[int, list[int]]) -> None:
+        """Once an event is dealt with. ``lines``: the requests of each queue whose routes are this graph's."""
+        for request, told in self.told.items():
+            assert told.expert == self.queued.get(request, told.expert), "held for a step that is over"
+        held_bytes = sum(self.counted(request) for request in self.told)
+        assert held_bytes == used_bytes <= self.budget_bytes
+        for line in lines.values():
+            waiting = [request for request in line if self.could_be_begun(request)]
+            least_bytes = FAR_SHARE * self.budget_bytes - held_bytes
+            assert not waiting or any(self.most_needed(request, graph) > least_bytes for request in waiting)
+
+    def could_be_begun(self, request: int) -> bool:
+        form = self.forms[self.queued[request]]
+        return request in self.images and form is not None and request not in self.told and self.fits(form)
+
+    def fits(self, form: PreparedForm) -> bool:
+        return form.size_bytes <= self.budget_bytes
+
+    def most_needed(self, request: int, graph: ExpertGraph) -> int:
+        """With any that may come on any route."""
+        expert = self.queued[request]
+        after = set(graph.subsequents(expert)).union(*(graph.subsequents(each) for each in graph.subsequents(expert)))
+        later = {form.name: form.size_bytes for each in after if (form := self.forms.get(each)) is not None}
+        return self.form(expert).size_bytes + sum(later.values())
+
+    def counted(self, request: int) -> int:
+        """What of a request counts: in a queue all of it, in a batch what is for later."""
+        told = self.told[request]
+        sizes = {self.form(expert).name: self.form(expert).size_bytes for expert in told.later}
+        own = self.form(told.expert)
+        if request in self.queued and own.name not in sizes:
+            return told.later_bytes + own.size_bytes
+        return told.later_bytes
+
+    def form(self, expert: str) -> PreparedForm:
+        form = self.forms[expert]
+        assert form is not None
+        return form

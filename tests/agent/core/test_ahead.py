@@ -1,0 +1,264 @@
+"""Images are prepared before their batches start: in the order in which these run, within the budget, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agent.core import events
+from agent.core.effects import Assigned, Complete, Fail, Forget, Prepare, StartBatch, StartLoad
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+    PreparedForm,
+)
+from agent.core.policy import PRESETS
+from agent.core.request import Rejected
+from experts.expert import Prediction
+from experts.graph import ExpertGraph, RouteStep
+
+OK = frozenset({"ok"})
+SMALL, LARGE = PreparedForm("small", 1), PreparedForm("large", 5)
+GOOD, BAD = Prediction("ok", 0.9), Prediction("bad", 0.9)
+ROUTES = {
+    "a": (RouteStep("a", OK),),
+    "b": (RouteStep("b", OK),),
+    "twice": (RouteStep("a", OK), RouteStep("c", OK)),  # another form
+    "alike": (RouteStep("a", OK), RouteStep("b", OK)),  # the same form
+}
+
+
+class Line:
+    """An Engine whose shell answers when it is told to. Memory holds what ``memory`` says, of experts of size 1."""
+
+    def __init__(self, prepared_bytes, executors=1, memory=9, max_batch=2, now=0.0):
+        rows = {
+            name: ExpertProfile(name, Performance(0.1, 0.0, max_batch, 0), Footprint(1), {SSD: 0.1}, prepared=form)
+            for name, form in (("a", SMALL), ("b", SMALL), ("c", LARGE))
+        }
+        specs = tuple(ExecutorSpec(number, "cpu", "host") for number in range(executors))
+        limits = Limits((PoolSpec("host", memory, 0),), prepared_bytes=prepared_bytes)
+        matrix = PerformanceMatrix({"cpu": rows}, {})
+        graph = ExpertGraph(rows, ROUTES)
+        self.matrix, self.graph = matrix, graph
+        self.engine = Engine(graph, matrix, specs, replace(PRESETS["coserve"], placing=False), limits)
+        self.now, self.effects = now, []
+        self.requests = 0
+        self.running = {}
+        self.loads = []
+        self.handle(events.Started())
+
+    def handle(self, event):
+        self.effects = self.engine.handle(event, self.now)
+        self.engine.check_invariants()
+        for effect in self.effects:
+            if isinstance(effect, StartBatch):
+                self.running[effect.batch.executor] = effect.batch
+            elif isinstance(effect, StartLoad):
+                self.loads.append(effect.load)
+        return self.effects
+
+    def arrive(self, *components):
+        for component in components:
+            self.requests += 1
+            self.handle(events.Arrived(self.requests, component))
+
+    def ask(self, *experts):
+        for expert in experts:
+            self.requests += 1
+            self.handle(events.Arrived(self.requests, None, expert))
+
+    def load(self):
+        """Every load that is under way, the latest one first."""
+        effects = []
+        while self.loads:
+            effects += self.handle(events.Loaded(self.loads.pop()))
+        self.effects = effects
+
+    def finish(self, result=GOOD, executor=0):
+        batch = self.running.pop(executor)
+        self.now += 0.1
+        self.handle(events.Finished(batch.id, (result,) * len(batch.requests)))
+
+    def fail(self, executor=0):
+        self.handle(events.BatchFailed(self.running.pop(executor).id, "broke"))
+
+    def told(self, kind=Prepare):
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    @property
+    def prepared(self):
+        """Requests and experts, as the latest event had them prepared."""
+        return [(each.request, each.expert) for each in self.told()]
+
+    @property
+    def statistics(self):
+        return self.engine.statistics().prepared
+
+
+def test_an_image_is_prepared_when_it_is_queued_while_its_expert_is_loaded():
+    line = Line(prepared_bytes=100)
+    line.arrive("a")
+    assert [type(effect) for effect in line.effects] == [Assigned, StartLoad, Prepare]
+    line.load()
+    assert not line.told()
+    assert line.running[0].requests == (1,)
+
+
+def test_whoever_runs_at_once_is_told_before_its_batch():
+    line = Line(prepared_bytes=100)
+    line.arrive("a")
+    line.load()
+    line.finish()
+    line.arrive("a")
+    assert [type(effect) for effect in line.effects] == [Assigned, Prepare, StartBatch]
+    assert line.statistics.begun_late == 1
+
+
+def test_without_a_budget_nothing_is_told():
+    line = Line(prepared_bytes=0)
+    line.arrive("a", "b")
+    line.load()
+    assert not line.told()
+
+
+def test_far_requests_leave_a_quarter_of_the_room_to_near_ones():
+    line = Line(prepared_bytes=8, max_batch=1)
+    line.arrive(*"a" * 10)
+    assert line.statistics.used_bytes == 6
+    line.load()  # one runs, whose room is free: the next is prepared
+    assert line.prepared == [(7, "a")]
+    assert line.statistics.used_bytes == 6
+
+
+def test_one_in_front_takes_the_room_of_whoever_starts_last():
+    line = Line(prepared_bytes=8)
+    line.ask("c", "c")
+    line.load()
+    line.arrive(*"b" * 10)
+    assert line.statistics.used_bytes == 6  # of 3 to 8; the other two have the batch
+    line.fail()  # both are queued again, in front, and run one by one
+    assert line.running[0].requests == (1,)
+    assert [each.request for each in line.told(Forget)] == [1, 2, 8, 7, 6]
+    assert line.prepared == [(1, "c"), (2, "c")]
+    assert line.statistics.used_bytes == 8
+    assert line.statistics.displaced == 3
+
+
+def test_nobody_gives_way_to_one_that_runs_no_sooner():
+    line = Line(prepared_bytes=8)
+    line.arrive(*"b" * 10)
+    line.ask("c")
+    assert not line.told(Forget)
+    assert not line.told()
+
+
+def test_across_queues_whoever_is_predicted_to_start_first_is_first():
+    line = Line(prepared_bytes=8, executors=2, max_batch=1)
+    line.arrive(*"ab" * 10)
+    due_s = []
+    while line.running or line.loads:
+        line.load()
+        due_s += [each.due_s for each in line.told() if each.due_s > line.now]
+        line.finish(executor=min(line.running, key=lambda each: line.running[each].id))
+        due_s += [each.due_s for each in line.told() if each.due_s > line.now]
+    assert due_s == sorted(due_s)
+
+
+def test_what_a_later_step_needs_is_held_from_the_first_on():
+    line = Line(prepared_bytes=100)
+    line.arrive("twice")
+    (prepare,) = line.told()
+    assert (prepare.expert, prepare.later, prepare.later_bytes) == ("a", ("c",), 5)
+    assert line.statistics.used_bytes == 6
+    line.load()
+    assert line.statistics.used_bytes == 5  # the batch has its own
+    line.finish()
+    (again,) = line.told()
+    assert (again.request, again.expert, again.later) == (1, "c", ())
+    assert not line.told(Forget)
+    line.load()
+    assert line.statistics.used_bytes == 0
+
+
+def test_steps_of_one_form_share_what_is_prepared():
+    line = Line(prepared_bytes=100)
+    line.arrive("alike")
+    (prepare,) = line.told()
+    assert (prepare.later, prepare.later_bytes) == (("b",), 1)
+    assert line.statistics.used_bytes == 1
+    line.load()
+    assert line.statistics.used_bytes == 1
+    line.finish()
+    assert line.prepared == [(1, "b")]
+
+
+def test_what_ends_early_gives_everything_back():
+    line = Line(prepared_bytes=100)
+    line.arrive("twice")
+    line.load()
+    line.finish(BAD)
+    assert line.statistics.used_bytes == 0
+    assert line.told(Complete)
+    line.arrive("twice", "twice")
+    line.handle(events.Cancelled(2 + 1))
+    line.finish(Rejected("not an image"))
+    assert line.statistics.used_bytes == 0
+
+
+def test_the_oldest_that_is_held_for_later_gives_way_to_what_runs_next():
+    line = Line(prepared_bytes=48, max_batch=8)
+    line.arrive(*["twice"] * 6)
+    line.load()
+    assert line.statistics.used_bytes == 6 * 5
+    line.arrive(*["twice"] * 3)
+    assert line.statistics.used_bytes == 48
+    line.arrive("twice")
+    assert [each.request for each in line.told(Forget)] == [1]
+    assert [(each.request, each.later) for each in line.told()] == [(10, ())]
+    assert line.statistics.displaced_later == 1
+    line.finish()  # it is decoded again
+    assert (1, "c") in line.prepared
+
+
+def test_a_failed_batch_is_not_decoded_again():
+    line = Line(prepared_bytes=100, max_batch=2)
+    line.arrive("a", "a")
+    line.load()
+    line.fail()
+    assert not line.told()
+    assert not line.told(Forget)
+    assert [effect.batch.requests for effect in line.told(StartBatch)] == [(1,)]
+    assert line.statistics.used_bytes == 1
+
+
+def test_quarantine_gives_everything_back():
+    line = Line(prepared_bytes=100)
+    line.arrive("a", "a", "twice")
+    line.handle(events.Quarantined("a", "somebody said so"))
+    assert len(line.told(Fail)) == 3
+    assert line.statistics.used_bytes == 0
+
+
+def test_a_form_that_is_larger_than_the_budget_is_prepared_with_its_batch_by_the_shell():
+    line = Line(prepared_bytes=4)
+    line.ask("c")
+    line.load()
+    assert not line.told()
+    assert line.running[0].requests == (1,)
+
+
+def test_background_work_is_not_prepared_ahead():
+    line = Line(prepared_bytes=100)
+    shadow = ExpertGraph(line.graph.experts, {"a": ROUTES["a"]}, {"a": "b"})
+    line.handle(events.LineChanged(shadow, line.matrix, frozenset(), frozenset()))
+    line.handle(events.Offered(1, "b"))
+    line.load()
+    assert line.running[0].requests == (1,)
+    assert not line.told()

@@ -1,0 +1,271 @@
+"""Images are decoded once for all steps of their routes, and nothing is held longer than somebody needs it."""
+
+from __future__ import annotations
+
+import io
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import agent.runtime.preparation
+from agent.core.request import Rejected
+from agent.runtime.expert_copy import prepared_form
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart, decoded, pixels_of
+from agent.runtime.machine.detection import detect
+from agent.runtime.preparation import Preparation, threads_for
+from experts.backends import backend_for
+from experts.expert import Expert, Fit, InputSpec
+
+PATIENCE_S = 30.0
+
+
+def expert(name, size, architecture="resnet18", **spec):
+    return Expert(name, architecture, None, ("ok",), InputSpec(size, size, **spec))
+
+
+SMALL, ALIKE, OTHER = expert("cls/a", 32), expert("cls/b", 32), expert("cls/c", 48)
+DETECTOR = expert("det/a", 64, "yolov8n")
+
+
+def encoded(height, width, seed=0):
+    file = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "png")
+    return EncodedImage(file.getvalue(), f"{seed}.png", 1_000_000)
+
+
+def bytes_of(*experts):
+    return sum({form.name: form.size_bytes for form in map(prepared_form, experts)}.values())
+
+
+class Workplace:
+    """A preparation whose decodings are counted, and may be held up."""
+
+    def __init__(self, monkeypatch):
+        self.decoded = []
+        self.may_decode = threading.Event()
+        self.may_decode.set()
+        self.is_decoding = threading.Event()
+        self.preparation = Preparation(1)
+        monkeypatch.setattr(agent.runtime.preparation, "decoded", self._decode)
+
+    def _decode(self, source, name, *limits):
+        self.is_decoding.set()
+        assert self.may_decode.wait(PATIENCE_S)
+        self.decoded.append(name)
+        return decoded(source, name, *limits)
+
+    def prepare(self, request, source, expert, *later, due_s=0.0):
+        self.preparation.prepare(request, source, str(request), expert, later, bytes_of(*later) if later else 0, due_s)
+
+    def result(self, request, source, expert):
+        """As a batch has it."""
+        return self.preparation.take(request, source, str(request), expert).result(PATIENCE_S)
+
+    def settle(self):
+        """What is under way for later steps has been done, too: there is one thread."""
+        self.preparation.start(SMALL, np.zeros((4, 4, 3), dtype=np.uint8), "last").result(PATIENCE_S)
+
+
+@pytest.fixture
+def workplace(monkeypatch):
+    workplace = Workplace(monkeypatch)
+    yield workplace
+    workplace.may_decode.set()
+    workplace.preparation.stop()
+
+
+def assert_prepared(prepared, source, expert):
+    alone = backend_for(expert.architecture).prepare(expert, pixels_of(source, "it"))
+    assert torch.equal(prepared.tensor, alone.tensor)
+    assert (prepared.image_height, prepared.pad_top) == (alone.image_height, alone.pad_top)
+
+
+@pytest.mark.parametrize("size", [(20, 20), (900, 700)])  # whose pixels take less, and more, than what they become
+@pytest.mark.parametrize("second", [OTHER, DETECTOR, ALIKE])
+def test_an_image_that_two_steps_need_is_decoded_once(workplace, size, second):
+    image = encoded(*size)
+    workplace.prepare(1, image, SMALL, second)
+    assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
+    workplace.settle()
+    assert workplace.preparation.held_bytes <= bytes_of(second)
+    workplace.prepare(1, image, second)
+    assert_prepared(workplace.result(1, image, second), image, second)
+    assert workplace.decoded == ["1", "last"]
+    workplace.settle()
+    assert workplace.preparation.held_bytes == 0
+    workplace.preparation.forget(1)
+    assert workplace.preparation.requests == 0
+
+
+@pytest.mark.parametrize("size", [(20, 20), (900, 700)])
+def test_of_three_steps_each_has_its_own_from_one_decoding(workplace, size):
+    image, steps = encoded(*size), (SMALL, DETECTOR, OTHER)
+    for number, step in enumerate(steps):
+        workplace.prepare(1, image, step, *steps[number + 1 :])
+        assert_prepared(workplace.result(1, image, step), image, step)
+        workplace.settle()
+        assert workplace.preparation.held_bytes <= bytes_of(*steps[number + 1 :])
+    assert workplace.decoded.count("1") == 1
+
+
+def test_what_is_forgotten_is_decoded_again_and_nothing_is_held(workplace):
+    image = encoded(900, 700)
+    workplace.prepare(1, image, SMALL, OTHER)
+    taken = workplace.preparation.take(1, image, "1", SMALL)
+    workplace.preparation.forget(1)
+    assert_prepared(taken.result(PATIENCE_S), image, SMALL)
+    workplace.settle()
+    assert workplace.preparation.held_bytes == 0
+    workplace.prepare(1, image, OTHER)
+    assert_prepared(workplace.result(1, image, OTHER), image, OTHER)
+    assert workplace.decoded.count("1") == 2
+
+
+def test_what_is_held_for_later_steps_can_be_given_up_alone(workplace):
+    image = encoded(900, 700)
+    workplace.prepare(1, image, SMALL, OTHER)
+    workplace.result(1, image, SMALL)
+    workplace.settle()
+    assert workplace.preparation.held_bytes == bytes_of(OTHER)
+    workplace.prepare(1, image, SMALL)
+    assert workplace.preparation.held_bytes == 0
+    assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
+    assert workplace.decoded.count("1") == 1
+
+
+def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workplace):
+    workplace.may_decode.clear()
+    images = {number: encoded(20, 20, number) for number in range(1, 5)}
+    for number, image in images.items():
+        workplace.prepare(number, image, SMALL, due_s=float(number))
+        assert workplace.is_decoding.wait(PATIENCE_S)
+    workplace.preparation.forget(2)
+    taken = workplace.preparation.take(4, images[4], "4", SMALL)
+    workplace.may_decode.set()
+    taken.result(PATIENCE_S)
+    workplace.settle()
+    workplace.result(3, images[3], SMALL)
+    assert [name for name in workplace.decoded if name != "last"] == ["1", "4", "3"]
+
+
+def test_a_batch_has_what_was_not_told_of_before(workplace):
+    image = encoded(20, 20)
+    assert_prepared(workplace.result(9, image, SMALL), image, SMALL)
+    assert workplace.preparation.requests == 0
+
+
+def test_a_broken_image_is_rejected_at_every_step(workplace):
+    image = EncodedImage(b"no image", "broken.png", 1000)
+    workplace.prepare(1, image, SMALL, OTHER)
+    assert isinstance(workplace.result(1, image, SMALL), Rejected)
+    workplace.settle()
+    assert workplace.preparation.held_bytes == 0
+
+
+def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
+    image, real = encoded(20, 20), agent.runtime.preparation.decoded
+    is_short = iter([True, False])
+
+    def decode(*given):
+        if next(is_short):
+            raise MemoryError
+        return real(*given)
+
+    monkeypatch.setattr(agent.runtime.preparation, "decoded", decode)
+    workplace.prepare(1, image, SMALL)
+    with pytest.raises(MemoryError):
+        workplace.result(1, image, SMALL)
+    assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
+
+
+def test_experts_that_are_shown_the_same_share_a_form():
+    assert prepared_form(SMALL) == prepared_form(ALIKE)
+    graph = expert("onnx/a", 32, "onnx", fit=Fit.LETTERBOXED)
+    assert len({prepared_form(each).name for each in (SMALL, OTHER, DETECTOR, graph)}) == 4
+    assert prepared_form(DETECTOR).size_bytes == 64 * 64 * 3 * 4
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    for each in (SMALL, OTHER, DETECTOR, expert("cls/unit", 32, normalize="unit")):
+        tensor = backend_for(each.architecture).prepare(each, pixels).tensor
+        assert tensor.nbytes == prepared_form(each).size_bytes
+
+
+def test_there_are_as_many_threads_as_cores():
+    assert threads_for(detect("cpu")) >= 2
+
+
+def test_whoever_watches_knows_which_requests_images_are_being_prepared(workplace):
+    told = []
+
+    @contextmanager
+    def preparing(request):
+        told.append(("begun", request, len(workplace.decoded)))
+        yield
+        told.append(("ended", request, len(workplace.decoded)))
+
+    workplace.preparation.watch = preparing
+    workplace.prepare(7, encoded(20, 20), SMALL)
+    workplace.result(7, encoded(20, 20), SMALL)
+    workplace.settle()
+    assert told == [("begun", 7, 0), ("ended", 7, 1)]
+
+
+def photograph(height=900, width=1200, quality=92):
+    """A JPEG that is large enough to be decoded to a quarter for 32 pixels, and to a half for 200."""
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([(y // 5) % 256, (x // 7) % 256, (x + y) // 9 % 256], axis=2).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "jpeg", quality=quality)
+    return EncodedImage(file.getvalue(), "photograph.jpg", 10_000_000)
+
+
+class TestSmaller:
+    """JPEGs that are made smaller while they are decoded, for experts that were found to say the same of them."""
+
+    def test_only_for_those_experts_and_near_to_what_all_pixels_give(self, workplace):
+        image, scaled = photograph(), expert("cls/scaled", 100)
+        workplace.preparation.scaled = frozenset({"cls/scaled"})
+        whole = workplace.result(1, image, expert("cls/whole", 100))
+        smaller = workplace.result(2, image, scaled)
+        assert_prepared(whole, image, scaled)
+        assert not torch.equal(smaller.tensor, whole.tensor)
+        assert (smaller.tensor - whole.tensor).abs().mean() < 0.05
+        assert (smaller.image_height, smaller.image_width) == (900, 1200)
+
+    def test_scales_lead_back_to_the_file_s_pixels(self, workplace):
+        image = photograph()
+        whole = workplace.result(1, image, DETECTOR)
+        workplace.preparation.scaled = frozenset({DETECTOR.id})
+        smaller = workplace.result(2, image, DETECTOR)
+        assert smaller.scale_x == pytest.approx(whole.scale_x)
+        assert smaller.scale_y == pytest.approx(whole.scale_y)
+        assert (smaller.pad_left, smaller.pad_top) == (whole.pad_left, whole.pad_top)
+        assert (smaller.image_height, smaller.image_width) == (whole.image_height, whole.image_width)
+
+    @pytest.mark.parametrize("second", [ALIKE, OTHER, expert("cls/large", 200), DETECTOR])
+    def test_what_a_later_step_sees_is_the_same_whether_it_was_held_or_decoded_again(self, workplace, second):
+        image = photograph()
+        workplace.preparation.scaled = frozenset({SMALL.id, second.id})
+        workplace.prepare(1, image, SMALL, second)
+        workplace.result(1, image, SMALL)
+        workplace.settle()
+        workplace.prepare(1, image, second)
+        held, anew = workplace.result(1, image, second), workplace.result(2, image, second)
+        assert torch.equal(held.tensor, anew.tensor)
+        assert held.scale_x == anew.scale_x
+
+    def test_no_other_form_of_image_is(self, workplace):
+        workplace.preparation.scaled = frozenset({SMALL.id})
+        for number, image in enumerate([encoded(900, 700), np.full((900, 700, 3), 7, np.uint8)]):
+            assert_prepared(workplace.result(number, image, SMALL), image, SMALL)
+
+    def test_nor_a_part_of_a_frame(self, workplace):
+        workplace.preparation.scaled = frozenset({SMALL.id})
+        part = FramePart(Frame(photograph(), None), (0, 0, 1000, 800), "R1")
+        prepared = workplace.result(1, part, SMALL)
+        alone = backend_for("resnet18").prepare(SMALL, pixels_of(photograph(), "it")[:800, :1000].copy())
+        assert torch.equal(prepared.tensor, alone.tensor)

@@ -1,0 +1,92 @@
+"""What images cost before their batches, and who has JPEGs smaller: only who is proven to say the same of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from agent.device_profile.records import ImageDecoding
+from experts.backends.classifier import write_random_weights
+from experts.errors import ImageError
+from experts.expert import Expert, InputSpec, Precision
+from profiler.microbench.decoding import MOST_COMPARED, DecodingBench
+from profiler.workload.samples import Sample
+from tests.profiler.microbench.test_agreement import LABELS, Workbench
+
+
+@pytest.fixture
+def workbench(tmp_path):
+    workbench = Workbench(tmp_path)
+    yield workbench
+    workbench.store.close()
+
+
+def photographs(workbench, count, form="jpg", size=(400, 500)):
+    """Large smooth images."""
+    samples = []
+    for number in range(count):
+        y, x = np.mgrid[: size[0], : size[1]]
+        pixels = np.stack([(y + 40 * number) // 3 % 256, x // 4 % 256, (x + y) // 7 % 256], axis=2).astype(np.uint8)
+        path = workbench.folder / f"{number}.{form}"
+        Image.fromarray(pixels).save(path)
+        samples.append(Sample(path, "c", None, "samples"))
+    return tuple(samples)
+
+
+def network(workbench, seed=3):
+    weights = workbench.folder / f"{seed}.safetensors"
+    write_random_weights(weights, "squeezenet1_1", len(LABELS), seed)
+    return workbench.copy(Expert("cls/a", "squeezenet1_1", weights, LABELS, InputSpec(64, 64)), Precision.FP32)
+
+
+def measured(workbench, copy, samples, tolerance=0.02):
+    bench = workbench.bench(a=samples)
+    return DecodingBench(bench, tolerance).measure(copy)
+
+
+def test_an_expert_that_says_the_same_of_smaller_jpegs_has_them(workbench):
+    found = measured(workbench, network(workbench), photographs(workbench, MOST_COMPARED + 2))
+    assert (found.expert, found.images, found.smaller) == ("cls/a", MOST_COMPARED, MOST_COMPARED)
+    assert found.megapixels == pytest.approx(MOST_COMPARED * 0.2)
+    assert 0.0 < found.largest_score_difference <= 0.02
+    assert found.agrees
+    assert found.image_s == found.scaled_s / MOST_COMPARED
+
+
+def test_one_whose_scores_differ_by_more_than_is_tolerated_has_them_whole(workbench):
+    found = measured(workbench, network(workbench), photographs(workbench, 2), tolerance=0.0)
+    assert found.largest_score_difference > 0.0
+    assert not found.agrees
+    assert found.image_s == found.full_s / 2
+
+
+@pytest.mark.parametrize(("form", "size"), [("png", (400, 500)), ("jpg", (200, 250))])
+def test_where_nothing_can_be_made_smaller_nothing_is_proven(workbench, form, size):
+    found = measured(workbench, network(workbench), photographs(workbench, 2, form, size))
+    assert (found.smaller, found.agrees, found.scaled_s) == (0, False, found.full_s)
+
+
+def test_without_samples_nothing_is_measured(workbench):
+    assert measured(workbench, network(workbench), ()) is None
+
+
+def test_a_sample_that_went_away_is_told(workbench):
+    (sample,) = photographs(workbench, 1)
+    sample.path.unlink()
+    with pytest.raises(ImageError):
+        measured(workbench, network(workbench), (sample,))
+
+
+def test_it_is_of_these_weights_and_these_samples(workbench):
+    copy, samples = network(workbench), photographs(workbench, 2)
+    bench = DecodingBench(workbench.bench(a=samples), 0.02)
+    assert bench.of_sha256(copy) == bench.of_sha256(copy)
+    assert bench.of_sha256(copy) != DecodingBench(workbench.bench(a=samples[:1]), 0.02).of_sha256(copy)
+    assert bench.of_sha256(copy) != bench.of_sha256(network(workbench, seed=4))
+
+
+def test_labels_that_differ_are_no_agreement():
+    decoding = ImageDecoding("cls/a", 8, 96.0, 1.6, 0.4, 8, 1, 0.0, 0.02, "5a")
+    assert not decoding.agrees
+    assert decoding.image_s == 0.2
