@@ -25,7 +25,7 @@ def pytest_configure(config):
     compiler = shutil.which("gcc")
     if is_first_of_many and compiler and os.uname().sysname == "Linux":
         folder = Path(tempfile.mkdtemp(prefix="coserve-tests-"))
-        config.add_cleanup(lambda: shutil.rmtree(folder))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         library = folder / "without_sync.so"
         subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, WITHOUT_SYNC], check=True)
         os.environ["LD_PRELOAD"] = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
