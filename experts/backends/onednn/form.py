@@ -24,8 +24,8 @@ from experts.backends.onednn.calls import Arrangements, Call, bound
 from experts.backends.onednn.fusion import FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
-from experts.backends.onednn.recording import Unrecordable, recorded
-from experts.errors import BackendUnavailable, WeightsMismatch
+from experts.backends.onednn.recording import recorded
+from experts.errors import BackendUnavailable, Unrecordable, WeightsMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

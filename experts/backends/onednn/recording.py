@@ -21,6 +21,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
+from experts.errors import Unrecordable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -31,10 +33,6 @@ IMAGES = "images"
 COUNTS = (2, 3)  # numbers of images; one would be taken for fixed
 META = torch.device("meta")
 CPU = torch.device("cpu")
-
-
-class Unrecordable(ValueError):
-    """A module whose calls are not the same for any number of images, or that reads what is not there on meta."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from experts.backends.onednn.recording import Unrecordable, recorded
+from experts.backends.onednn.recording import recorded
+from experts.errors import Unrecordable
 
 
 def run_recorded(module, images, outputs=("answer",)):
