@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
-BENCHMARKS = ("decisions", "dispatch", "generate", "llm", "load", "overhead", "report", "start", "tasks")
+BENCHMARKS = (
+    "decisions", "dispatch", "generate", "llm", "load", "overhead", "photographs", "report", "start", "tasks",
+)  # fmt: skip
 
 
 class LineByDefault(TyperGroup):
@@ -312,6 +314,25 @@ def start(
     with explained(), disk_explained():
         times = measure_start(scratch_folder(directory), starts)
     print(json.dumps(asdict(times)) if as_json else report(times))
+
+
+@bench_app.command()
+def photographs(
+    directory: Directory = None,
+    architecture: Annotated[str, typer.Option(help="of the experts: a torchvision classifier")] = "resnet50",
+    precision: Annotated[Precision, typer.Option(help="that they run in")] = Precision.FP32,
+    megapixels: Annotated[float, typer.Option(min=0.1, max=64, help="of each photograph")] = 12.0,
+    images: Annotated[int, typer.Option(min=1, help="that are asked about")] = 48,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
+    from profiler.bench.parts.photographs import PhotographsRecipe, measure_photographs, report
+
+    recipe = PhotographsRecipe(architecture, precision, megapixels, images, repeats=repeat)
+    with explained(), disk_explained():
+        measured = measure_photographs(scratch_folder(directory), recipe)
+    print(json.dumps(asdict(measured)) if as_json else report(measured))
 
 
 @bench_app.command()
