@@ -4,6 +4,10 @@ PYTHON := python3
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
 
+# Other trainers' tools, whose files tests bring to a line, have an environment of their own on top of $(VENV), which
+# has nothing then that CoServe does not ask for.
+TRAINERS := $(VENV)/trainers
+
 # How many processes `make test` runs tests in: a number, or logical for one on each core. Each takes about 1.5 GB.
 WORKERS := logical
 
@@ -18,12 +22,14 @@ SBIN := /usr/sbin:/usr/local/sbin
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv tools demo test lint drill bench mutants proto bundle clean
+.PHONY: help venv trainers tools demo test lint drill bench mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
 
 venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml is unchanged
+
+trainers: $(TRAINERS)/.installed  ## timm, Lightning and Anomalib, which only tests use; 0.5 GB inside $(VENV)
 
 demo: $(INSTALLED)  ## an inspection line on this machine, from training to the closing report
 	$(VENV)/bin/coserve demo
@@ -44,7 +50,7 @@ tools:  ## what tests need: mosquitto, openssl, promtool and gcc, installed wher
 	echo "not installed, so tests that need it are skipped or fail:$$missing (as root: apt-get install$$wanted)" >&2
 
 # Several processes share the cores: threads of one that waited by spinning would take them from the others.
-test: $(INSTALLED) tools  ## all tests, WORKERS=logical at once: one for each core, up to eight
+test: $(INSTALLED) trainers tools  ## all tests, WORKERS=logical at once: one for each core, up to eight
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(INSTALLED)  ## style and types
@@ -89,3 +95,13 @@ $(INSTALLED): pyproject.toml packaging/opencv-python/pyproject.toml
 	@$(VENV)/bin/python -m pip uninstall --quiet --yes opencv-python opencv-python-headless
 	$(VENV)/bin/python -m pip install --prefer-binary ./packaging/opencv-python --editable '.[dev]'
 	@mv $(INSTALLING) $(INSTALLED)
+
+# It sees the packages of $(VENV) and adds what those do not have. Made anew when $(VENV) is.
+$(TRAINERS)/.installed: $(INSTALLED)
+	@rm -rf $(TRAINERS)
+	$(VENV)/bin/python -m venv $(TRAINERS) --without-pip
+	@below=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	  && own=$$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	  && echo "import site; site.addsitedir('$$below')" > "$$own/below.pth"
+	$(TRAINERS)/bin/python -m pip install --quiet --prefer-binary --editable '.[trainers]'
+	@touch $@

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from agent.line_file.intake import CameraSection
+    from agent.line_file.machine import GivenPrecision
     from agent.line_file.values import SecretSection
+    from experts.expert import Expert
 
 ENVIRONMENT_PREFIX = "COSERVE__"
 AUTOMATIC = frozenset(
@@ -60,7 +62,8 @@ class LineSections(CatalogSections):
     precision: OptionalPrecision = Field(
         None,
         description="auto (the fastest that the device profile found to agree with fp32; without one fp32), fp32, "
-        "bf16, fp16 or onnxruntime (fp32 by ONNX Runtime, on CPU executors); default auto",
+        "bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32 or onednn-bf16 (by oneDNN, fused), these three on "
+        "CPU executors; default auto",
     )
     device: Device = Field("auto", description="auto, cpu, cuda, mps or emulated; default auto")
     executors: ExecutorCounts = Field(
@@ -117,15 +120,21 @@ class LineConfig:
         """Where the device profile of its box lies."""
         return self.state / "profile.db"
 
+    def precision_beside(self, expert: Expert) -> Precision | None:
+        """What the file gives for an expert that has no precision of its own; None: auto."""
+        return None if expert.is_automatic else self.precision
+
     def having(
         self,
         *,
         policy: str | None = None,
         memory: Mapping[str, int] | None = None,
         executors: Mapping[str, int] | None = None,
-        precision: Precision | None = None,
+        precision: GivenPrecision | None = None,
     ) -> LineConfig:
         """The line with these in the place of what the file says; None: as it says. ``memory``: bytes by name.
+
+        ``precision``: auto as in a line file, whatever this one has: what the profile chose, without one fp32.
 
         Raises ConfigError for a policy or a memory that there is none of.
         """
@@ -140,8 +149,13 @@ class LineConfig:
             policy=self.policy if policy is None else cast("PolicyName", policy),
             memory=self.memory.model_copy(update=dict(memory or {})),
             executors=self.executors if executors is None else executors,
-            precision=precision or self.precision,
+            precision=self.precision if precision is None else automatic_precision(precision),
         )
+
+
+def automatic_precision(given: GivenPrecision) -> Precision | None:
+    """As a configuration has it: None for auto."""
+    return given if isinstance(given, Precision) else None
 
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:

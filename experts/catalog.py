@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
 NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
+AUTOMATIC = "auto"  # of a language model's precision
 DETECTOR_STRIDE_PX = 32
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
@@ -169,8 +170,10 @@ class ExpertSection(Section):
         None,
         description='classifiers for crops of about 64 px: "3x3" = first convolution 3x3, stride 1; default: as built',
     )
-    precision: Literal["fp32", "bf16", "fp16", "int8"] | None = Field(
-        None, description="llm: fp32, bf16, fp16, or int8 (weights only, for few rows); default: as the line says"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] | None = Field(
+        None,
+        description="llm: auto (what the device profile found, whatever the line's is), fp32, bf16, fp16, or int8 "
+        "(weights only, for few rows); default: as the line says",
     )
     moe_cache: Size | None = Field(
         None,
@@ -320,7 +323,8 @@ def _expert(name: str, section: ExpertSection) -> Expert:
         input=None if section.input is None else _input(section.input, section.architecture),
         pin=section.pin,
         stem=section.stem,
-        precision=None if section.precision is None else Precision(section.precision),
+        precision=None if section.precision in {None, AUTOMATIC} else Precision(section.precision),
+        is_automatic=section.precision == AUTOMATIC,
         moe_cache_bytes=section.moe_cache,
         task=None if section.task is None else Task(section.task),
         threshold=section.threshold,

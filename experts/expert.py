@@ -25,20 +25,35 @@ class Precision(StrEnum):
     """The form that an expert's weights are packed and executed in: their number format, and who executes them.
 
     ``ONNXRUNTIME`` is fp32 numbers executed by ONNX Runtime instead of torch, on the CPU only: a form of execution,
-    chosen among the precisions of an expert because it is packed, measured and switched as they are. ``INT8`` is for
-    weights of language models alone; they are computed with in bf16.
+    chosen among the precisions of an expert because it is packed, measured and switched as they are. So are the two of
+    oneDNN: fp32 and bf16 numbers by its own operators, fused, from weights in its own layout, on the CPU only. ``INT8``
+    is for weights of language models alone; they are computed with in bf16.
     """
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     ONNXRUNTIME = "onnxruntime"
+    ONEDNN_FP32 = "onednn-fp32"
+    ONEDNN_BF16 = "onednn-bf16"
     INT8 = "int8"
 
     @property
     def is_cpu_only(self) -> bool:
         """Whether it runs on no device but the CPU."""
-        return self is Precision.ONNXRUNTIME
+        return self.plain is not self
+
+    @property
+    def plain(self) -> Precision:
+        """The form that torch executes the same numbers in, on any device: itself but for forms of the CPU only."""
+        return _PLAIN.get(self, self)
+
+
+_PLAIN = {
+    Precision.ONNXRUNTIME: Precision.FP32,
+    Precision.ONEDNN_FP32: Precision.FP32,
+    Precision.ONEDNN_BF16: Precision.BF16,
+}
 
 
 class Task(StrEnum):
@@ -94,6 +109,7 @@ class Expert:
     moe_cache_bytes: int | None = None  # language models: what its moe_experts may take together; None: all of them
     task: Task | None = None
     threshold: float | None = None  # anomaly experts: on the scale of their own scores
+    is_automatic: bool = False  # language models: what the profile chose, whatever the line's precision is
 
     @property
     def takes_texts(self) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from experts.checkpoints.found import Told
 
-PICKLES = frozenset({".pt", ".pth", ".ckpt"})
+PICKLES = (".pt", ".pth", ".ckpt", ".pth.tar")  # the last as timm's and torchvision's example scripts call it: no tar
 FORMATS = frozenset({".safetensors", ".onnx"})
 
 
@@ -30,6 +30,11 @@ class Imported:
 
     sha256: str
     told: Told | None
+
+
+def is_checkpoint(file: Path) -> bool:
+    """Whether a file is one of torch.save, by its name."""
+    return file.name.endswith(PICKLES)
 
 
 def import_weights(source: Path, destination: Path) -> str:
@@ -44,8 +49,8 @@ def bring(source: Path, destination: Path) -> Imported:
     its trainer put them. Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what holds no weights
     or means harm. Nothing is left at ``destination`` then that was not there before.
     """
-    wanted = ".safetensors" if source.suffix in PICKLES else source.suffix
-    if source.suffix not in PICKLES | FORMATS:
+    wanted = ".safetensors" if is_checkpoint(source) else source.suffix
+    if wanted not in FORMATS:
         raise WeightsRefused(str(source), "unknown format: give a .safetensors, .onnx, .pt, .pth or .ckpt file")
     if destination.suffix != wanted:
         raise WeightsRefused(str(source), f"its import is a {wanted} file: name the destination so, not {destination}")
@@ -68,7 +73,7 @@ def bring(source: Path, destination: Path) -> Imported:
 
 
 def _write(source: Path, candidate: Path) -> Told | None:
-    if source.suffix in PICKLES:
+    if is_checkpoint(source):
         return convert_checkpoint(source, candidate)
     shutil.copyfile(source, candidate)
     return None

@@ -2,19 +2,98 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 
-@pytest.fixture(scope="session", autouse=True)
+FROZEN_FROM_S = 0.01  # that a full collection takes
+WITHOUT_SYNC = Path(__file__).with_name("without_sync.c")
+
+
+def pytest_configure(config):
+    """Where several processes run the tests, these and theirs wait for no disk: see without_sync.c."""
+    is_first_of_many = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    compiler = shutil.which("gcc")
+    if is_first_of_many and compiler and os.uname().sysname == "Linux":
+        folder = Path(tempfile.mkdtemp(prefix="coserve-tests-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        library = folder / "without_sync.so"
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, WITHOUT_SYNC], check=True)
+        os.environ["LD_PRELOAD"] = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+
+
+class Heap:
+    """Keeps full collections, of which measuring makes many, from going over all that was there before a test.
+
+    That is a million objects of torch, and as many of what torch and others import when they are first asked to export.
+    """
+
+    def __init__(self) -> None:
+        self._is_slow = True
+        self._began_s = 0.0
+
+    def collected(self, phase: str, told: dict[str, int]) -> None:
+        """The interpreter's word of a collection that begins or ends."""
+        if phase == "start":
+            self._began_s = time.thread_time()
+        elif told["generation"] == 2 and time.thread_time() - self._began_s > FROZEN_FROM_S:
+            self._is_slow = True
+
+    def freeze(self) -> None:
+        """Leave out what is here, if it makes collections slow."""
+        if self._is_slow:
+            gc.collect()
+            gc.freeze()
+            self._is_slow = False
+
+
+@pytest.fixture(scope="session")
 def _heap():
-    yield
+    heap = Heap()
+    gc.callbacks.append(heap.collected)
+    yield heap
+    gc.callbacks.remove(heap.collected)
     gc.unfreeze()  # what has a finalizer still runs it
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _frozen_heap(_heap):
-    """Full collections, of which measuring makes many, pass over what was there before: a million objects of torch."""
-    gc.collect()
-    gc.freeze()
+    _heap.freeze()
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """Makes a folder by its name, once for all processes that run tests; ``make`` gets it empty, and fills it."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once"
+    shared.mkdir(exist_ok=True)
+
+    def folder_of(name, make):
+        folder, complete = shared / name, shared / f"{name}.complete"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+                folder.mkdir()
+                make(folder)
+                complete.touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Processes that have the agent imported already."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()

@@ -6,6 +6,7 @@ Every import counts, also one inside a function, under TYPE_CHECKING, or made by
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -37,14 +38,21 @@ RUNTIME_FENCE = (
     "profiler.bench.naive",
     "profiler.bench.parts.dispatch",
     "profiler.bench.parts.moe_offload",
+    "profiler.bench.parts.plain_models",
     "profiler.bench.llm",
+    "profiler.bench.compute",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
 ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
+    "experts.backends.onednn": (
+        "experts.backends.base", "experts.backends.made_once", "experts.backends.state_dict", "experts.errors",
+        "experts.expert",
+    ),
     "experts.backends": (
-        "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
+        "experts.backends.modules", "experts.backends.onednn",
+        "experts.document", "experts.errors", "experts.expert", "experts.importing",
         "experts.llm",
     ),
     "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),
@@ -134,8 +142,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "profiler.bench.parts": ("profiler.tables", "profiler.targets", "profiler.workload"),
     "profiler.bench.llm": ("profiler.bench.parts", "profiler.targets", "profiler.workload"),
+    "profiler.bench.compute": (
+        "profiler.bench.parts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.replay.host_load",
+    ),
     "profiler.bench": (
-        "profiler.bench.parts", "profiler.bench.llm",
+        "profiler.bench.parts", "profiler.bench.llm", "profiler.bench.compute",
         "profiler.charts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation",
         "profiler.replay", "profiler.microbench", "profiler.usage", "profiler.allocation", "profiler.profiling",
         "profiler.planning", "profiler.paper",
@@ -192,7 +203,7 @@ RULES = (
     Rule("nouns need no runtime", NOUNS, RUNTIMES),
     Rule("words are one room's business", ("",), ("tokenizers", "jinja2"),
          exempt=("experts.llm.text", "agent.demo.texts")),
-    Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub"),
+    Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub", "openvino"),
          exempt=("profiler.bench",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),
@@ -283,6 +294,7 @@ def _names_set(nodes: Iterable[ast.AST]) -> set[str]:
     return {ast.unparse(node.slice) for node in subscripts if _is_environment(node.value)}
 
 
+@functools.cache
 def source_files() -> list[Path]:
     folders = (ROOT / name for name in ("experts", "agent", "profiler"))
     return [ROOT / "coserve.py", *sorted(path for folder in folders for path in folder.rglob("*.py"))]
@@ -293,8 +305,14 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def source_of(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+@functools.cache
 def imports_of_file(path: Path) -> list[Import]:
-    return imports_of(module_name(path), path.read_text("utf-8"), path.name == "__init__.py")
+    return imports_of(module_name(path), source_of(path), path.name == "__init__.py")
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -338,7 +356,7 @@ class TestTheSources:
 
 
 def _uses(path: Path, sets: bool) -> list[EnvironmentUse]:
-    return [use for use in environment_uses(path.read_text("utf-8")) if use.sets is sets]
+    return [use for use in environment_uses(source_of(path)) if use.sets is sets]
 
 
 def folders_of(layer: str) -> set[str]:

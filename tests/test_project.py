@@ -203,6 +203,7 @@ case "$*" in
   *"sys.version_info"*) [ ! -e "$STAGE/old" ] ;;
   *"import ensurepip"*) [ ! -e "$STAGE/without-venv" ] ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/pip" && echo made >> "$STAGE/log" ;;
+  "-c import sysconfig"*) mkdir -p "${0%/*}/lib" && echo "${0%/*}/lib" ;;
   "-m pip uninstall "*) : ;;
   "-m pip install "*) echo installed >> "$STAGE/log"; [ ! -e "$STAGE/offline" ] ;;
   *) exit 99 ;;
@@ -224,8 +225,8 @@ class Installation:
             shutil.copy(ROOT / name, folder / name)
             os.utime(folder / name, (0, 0))
 
-    def make(self) -> subprocess.CompletedProcess[str]:
-        return run(["make", f"PYTHON={self.interpreter}", "venv"], self.folder, STAGE=str(self.folder))
+    def make(self, target: str = "venv") -> subprocess.CompletedProcess[str]:
+        return run(["make", f"PYTHON={self.interpreter}", target], self.folder, STAGE=str(self.folder))
 
     def note(self, name: str) -> Path:
         path = self.folder / name
@@ -253,6 +254,20 @@ class TestTheInstallation:
         assert installation.make().returncode == 0
         assert installation.make().returncode == 0
         assert installation.log == ["made", "installed"]
+
+    def test_the_trainers_tools_lie_on_top_of_it_and_are_installed_once(self, installation):
+        assert installation.make("trainers").returncode == 0
+        assert installation.make("trainers").returncode == 0
+        assert installation.log == ["made", "installed", "made", "installed"]
+        (below,) = (installation.folder / ".venv" / "trainers").rglob("below.pth")
+        assert ".venv/bin/lib" in below.read_text()
+
+    def test_trainers_tools_that_cannot_be_installed_fail_and_are_asked_for_again(self, installation):
+        assert installation.make().returncode == 0
+        offline = installation.note("offline")
+        assert installation.make("trainers").returncode != 0
+        offline.unlink()
+        assert installation.make("trainers").returncode == 0
 
     def test_a_changed_project_is_installed_into_the_same_environment(self, installation):
         installation.make()

@@ -45,6 +45,7 @@ UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
 KEYS = ("architecture", "labels", "size", "normalize", "stem")  # in the order of their lines
 COMMENT_WIDTH = 100
 LABELS_SHOWN = 8
+LABELS_TOLD = 100  # of a file, where the line calls them by other names
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +143,17 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
                 edit_file(line, settled.edited)
     return Added(
         settled.expert, str(inspected.kind), settled.entry, settled.edited(""),
-        wishes.components, settled.sure, settled.said(inspected),
+        wishes.components, settled.sure, settled.said,
         None if wishes.prints else settled.weights, sha256, tried,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """An expert of which all is known. ``is_in_place``: its weights are served from where they lie."""
+    """An expert of which all is known.
+
+    ``is_in_place``: its weights are served from where they lie. ``found``: what to tell of its file beside the keys.
+    """
 
     line: Path
     expert: str
@@ -160,6 +164,7 @@ class _Settled:
     weights: Path
     is_in_place: bool
     source: str
+    found: tuple[str, ...]
 
     @classmethod
     def of(cls, line: Path, inspected: Inspected, wishes: Wishes, content: bytes) -> _Settled:
@@ -187,19 +192,21 @@ class _Settled:
             step["min_score"] = wishes.min_score
         entry = _entry(known, wishes, Path(os.path.relpath(weights, folder.resolve() if is_in_place else folder)))
         sure = _evidence(inspected, wishes)
-        return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, inspected.file.name)
+        said = (*inspected.said, *_renamed(inspected, wishes))
+        return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, inspected.file.name, said)
 
     def on_trial(self, text: str, weights: Path) -> str:
         """The same from weights that lie elsewhere; an anomaly expert answers only where it has a threshold."""
         entry = {**self.entry, "weights": str(weights)}
         return replace(self, entry={"threshold": 0.0, **entry} if self.lacks_threshold else entry).edited(text)
 
-    def said(self, inspected: Inspected) -> tuple[str, ...]:
+    @property
+    def said(self) -> tuple[str, ...]:
         """What whoever added it should know beside the keys."""
         if not self.lacks_threshold:
-            return inspected.said
+            return self.found
         learn = f"coserve experts threshold {self.line} {self.expert} --samples DATA"
-        return (*inspected.said, f"it judges nothing until it has a threshold: learn it with `{learn}`")
+        return (*self.found, f"it judges nothing until it has a threshold: learn it with `{learn}`")
 
     @property
     def lacks_threshold(self) -> bool:
@@ -231,18 +238,41 @@ def _entry(known: Inspected, wishes: Wishes, weights: Path) -> dict[str, Any]:
 
 
 def _evidence(inspected: Inspected, wishes: Wishes) -> dict[str, str]:
-    """What says so, of each key: the file, or whoever added it."""
+    """What says so, of each key: the file, or whoever added it, and then what the file says instead."""
     sure = dict(inspected.sure)
     for key in ("labels", "size", "normalize"):
-        if getattr(wishes, key) is not None:
+        given, told = getattr(wishes, key), getattr(inspected, key)
+        if given is not None and told not in {None, given}:
+            shown = _shown(list(told) if isinstance(told, tuple) else told, maximum=LABELS_TOLD)
+            sure[key] = f"given by --{key}; the file has {shown} ({inspected.sure[key]})"
+        elif given is not None:
             sure[key] = f"given by --{key}"
     return {key: sure[key] for key in KEYS if key in sure}
 
 
 def _refuse_other_labels(inspected: Inspected, wishes: Wishes) -> None:
-    given, count = wishes.labels, inspected.label_count
+    """Another number of them, or the file's own in another order. Other words for them are a choice, and are told."""
+    given, names, count = wishes.labels, inspected.labels, inspected.label_count
     if given is not None and count is not None and len(given) != count:
         raise ConfigError(f"{inspected.file} tells {count} labels apart, and --labels names {len(given)}: name each")
+    if given is None or names is None:
+        return
+    moved = [label for label, name in zip(given, names, strict=True) if label != name and label in names]
+    if moved:
+        raise ConfigError(
+            f"{inspected.file} has {_shown(list(names))} in this order, and --labels has {moved[0]} in another place: "
+            "leave --labels out, or give each output a name of your own"
+        )
+
+
+def _renamed(inspected: Inspected, wishes: Wishes) -> tuple[str, ...]:
+    """What the line is going to call by another name than the file does."""
+    if wishes.labels is None or inspected.labels in {None, wishes.labels}:
+        return ()
+    pairs = zip(inspected.labels or (), wishes.labels, strict=True)
+    shown = [f"{name} is {given}" for name, given in pairs if name != given]
+    cut = [*shown[:LABELS_SHOWN], "..."] if len(shown) > LABELS_SHOWN else shown
+    return (f"labels go by the names of --labels: {', '.join(cut)}",)
 
 
 def _good_labels(known: Inspected) -> tuple[str, ...]:
@@ -262,7 +292,8 @@ def _missing_of_routes(
 
 
 def _id_of(known: Inspected) -> str:
-    name = UNSUITED.sub("-", known.file.stem.replace("..", ".")).strip("-.") or "model"
+    stem = known.file.stem.removesuffix(".pth")  # of a .pth.tar
+    name = UNSUITED.sub("-", stem.replace("..", ".")).strip("-.") or "model"
     return f"{FOLDERS[str(known.kind)]}/{name}"
 
 
@@ -351,10 +382,10 @@ def told_lines(line: Path, file: Path, added: Added) -> list[str]:
     return [*lines, f"{added.weights}: sha256 {added.sha256}", f"{line}: {where}"]
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, maximum: int = LABELS_SHOWN) -> str:
     if not isinstance(value, list):
         return str(value)
     if all(isinstance(each, int) for each in value):
         return "x".join(map(str, value))
     names = [str(each) for each in value]
-    return ", ".join(names if len(names) <= LABELS_SHOWN else [*names[:LABELS_SHOWN], "..."])
+    return ", ".join(names if len(names) <= maximum else [*names[:maximum], "..."])

@@ -234,7 +234,24 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
     lying = [] if stored is None else lying_packed(config, packed)
     if stored is not None and options.profile == "auto":
         refuse_other_box(config, stored, box, lying)
-    return groundwork(config, box, stored, lying, options.given)
+    ground = groundwork(config, box, stored, lying, options.given)
+    return replace(ground, precisions=_executable(ground.precisions))
+
+
+def _executable(precisions: Precisions) -> Precisions:
+    """The same, with what torch executes in the place of forms that are not to be had here; that is told, once each."""
+    wanted = {form for column in precisions.values() for form in column.values() if form.is_cpu_only}
+    if not wanted:
+        return precisions
+    from experts.backends.forms import why_absent  # torch's operators are asked, which few lines need
+
+    reasons = {form: reason for form in sorted(wanted) if (reason := why_absent(form)) is not None}
+    for form, reason in reasons.items():
+        log.warning("form_absent precision=%s runs_as=%s reason=it takes %s", form, form.plain, reason)
+    return {
+        processor: {name: form.plain if form in reasons else form for name, form in column.items()}
+        for processor, column in precisions.items()
+    }
 
 
 def held_copies(

@@ -19,7 +19,7 @@ from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches, host_tier_bytes
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
-from agent.deployment.performance_matrix import matrix, unmeasured_kinds
+from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
@@ -45,12 +45,14 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class Given:
     """What stands in the place of what line file and profile say; None: as they say. ``usage``: of every expert.
 
+    ``form``: what every expert of images is planned in whose kind was measured in it, packed so or not (``planned``).
     What a line file can say is overridden there: see ``LineConfig.having``.
     """
 
     executors: Sequence[ExecutorSpec] | None = None
     pools: Sequence[PoolSpec] | None = None
     usage: Mapping[str, float] | None = None
+    form: Precision | None = None
 
 
 AS_CONFIGURED = Given()
@@ -154,6 +156,8 @@ def planned(
         lambda copies: matrix(profile, box, copies, ground.usage, ground.executors),
     )
     found = matrix(profile, box, copies, ground.usage, ground.executors)
+    if given.form is not None:
+        found = in_form(found, profile, given.form, kinds, ground.executors)
     found = with_families(found, chain.from_iterable(copies.values()))
     broken = unmeasured_kinds(found, kinds) | dict(without)
     _refuse_unprofiled(config, profile, broken.keys() - without.keys())

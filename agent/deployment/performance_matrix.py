@@ -5,10 +5,20 @@ An expert takes the times of its kind; its footprint is exact, from what is pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agent.core.performance import DEVICE, HOST, SSD, ExpertProfile, Footprint, Performance, PerformanceMatrix
+from agent.core.performance import (
+    DEVICE,
+    HOST,
+    SSD,
+    ExpertProfile,
+    Footprint,
+    Performance,
+    PerformanceMatrix,
+    SharedPart,
+)
+from agent.deployment.packed_copies import copy_name
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import torch_device
 
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import KindProfile, StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
+    from experts.expert import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,38 @@ def matrix(
     return PerformanceMatrix(experts, dict(usage))
 
 
+def in_form(
+    matrix: PerformanceMatrix,
+    profile: StoredProfile,
+    form: Precision,
+    kinds: Mapping[str, str],
+    executors: Sequence[ExecutorSpec],
+) -> PerformanceMatrix:
+    """The matrix as it would be, were every expert of images in ``form`` whose kind was measured in it on a processor.
+
+    ``kinds``: by expert. Nothing need lie packed in that form: an expert's bytes are those it has now, in proportion to
+    what its kind's measured expert has in both forms. All others stay as they are.
+    """
+    measured = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds if not kind.lease_bytes}
+
+    def row_in_form(processor: str, expert: str, row: ExpertProfile) -> ExpertProfile:
+        kind = measured.get((kinds.get(expert, ""), processor, form))
+        now = measured.get((kinds.get(expert, ""), processor, row.copy.rpartition("@")[2]))
+        if kind is None or now is None or kind is now:
+            return row
+        footprint = _scaled(row.footprint, kind.weight_bytes / max(now.weight_bytes, 1), form)
+        factor = core_share(profile, kind, executors).factor
+        load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}
+        performance = _performance(kind, factor)
+        return replace(row, copy=copy_name(expert, form), performance=performance, footprint=footprint, load_s=load_s)
+
+    experts = {
+        processor: {expert: row_in_form(processor, expert, row) for expert, row in column.items()}
+        for processor, column in matrix.experts.items()
+    }
+    return PerformanceMatrix(experts, matrix.usage)
+
+
 def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
     """Experts that have no row on any processor, and why."""
     return unmeasured_kinds(matrix, {copy.expert.id: copy.kind for listed in copies.values() for copy in listed})
@@ -116,6 +159,12 @@ def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Map
         return measured_s * footprint.own_bytes / max(kind.weight_bytes, 1)
     fixed_s = 0.0 if measured_s is None else max(measured_s - kind.weight_bytes / speed, 0.0)
     return fixed_s + footprint.own_bytes / speed
+
+
+def _scaled(footprint: Footprint, factor: float, form: Precision) -> Footprint:
+    """What the same weights take in another form; what is shared in one is not what is shared in the other."""
+    shared = tuple(SharedPart(f"{part.id}@{form}", round(part.size_bytes * factor)) for part in footprint.shared)
+    return Footprint(round(footprint.own_bytes * factor), shared)
 
 
 def _slowdown(executors: int, speedups: Sequence[float]) -> float:

@@ -153,14 +153,18 @@ def precision_of(
     """What the line file gives; where it says auto, what the profile chose for the expert's kind there, else fp32.
 
     ONNX graphs and fakes do not follow the line file: they are fp32, or what the profile chose. A form of the CPU only
-    is for executors that run on it; the others then are fp32. A language model may say its own.
+    is for executors that run on it; the others take the same numbers as torch runs them. A language model may say its
+    own.
     """
     described = config.catalog.experts[expert]
     if described.precision is not None:
         return described.precision
+    if described.is_automatic:
+        config = config.having(precision="auto")
     if config.precision is not None:
-        is_elsewhere = config.precision.is_cpu_only and (processor in ACCELERATORS or described.takes_texts)
-        return Precision.FP32 if family(described.architecture) in GRAPH_FAMILIES or is_elsewhere else config.precision
+        is_elsewhere = processor in ACCELERATORS or described.takes_texts
+        is_fixed = family(described.architecture) in GRAPH_FAMILIES
+        return Precision.FP32 if is_fixed else config.precision.plain if is_elsewhere else config.precision
     if profile is None:
         return Precision.FP32
     chosen = profile.precisions.get((kind_name(described, program_sha256), processor))

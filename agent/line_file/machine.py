@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
@@ -15,6 +15,7 @@ PROCESSORS = ("cuda", "cpu", "mps", "emulated")
 MAX_EXECUTORS = 64
 PolicyName = Literal["coserve", "paper", "samba", "samba-fifo", "samba-parallel", "none", "em", "em-ra"]
 Device = Literal["auto", "cpu", "cuda", "mps", "emulated"]
+GivenPrecision: TypeAlias = Precision | Literal["auto"]  # auto: what the agent would run
 
 
 def _optional_precision(value: object) -> object:

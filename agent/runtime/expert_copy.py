@@ -117,7 +117,8 @@ def kind_name(expert: Expert, program_sha256: str | None) -> str:
     and where they are to run in the same precision, if the line says one of each.
     """
     if expert.takes_texts:
-        own = None if expert.precision is None else f"precision={expert.precision}"
+        given = "auto" if expert.is_automatic else expert.precision
+        own = None if given is None else f"precision={given}"
         program = None if program_sha256 is None else _program(program_sha256)
         return " ".join(part for part in (expert.architecture, program, own) if part)
     size = f"{expert.pixels.height}x{expert.pixels.width}"

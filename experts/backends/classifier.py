@@ -18,12 +18,13 @@ from torch.nn import Conv2d
 from torchvision import models
 
 from experts.backends.base import Packable
-from experts.backends.forms import executable_forms, require_executable, runtime_recipe
+from experts.backends.forms import ONEDNN_FORMS, executable_forms, form_recipe, require_executable
 from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
 from experts.backends.modules.binding import Binding
 from experts.backends.modules.weightless import Weightless
+from experts.backends.onednn.backend_forms import OnednnForms
 from experts.backends.outputs import require_numbers
 from experts.backends.pixels import stretched
 from experts.backends.state_dict import DTYPES, executable, fit
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Prepared, Skeleton
     from experts.backends.onnx.layout import LaidOutGraph
-    from experts.backends.onnx.runtime_form import Refused
+    from experts.backends.onnx.runtime_form import Answered, Refused
     from experts.expert import Expert
 
 AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.",)}
@@ -49,6 +50,7 @@ RESNETS = ("resnet", "resnext", "wide_resnet")  # the families that take another
 FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
 TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+OUTPUTS = ("logits",)
 ANY_SIZE = (224, 224)  # that every family without a size of its own takes
 
 
@@ -112,19 +114,26 @@ class ClassifierBackend:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
-            return packable(expert, _runtime_form(form, (expert.pixels.height, expert.pixels.width)), ready)
+            return packable(expert, _runtime_form(form, _size(expert)), ready)
+        if precision in ONEDNN_FORMS:
+            return _onednn_forms.pack(expert, precision, form, ready)
         return Packable(ready, _unseen_structure(expert))
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         if precision is Precision.ONNXRUNTIME:
             return self.skeleton(expert, precision, program, device)
-        return _template(_form(expert))
+        template = _template(_form(expert))
+        if precision in ONEDNN_FORMS:
+            return template, _onednn_forms.packed(expert, precision, _form(expert), program)
+        return template
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import RuntimeSkeleton
 
             return RuntimeSkeleton(expert, program, device, _answered)
+        if precision in ONEDNN_FORMS:
+            return _onednn_forms.skeleton(expert, precision, _form(expert), program, device, _answered)
         is_transformer = expert.architecture.startswith(TRANSFORMERS)
         memory_format = torch.contiguous_format if is_transformer else torch.channels_last
         return ClassifierSkeleton(deepcopy(_template(_form(expert)).folded), precision, device, memory_format)
@@ -133,14 +142,13 @@ class ClassifierBackend:
         return stretched(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return runtime_recipe(precision) or _unseen_structure(expert).decode()
+        return form_recipe(precision) or _unseen_structure(expert).decode()
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        size = (expert.pixels.height, expert.pixels.width)
-        return _workspace(_form(expert), size, precision).batch_bytes(batch_size)
+        return _workspace(_form(expert), _size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int, stem: str | None = None, image_size: int = 224) -> Module:
@@ -161,16 +169,21 @@ def weight_shapes(architecture: str, class_count: int, stem: str | None, image_s
         return {name: tuple(tensor.shape) for name, tensor in _build(form, init_weights=False).state_dict().items()}
 
 
-def write_random_weights(path: Path, architecture: str, class_count: int, seed: int) -> None:
+def write_random_weights(path: Path, architecture: str, class_count: int, seed: int, image_size: int = 224) -> None:
     """A .safetensors file of untrained weights, for measuring: the same ones for the same seed.
 
     Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        tensors = build_trainable(architecture, class_count).state_dict()
+        tensors = build_trainable(architecture, class_count, image_size=image_size).state_dict()
     with saving(path):
         save_file(tensors, path)
+
+
+def reader_of(expert: Expert) -> Answered:
+    """What makes predictions of the module's outputs, for whoever runs the module in a runtime of its own."""
+    return _answered
 
 
 def predictions(expert: Expert, probabilities: Tensor) -> tuple[Prediction, ...]:
@@ -185,10 +198,13 @@ def _known_architectures() -> frozenset[str]:
     return frozenset(models.list_models(module=models))
 
 
+def _size(expert: Expert) -> tuple[int, int]:
+    return expert.pixels.height, expert.pixels.width
+
+
 def _form(expert: Expert) -> _Form:
-    size = (expert.pixels.height, expert.pixels.width)
     try:
-        return _form_of(expert.architecture, len(expert.labels), expert.stem, size)
+        return _form_of(expert.architecture, len(expert.labels), expert.stem, _size(expert))
     except ValueError as error:
         raise WeightsMismatch(expert.id, str(error)) from error
 
@@ -240,14 +256,20 @@ _template = MadeOnce(_make_template, TEMPLATES_KEPT)
 def _make_runtime_form(form: _Form, size: tuple[int, int]) -> LaidOutGraph | Refused:
     from experts.backends.onnx.runtime_form import runtime_form
 
-    template = _template(form)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        sample = fold_weights(_build(form, init_weights=False).state_dict(), template.pairs)
-    return runtime_form(template.folded, size, ("logits",), sample)
+    return runtime_form(_template(form).folded, size, OUTPUTS, _sample(form))
 
 
 _runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
+
+
+def _sample(form: _Form) -> dict[str, Tensor]:
+    """Weights as a form may have them, float32."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return fold_weights(_build(form, init_weights=False).state_dict(), _template(form).pairs)
+
+
+_onednn_forms = OnednnForms[_Form](lambda form: _template(form).folded, _sample, OUTPUTS)
 
 
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:

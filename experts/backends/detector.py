@@ -27,12 +27,13 @@ from PIL import Image
 
 from experts.backends.base import Packable
 from experts.backends.boxes import prediction, suppressed
-from experts.backends.forms import executable_forms, require_executable, runtime_recipe
+from experts.backends.forms import ONEDNN_FORMS, executable_forms, form_recipe, require_executable
 from experts.backends.letterbox import letterboxed
 from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import Binding, weight_names
 from experts.backends.modules.weightless import Weightless
+from experts.backends.onednn.backend_forms import OnednnForms
 from experts.backends.outputs import require_numbers
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.streams import await_writes
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from experts.backends.base import Prepared, Skeleton
     from experts.backends.onnx.layout import LaidOutGraph
-    from experts.backends.onnx.runtime_form import Refused
+    from experts.backends.onnx.runtime_form import Answered, Refused
     from experts.expert import Expert
 
 
@@ -83,6 +84,7 @@ SETTINGS.update({"sync": False})
 
 _one_at_a_time = Lock()
 
+OUTPUTS = ("boxes", "scores")
 TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
 
 
@@ -150,13 +152,17 @@ class DetectorBackend:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
-            return packable(expert, _runtime_form(expert.architecture, len(expert.labels), _size(expert)), ready)
+            return packable(expert, _runtime_form(*_form(expert), _size(expert)), ready)
+        if precision in ONEDNN_FORMS:
+            return _onednn_forms.pack(expert, precision, _form(expert), ready)
         return Packable(ready)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         template = _template_of(expert)
         if precision is Precision.ONNXRUNTIME:
             return template, self.skeleton(expert, precision, program, device)  # which asks for the template's strides
+        if precision in ONEDNN_FORMS:
+            return template, _onednn_forms.packed(expert, precision, _form(expert), program)
         return template
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
@@ -165,21 +171,23 @@ class DetectorBackend:
             from experts.backends.onnx.runtime_form import RuntimeSkeleton
 
             return RuntimeSkeleton(expert, program, device, _Answered(template.strides))
+        if precision in ONEDNN_FORMS:
+            answered = _Answered(template.strides)
+            return _onednn_forms.skeleton(expert, precision, _form(expert), program, device, answered)
         return DetectorSkeleton(template, precision, device)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return letterboxed(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return runtime_recipe(precision)
+        return form_recipe(precision)
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         _template_of(expert)  # refuses what it cannot be built for
-        form = (expert.architecture, len(expert.labels))
-        return _workspace(*form, _size(expert), precision).batch_bytes(batch_size)
+        return _workspace(*_form(expert), _size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
@@ -190,6 +198,14 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
+
+
+def reader_of(expert: Expert) -> Answered:
+    """What makes predictions of the head's raw outputs, boxes and scores, for whoever runs the model elsewhere.
+
+    Raises WeightsMismatch for an architecture that cannot be built.
+    """
+    return _Answered(_template_of(expert).strides)
 
 
 def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side_px: int, seed: int) -> None:
@@ -270,14 +286,25 @@ _template = MadeOnce(_make_template, TEMPLATES_KEPT)
 def _make_runtime_form(architecture: str, label_count: int, size: tuple[int, int]) -> LaidOutGraph | Refused:
     from experts.backends.onnx.runtime_form import runtime_form
 
-    template = _template(architecture, label_count)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        sample = _folded(template, _build(architecture, label_count).state_dict())
-    return runtime_form(template.folded, size, ("boxes", "scores"), sample)
+    sample = _sample((architecture, label_count))
+    return runtime_form(_template(architecture, label_count).folded, size, OUTPUTS, sample)
 
 
 _runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
+
+
+def _sample(form: tuple[str, int]) -> dict[str, Tensor]:
+    """Weights as an architecture with so many labels may have them, float32."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return _folded(_template(*form), _build(*form).state_dict())
+
+
+_onednn_forms = OnednnForms[tuple[str, int]](lambda form: _template(*form).folded, _sample, OUTPUTS)
+
+
+def _form(expert: Expert) -> tuple[str, int]:
+    return expert.architecture, len(expert.labels)
 
 
 def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

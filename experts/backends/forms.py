@@ -6,34 +6,51 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from experts.backends.onednn import operators as onednn
+from experts.backends.state_dict import DTYPES
 from experts.errors import WeightsMismatch
 from experts.expert import Expert, Precision
 
 RUNTIME_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 TORCH_FORMS = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
+ONEDNN_FORMS = frozenset({Precision.ONEDNN_FP32, Precision.ONEDNN_BF16})
 
 
-@cache
 def executable_forms() -> frozenset[Precision]:
-    """Those that torch executes, and ONNX Runtime's where the packages that it takes are installed."""
-    return TORCH_FORMS if _absent_packages() else TORCH_FORMS | {Precision.ONNXRUNTIME}
+    """Those that torch executes, and those of ONNX Runtime and of oneDNN where what they take is there."""
+    return frozenset(form for form in _ALL if why_absent(form) is None)
+
+
+def why_absent(precision: Precision) -> str | None:
+    """What a form takes that is not there; None where nothing is."""
+    if precision is Precision.ONNXRUNTIME:
+        return ", ".join(_absent_packages()) or None
+    if precision in ONEDNN_FORMS:
+        return onednn.why_absent(DTYPES[precision])
+    return None if precision in TORCH_FORMS else "a language model"
 
 
 def require_executable(expert: Expert, precision: Precision) -> None:
     """Raises WeightsMismatch, naming what is absent, for a form that is not among them."""
-    if precision not in executable_forms():
-        absent = ", ".join(_absent_packages())
-        raise WeightsMismatch(expert.id, f"{precision} takes {absent}: install that, or choose fp32 or bf16")
+    absent = why_absent(precision)
+    if absent is not None:
+        raise WeightsMismatch(expert.id, f"{precision} takes {absent}, which is not here: choose fp32 or bf16")
 
 
-def runtime_recipe(precision: Precision) -> str:
-    """What decides on the bytes of ONNX Runtime's form beside the expert; once it changes, all are packed again."""
-    if precision not in executable_forms() - TORCH_FORMS:
+def form_recipe(precision: Precision) -> str:
+    """What decides on the bytes of a form beside the expert; once it changes, all are packed again."""
+    if precision in TORCH_FORMS or why_absent(precision) is not None:
         return ""
+    if precision in ONEDNN_FORMS:
+        return onednn.identity()
     from experts.backends.onnx.layout import runtime_identity
 
     return f"{runtime_identity()}, torch {version('torch')}, onnxscript {version('onnxscript')}"
 
 
-def _absent_packages() -> list[str]:
-    return [name for name in RUNTIME_PACKAGES if find_spec(name) is None]
+@cache
+def _absent_packages() -> tuple[str, ...]:
+    return tuple(name for name in RUNTIME_PACKAGES if find_spec(name) is None)
+
+
+_ALL = TORCH_FORMS | ONEDNN_FORMS | {Precision.ONNXRUNTIME}

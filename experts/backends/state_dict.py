@@ -22,6 +22,8 @@ DTYPES = {
     Precision.BF16: torch.bfloat16,
     Precision.FP16: torch.float16,
     Precision.ONNXRUNTIME: torch.float32,
+    Precision.ONEDNN_FP32: torch.float32,
+    Precision.ONEDNN_BF16: torch.bfloat16,
 }
 NAMES_SHOWN = 4
 

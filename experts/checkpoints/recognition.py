@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception, for training alone
 USUAL_SIZE = 224  # where the weights do not show one
 EXPORT_ADVICE = "export it to ONNX, and add that"
+SAME_AS = re.compile(r"(tv|legacy|ssl|swsl)_")  # before names of timm: torchvision's models, trained by others
 LAYER = re.compile(r"model\.(\d+)\.")
 QUERIES = "dec_score_head.0.weight"  # of the last layer of RT-DETR
 SCALES = {  # of each family of ultralytics, the sizes that it is made in
@@ -82,6 +83,9 @@ OTHERS = (  # a weight's name, in words what has it, and why it is not served as
         "detector of torchvision",
         f"such detectors are served as graphs: {EXPORT_ADVICE}",
     ),
+    (r"conv1\.0\.weight", "ResNet of timm with a deep stem", ""),
+    (r"s1\.b1\.conv1\.conv\.weight", "RegNet of timm", ""),
+    (r"pre_logits\.fc1\.weight", "VGG of timm", ""),
     (r"patch_embed\.proj\.weight|blocks\.\d+\.attn\.qkv\.weight", "vision transformer of timm", ""),
     (r"stages\.0\.blocks\.0\.conv_dw\.weight", "ConvNeXt of timm", ""),
     (r"conv_stem\.weight|blocks\.0\.0\.conv_dw\.weight", "EfficientNet or MobileNet of timm", ""),
@@ -101,6 +105,20 @@ def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recogni
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if not name.endswith("num_batches_tracked")}
     return _yolo(shapes, hint) or _classifier(shapes, hint) or _other(shapes)
+
+
+def may_be_twin(architecture: str, name: str) -> bool:
+    """Whether a name is that of another classifier of an architecture's family: weights may fit both.
+
+    timm's tags (``resnet50.a1_in1k``), marks of who trained it, signs between words, and names that are less precise
+    (``resnet``) make no other one.
+    """
+    last = SAME_AS.sub("", name.lower().rpartition("/")[2].partition(".")[0])
+    plain, known = (re.sub(r"[^a-z0-9]", "", each) for each in (last, architecture))
+    if known.startswith(plain):
+        return False
+    prefixes = next((each.prefixes for each in FAMILIES if architecture.startswith(each.prefixes)), ())
+    return plain.startswith(tuple(prefix.replace("_", "") for prefix in prefixes))
 
 
 # torchvision's classifiers

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, Kind] = {"detect": "detector", "segment": "detector", "classify": "classifier"}
 ANOMALY_OUTPUTS = frozenset({"anomaly_map", "anomaly_maps", "pred_score", "pred_mask"})
-DETECTION_OUTPUTS = 3  # of torchvision's detectors: boxes, labels, scores
 BOX_VALUES = 6  # corners, score and label of a box, where suppression is in the graph
 NAMES_LENGTH = 1_000_000  # of what a file says its labels are, in characters
-FLOAT = 1  # onnx.TensorProto.FLOAT
+FLOAT, INT64 = 1, 7  # of onnx.TensorProto
+BOXES_LABELS_SCORES = ((FLOAT, 1), (FLOAT, 2), (INT64, 1))  # types and ranks, in order, of torchvision's detectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,8 @@ class _Graph:
             return "anomaly", f"it answers with a map, {shown}"
         if rank == 2 and len(self.outputs) == 1 and first.shape[1] != 1:
             return "classifier", f"it answers with {shown}"
-        if rank == 3 or (len(self.outputs) >= DETECTION_OUTPUTS and {"boxes", "labels", "scores"} <= names):
+        kinds = tuple(sorted((value.element, len(value.shape)) for value in self.outputs))
+        if rank == 3 or {"boxes", "labels", "scores"} <= names or kinds == BOXES_LABELS_SCORES:
             return "detector", f"it answers with {shown}"
         return None, f"it answers with {shown}, which may mean several things"
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from experts.backends.weight_files import saving, write_gathered_onnx
 from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
-from experts.importing import PICKLES
+from experts.importing import is_checkpoint
 from experts.inspection.graphs import inspect_graph
 from experts.inspection.states import inspect_checkpoint, inspect_safetensors
 
@@ -25,13 +25,17 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
 
     Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what is not served.
     """
+    if file.is_dir():
+        raise WeightsRefused(
+            str(file), "is a folder: language models are named in the line file, as docs/texts.md tells"
+        )
     if not file.is_file():
         raise WeightsMissing(str(file), "there is no such file")
     if file.suffix == ".onnx":
         return inspect_graph(file, kind)
     if file.suffix == ".safetensors":
         return inspect_safetensors(file, architecture)
-    if file.suffix in PICKLES:
+    if is_checkpoint(file):
         return inspect_checkpoint(file, read_checkpoint(file), architecture)
     raise WeightsRefused(str(file), "unknown format: give a .pt, .pth, .ckpt, .safetensors or .onnx file")
 

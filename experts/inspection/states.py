@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends import family
 from experts.backends.weight_files import read_tensors
-from experts.checkpoints.recognition import Recognised, recognise
+from experts.checkpoints.recognition import EXPORT_ADVICE, Recognised, may_be_twin, recognise
 from experts.errors import WeightsRefused
 from experts.inspection.inspected import Inspected
 
@@ -48,11 +48,14 @@ def inspect_tensors(
     """As above, of weights that are read already. ``facts``: what else the file tells."""
     found = recognise(tensors, None if facts is None else facts.architecture)
     if found is None:
-        raise WeightsRefused(str(file), _unknown(tensors))
+        raise WeightsRefused(str(file), _unknown(tensors, facts))
     if found.labels is None or found.unserved is not None:
-        raise WeightsRefused(str(file), f"is a {found.architecture} ({found.evidence}): {found.unserved}")
+        article = "an" if found.architecture[0].lower() in "aeiou" else "a"
+        raise WeightsRefused(str(file), f"is {article} {found.architecture} ({found.evidence}): {found.unserved}")
     if architecture not in {None, found.architecture}:
         raise WeightsRefused(str(file), f"is no {architecture}: {found.evidence}")
+    if architecture is None and facts is not None and facts.architecture is not None:
+        _require_no_twin(file, found, facts.architecture, facts.evidence.get("architecture", "the checkpoint"))
     told = _told(found, facts)
     if "labels" in told and len(told["labels"][0]) != found.labels:
         names, where = told.pop("labels")
@@ -72,6 +75,20 @@ def inspect_tensors(
         missing={key: why for key, why in _unknowable(found).items() if key not in told},
         said=said,
     )
+
+
+def _require_no_twin(file: Path, found: Recognised, name: str, where: str) -> None:
+    """Raises WeightsRefused where the file names another member of the family than its weights fit.
+
+    Some have the same weights and compute otherwise: timm's resnetaa50 and resnetblur50 differ from resnet50 in layers
+    that have none.
+    """
+    if may_be_twin(found.architecture, name):
+        raise WeightsRefused(
+            str(file),
+            f"says that it is a {name} ({where}), and its weights are laid out as those of {found.architecture}, which "
+            f"may compute otherwise: say --architecture {found.architecture} if it is one, else {EXPORT_ADVICE}",
+        )
 
 
 def _told(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any, str]]:
@@ -101,10 +118,11 @@ def _unknowable(found: Recognised) -> dict[str, str]:
     }
 
 
-def _unknown(tensors: Mapping[str, Tensor]) -> str:
+def _unknown(tensors: Mapping[str, Tensor], facts: Facts | None) -> str:
     """Why weights are not served as they are, and what to do."""
     shown = ", ".join(sorted(tensors)[:3]) or "none"
+    named = "" if facts is None or facts.architecture is None else f"says that it is a {facts.architecture}; "
     return (
-        f"its tensors ({shown}, ...) fit none of torchvision's classifiers and none of ultralytics' YOLO detectors: "
-        "export the model to ONNX with its trainer and add the .onnx"
+        f"{named}its tensors ({shown}, ...) fit none of torchvision's classifiers and none of ultralytics' YOLO "
+        "detectors: export the model to ONNX with its trainer and add the .onnx"
     )

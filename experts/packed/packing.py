@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections import defaultdict
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from experts.packed.weights import SegmentStore, TensorSpec
 
 __all__ = ["PackingReport", "PackingStep", "forget_other_forms", "import_weights", "pack_line"]
+
+log = logging.getLogger(__name__)
 
 PACKING_FORMAT = 1  # raise it when packed bytes change their meaning: everything is packed again
 COPY_BYTES = 8 * 1024 * 1024
@@ -142,6 +145,7 @@ class _Packing:
         self._packed: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
         self._sources: dict[str, Source] = {}
         self._failed: dict[str, ExpertError] = {}
+        self._told: set[tuple[str, str]] = set()  # what was packed for, and is: hundreds of experts change together
 
     @contextmanager
     def staging(self) -> Iterator[None]:
@@ -210,7 +214,10 @@ class _Packing:
         """The expert as packed earlier, if nothing that decides on its bytes has changed since."""
         found = self._manifests.read(job.expert.id, job.precision)
         stamp = stamp_of(job.expert)
-        if found is None or found.source.recipe != _recipe(job) or not self._is_complete(found.packed):
+        if found is None or not self._is_complete(found.packed):
+            return None
+        if found.source.recipe != _recipe(job):
+            self._tell_change(job, _runtime_of(found.source.recipe), _runtime_of(_recipe(job)))
             return None
         if stamp != found.source.stamp:
             source = _source(job)
@@ -219,6 +226,15 @@ class _Packing:
             found = replace(found, source=source)
             self._manifests.write(found)
         return _Draft(found, staged=None)
+
+    def _tell_change(self, job: _Job, before: str, now: str) -> None:
+        """That a form is packed again because it was packed for another runtime or CPU; once for all experts."""
+        if before != now and (before, now) not in self._told:
+            self._told.add((before, now))
+            log.warning(
+                "packed_again precision=%s first=%s reason=packed for %s, this box has %s",
+                job.precision, job.expert.id, before, now,
+            )  # fmt: skip
 
     def _stage(self, job: _Job) -> _Draft:
         source = _source(job)
@@ -369,6 +385,15 @@ def _recipe(job: _Job) -> str:
     parts = [PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size]
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
     return json.dumps([*parts, from_backend] if from_backend else parts)
+
+
+def _runtime_of(recipe: str) -> str:
+    """The backend's own part of a recipe; empty where there is none, or it cannot be read."""
+    try:
+        *_, last = json.loads(recipe)
+    except ValueError:
+        return ""
+    return last if isinstance(last, str) else ""
 
 
 def _source(job: _Job) -> Source:

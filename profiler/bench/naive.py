@@ -31,6 +31,7 @@ from agent.runtime.transfer import PacedLink
 from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
+from profiler.bench.parts.plain_models import build
 from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
 from profiler.workload.generated_line import removed_afterwards, require_disk
 
@@ -189,17 +190,6 @@ class NaiveServer:
         self._loaded.append(expert)
         self._models[expert] = model
         return model
-
-
-def build(expert: Expert) -> Module:
-    """A fresh model of the expert's architecture, its weights initialised as the constructor does."""
-    if family(expert.architecture) == "detector":
-        from experts.backends import detector
-
-        return detector.build_trainable(expert.architecture, len(expert.labels))
-    from experts.backends import classifier
-
-    return classifier.build_trainable(expert.architecture, len(expert.labels), expert.stem, expert.pixels.height)
 
 
 def infer(model: Module, expert: Expert, image: NDArray[np.uint8], device: str) -> Prediction:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec
     from agent.deployment.build import Agent
-    from experts.expert import Precision
+    from agent.line_file.machine import GivenPrecision
     from profiler.bench.roofline import Compute, Work
     from profiler.replay.player import Played, Progress
     from profiler.workload.traces import Arrival
@@ -58,15 +58,15 @@ WARMING_UP = "warming up"
 class RunOptions:
     """What is run, and what of the line file is replaced for it; None and empty: as the line has it.
 
-    ``policies`` are presets, or "naive". ``memory`` in bytes by name: host, device, workspace. ``with_roofline``: also
-    measure the compute alone, which takes as long as another policy. ``is_locked``: the caller holds the line's
-    StateLock.
+    ``policies`` are presets, or "naive". ``memory`` in bytes by name: host, device, workspace. ``precision``: may be
+    auto, whatever the file says. ``with_roofline``: also measure the compute alone, which takes as long as another
+    policy. ``is_locked``: the caller holds the line's StateLock.
     """
 
     policies: tuple[str, ...] = ()
     repeats: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
-    precision: Precision | None = None
+    precision: GivenPrecision | None = None
     executors: Mapping[str, int] | None = None
     ssd_bytes_per_s: float | None = None
     with_roofline: bool = True

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError
 from profiler.bench import rows
+from profiler.bench.compute import table as compute_table
+from profiler.bench.compute.measure import ComputeOptions, measure_compute_forms
 from profiler.bench.parts import decisions, loading, starting
 from profiler.bench.parts.decisions import decision_targets
 from profiler.bench.parts.loading import measure_graph_loading, measure_loading
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from profiler.bench.compute.table import ComputeTable
     from profiler.bench.parts.decisions import DecisionTimes
     from profiler.bench.parts.loading import LoadingTimes
     from profiler.bench.parts.starting import StartTimes
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 REPORT = "report.md"
 SHORT_FILES, FULL_FILES = 4, 8  # experts that are loaded for the loading benchmark
 SHORT_REPEATS, FULL_REPEATS = 1, 3
+SHORT_COMPUTE = ComputeOptions(("resnet18",), rounds=7, tells_spending=False)
+FULL_COMPUTE = ComputeOptions(("resnet18", "resnet50", "resnet101", "yolov5n", "yolov5m"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Findings:
     start: StartTimes
     decisions: Sequence[DecisionTimes]
     evaluation: Evaluation
+    compute: ComputeTable
     is_full: bool
     rounds: int
     seconds: float
@@ -68,6 +74,7 @@ class Findings:
             *decision_targets(self.decisions),
             *self.start.targets,
             *self.evaluation.targets,
+            *self.compute.targets,
         )
 
 
@@ -104,7 +111,8 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
     decided = decisions.measure_growth()
     evaluation = evaluate(task_devices(tuple(DEVICE_FILES)), progress, *(FULL_FORM if full else SHORT_FORM))
     proof = measure_proof(scratch, FULL if full else SHORT, rounds, progress, limit_s)
-    return Findings(proof, loads, start, decided, evaluation, full, rounds, time.monotonic() - started)
+    compute = measure_compute_forms(scratch, FULL_COMPUTE if full else SHORT_COMPUTE, progress)
+    return Findings(proof, loads, start, decided, evaluation, compute, full, rounds, time.monotonic() - started)
 
 
 def write_report(folder: Path, found: Findings) -> Path:
@@ -114,6 +122,7 @@ def write_report(folder: Path, found: Findings) -> Path:
         _opening(found.proof, found.is_full, found.rounds, found.seconds),
         targets_table(found.targets),
         _proof_section(found.proof, folder),
+        _verbatim("What a batch costs", compute_table.report(found.compute)),
         _verbatim("SSD to runnable", "\n\n".join(loading.report(times) for times in found.loads)),
         _verbatim("A decision", decisions.report(found.decisions)),
         _verbatim("The agent alone", starting.report(found.start)),

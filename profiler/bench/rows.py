@@ -26,7 +26,7 @@ HEADINGS = (
     "policy", "precision", "images/s", "roofline", "predicted", "switches", "loads", "evicted", "read GB", "p99 us",
     "RSS MB", "outputs",
 )  # fmt: skip
-LAYOUT = "{:<15} {:<9} {:>8} {:>8} {:>9} {:>8} {:>6} {:>7} {:>8} {:>7} {:>7} {:<8}"
+LAYOUT = "{:<15} {:<12} {:>8} {:>8} {:>9} {:>8} {:>6} {:>7} {:>8} {:>7} {:>7} {:<8}"
 PATHS = ("ssd_host", "host_device", "ssd_device")
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent.cli.endings import FAILED
+from agent.line_file.values import AUTO
 from experts.errors import ConfigError
+from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +26,13 @@ Memory = Annotated[
 ]
 Policies = Annotated[list[str] | None, typer.Option("--policy", help="one or several; default: the line's")]
 Executors = Annotated[str | None, typer.Option(help="such as cuda=3,cpu=1; default: the line's")]
+PRECISIONS = "|".join((AUTO, *Precision))
+GivenPrecision = Annotated[
+    str | None, typer.Option("--precision", metavar=PRECISIONS, help="auto: as the profile found; default: the line's")
+]
+NewPrecision = Annotated[
+    str, typer.Option("--precision", metavar=PRECISIONS, help="auto: as an agent without a profile runs it, fp32")
+]
 Trace = Annotated[Path | None, typer.Option(help="JSON lines, one arrival each; default: some boards one takt apart")]
 
 

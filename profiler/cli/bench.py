@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +18,10 @@ from typer.core import TyperGroup
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import explained
 from agent.cli.log import log_to_stderr
-from experts.expert import Precision
 from profiler.cli.arguments import (
     Executors,
+    GivenPrecision,
+    NewPrecision,
     Policies,
     disk_explained,
     refuse_unused,
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
 BENCHMARKS = (
-    "decisions", "dispatch", "generate", "llm", "load", "overhead", "photographs", "report", "start", "tasks",
+    "compute", "decisions", "dispatch", "generate", "llm", "load", "overhead", "photographs", "report", "start",
+    "tasks",
 )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def bench_line(
     trace: Annotated[Path | None, typer.Option(help="JSON lines, one arrival each", show_default=False)] = None,
     policies: Policies = None,
     memory: Annotated[str | None, typer.Option(help="such as 2GiB, or host=2GiB,device=1GiB")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="default: the line's")] = None,
+    precision: GivenPrecision = None,
     executors: Executors = None,
     ssd_bandwidth: Bandwidth = None,
     repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are told")] = 1,
@@ -93,14 +95,14 @@ def bench_line(
         from agent.deployment.build import detect_box  # loads torch, as do those below
         from profiler.bench.policy_runs import RunOptions, run_line
         from profiler.bench.rows import report
-        from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
+        from profiler.cli.settings import bytes_per_s, executor_counts, given_precision, memory_bytes
         from profiler.workload.traces import read_trace
 
         options = RunOptions(
             policies=tuple(policies or ()),
             repeats=repeat,
             memory=memory_bytes(memory, is_split=detect_box(config).is_split) if memory else {},
-            precision=precision,
+            precision=given_precision(precision),
             executors=executor_counts(executors),
             ssd_bytes_per_s=bytes_per_s(ssd_bandwidth),
         )
@@ -118,6 +120,43 @@ def _bench_journal(config: Any, trace: Path, options: Any, progress: Any, *, as_
 
     cost = measure_journal(config, read_trace(trace, config.catalog), options, progress)
     print(json.dumps(asdict(cost)) if as_json else report(cost))
+
+
+@bench_app.command()
+def compute(
+    architecture: Annotated[
+        list[str] | None, typer.Option(help="torchvision classifiers or ultralytics YAMLs; default: resnet101")
+    ] = None,
+    size: Annotated[str, typer.Option(help="of an image: HEIGHTxWIDTH")] = "224x224",
+    batches: Annotated[str, typer.Option(help="batch sizes, such as 1,8")] = "1,8",
+    precision: Annotated[
+        list[str] | None, typer.Option(help="forms of ours; auto: all that can be run here; default: auto")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all that take part; medians are told")] = 15,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a batch costs in each form, beside torch itself, ONNX Runtime, OpenVINO and the arithmetic's own limit."""
+    from agent.commands.progress import progress_on_stderr
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
+    from profiler.bench.compute.measure import ComputeOptions, measure_compute_forms  # loads torch, as those below
+    from profiler.bench.compute.table import report
+    from profiler.cli.settings import batch_sizes, given_precisions, image_size
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        options = ComputeOptions(
+            architectures=tuple(architecture or ("resnet101",)),
+            size=image_size(size),
+            batches=batch_sizes(batches),
+            forms=given_precisions(precision or ()),
+            rounds=repeat,
+        )
+        with progress_on_stderr() as progress:
+            found = measure_compute_forms(scratch_folder(directory), options, progress)
+    print(json.dumps(found.as_json()) if as_json else report(found))
 
 
 @bench_app.command()
@@ -148,13 +187,23 @@ def generate(
     requests: Requests = 240,
     memory_for: Annotated[int, typer.Option(min=1, help="experts that fit into memory")] = 12,
     seed: Annotated[int, typer.Option(help="of everything random")] = 0,
+    precision: NewPrecision = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Write a line of random experts and a trace with heavy-tailed popularity, for `coserve bench LINE.yaml`."""
+    from profiler.cli.settings import new_precision
     from profiler.workload.generated_line import LineRecipe, generate_line
 
-    recipe = LineRecipe(experts, architecture, detectors, requests=requests, memory_for=memory_for, seed=seed)
     with explained(), disk_explained():
+        recipe = LineRecipe(
+            experts,
+            architecture,
+            detectors,
+            requests=requests,
+            memory_for=memory_for,
+            seed=seed,
+            precision=new_precision(precision),
+        )
         made = generate_line(folder, recipe)
     if as_json:
         print(json.dumps(asdict(made), default=str))
@@ -236,6 +285,7 @@ def tasks(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="with --experts: a folder on the SSD; default: the current folder")
     ] = None,
+    precision: NewPrecision = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
@@ -245,6 +295,7 @@ def tasks(
     from agent.commands.progress import progress_on_stderr
     from profiler.bench.report import prepare_folder
     from profiler.bench.scaled_tasks import measure_scaled, scaled_json, scaled_recipe, scaled_table
+    from profiler.cli.settings import new_precision
     from profiler.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table
     from profiler.paper.figures import write_figures
     from profiler.paper.measured_device import device_notes
@@ -256,11 +307,13 @@ def tasks(
             "the real engine has no --device, --short or --out - leave them", param_hint="--experts"
         )
     if experts is None:
-        refuse_unused(ctx, ("requests", "directory"), "a simulation has neither - leave it, or give --experts")
+        unused = ("requests", "directory", "precision")
+        refuse_unused(ctx, unused, "a simulation has none of these - leave it, or give --experts")
     with explained(), disk_explained():
         if experts is not None:
+            recipe = replace(scaled_recipe(experts, requests), precision=new_precision(precision))
             with progress_on_stderr() as progress:
-                measured = measure_scaled(scratch_folder(directory), scaled_recipe(experts, requests), progress)
+                measured = measure_scaled(scratch_folder(directory), recipe, progress)
             print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
             return
         devices = task_devices(device or tuple(DEVICE_FILES))
@@ -357,34 +410,41 @@ def load(
     expert: Annotated[list[str] | None, typer.Option(help="of the line, one or several; default: all")] = None,
     files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
+    precision: GivenPrecision = None,
     as_json: AsJson = False,
 ) -> None:
     """SSD to runnable, beside a raw direct read of the same packed bytes."""
     if line is not None:
         refuse_unused(ctx, ("architecture", "onnx", "files"), "the experts are the line's - leave it, or leave --line")
-        _load_of_line(line, expert or (), directory, repeats, as_json=as_json)
+        _load_of_line(line, expert or (), directory, repeats, precision, as_json=as_json)
         return
     refuse_unused(ctx, ("expert",), "experts of which line? - give --line LINE.yaml, too")
     if onnx is not None:
-        refuse_unused(ctx, ("architecture",), "an ONNX graph has its own architecture - leave it, or leave --onnx")
+        unused = ("architecture", "precision")
+        refuse_unused(ctx, unused, "an ONNX graph has its own architecture, and is fp32 - leave it, or leave --onnx")
     from profiler.bench.parts.loading import measure_graph_loading, measure_loading, report
+    from profiler.cli.settings import precision_without_profile
 
     with explained(), disk_explained():
+        form = precision_without_profile(precision)
         folder = scratch_folder(directory)
         measured = (
-            measure_loading(folder, architecture, files, repeats)
+            measure_loading(folder, architecture, files, repeats, form)
             if onnx is None
             else measure_graph_loading(folder, onnx, files, repeats)
         )
     print(json.dumps(asdict(measured)) if as_json else report(measured))
 
 
-def _load_of_line(line: Path, experts: Sequence[str], directory: Path | None, repeats: int, *, as_json: bool) -> None:
+def _load_of_line(
+    line: Path, experts: Sequence[str], directory: Path | None, repeats: int, precision: str | None, *, as_json: bool
+) -> None:
     from agent.config import read_line
     from agent.deployment.profile_in_use import set_spinning
+    from profiler.cli.settings import given_precision
 
     with explained(), disk_explained():
-        config = read_line(line)
+        config = read_line(line).having(precision=given_precision(precision))
         set_spinning(config)
         from profiler.bench.parts.loading import measure_line_loading, report  # loads torch
 

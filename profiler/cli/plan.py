@@ -14,9 +14,9 @@ from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import explained
 from agent.cli.log import log_to_stderr
 from experts.errors import ConfigError
-from experts.expert import Precision
 from profiler.cli.arguments import (
     Executors,
+    GivenPrecision,
     Memory,
     Policies,
     Trace,
@@ -52,7 +52,7 @@ def plan(
     policies: Policies = None,
     memory: Memory = None,
     executors: Executors = None,
-    precision: Annotated[Precision | None, typer.Option(help="default: the profile's")] = None,
+    precision: GivenPrecision = None,
     ssd_bandwidth: PlannedBandwidth = None,
     boards: Annotated[int, typer.Option(min=1, help="without --trace: boards of the made-up trace")] = 20,
     seed: Annotated[int, typer.Option(help="of what a step lets pass, and of the made-up trace")] = 0,
@@ -65,7 +65,7 @@ def plan(
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
     from agent.device_profile.store import read_profile
-    from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
+    from profiler.cli.settings import bytes_per_s, executor_counts, given_precision, memory_bytes
     from profiler.workload.traces import board_trace, read_trace
 
     log_to_stderr(logging.WARNING)
@@ -82,7 +82,7 @@ def plan(
         arrivals = read_trace(trace, config.catalog, is_planned=True) if trace else board_trace(config, boards, seed)
         is_split = stored.box.device_bytes is not None
         memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
-        config = config.having(executors=executor_counts(executors), precision=precision)
+        config = config.having(executors=executor_counts(executors), precision=given_precision(precision))
         common: dict[str, Any] = {"ssd_bytes_per_s": bytes_per_s(ssd_bandwidth), "seed": seed}
         found = _planned(config, stored, arrivals, policies or [config.policy], memories, common, progress)
     _tell(*found, as_json=as_json)

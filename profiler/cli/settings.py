@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.line_file.machine import MAX_EXECUTORS, PROCESSORS
+from agent.line_file.values import AUTO
 from experts.document import suggestion
 from experts.errors import ConfigError
+from experts.expert import Precision
 from experts.sizes import size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from agent.line_file.machine import GivenPrecision
 
 MEMORIES = ("host", "device", "workspace")
 PER_SECOND = "/s"
@@ -58,6 +62,51 @@ def bytes_per_s(text: str | None) -> float | None:
     if not rate:
         raise ConfigError(f"--ssd-bandwidth: {text!r} lets nothing through - write a rate such as 530MB/s")
     return float(rate)
+
+
+def image_size(text: str) -> tuple[int, int]:
+    """`224x224` as height and width. Raises ConfigError."""
+    sides = text.lower().split("x")
+    if len(sides) != 2 or not all(side.isascii() and side.isdigit() and int(side) for side in sides):
+        raise ConfigError(f"--size: {text!r} is not HEIGHTxWIDTH - write it as in 224x224")
+    return int(sides[0]), int(sides[1])
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """`1,8` as numbers of images. Raises ConfigError."""
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
+        raise ConfigError(f"--batches: {text!r} are not numbers of images from 1 - write them as in 1,8")
+    return tuple(int(size) for size in sizes)
+
+
+def given_precision(text: str | None) -> GivenPrecision | None:
+    """`auto`, or the name of a precision; None for no text. Raises ConfigError."""
+    if text is None:
+        return None
+    if text == AUTO:
+        return "auto"
+    if text not in list(Precision):
+        raise ConfigError(f"--precision: no precision {text!r} - {suggestion(text, (AUTO, *map(str, Precision)))}")
+    return Precision(text)
+
+
+def new_precision(text: str) -> GivenPrecision:
+    """That of a line that is generated. Raises ConfigError."""
+    return given_precision(text) or "auto"
+
+
+def precision_without_profile(text: str | None) -> Precision:
+    """What an agent runs that has no profile; of no text, too. Raises ConfigError."""
+    given = given_precision(text)
+    return given if isinstance(given, Precision) else Precision.FP32
+
+
+def given_precisions(texts: Iterable[str]) -> tuple[Precision, ...]:
+    """Several, in one text or in several; none where auto is among them, which is all of them. Raises ConfigError."""
+    given = [given_precision(name.strip()) for text in texts for name in text.split(",")]
+    named = tuple(dict.fromkeys(each for each in given if isinstance(each, Precision)))
+    return named if len(named) == len(set(given)) else ()
 
 
 def _size(text: str, option: str, example: str = "2GiB") -> int:

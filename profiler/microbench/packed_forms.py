@@ -69,11 +69,11 @@ class LinePacking:
         described = self._config.catalog.experts[expert]
         if described.precision is not None:
             return described.precision
-        given = self._config.precision
+        given = self._config.precision_beside(described)
         is_fixed = family(described.architecture) in GRAPH_FAMILIES
-        if given is None or is_fixed or (given.is_cpu_only and described.takes_texts):
+        if given is None or is_fixed:
             return Precision.FP32
-        return given
+        return given.plain if described.takes_texts else given
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
         """The copies in their experts' references."""
@@ -136,10 +136,10 @@ class LinePacking:
         described = self._config.catalog.experts[expert]
         if described.precision is not None:
             return {described.precision}
-        if self._config.precision is not None:
+        if self._config.precision_beside(described) is not None:
             reference = self.reference(expert)
             elsewhere = reference.is_cpu_only and any(torch_device(processor) != "cpu" for processor in processors)
-            return {reference, Precision.FP32} if elsewhere else {reference}
+            return {reference, reference.plain} if elsewhere else {reference}
         try:
             return {
                 form for processor in processors for form in candidate_precisions(described.architecture, processor)

@@ -76,7 +76,7 @@ class PrecisionChoice:
                 measured[each.kind].append(each)
         chosen = {
             kind: self._given(bench, measured[kind], listed)
-            if self._config.precision is not None or listed[0].expert.precision is not None
+            if listed[0].expert.precision is not None or self._config.precision_beside(listed[0].expert) is not None
             else self._fastest_that_agrees(bench, measured[kind], listed)
             for kind, listed in by_kind(references).items()
             if measured[kind]

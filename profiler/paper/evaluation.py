@@ -46,8 +46,8 @@ CASUAL_GPU_EXECUTORS = {True: 3, False: 2}  # where the memories are split, and 
 SAMPLE_REQUESTS = 1500
 FULL_FORM, SHORT_FORM = (TASKS, SAMPLE_REQUESTS), (("A1", "B1"), 750)  # what is run, and searched on
 LEAST_RATIO, MOST_RATIO = 4.5, 12.0  # CoServe over Samba-CoE (sections 1 and 5.2)
-HEADINGS = ("policy", "images/s", "over samba", "all memory", "switches", "fewer", "executors")
-LAYOUT = "{:<16} {:>8} {:>10} {:>10} {:>8} {:>6}  {}"
+HEADINGS = ("policy", "images/s", "of floor", "over samba", "all memory", "switches", "fewer", "executors")
+LAYOUT = "{:<16} {:>8} {:>8} {:>10} {:>10} {:>8} {:>6}  {}"
 LEAST_FEWER_SWITCHES = 0.78  # section 5.2: at least 78.5 % fewer
 
 
@@ -104,7 +104,7 @@ def evaluate(
                 set_up = systems(device, task, found[PAPER].system, found[COSERVE].system)
                 for number, system in enumerate(set_up):
                     progress(f"task {name} on {device.device}", number, len(set_up))
-                    rows.append(simulate(system, device, task))
+                    rows.append(simulate(system, device, task, with_roofline=True))
                 progress(f"task {name} on {device.device}", len(set_up), len(set_up))
     by_policy = sorted(best, key=lambda each: each.system.policy != PAPER)
     return Evaluation(tuple(rows), tuple(by_policy), sample_requests)
@@ -215,6 +215,7 @@ def fewer_switches(switches: int, than: int) -> float:
 def evaluation_table(evaluation: Evaluation) -> str:
     """The rows for a terminal, by task and device, each against both rows of Samba-CoE; then what is short of target.
 
+    "of floor": of what no schedule can beat with the row's executors, memories and loading, as `coserve plan` has it.
     "all memory" is the ratio over the one with all memory for experts.
     """
     lines: list[str] = []
@@ -242,6 +243,7 @@ def _cells(row: SystemRow, rows: Mapping[str, SystemRow]) -> tuple[str, ...]:
     return (
         row.policy,
         f"{row.images_per_s:.2f}",
+        "-" if row.roofline_fraction is None else f"{row.roofline_fraction:.0%}",
         f"{row.images_per_s / samba.images_per_s:.2f}",
         f"{row.images_per_s / rows[SAMBA_ALL_MEMORY].images_per_s:.2f}",
         str(row.switches),

@@ -38,6 +38,8 @@ from agent.deployment.engine_setup import EngineSetup
 from agent.deployment.memory_needs import held_bytes
 from experts.errors import ConfigError
 from profiler.paper.devices import CPU, GPU
+from profiler.simulation.bounds import RequestSteps, Resources, arrivals_s, compute_s, unread_bytes
+from profiler.simulation.forecast import resident_after
 from profiler.simulation.simulator import simulator_of
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from profiler.paper.devices import ArchitectureSection, PaperDevice, TimesSection
     from profiler.paper.tasks import Task
+    from profiler.simulation.simulator import Simulation
 
 CASUAL_FRACTION = 0.75  # of the memory, for experts (section 5.2)
 PATIENCE_S = 180.0  # section 5.1: all images of a board within, for example, 3 minutes; our bound on overtaking here
@@ -77,7 +80,12 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class SystemRow:
-    """What one system did with one task. ``experts``: how many of the most used ones fit beside the GPU's batches."""
+    """What one system did with one task. ``experts``: how many of the most used ones fit beside the GPU's batches.
+
+    ``roofline_images_per_s``: what no schedule can beat of the same requests with the system's executors, memories and
+    loading, and with what is there at its start, as `coserve plan` has it; the fraction is what was reached of it. None
+    where it was not asked for.
+    """
 
     task: str
     device: str
@@ -91,12 +99,15 @@ class SystemRow:
     batches: int
     executors: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     experts: int = 0
+    roofline_images_per_s: float | None = None
+    roofline_fraction: float | None = None
 
 
-def simulate(system: System, device: PaperDevice, task: Task) -> SystemRow:
+def simulate(system: System, device: PaperDevice, task: Task, *, with_roofline: bool = False) -> SystemRow:
     """Run a task on a system, from the end of its initial placement to the last request's outcome.
 
-    Raises ConfigError where the configuration has no room for an image of each executor or for the largest expert.
+    ``with_roofline``: beside what no schedule can beat, which costs some passes over the requests. Raises ConfigError
+    where the configuration has no room for an image of each executor or for the largest expert.
     """
     profile = device_profile(device, task, system.loading)
     specs = executor_specs(system, device)
@@ -113,11 +124,13 @@ def simulate(system: System, device: PaperDevice, task: Task) -> SystemRow:
     loads = [each for at_s, each in simulation.effects if isinstance(each, StartLoad) and at_s >= simulation.started_s]
     gpu_pool = next(pool for pool in pools if pool.name == device.pool_of(GPU))
     statistics = simulator.engine.statistics()
+    images_per_s = len(task.trace) / simulation.seconds
+    roofline = _roofline_images_per_s(task, setup, simulation, links[SSD], speedups) if with_roofline else None
     return SystemRow(
         task=task.name,
         device=device.device,
         policy=system.name,
-        images_per_s=len(task.trace) / simulation.seconds,
+        images_per_s=images_per_s,
         switches=statistics.switches,
         seconds=simulation.seconds,
         bytes_read=sum(load.size_bytes for load in loads if load.source == SSD),
@@ -126,6 +139,8 @@ def simulate(system: System, device: PaperDevice, task: Task) -> SystemRow:
         batches=statistics.batches,
         executors=dict(Counter(spec.processor for spec in specs)),
         experts=sum(held <= gpu_pool.expert_bytes for held in held_by_usage(device, task)),
+        roofline_images_per_s=roofline,
+        roofline_fraction=None if roofline is None else images_per_s / roofline,
     )
 
 
@@ -167,6 +182,26 @@ def held_by_usage(device: PaperDevice, task: Task) -> tuple[int, ...]:
     most_used_first = sorted(task.usage, key=lambda expert: (-task.usage[expert], expert))
     architectures = (device.architectures[task.architectures[expert]] for expert in most_used_first)
     return held_bytes([Footprint(architecture.weight_bytes.value) for architecture in architectures])
+
+
+def _roofline_images_per_s(
+    task: Task,
+    setup: EngineSetup,
+    simulation: Simulation,
+    ssd_bytes_per_s: float,
+    speedups: Mapping[str, tuple[float, ...]],
+) -> float:
+    """The larger of the work, the bytes and the arrivals, of the steps that the requests took."""
+    resources = Resources(setup.executors, setup.pools, setup.matrix, ssd_bytes_per_s, speedups)
+    steps = [
+        RequestSteps(arrival.at_s, tuple(step.expert for step in simulation.outcomes[number].steps))
+        for number, arrival in enumerate(task.trace)
+    ]
+    counts = Counter(expert for request in steps for expert in request.experts)
+    before = [effect for at_s, effect in simulation.effects if at_s < simulation.started_s]
+    unread = unread_bytes(counts, resources, resident_after(before))
+    work_s, arriving_s = compute_s(counts, resources), arrivals_s(steps, resources)
+    return len(steps) / max(work_s, unread / ssd_bytes_per_s, arriving_s)
 
 
 def _expert_profile(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity
+    from profiler.planning.gains import Gain
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
 
@@ -85,7 +86,10 @@ class Takt:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself."""
+    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself.
+
+    ``gains``: of forms and memories, the most first (``profiler.planning.gains``); ``other_forms``: those tried for it.
+    """
 
     policy: str
     budget_bytes: Mapping[str, int]
@@ -97,6 +101,8 @@ class Advice:
     memory: MemoryRemedy | None
     ssd: SsdRemedy | None
     takt: Takt | None
+    gains: tuple[Gain, ...] = ()
+    other_forms: tuple[str, ...] = ()
     decoding_images_per_s: float | None = None  # of all cores, did they nothing else; None: not measured
 
     @property
@@ -105,7 +111,7 @@ class Advice:
         sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
         rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
         first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."
-        return (first, *_limit_sentences(self), *_takt_sentences(self))
+        return (first, *_limit_sentences(self), *_takt_sentences(self), *_gain_sentences(self))
 
 
 def advise(
@@ -327,3 +333,10 @@ def _takt_sentences(advice: Advice) -> list[str]:
     if advice.takt.is_met_unlimited:
         return [f"{asked}: missed now, met with unlimited memory."]
     return [f"{asked}: missed with any memory."]
+
+
+def _gain_sentences(advice: Advice) -> list[str]:
+    told = [gain.sentence(advice.images_per_s) for gain in advice.gains]
+    if advice.other_forms and not any(gain.form for gain in advice.gains):
+        told.append(f"No other form that was measured would gain: {', '.join(advice.other_forms)}.")
+    return told

@@ -12,10 +12,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE
-from agent.deployment.engine_setup import planned, profiled_box
+from agent.deployment.engine_setup import Given, planned, profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import advise, with_decoding
+from profiler.planning.gains import gains, other_forms
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of, with_ssd
 from profiler.tables import folded, folded_table
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
+    from experts.expert import Precision
     from profiler.planning.advice import Advice
+    from profiler.planning.gains import Planned
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
     from profiler.workload.traces import Arrival
@@ -124,17 +127,24 @@ def plan_advice(
 ) -> Advice:
     """What limits the line under one policy in one memory, and what would remove that; arguments as of ``plan``."""
     asked = config.having(policy=policy, memory=memory)
-    box = profiled_box(profile)
-    setup = planned(asked, box, profile)
-    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
-    _refuse_broken(scenario, setup)
-
-    def split(budget_bytes: Mapping[str, int]) -> EngineSetup:
-        return _with_ssd(scenario, planned(asked.having(memory=budget_bytes), box, profile), ssd_bytes_per_s)[1]
-
     required = required_images_per_s(config)
-    found = advise(*_with_ssd(scenario, setup, ssd_bytes_per_s), profile.box, required, split)
-    return with_decoding(found, decoding_images_per_s(profile, scenario))
+    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+
+    def planned_with(form: Precision | None = None, budget_bytes: Mapping[str, int] | None = None) -> Planned:
+        given = Given(form=form)
+        setup = planned(asked.having(memory=budget_bytes), profiled_box(profile), profile, given)
+        return _with_ssd(scenario, setup, ssd_bytes_per_s)
+
+    def advised(form: Precision | None = None) -> Advice:
+        scenario, setup = planned_with(form)
+        return advise(scenario, setup, profile.box, required, lambda sizes: planned_with(form, sizes)[1])
+
+    now = planned_with()
+    _refuse_broken(*now)
+    advice = with_decoding(advised(), decoding_images_per_s(profile, scenario))
+    forms = other_forms(profile, now[1])
+    found = gains(profile, forms, now[1], advice, planned_with, advised)
+    return replace(advice, gains=found, other_forms=tuple(map(str, forms)))
 
 
 def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: float | None) -> PlanRow:

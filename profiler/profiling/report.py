@@ -37,6 +37,7 @@ MOST_TRIALS = 12  # of one search in the table; the chart and the database hold 
 def profile_json(profile: StoredProfile) -> dict[str, Any]:
     """The object of `coserve profile --json`. Rows of ``architectures`` are those of the chosen precisions.
 
+    ``forms``: every kind in every precision that was measured, and whether it is run, or agrees with fp32.
     An architecture of which the line has several kinds (input sizes, stems) is named by its kind.
     """
     several = defaultdict(set)
@@ -46,7 +47,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
     for kind in profile.chosen_kinds:
         name = kind.architecture if len(several[kind.architecture]) == 1 else kind.kind
         architectures.setdefault(name, {})[kind.processor] = _kind_json(kind)
-    allocation = profile.allocation
+    allocation, on_the_line = profile.allocation, {kind for kind, _ in profile.precisions}
     return {
         "device": {
             "name": profile.box.device,
@@ -65,6 +66,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             },
         },
         "architectures": architectures,
+        "forms": [_form_json(kind, profile) for kind in profile.kinds if kind.kind in on_the_line],
         "decodings": {
             each.expert: asdict(each) | {"agrees": each.agrees, "image_s": each.image_s} for each in profile.decodings
         },
@@ -110,6 +112,20 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     line_chart(whole, "Latency against batch size, with K n + B", images, "ms", _fitted(shown), f"{note}; dashed: fit")
     line_chart(memory, "Memory of one expert and its batch", images, "MiB", held, "weights + workspace")
     return [average, whole, memory]
+
+
+def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
+    """``agrees``: None where it was not compared, or on nothing."""
+    key = (kind.kind, kind.processor, kind.precision)
+    compared = {(each.kind, each.processor, each.precision): each for each in profile.agreements if each.images}
+    agreement = compared.get(key)
+    return {
+        "kind": kind.kind,
+        "processor": kind.processor,
+        **_kind_json(kind),
+        "is_chosen": profile.precisions.get((kind.kind, kind.processor)) == kind.precision,
+        "agrees": None if agreement is None else agreement.agrees,
+    }
 
 
 def _kind_json(kind: KindProfile) -> dict[str, Any]:

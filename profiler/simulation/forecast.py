@@ -207,7 +207,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
         loads=dict(sorted(Counter(f"{load.source}_{load.pool}" for load in loads).items())),
         evictions=sum(isinstance(effect, Evict) for effect in effects[start:]),
         bytes_read=sum(load.size_bytes for load in loads if load.source == SSD),
-        resident_at_start=_resident(effects[:start]),
+        resident_at_start=resident_after(effects[:start]),
     )
 
 
@@ -306,8 +306,8 @@ def _refuse_too_long(scenario: Scenario, setup: EngineSetup) -> None:
         raise ConfigError.of([ConfigError(problem) for problem in problems])
 
 
-def _resident(effects: Iterable[Effect]) -> frozenset[str]:
-    """The copies that are in any memory after these effects."""
+def resident_after(effects: Iterable[Effect]) -> frozenset[str]:
+    """The copies that are in any memory after these effects, of those that begin with empty memories."""
     held: set[tuple[str, str]] = set()
     for effect in effects:
         if isinstance(effect, StartLoad):

@@ -28,6 +28,7 @@ import yaml
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from agent.line_file.values import AUTO
 from experts.backends import backend_for, family
 from experts.backends.weight_files import saving
 from experts.errors import ConfigError
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from agent.line_file.machine import GivenPrecision
+
 CLASSIFIER_LABELS = ("ok", "missing", "shifted")
 DETECTOR_LABELS = ("aligned", "turned")
 EVERY_DETECTED = 3  # arbitrary: every third component has a detector behind its classifier, where there are detectors
@@ -51,15 +54,15 @@ NOISE = 0.01  # on what is not random in a fresh network (norms, biases), so tha
 EXPERT_STEP, TENSOR_STEP = 9973, 7919  # where in the run of random numbers an expert begins, and each of its tensors
 HEADER_BYTES = 1 << 18  # of a .safetensors file, at most; and of a packed one's manifest
 FP32_BYTES = DTYPE_BYTES["float32"]
-PRECISION_BYTES = {Precision.BF16: DTYPE_BYTES["bfloat16"], Precision.FP16: DTYPE_BYTES["float16"]}  # else fp32's
 
 
 @dataclass(frozen=True, slots=True)
 class LineRecipe:
     """What to generate. One component and one classifier each; some components have one of the detectors behind it.
 
-    ``memory_for``: experts that fit, of the largest kind, in ``precision``; where all are of one architecture exactly
-    so many fit, as workspaces have their own share. ``sigma``: of the log-normal popularity of components.
+    ``memory_for``: experts that fit, of the largest kind, in ``precision`` (of auto: in fp32); where all are of one
+    architecture exactly so many fit, as workspaces have their own share. ``sigma``: of the log-normal popularity of
+    components.
     """
 
     classifiers: int = 40
@@ -71,10 +74,15 @@ class LineRecipe:
     sigma: float = 1.2
     seed: int = 0
     memory_for: int = 12
-    precision: Precision = Precision.FP32
+    precision: GivenPrecision = Precision.FP32
     classifier_px: int = 224
     detector_px: int = 640
     images: int = 8
+
+    @property
+    def unprofiled(self) -> Precision:
+        """What an agent runs it in that has no profile."""
+        return Precision.FP32 if self.precision == AUTO else Precision(self.precision)
 
     def __post_init__(self) -> None:
         counts = (self.classifiers, self.requests, self.memory_for, self.images)
@@ -142,13 +150,14 @@ def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLi
 
 def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
-        tensors = {name: _fresh_tensors(name, Path(scratch)) for name in _architectures(recipe)}
+        px = recipe.classifier_px
+        tensors = {name: _fresh_tensors(name, Path(scratch), px) for name in _architectures(recipe)}
     count = recipe.classifiers + recipe.detectors
     require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
     experts = _experts(folder, recipe)
     written_bytes = _write_weights(experts, tensors, recipe.seed)
     os.sync()  # what is still to be written would be paid for by whatever is measured next
-    footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.precision)
+    footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.unprofiled)
     quantities = _quantities(recipe)
     expert_bytes = recipe.memory_for * footprint_bytes
     _write_line(folder / "line.yaml", experts, quantities, recipe, (expert_bytes, workspace_bytes))
@@ -181,7 +190,7 @@ def require_disk(folder: Path, needed_bytes: int, what: str) -> None:
         )
 
 
-def _expert(folder: Path, expert: str, architecture: str, px: int) -> Expert:
+def _expert(folder: Path, expert: str, architecture: str, size: tuple[int, int]) -> Expert:
     """An expert of a generated line, as its catalog will have it."""
     is_detector = family(architecture) == "detector"
     return Expert(
@@ -189,7 +198,7 @@ def _expert(folder: Path, expert: str, architecture: str, px: int) -> Expert:
         architecture,
         folder / "weights" / f"{expert.replace('/', '-')}.safetensors",
         DETECTOR_LABELS if is_detector else CLASSIFIER_LABELS,
-        InputSpec(px, px, "unit" if is_detector else "imagenet"),
+        InputSpec(*size, "unit" if is_detector else "imagenet"),
     )
 
 
@@ -206,42 +215,49 @@ def _architectures(recipe: LineRecipe) -> tuple[str, ...]:
 def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
     """Classifiers first, then detectors, whose architectures take turns."""
     classifiers = [
-        _expert(folder, f"cls/{number:03d}", recipe.architecture, recipe.classifier_px)
+        _expert(folder, f"cls/{number:03d}", recipe.architecture, (recipe.classifier_px,) * 2)
         for number in range(recipe.classifiers)
     ]
     kinds = recipe.detector_architectures
     detectors = [
-        _expert(folder, f"det/{number:03d}", kinds[number % len(kinds)], recipe.detector_px)
+        _expert(folder, f"det/{number:03d}", kinds[number % len(kinds)], (recipe.detector_px,) * 2)
         for number in range(recipe.detectors)
     ]
     return classifiers + detectors
 
 
-def write_experts(folder: Path, architecture: str, count: int, seed: int = 0) -> list[Expert]:
+def write_experts(
+    folder: Path, architecture: str, count: int, seed: int = 0, size: tuple[int, int] | None = None
+) -> list[Expert]:
     """Experts of one architecture, each with weights of its own, written below ``folder`` as for a generated line.
 
-    Raises ConfigError as ``generate_line`` does, OSError.
+    ``size``: height and width of their images; None: as a generated line has them. Raises ConfigError as
+    ``generate_line`` does, OSError.
     """
+    recipe = LineRecipe()
+    px = recipe.detector_px if family(architecture) == "detector" else recipe.classifier_px
+    size = size or (px, px)
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
-        tensors = {architecture: _fresh_tensors(architecture, Path(scratch))}
+        tensors = {architecture: _fresh_tensors(architecture, Path(scratch), size[0])}
     weights_bytes = count * tensors[architecture].size_bytes
     require_disk(folder, 2 * weights_bytes, f"{count} experts and their packed form")
-    sizes = LineRecipe()
-    px = sizes.detector_px if family(architecture) == "detector" else sizes.classifier_px
-    experts = [_expert(folder, f"one/{number:03d}", architecture, px) for number in range(count)]
+    experts = [_expert(folder, f"one/{number:03d}", architecture, size) for number in range(count)]
     _write_weights(experts, tensors, seed)
     return experts
 
 
-def _fresh_tensors(architecture: str, scratch: Path) -> _Tensors:
-    """The state dict of a fresh network. Raises ConfigError for what is neither a classifier nor a detector."""
+def _fresh_tensors(architecture: str, scratch: Path, px: int) -> _Tensors:
+    """The state dict of a fresh network; of one whose weights depend on its images' size, for ``px``.
+
+    Raises ConfigError for what is neither a classifier nor a detector.
+    """
     kind = family(architecture)
     try:
         if kind == "classifier":
             from experts.backends.classifier import write_random_weights
 
             path = scratch / f"{architecture}.safetensors"
-            write_random_weights(path, architecture, len(CLASSIFIER_LABELS), seed=0)
+            write_random_weights(path, architecture, len(CLASSIFIER_LABELS), seed=0, image_size=px)
             return _Tensors(load_file(path))
         if kind == "detector":
             from experts.backends.detector import build_trainable
@@ -271,8 +287,14 @@ def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
     """Weight files, and what packing makes of them; detectors all as large as the largest architecture."""
     largest_bytes = max(each.size_bytes for each in tensors.values())
     weights_bytes = recipe.classifiers * tensors[recipe.architecture].size_bytes + recipe.detectors * largest_bytes
-    packed_bytes = weights_bytes * PRECISION_BYTES.get(recipe.precision, FP32_BYTES) // FP32_BYTES
+    packed_bytes = weights_bytes * _number_bytes(recipe.unprofiled) // FP32_BYTES
     return weights_bytes + packed_bytes + (recipe.classifiers + recipe.detectors) * HEADER_BYTES
+
+
+def _number_bytes(precision: Precision) -> int:
+    from experts.backends.state_dict import DTYPES
+
+    return int(DTYPES.get(precision, DTYPES[Precision.FP32]).itemsize)
 
 
 def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], seed: int) -> int:

@@ -1,4 +1,7 @@
-"""The commands as a line engineer types them: real processes, real files, the fake backend where no model is needed."""
+"""The commands as a line engineer types them: processes, real files, the fake backend where no model is needed.
+
+One agent is a process from its first instruction on; the others are forks that have imported it already.
+"""
 
 from __future__ import annotations
 
@@ -88,13 +91,16 @@ def drop(folder, name, content=None):
     (ready / name).rename(folder / "inbox" / name)
 
 
+FORKED = "from coserve import main; main()"
+TYPED = f"import os, sys; os.execv(sys.executable, [sys.executable, {str(ROOT / 'coserve.py')!r}, *sys.argv[1:]])"
+
+
 class Serving:
     """`coserve serve` in its own process."""
 
-    def __init__(self, line):
+    def __init__(self, line, forks, code):
         self.line = line
-        command = [sys.executable, str(ROOT / "coserve.py"), "serve", str(line), "--json"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = forks.start(code, "serve", line, "--json")
 
     def rows(self):
         """What is stored, whatever the agent does meanwhile: (image, verdict, reason) in order."""
@@ -111,7 +117,7 @@ class Serving:
         """Until so many images have a verdict; they are returned."""
         deadline = time.monotonic() + DEADLINE_S
         while len(rows := self.rows()) < images:
-            assert self.process.poll() is None, self.process.stderr.read()
+            assert self.process.poll() is None, self.process.wait(0.0).stderr
             assert time.monotonic() < deadline, f"only {rows}"
             time.sleep(0.02)
         return rows
@@ -130,29 +136,27 @@ class Serving:
 
     def stop(self, number=signal.SIGTERM):
         self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, out, err
+        ended = self.process.wait(DEADLINE_S)
+        return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture
-def serve():
+def serve(forks):
     running = []
 
-    def start(line):
-        running.append(Serving(line))
+    def start(line, code=FORKED):
+        running.append(Serving(line, forks, code))
         return running[-1]
 
     yield start
     for serving in running:
-        if serving.process.poll() is None:
-            serving.process.kill()
-        serving.process.communicate()
+        serving.process.kill()
 
 
 def test_files_dropped_while_it_runs_are_judged_and_moved_and_sigterm_ends_it_cleanly(tmp_path, serve):
     line = write_line(tmp_path)
     drop(tmp_path, "B1_c0_R1.png")
-    serving = serve(line)
+    serving = serve(line, TYPED)
     serving.wait_for(1)
     drop(tmp_path, "B1_c1_R1.png")
     drop(tmp_path, "B1_c2_R1.png")
@@ -266,24 +270,19 @@ def test_a_truncated_image_is_unknown_and_goes_to_failed(tmp_path, serve):
 
 CRASHING = """
 import sys
-sys.path.insert(0, {root!r})
 from agent.records.result_writer import ResultStore
 def refuse(*_, **__):
     raise OSError("a mistake of the program")
 ResultStore.record = refuse
-sys.argv = ["coserve", "serve", {line!r}]
 from coserve import main
 main()
 """
 
 
-def test_an_agent_that_crashes_ends_with_1_and_says_why(tmp_path):
+def test_an_agent_that_crashes_ends_with_1_and_says_why(tmp_path, forks):
     line = write_line(tmp_path)
     drop(tmp_path, "B1_c0_R1.png")
-    script = CRASHING.format(root=str(ROOT), line=str(line))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = forks.run(CRASHING, "serve", line, timeout_s=DEADLINE_S)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: OSError: a mistake of the program")
     assert [file.name.endswith("~B1_c0_R1.png") for file in (tmp_path / "inbox" / ".work").rglob("*.png")] == [True]
@@ -386,7 +385,7 @@ def test_a_circle_of_experts_ends_with_78(tmp_path):
 def test_an_expert_larger_than_the_budget_ends_with_78_naming_it(tmp_path):
     line = write_line(tmp_path, weight_bytes=20_000_000)
     drop(tmp_path, "B1_c0_R1.png")
-    done = coserve("serve", line, check=78)
+    done = coserve_here("serve", line, check=78)
     assert "cls/f0" in done.stderr
     assert f"{line}:" in done.stderr
     assert "memory.host" in done.stderr

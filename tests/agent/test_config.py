@@ -79,6 +79,13 @@ def test_values_become_typed(tmp_path: Path) -> None:
     assert config.api.grpc == (f"unix:{tmp_path}/s.sock",)
 
 
+def test_another_precision_stands_in_the_place_of_the_lines_and_auto_is_one(tmp_path: Path) -> None:
+    config = line_of(tmp_path, MINIMAL + "precision: bf16\n")
+    assert config.having(precision=None).precision is Precision.BF16
+    assert config.having(precision=Precision.FP32).precision is Precision.FP32
+    assert config.having(precision="auto").precision is None
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("1B", 1), ("512MiB", 512 * 2**20), ("1.5GB", 1_500_000_000), ("4 GiB", 2**32), ("2TiB", 2**41), ("3kB", None)],
@@ -99,7 +106,11 @@ def test_sizes(text: str, size: int | None) -> None:
         ("memory: {host: 4}", "line.yaml:16:10: memory.host: '4' is not a size - write a number and a unit"),
         ("memory: {host: 4GiBs}", "memory.host: '4GiBs' is not a size"),
         ("memory: {host: 0B}", "memory.host: '0B' is no memory at all"),
-        ("precision: fp8", "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime' or 'int8', not 'fp8'"),
+        (
+            "precision: fp8",
+            "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16' or 'int8', "
+            "not 'fp8'",
+        ),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps' or 'emulated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),
         ("executors: {cpu: -1}", "executors: cpu: -1 is not a count from 0 to 64"),

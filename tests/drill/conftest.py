@@ -16,9 +16,9 @@ def scene(tmp_path, tmp_path_factory):
 
 
 @pytest.fixture
-def agents(scene):
+def agents(scene, forks):
     """Agents of it that can be killed."""
-    all_of_them = Agents(scene)
+    all_of_them = Agents(scene, forks)
     yield all_of_them
     all_of_them.close()
 

@@ -11,13 +11,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import yaml
@@ -31,7 +29,11 @@ from agent.records.result_reader import ResultReader
 from experts.errors import CoServeError
 from experts.expert import Verdict
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.forks import Fork, Forks
+
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40), (40, 200, 200), (200, 40, 200)]
 PATIENCE_S = 90.0
@@ -195,58 +197,51 @@ class Scene:
             assert found == [shelves[row.verdict]], f"{row.image} is {row.verdict}, and lies in {found}"
 
 
+SERVED = """
+import logging, sys
+from pathlib import Path
+from agent.config import read_line
+from agent.service.serve import serve_line
+logging.basicConfig(level=logging.INFO)
+serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
+"""
+
+
 class Agents:
     """Agents of a scene, each a fork that takes a moment to start and can be killed at any."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, forks: Forks) -> None:
         self._scene = scene
-        command = [sys.executable, str(ROOT / "tests" / "drill" / "zygote.py"), str(scene.folder / "line.yaml")]
-        self._zygote = subprocess.Popen(
-            [*command, str(ROOT), str(scene.log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._said() == "ready"
-        self._pid: int | None = None
+        self._forks = forks
+        self._agent: Fork | None = None
 
     def start(self) -> None:
         """Begin one; it need not be ready."""
-        self._pid = int(self._asked("start"))
+        self._agent = self._forks.start(SERVED, self._scene.folder / "line.yaml", log=self._scene.log)
 
     @property
     def pid(self) -> int:
         """Of the one that runs."""
-        assert self._pid is not None
-        return self._pid
+        return self._running.pid
 
     def kill(self) -> None:
         """In the middle of whatever it does."""
-        self._end(signal.SIGKILL)
+        self._running.kill()
 
     def stop(self) -> int:
         """As systemd does; its exit code."""
-        return self._end(signal.SIGTERM)
+        self._running.send_signal(signal.SIGTERM)
+        return self._running.wait(PATIENCE_S).returncode
 
     def close(self) -> None:
-        """End all."""
-        if self._pid is not None:
-            self.kill()
-        self._zygote.stdin.close()
-        self._zygote.wait(10)
-        self._zygote.stdout.close()
+        """End it."""
+        if self._agent is not None:
+            self._agent.kill()
 
-    def _end(self, number: signal.Signals) -> int:
-        assert self._pid is not None
-        os.kill(self._pid, number)
-        code = int(self._asked(f"wait {self._pid}"))
-        self._pid = None
-        return code
-
-    def _asked(self, command: str) -> str:
-        self._zygote.stdin.write(f"{command}\n")
-        self._zygote.stdin.flush()
-        return self._said()
-
-    def _said(self) -> str:
-        return self._zygote.stdout.readline().strip()
+    @property
+    def _running(self) -> Fork:
+        assert self._agent is not None
+        return self._agent
 
 
 class Sender:

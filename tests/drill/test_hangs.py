@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -16,12 +13,10 @@ from agent.config import read_line
 from agent.service.line_service import LineService
 from tests.drill.scene import COLOURS, until
 
-ROOT = Path(__file__).parents[2]
 STOP_S = 10.0
 
 HANGING = """
 import sys, threading
-sys.path.insert(0, {root!r})
 from functools import partial
 from pathlib import Path
 import agent.service.judging.inspector
@@ -47,21 +42,18 @@ def started(service):
 LineService.start = started
 import os
 try:
-    serve_line(read_line(Path(sys.argv[1]), {{}}), lambda *_: None)
+    serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
 except BaseException as error:
     print(error, file=sys.stderr)
     os._exit(1)
 """
 
 
-def test_an_executor_that_hangs(scene, agents, told):
+def test_an_executor_that_hangs(scene, agents, forks, told):
     """It ends the agent, with exit code 1; the next one judges everything."""
     for number in range(40):
         scene.drop(number % len(COLOURS))
-    script = HANGING.format(root=str(ROOT))
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(scene.folder / "line.yaml")], capture_output=True, text=True, timeout=120
-    )
+    ended = forks.run(HANGING, scene.folder / "line.yaml")
     assert ended.returncode == 1, ended.stderr
     before = sum(1 for _ in scene.results.query())
     agents.start()

@@ -211,7 +211,11 @@ def mixed(text: str) -> str:
             "experts.llm/code: input is for images, and llm takes texts - remove",
         ),
         ("pin: true", "stem: 3x3", "experts.llm/code: stem is for images, and llm takes texts - remove it"),
-        ("precision: bf16", "precision: fp8", "experts.llm/code.precision: Input should be 'fp32', 'bf16', 'fp16' or"),
+        (
+            "precision: bf16",
+            "precision: fp8",
+            "experts.llm/code.precision: Input should be 'auto', 'fp32', 'bf16', 'fp16' or",
+        ),
         ("moe_cache: 2GiB", "moe_cache: 2", "experts.llm/code.moe_cache: '2' is not a size"),
         ("[code, maths]", "[code, code]", "experts.llm/router.labels: 'code' is there twice"),
         ("[code, maths]", "[]", "experts.llm/router.labels: List should have at least 1 item"),

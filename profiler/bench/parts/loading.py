@@ -99,14 +99,22 @@ class _Form:
     packed: PackedExpert
 
 
-def measure_loading(directory: Path, architecture: str = "resnet101", files: int = 8, repeats: int = 3) -> LoadingTimes:
+def measure_loading(
+    directory: Path,
+    architecture: str = "resnet101",
+    files: int = 8,
+    repeats: int = 3,
+    precision: Precision = Precision.FP32,
+) -> LoadingTimes:
     """Pack ``files`` random experts of an architecture under ``directory``, load each ``repeats`` times.
 
     Needs about twice the experts' bytes of disk; everything is removed afterwards, also after Ctrl-C and SIGTERM.
     Raises ConfigError for what is neither a torchvision classifier nor an ultralytics YAML, or without room; OSError
     for what the disk refuses.
     """
-    (times,) = _measured(directory, lambda folder: write_experts(folder, architecture, files), _in_fp32, repeats)
+    (times,) = _measured(
+        directory, lambda folder: write_experts(folder, architecture, files), lambda _: {precision}, repeats
+    )
     return times
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -117,6 +118,34 @@ def test_labels_that_name_no_good_part_are_asked_about(line, models):
 def test_another_number_of_labels_is_a_mistake(line, models):
     with pytest.raises(ConfigError, match="tells 2 labels apart, and --labels names 3"):
         add_model(line, models / "net 1.safetensors", Wishes(labels=("a", "b", "c")))
+
+
+class TestLabelsOfTheFile:
+    WISHES = Wishes(components=("coil",), size=(32, 32), normalize="unit", passing=("gut",))
+
+    @pytest.fixture
+    def named(self, tmp_path):
+        network = build_trainable("mobilenet_v3_small", 3)
+        torch.save(
+            {"model": network.state_dict(), "classes": ["good", "bent", "gone"], "img_size": 32}, tmp_path / "x.pt"
+        )
+        return tmp_path / "x.pt"
+
+    def test_may_go_by_other_words_which_is_told(self, line, named):
+        added = add_model(line, named, replace(self.WISHES, labels=("gut", "bent", "fehlt")))
+        assert "labels go by the names of --labels: good is gut, gone is fehlt" in added.said
+        told = "given by --labels; the file has good, bent, gone (classes)"
+        assert (added.sure["labels"], added.sure["size"]) == (told, "given by --size")
+        assert f"# labels: {told}" in line.read_text()
+
+    def test_do_not_change_places(self, line, named):
+        with pytest.raises(ConfigError, match="has good, bent, gone in this order, and --labels has bent in another"):
+            add_model(line, named, replace(self.WISHES, labels=("bent", "good", "gone")))
+
+    def test_and_its_size_are_not_passed_over(self, line, named):
+        added = add_model(line, named, replace(self.WISHES, size=(48, 48), passing=("good",)))
+        assert added.sure["size"] == "given by --size; the file has 32x32 (img_size)"
+        assert added.sure["labels"] == "classes"
 
 
 def test_what_does_not_run_is_not_added(line, models):

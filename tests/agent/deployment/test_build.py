@@ -17,7 +17,7 @@ from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
-from agent.deployment.build import AgentOptions, build_agent, detect_box
+from agent.deployment.build import AS_SERVED, AgentOptions, build_agent, detect_box, groundwork_of
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.packed_copies import copies_of, lying_packed
 from agent.deployment.performance_matrix import matrix
@@ -28,6 +28,7 @@ from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
 from agent.runtime.threads import use_threads
+from experts.backends.onednn import operators as onednn_operators
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict
 from experts.packed.packing import forget_other_forms, pack_line
@@ -456,6 +457,28 @@ def test_a_precision_is_the_line_s_or_the_profile_s_or_fp32(line):
     assert chosen(given, "cpu", None) is Precision.ONNXRUNTIME
     assert chosen(given, "cuda", None) is Precision.FP32
     assert chosen(given, "cpu", stored, "cls/f0") is Precision.FP32
+
+
+def test_a_form_that_this_box_lacks_makes_way_for_the_same_numbers_and_that_is_told(line, monkeypatch, caplog):
+    line.document["experts"]["cls/r"] = {
+        "architecture": "resnet18",
+        "weights": "w.safetensors",
+        "labels": ["ok"],
+        "input": {"size": [64, 64]},
+    }
+    line.document["precision"] = "onednn-bf16"
+
+    def forms():
+        return groundwork_of(line.config, line.config.packed_folder, AS_SERVED).precisions["cpu"]
+
+    monkeypatch.setattr(onednn_operators, "why_absent", lambda dtype: None)
+    assert forms()["cls/r"] is Precision.ONEDNN_BF16
+    assert caplog.messages == []
+    monkeypatch.setattr(onednn_operators, "why_absent", lambda dtype: "a CPU with instructions for bf16")
+    assert forms() == {"cls/r": Precision.BF16} | {f"cls/f{number}": Precision.FP32 for number in range(3)}
+    told = "form_absent precision=onednn-bf16 runs_as=bf16 reason=it takes a CPU with instructions for bf16"
+    assert caplog.messages == [told]
+    assert precision_of(line.config, "cls/r", "cuda", None, None) is Precision.BF16
 
 
 # -- plans --

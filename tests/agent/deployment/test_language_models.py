@@ -227,6 +227,7 @@ class TestPrecisions:
             ("auto", "bf16", "bf16"),
             ("onnxruntime", None, "fp32"),
             ("fp32", "int8", "int8"),
+            ("bf16", "auto", "fp32"),
         ],
     )
     def test_its_own_comes_before_the_line_s(self, line, of_line, own, expected):

@@ -539,9 +539,22 @@ def edited(path, statement):
             connection.execute(statement)
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The bytes of a finished profile and of an unfinished one: to write them waits for the disk 150 times."""
+    path = tmp_path_factory.mktemp("files") / "profile.db"
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+    unfinished = partial_of(path).read_bytes()
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        draft.finish()
+    return path.read_bytes(), unfinished
+
+
 @pytest.mark.parametrize(("statement", "expected"), EDITED)
-def test_what_was_edited_is_refused_by_column_and_row(path, statement, expected):
-    written(path)
+def test_what_was_edited_is_refused_by_column_and_row(path, files, statement, expected):
+    path.parent.mkdir()
+    path.write_bytes(files[0])
     edited(path, statement)
     content = path.read_bytes()
     told = refusal(path)
@@ -555,18 +568,26 @@ def test_what_was_edited_is_refused_by_column_and_row(path, statement, expected)
 
 
 @pytest.mark.parametrize(("statement", "expected"), EDITED)
-def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, caplog, statement, expected):
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        fill(draft)
+def test_an_unfinished_one_that_was_edited_is_discarded_with_the_reason(path, files, caplog, statement, expected):
+    path.parent.mkdir()
+    partial_of(path).write_bytes(files[1])
     edited(partial_of(path), statement)
     with ProfileDraft.open(path, "demo", BOX) as draft:
         assert (draft.kinds(), draft.links(), draft.trials("executors")) == ((), (), ())
-        fill(draft)
-        assert draft.finish().kinds == (KIND, FASTER)
+        draft.save_kind(FASTER)
+        assert draft.kinds() == (FASTER,)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"profile_partial_discarded path={partial_of(path)} reason=it ")
     assert expected in told
     assert "--fresh" not in told
+
+
+def test_in_the_place_of_one_that_was_discarded_a_profile_is_finished(path, files):
+    path.parent.mkdir()
+    partial_of(path).write_bytes(files[1])
+    edited(partial_of(path), "DROP TABLE kinds")
+    assert written(path).kinds == (KIND, FASTER)
+    assert names(path.parent) == ["profile.db"]
 
 
 @pytest.mark.parametrize(

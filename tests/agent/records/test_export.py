@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -243,26 +244,16 @@ def test_a_clock_that_was_ahead_is_told_once_and_loses_nothing(line: Line, caplo
 
 EXPORTS = """
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from agent.line_file.records import ExportSection
 from agent.records.export import DailyExport
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
-from experts.expert import Verdict
 
 folder = Path(sys.argv[1])
 store = ResultStore(folder / "r.db")
-first = datetime(2026, 5, 1, 12, tzinfo=UTC)
-for day in range(30):
-    for number in range(300):
-        at = first + timedelta(days=day)
-        store.record(Result(f"{day}-{number}", "demo", "r", "i" * 300, Verdict.OK, at, at, 0.1, "ab"))
-while store.statistics().pending:
-    time.sleep(0.001)
 section = ExportSection.model_construct(folder=folder / "out", format=sys.argv[2])
-export = DailyExport(section, "demo", store, lambda: first + timedelta(days=31))
+export = DailyExport(section, "demo", store, lambda: datetime(2026, 6, 1, 12, tzinfo=UTC))
 print("ready", flush=True)
 while str(export.statistics().day) != "2026-05-30":
     export.step()
@@ -271,11 +262,25 @@ store.close()
 """
 
 
+@pytest.fixture(scope="module")
+def month(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of thirty days, 300 on each."""
+    path = tmp_path_factory.mktemp("month") / "r.db"
+    with closing(ResultStore(path)) as store:
+        for number in range(9000):
+            noon = datetime(2026, 5, 1, 12, tzinfo=UTC) + timedelta(days=number // 300)
+            store.record(Result(f"{number}", "demo", "r", "i" * 300, Verdict.OK, noon, noon, 0.1, "ab"))
+        while store.statistics().pending:
+            time.sleep(0.001)
+    return path
+
+
 @pytest.mark.parametrize(("output", "steps"), [("csv", 1), ("jsonl", 8), ("csv", 23), ("jsonl", 40)])
 def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_run(
-    tmp_path: Path, output: str, steps: int
+    tmp_path: Path, month: Path, output: str, steps: int
 ) -> None:
     """AC27: files appear only complete, never half lines after kill -9."""
+    shutil.copy(month, tmp_path)
     command = [sys.executable, "-c", EXPORTS, tmp_path, output]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -69,10 +69,9 @@ def segments(tmp_path):
         yield segments
 
 
-def copies_of(experts, segments, in_both_forms=()):
-    forms = {each.id: {Precision.FP32} for each in experts} | {
-        each.id: {Precision.FP32, Precision.ONNXRUNTIME} for each in in_both_forms
-    }
+def copies_of(experts, segments, in_all_forms=()):
+    all_forms = {Precision.FP32, Precision.ONNXRUNTIME, Precision.ONEDNN_FP32}
+    forms = {each.id: {Precision.FP32} for each in experts} | {each.id: all_forms for each in in_all_forms}
     report = pack_line(experts, forms, segments)
     assert report.failed == {}
     named = {each.id: each for each in experts}
@@ -88,7 +87,7 @@ def refuse(*_, **__):
 
 
 def test_no_skeleton_is_constructed_once_they_are_made(experts, segments, monkeypatch):
-    copies = copies_of(experts.values(), segments, in_both_forms=(experts["classifier"], experts["detector"]))
+    copies = copies_of(experts.values(), segments, in_all_forms=(experts["classifier"], experts["detector"]))
     steps = []
     templates = make_templates({"cpu": copies}, segments, THREADS, lambda *step: steps.append(step))
     assert templates.failed == {}

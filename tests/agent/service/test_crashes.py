@@ -24,7 +24,6 @@ PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
 PREAMBLE = """
 import sys, threading
-sys.path.insert(0, {root!r})
 import agent.service.judging.inspector
 from agent.service.line_service import LineService
 from experts.backends.fake import FakeSkeleton
@@ -116,12 +115,13 @@ def line(tmp_path):
     return file
 
 
-def serve_broken(line, breaking, serving=SERVING):
+def serve_broken(forks, line, breaking, serving=SERVING):
     """Run ``coserve serve``, or what embeds its service, with something broken in it, to its end."""
-    script = "\n".join((PREAMBLE, breaking, serving)).format(root=str(ROOT), line=str(line))
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    script = "\n".join((PREAMBLE, breaking, serving)).format(line=str(line))
+    if serving == SERVING:
+        return forks.run(script, timeout_s=DEADLINE_S)
+    command = [sys.executable, "-c", script]  # only the interpreter's own end tells that it comes to it
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def stored(line):
@@ -148,8 +148,8 @@ def judge_what_waits(line):
         service.stop()
 
 
-def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(line):
-    done = [serve_broken(line, LOSING) for _ in range(3)][-1]  # however often: no image is to blame for it
+def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(forks, line):
+    done = [serve_broken(forks, line, LOSING) for _ in range(3)][-1]  # however often: no image is to blame for it
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: DeviceLost: the device cpu is lost: ")
     assert "expert_quarantined" not in done.stderr
@@ -160,9 +160,9 @@ def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(
     assert stored(line) == sorted((name, "OK") for name in IMAGES)
 
 
-def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_the_next_one_goes_on(line):
+def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_the_next_one_goes_on(forks, line):
     """Here the one that commits: what it had committed, and told nobody, is known to the next one."""
-    done = serve_broken(line, DYING)
+    done = serve_broken(forks, line, DYING)
     assert done.returncode == 1, done.stderr
     assert "thread_died thread=results" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: RuntimeError: a fault of the program")
@@ -181,8 +181,8 @@ def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_
     [(HANGING_BATCH, SERVING), (HANGING_LOAD, SERVING), (HANGING_LOAD, EMBEDDING)],
     ids=["a batch", "a load", "a load, in a program that embeds the service"],
 )
-def test_what_hangs_ends_the_agent_and_the_process_really_ends(line, hanging, serving):
-    done = serve_broken(line, hanging, serving)
+def test_what_hangs_ends_the_agent_and_the_process_really_ends(forks, line, hanging, serving):
+    done = serve_broken(forks, line, hanging, serving)
     assert done.returncode == 1, done.stderr
     assert "overdue age_s=" in done.stderr
     assert "the agent crashed: WorkOverdue: the " in done.stderr.splitlines()[-1]

@@ -8,7 +8,6 @@ import json
 import signal
 import sqlite3
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -509,16 +508,13 @@ serve_line(read_line(Path(sys.argv[1]), {}), lambda *_: None)
 """
 
 
-def test_an_image_that_ends_the_agent_does_so_twice_and_no_image_beside_it_is_lost(line):
+def test_an_image_that_ends_the_agent_does_so_twice_and_no_image_beside_it_is_lost(line, forks):
     names = [f"B{number}_c0_{'poison' if number == 2 else 'R1'}.png" for number in range(5)]
     for name in names:
         line.drop(name)
     assert line.config.line == "test"  # the line file is written
     for _ in range(2):
-        ended = subprocess.run(
-            [sys.executable, "-c", DEADLY, str(line.folder / "line.yaml")],
-            timeout=2 * PATIENCE_S, capture_output=True, text=True,
-        )  # fmt: skip
+        ended = forks.run(DEADLY, line.folder / "line.yaml", timeout_s=2 * PATIENCE_S)
         assert ended.returncode == -signal.SIGKILL, ended.stderr
     with line.served() as service:
         wait_until(lambda: len(line.rows()) == 5)

@@ -191,7 +191,7 @@ def test_a_reload_that_is_not_applied_keeps_the_token_too(desk_line, tmp_path):
     desk_line.document["api"] = {"grpc": "127.0.0.1:0", "token": {"file": str(token)}}
     with desk_line.served() as service:
         token.write_text("new")
-        desk_line.fake(1, weight_bytes=900_000_000)  # more than there is memory
+        desk_line.fake(1, weight_bytes=30_000_000)  # more than there is memory
         assert not service.desk.reload().is_applied
         with AgentClient(service.api.addresses[0], Access(token="old")) as client:
             assert client.status().line == "test"

@@ -240,24 +240,18 @@ class TestTheAgent:
     """`coserve serve` as a unit's process, with a line of fake experts."""
 
     @pytest.fixture
-    def start(self, listener, tmp_path):
+    def start(self, listener, tmp_path, forks, monkeypatch):
         running = []
+        monkeypatch.delenv("WATCHDOG_PID", raising=False)
+        told = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
 
         def start(line):
-            environment = os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
-            environment.pop("WATCHDOG_PID", None)
-            command = [sys.executable, str(ROOT / "coserve.py"), "serve", str(line), "--json"]
-            running.append(
-                subprocess.Popen(
-                    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-            )  # fmt: skip
+            running.append(forks.start("from coserve import main; main()", "serve", line, "--json", **told))
             return running[-1]
 
         yield start
         for process in running:
             process.kill()
-            process.communicate()
 
     def test_tells_its_start_its_readiness_its_progress_its_reload_and_its_end(self, desk_line, listener, start):
         line = desk_line.folder / "line.yaml"
@@ -276,9 +270,9 @@ class TestTheAgent:
         listener.hear_until("WATCHDOG")  # it goes on
         process.send_signal(signal.SIGTERM)
         listener.hear_until("STOPPING")
-        out, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
-        assert json.loads(out)["requests"] == 0
+        ended = process.wait(PATIENCE_S)
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads(ended.stdout)["requests"] == 0
 
     def test_a_reload_that_waits_for_the_disk_keeps_no_signal_from_ending_it(self, desk_line, listener, start):
         """Another process packs at that moment: the reload waits for it, the end does not."""
@@ -292,8 +286,8 @@ class TestTheAgent:
             listener.hear_until("WATCHDOG")  # it serves, and is fed
             process.send_signal(signal.SIGTERM)
             listener.hear_until("STOPPING")
-            _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
+            ended = process.wait(PATIENCE_S)
+        assert ended.returncode == 0, ended.stderr
 
     def test_a_reload_that_fails_by_no_mistake_of_the_line_file_s_ends_nothing(self, desk_line, listener, start):
         line = desk_line.folder / "line.yaml"
@@ -306,9 +300,9 @@ class TestTheAgent:
         listener.hear_until("READY")
         listener.hear_until("WATCHDOG")
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
-        problem = next(line for line in err.splitlines() if "reload_problem" in line)
+        ended = process.wait(PATIENCE_S)
+        assert ended.returncode == 0, ended.stderr
+        problem = next(line for line in ended.stderr.splitlines() if "reload_problem" in line)
         assert "staging" in problem, problem
 
     @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is a CUDA device")
@@ -320,8 +314,8 @@ class TestTheAgent:
         line = desk_line.folder / "line.yaml"
         line.write_text(yaml.safe_dump(desk_line.document))
         process = start(line)
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 1, err
+        ended = process.wait(PATIENCE_S)
+        assert ended.returncode == 1, ended.stderr
         said = listener.hear_until("STATUS")
         while "torch sees no CUDA device" not in said["STATUS"]:
             said = listener.hear_until("STATUS")
@@ -332,8 +326,8 @@ class TestTheAgent:
         (tmp_path / "line.yaml").write_text(yaml.safe_dump({"line": "test", "state": "./state", "experts": 7}))
         process = start(tmp_path / "line.yaml")
         said = listener.hear()
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 78
-        assert said["STATUS"] == err.splitlines()[0]
+        ended = process.wait(PATIENCE_S)
+        assert ended.returncode == 78
+        assert said["STATUS"] == ended.stderr.splitlines()[0]
         assert "line.yaml:" in said["STATUS"]
         assert not any("READY" in message for message in listener.heard)

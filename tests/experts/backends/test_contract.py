@@ -5,6 +5,7 @@ import itertools
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +13,7 @@ import onnx
 import pytest
 import torch
 
-from experts.backends import backend_for
+from experts.backends import backend_for, classifier
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.packing import pack_line
@@ -26,12 +27,13 @@ FAMILIES = {
     "onnx": lambda files, name, seed: files.onnx(name, seed),
     "fake": lambda files, name, seed: files.fake(name),
 }
-MOMENTS = 16  # of one making, at which a batch runs
+MOMENTS = 80  # of one making, at each of which a batch of another form runs
 PATIENCE_S = 60.0
 label_counts = itertools.count(10)  # of layouts that nothing else here has
 FORMS = [
     *((family, Precision.FP32) for family in FAMILIES),
     *((family, Precision.ONNXRUNTIME) for family in ("resnet18-3x3", "mobilenet_v3_small", "yolov5n", "fake")),
+    *((family, Precision.ONEDNN_FP32) for family in ("resnet18-3x3", "yolov5n")),
 ]
 
 
@@ -45,17 +47,27 @@ class Packed:
     precision: Precision
 
 
+@pytest.fixture(scope="module")
+def packed_once(tmp_path_factory, make_files):
+    """By family and precision: two experts, packed when they are first asked for."""
+    with ExitStack() as stores:
+
+        @functools.cache
+        def pack(family, precision):
+            folder = tmp_path_factory.mktemp(family)
+            files = make_files(folder)
+            experts = tuple(FAMILIES[family](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
+            store = stores.enter_context(closing(SegmentStore(folder / "packed")))
+            report = pack_line(experts, lambda expert: {precision}, store)
+            assert report.failed == {}
+            return Packed(experts, store, tuple(report.packed[each.id][precision] for each in experts), precision)
+
+        yield pack
+
+
 @pytest.fixture(scope="module", params=FORMS, ids="-".join)
-def packed(request, tmp_path_factory, make_files):
-    family, precision = request.param
-    folder = tmp_path_factory.mktemp(family)
-    files = make_files(folder)
-    experts = tuple(FAMILIES[family](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
-    store = SegmentStore(folder / "packed")
-    report = pack_line(experts, lambda expert: {precision}, store)
-    assert report.failed == {}
-    yield Packed(experts, store, tuple(report.packed[expert.id][precision] for expert in experts), precision)
-    store.close()
+def packed(request, packed_once):
+    return packed_once(*request.param)
 
 
 @pytest.fixture
@@ -185,6 +197,9 @@ def new_template(tmp_path_factory, make_files):
         labels = [str(label) for label in range(number)]
         if kind == "classifier":
             return made(files.classifier("cls/new", "resnet18", labels=labels, size=32))
+        if kind == "onednn":
+            form = classifier._form_of("squeezenet1_1", number, None, (32, 32))
+            return lambda: classifier._onednn_forms._fused(form, (32, 32), torch.float32)
         if kind == "detector":
             return made(files.detector("det/new", "yolov5n", labels=labels))
         if kind == "onnxruntime":
@@ -221,20 +236,33 @@ def call_counts(new_template):
     return functools.cache(lambda kind: counting_calls(new_template(kind), lambda number: None))
 
 
-@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "fake"])
-def test_batches_run_while_what_other_experts_need_is_made(packed, slot, image, new_template, call_counts, kind):
-    """The making stops at many of its calls until a batch has run on another thread: what it patches would show."""
-    expert, answers = packed.experts[0], []
-    expected = slot.infer(expert, image)
+@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "onednn", "fake"])
+def test_batches_run_while_what_other_experts_need_is_made(
+    packed_once, make_slot, image, new_template, call_counts, kind
+):
+    """The making stops at many of its calls until a batch has run on another thread: what it patches would show.
+
+    Batches of all forms take turns.
+    """
+    runs = {}
+    for form in FORMS:
+        packed = packed_once(*form)
+        slot = make_slot(packed.experts[0], packed.forms[0], packed.store)
+        runs[form] = functools.partial(slot.infer, packed.experts[0], image)
+    expected = {form: run() for form, run in runs.items()}
+    answers, turns = [], itertools.cycle(runs)
     calls = call_counts(kind)
     interval = max(calls // MOMENTS, 1)
+    at_once = max(MOMENTS // calls, 1)
     with ThreadPoolExecutor(1) as making, ThreadPoolExecutor(1) as running:
 
         def at_call(number):
             if number % interval == 0:
-                answers.append(running.submit(slot.infer, expert, image).result(PATIENCE_S))
+                batches = [(form, running.submit(runs[form])) for form in itertools.islice(turns, at_once)]
+                answers.extend((form, batch.result(PATIENCE_S)) for form, batch in batches)
 
         made = making.submit(counting_calls, new_template(kind), at_call)
         assert made.result(PATIENCE_S) >= calls // 2
-    assert len(answers) >= min(calls, MOMENTS) // 2
-    assert answers == [expected] * len(answers)
+    assert len(answers) >= MOMENTS // 4
+    assert {form for form, _ in answers} == set(FORMS)
+    assert [(form, answer) for form, answer in answers if answer != expected[form]] == []

@@ -8,7 +8,7 @@ import torch
 from experts.architectures import CLASSIFIERS, known_architecture
 from experts.backends import classifier, detector
 from experts.backends.modules.weightless import Weightless
-from experts.checkpoints.recognition import FAMILIES, _detectors, recognise
+from experts.checkpoints.recognition import FAMILIES, _detectors, may_be_twin, recognise
 
 ONE_OF_EACH = (  # families, and what differs within one
     "alexnet", "vgg11_bn", "convnext_small", "densenet161", "efficientnet_b1", "googlenet",
@@ -64,6 +64,21 @@ def test_another_stem_and_another_size_are_seen():
     assert recognise(weights_of("vit_b_16", size=96)).size == (96, 96)
 
 
+@pytest.mark.parametrize(
+    "name", ["resnetaa50", "timm/resnetblur50.bt_in1k", "resnet50d", "resnext50_32x4d", "ResNet-101"]
+)
+def test_another_of_the_family_may_have_the_same_weights(name):
+    assert may_be_twin("resnet50", name)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet50", "ResNet-50", "timm/resnet50.a1_in1k", "tv_resnet50", "resnet", "parts-v3", ""]
+)
+def test_the_same_by_another_spelling_or_a_name_of_the_author_s_is_no_other(name):
+    assert not may_be_twin("resnet50", name)
+    assert not may_be_twin("yolo11n", name)
+
+
 @pytest.mark.parametrize("architecture", ["resnet18", "yolov8n"])
 def test_a_weight_more_or_less_or_of_another_shape_is_another_model(architecture):
     weights = weights_of(architecture)
@@ -86,6 +101,9 @@ def test_auxiliary_heads_and_counts_of_batches_do_not_matter():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
+        ("conv1.0.weight", "ResNet of timm with a deep stem"),
+        ("s1.b1.conv1.conv.weight", "RegNet of timm"),
+        ("pre_logits.fc1.weight", "VGG of timm"),
         ("blocks.0.attn.qkv.weight", "vision transformer of timm"),
         ("stages.0.blocks.0.conv_dw.weight", "ConvNeXt of timm"),
         ("roi_heads.box_head.fc6.weight", "detector of torchvision"),

@@ -71,6 +71,26 @@ class TestCheckpoints:
         assert "labels" in found.missing
         assert "classes names 3 labels, and the weights tell 2 apart: not taken" in found.said
 
+    def test_a_twin_by_its_own_word_is_served_only_if_it_is_said_to_be_none(self, tmp_path):
+        """timm's resnetblur18 has the weights of resnet18, and blurs between its layers."""
+        torch.save(
+            {"arch": "resnetblur18", "state_dict": build_trainable("resnet18", 2).state_dict()}, tmp_path / "x.pt"
+        )
+        with pytest.raises(
+            WeightsRefused, match=r"is a resnetblur18 \(arch\), .* those of resnet18.* export it to ONNX"
+        ):
+            inspect_file(tmp_path / "x.pt")
+        assert inspect_file(tmp_path / "x.pt", "resnet18").architecture == "resnet18"
+
+    def test_what_is_unknown_goes_by_the_name_that_it_has(self, tmp_path):
+        torch.save({"arch": "resnet26", "state_dict": {"conv1.weight": torch.zeros(2)}}, tmp_path / "x.pt")
+        with pytest.raises(WeightsRefused, match=r"says that it is a resnet26; its tensors \(conv1"):
+            inspect_file(tmp_path / "x.pt")
+
+    def test_a_checkpoint_may_be_called_a_tar(self, tmp_path):
+        self.saved(tmp_path).rename(tmp_path / "best.pth.tar")
+        assert inspect_file(tmp_path / "best.pth.tar").architecture == "mobilenet_v3_small"
+
     def test_its_weights_are_written_without_what_wrapped_them(self, tmp_path):
         found = inspect_file(self.saved(tmp_path))
         write_weights(found, tmp_path / "net.safetensors")

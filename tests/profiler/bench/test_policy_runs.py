@@ -160,6 +160,7 @@ def test_overrides_replace_what_the_line_says(config):
         config.memory.device,
     )
     assert (changed.precision, changed.executors) == (Precision.BF16, {"cpu": 2})
+    assert RunOptions(precision="auto").on(changed).precision is None
     assert RunOptions().on(config) == config
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from profiler.bench.compute.table import ComputeTable
 from profiler.bench.parts.decisions import DecisionTimes
 from profiler.bench.parts.loading import LoadingTimes
 from profiler.bench.parts.starting import StartTimes
@@ -89,6 +90,7 @@ def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_f
         start=StartTimes(3, 6.2, 380_000_000, 2.0),
         decisions=DECISIONS,
         evaluation=Evaluation((), (), 1500 if is_full else 750),
+        compute=ComputeTable("x86", 2, 0.0, {"resnet18": 3_600_000_000}, (), (), ("openvino is not installed",)),
         is_full=is_full,
         rounds=1,
         seconds=200.0,
@@ -101,6 +103,7 @@ def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_f
         "SSD to runnable",
         "190.0",
         "380 MB",
+        "3.60 GFLOP",
         "Figure 13",
         "Figure 19",
         DETECTORS,

@@ -48,6 +48,8 @@ def told(done, code):
         (["bench", "generate", "afile"], CONFIGURATION, "afile is a file: name a new folder, nothing is overwritten"),
         (["bench", "generate", "afile/x"], FAILED, "afile/x: Not a directory - make room or correct the path"),
         (["bench", "generate", "/proc/x"], FAILED, "/proc/x: No such file or directory - make room or correct the"),
+        (["bench", "load", "--precision", "bf61"], CONFIGURATION, "--precision: no precision 'bf61' - did you mean"),
+        (["bench", "generate", "x", "--precision", "8"], CONFIGURATION, "--precision: no precision '8' - known here:"),
         (["bench", "load", "--architecture", "foo"], CONFIGURATION, "foo: torchvision has no classifier 'foo'"),
     ],
 )
@@ -58,12 +60,12 @@ def test_a_bad_path_is_told_before_anything_is_measured(words, code, said, offli
     assert [path.name for path in tmp_path.iterdir()] == ["afile"]
 
 
-@pytest.mark.parametrize("words", [["--requests", "9"], ["--dir", "."]])
+@pytest.mark.parametrize("words", [["--requests", "9"], ["--dir", "."], ["--precision", "auto"]])
 def test_a_simulation_takes_nothing_that_only_a_real_run_would_use(words, offline):
     done = offline("bench", "tasks", *words)
     (line,) = [line for line in done.stderr.splitlines() if "Invalid value" in line]
     assert done.exit_code == 2
-    assert f"Invalid value for {words[0]}: a simulation has neither" in line
+    assert f"Invalid value for {words[0]}: a simulation has none of these" in line
 
 
 @pytest.mark.parametrize(

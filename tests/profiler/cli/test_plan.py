@@ -271,6 +271,8 @@ def test_an_empty_queue_and_a_trace_that_is_not_there(line):
         (("--policy", "coserv"), "no policy 'coserv' - did you mean 'coserve'?"),
         (("--executors", "cuda=1"), "cuda"),
         (("--precision", "bf16"), None),
+        (("--precision", "auto"), None),
+        (("--precision", "bf61"), "--precision: no precision 'bf61' - did you mean 'bf16'?"),
         (("--ssd-bandwidth", "0MB/s"), "lets nothing through"),
         (("--memory", "device=2GiB"), "--memory device: this box has one memory for all its processors"),
     ],

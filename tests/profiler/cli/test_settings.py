@@ -6,7 +6,17 @@ import pytest
 
 from agent.line_file.machine import MAX_EXECUTORS
 from experts.errors import ConfigError
-from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes
+from experts.expert import Precision
+from profiler.cli.settings import (
+    batch_sizes,
+    bytes_per_s,
+    executor_counts,
+    given_precision,
+    given_precisions,
+    image_size,
+    memory_bytes,
+    precision_without_profile,
+)
 
 GIB = 2**30
 
@@ -104,3 +114,34 @@ def test_a_bandwidth_that_means_nothing_is_refused_with_what_to_write(text, said
     with pytest.raises(ConfigError) as refused:
         bytes_per_s(text)
     assert str(refused.value).startswith(said)
+
+
+def test_a_precision_is_one_of_them_or_auto_or_the_lines():
+    assert [given_precision(text) for text in (None, "auto", "bf16")] == [None, "auto", Precision.BF16]
+    assert [precision_without_profile(text) for text in ("auto", "fp16")] == [Precision.FP32, Precision.FP16]
+    with pytest.raises(ConfigError, match="--precision: no precision 'AUTO'"):
+        given_precision("AUTO")
+
+
+@pytest.mark.parametrize(
+    ("texts", "meant"),
+    [
+        ((), ()),
+        (("auto",), ()),
+        (("bf16", "auto"), ()),
+        (("bf16, fp32", "bf16"), (Precision.BF16, Precision.FP32)),
+    ],
+)
+def test_several_precisions_come_in_one_text_or_in_several_and_auto_is_all(texts, meant):
+    assert given_precisions(texts) == meant
+
+
+def test_sizes_of_images_and_batches():
+    assert image_size("224x640") == (224, 640)
+    assert batch_sizes("1, 8,16") == (1, 8, 16)
+    for text in ("224", "0x3", "3x", "axb", "1x2x3"):
+        with pytest.raises(ConfigError, match="is not HEIGHTxWIDTH - write it as in 224x224"):
+            image_size(text)
+    for text in ("", "1,", "0", "-1", "1.5"):
+        with pytest.raises(ConfigError, match="are not numbers of images from 1 - write them as in 1,8"):
+            batch_sizes(text)

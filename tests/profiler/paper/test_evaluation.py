@@ -130,11 +130,14 @@ def test_how_many_switches_fewer():
 
 
 def test_the_terminals_table_by_hand():
-    lines = evaluation_table(made(em=(6.0, 700), paper=(17.0, 1100))).splitlines()
+    evaluation = made(em=(6.0, 700), paper=(17.0, 1100))
+    samba, all_memory, *others = evaluation.rows
+    beside_its_floor = replace(all_memory, roofline_images_per_s=10.0, roofline_fraction=0.5)
+    lines = evaluation_table(replace(evaluation, rows=(samba, beside_its_floor, *others))).splitlines()
     assert lines[0] == "task A1 on numa"
     assert [line.split() for line in lines[2:4]] == [
-        ["samba", "4.00", "1.00", "0.80", "1000", "-", "3", "gpu,", "1", "cpu"],
-        ["samba-all-memory", "5.00", "1.25", "1.00", "800", "20.0%", "3", "gpu,", "1", "cpu"],
+        ["samba", "4.00", "-", "1.00", "0.80", "1000", "-", "3", "gpu,", "1", "cpu"],
+        ["samba-all-memory", "5.00", "50%", "1.25", "1.00", "800", "20.0%", "3", "gpu,", "1", "cpu"],
     ]
     assert [line.split()[0] for line in lines[2 : 2 + len(POLICIES)]] == list(REACHED)
     assert lines[2 + len(POLICIES)] == ""

@@ -45,6 +45,24 @@ def test_every_policy_runs_on_every_device(policy, device):
     assert row.batches > 0
 
 
+@pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
+@pytest.mark.parametrize("loading", list(Loading))
+def test_no_system_beats_its_floor(loading, device):
+    for policy in ("samba", "coserve"):
+        row = simulate(replace(SMALL, policy=policy, loading=loading), device, TASK, with_roofline=True)
+        assert 0.0 < row.images_per_s <= row.roofline_images_per_s
+        assert row.roofline_fraction == pytest.approx(row.images_per_s / row.roofline_images_per_s)
+
+
+def test_more_executors_raise_the_floor_and_no_floor_is_told_unasked():
+    alone, many = (
+        simulate(replace(SMALL, executors=counts), NUMA, TASK, with_roofline=True)
+        for counts in ({"gpu": 1, "cpu": 0}, {"gpu": 2, "cpu": 2})
+    )
+    assert alone.roofline_images_per_s < many.roofline_images_per_s
+    assert simulate(SMALL, NUMA, TASK).roofline_fraction is None
+
+
 def test_the_same_system_gives_the_same_row():
     assert simulate(SMALL, NUMA, TASK) == simulate(SMALL, NUMA, TASK)
 

@@ -51,6 +51,7 @@ from profiler.workload.samples import SYNTHETIC
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120.0
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
+SLOW = dict.fromkeys(("fp16", "onnxruntime", "onednn-fp32", "onednn-bf16"), 1.0)
 COMPONENTS = 3
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
@@ -466,7 +467,7 @@ class TestABusyBox:
         monkeypatch.setattr(profiling, "MOST_FIT_ERROR", 0.15)
         line.document["precision"] = "auto"
         line.profiled()
-        errors = {"fp32": 0.15, "bf16": 0.9, "fp16": 0.9, "onnxruntime": 0.9}
+        errors = {"fp32": 0.15, "bf16": 0.9} | dict.fromkeys(SLOW, 0.9)
         with ProfileDraft.open(line.path, "test", line.identity) as draft:
             kinds = draft.kinds()
             crooked = kinds[0].kind
@@ -620,7 +621,7 @@ class TestAgain:
         line.document["precision"] = "auto"
         options = {"samples": line.crops(), "tolerance": 1.0}
         line.profiled(**options)
-        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        line.seed(bf16=0.001, fp32=0.5, **SLOW)
         stages = []
         first = line.profiled(stages, **options).profile
         agreement = next(each for each in first.agreements if each.precision == "bf16")
@@ -666,8 +667,7 @@ class TestAgain:
 
 
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
+import os, signal
 import agent.commands.progress
 from contextlib import contextmanager
 
@@ -679,7 +679,6 @@ def deadly():
     yield report
 
 agent.commands.progress.progress_on_stderr = deadly
-sys.argv = ["coserve", "profile", {line!r}, "--casual"]
 from coserve import main
 main()
 """
@@ -696,9 +695,9 @@ def draft_of(line):
 
 
 class TestKilled:
-    def test_half_way_it_resumes_and_measures_nothing_again(self, line):
-        script = KILLED.format(root=str(ROOT), stage="measure on cpu", done=1, line=str(line.file))
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=DEADLINE_S, check=False)
+    def test_half_way_it_resumes_and_measures_nothing_again(self, line, forks):
+        script = KILLED.format(stage="measure on cpu", done=1)
+        done = forks.run(script, "profile", line.file, "--casual", timeout_s=DEADLINE_S)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert not line.path.exists()
         with pytest.raises(ConfigError, match=r"profiling was not finished - `coserve profile LINE.yaml` resumes it"):
@@ -721,7 +720,7 @@ class TestKilled:
         options = ProfilingOptions(allocation=CASUAL, batches=SHORT, samples=line.crops())
         kinds = line.profiled(samples=options.samples).profile.kinds
         line.path.unlink()
-        line.seed(kinds, bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        line.seed(kinds, bf16=0.001, fp32=0.5, **SLOW)
         with pytest.raises(Stopped):
             profile_line(line.config, options, stop)
         stages = []
@@ -834,7 +833,7 @@ class TestSamples:
         line.document["precision"] = "auto"
         crops = line.crops(c2=0)
         line.profiled(samples=crops)
-        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        line.seed(bf16=0.001, fp32=0.5, **SLOW)
         done = line.profiled(samples=crops)
         chosen = {kind.split()[-1]: form for (kind, _), form in done.profile.precisions.items()}
         assert sorted(chosen.values()) == ["bf16", "bf16", "fp32"]
@@ -851,7 +850,7 @@ class TestSamples:
         line.document["precision"] = "auto"
         crops = line.crops()
         line.profiled(samples=crops)
-        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        line.seed(bf16=0.001, fp32=0.5, **SLOW)
         first = line.profiled(samples=crops).profile
         image = crops / "c0" / "ok" / "0.png"
         if change == "another image":
@@ -871,13 +870,13 @@ class TestSamples:
     def test_without_any_it_stays_fp32_and_says_so_and_samples_that_come_later_count(self, line):
         line.document["precision"] = "auto"
         line.profiled()
-        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        line.seed(bf16=0.001, fp32=0.5, **SLOW)
         done = line.profiled()
         assert set(done.profile.precisions.values()) == {"fp32"}
         assert len([note for note in done.notes if "stays fp32: no sample images" in note]) == COMPONENTS
         measured = line.profiled(samples=line.crops()).profile
         assert {kind.samples.split(";")[0] for kind in measured.kinds} == {"2 images from crops"}
-        line.seed(bf16=0.001, fp32=0.5, fp16=1.0, onnxruntime=1.0)
+        line.seed(bf16=0.001, fp32=0.5, **SLOW)
         assert set(line.profiled(samples=line.crops()).profile.precisions.values()) == {"bf16"}
 
     def test_a_folder_without_a_usable_image_is_refused_and_nothing_is_written(self, line):

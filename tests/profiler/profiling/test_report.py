@@ -98,6 +98,9 @@ def test_scripts_read_the_documented_keys(profile):
     assert (row["batch_sizes"], row["workspace_bytes"]) == ([1, 4], [5_000_000, 11_000_000])
     assert row["load_s"] == {"ssd": 0.12, "host": 0.01}
     assert found["architectures"]["resnet101"]["cpu"]["load_s"] == {"ssd": 0.2, "host": None}
+    forms = {(each["processor"], each["precision"]): (each["is_chosen"], each["agrees"]) for each in found["forms"]}
+    assert forms == {("cuda", "bf16"): (True, True), ("cuda", "fp32"): (False, None), ("cpu", "fp32"): (True, None)}
+    assert {each["kind"] for each in found["forms"]} == {LARGE}
     assert found["usage"] == {"cls/a": 0.9, "cls/b": 0.1}
     assert found["usage_origin"] == "counted on samples"
     assert found["allocation"]["pools"]["device"] == {

@@ -67,6 +67,12 @@ def test_the_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated
     assert pool.workspace_bytes == generated.workspace_bytes
 
 
+def test_auto_takes_what_an_agent_without_a_profile_does(generated, tmp_path):
+    automatic = generate_line(tmp_path / "auto", replace(RECIPE, precision="auto"))
+    assert read_line(automatic.line, {}).precision is None
+    assert automatic.expert_bytes == generated.expert_bytes
+
+
 def test_half_the_precision_takes_half_the_memory(generated, tmp_path):
     half = generate_line(tmp_path / "half", replace(RECIPE, precision=Precision.BF16))
     assert half.footprint_bytes == pytest.approx(generated.footprint_bytes / 2, abs=256 * 1024)

@@ -7,7 +7,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -120,16 +119,14 @@ store = ResultStore(Path(sys.argv[1]), followers=[outbox])
 """
 
 
-def test_an_agent_that_is_killed_is_said_to_be_offline_by_its_last_will(broker, tmp_path):
+def test_an_agent_that_is_killed_is_said_to_be_offline_by_its_last_will(broker, tmp_path, forks):
     mosquitto = broker()
     mosquitto.start()
     script = ONLINE + "Deliveries([receiver], outbox, store, 100.0).start()\nthreading.Event().wait()\n"
     with mosquitto.subscribed() as heard:
-        command = [sys.executable, "-c", script, tmp_path / "r.db", f"mqtt://127.0.0.1:{mosquitto.port}"]
-        process = subprocess.Popen(command)
+        agent = forks.start(script, tmp_path / "r.db", f"mqtt://127.0.0.1:{mosquitto.port}")
         assert heard.get(timeout=60).payload == "online"
-        process.kill()
-        process.wait()
+        agent.kill()
         said = heard.get(timeout=60)
         assert (said.topic, said.payload) == ("coserve/demo/status", "offline")
 
@@ -164,15 +161,14 @@ store.close()
 )
 
 
-def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_again(broker, tmp_path):
+def test_killed_between_the_acknowledgement_and_the_commit_it_tells_the_same_id_again(broker, tmp_path, forks):
     """AC6: at least once, with the same id; then nothing more."""
     mosquitto = broker()
     mosquitto.start()
 
     def run(mode, *serials):
         url = f"mqtt://127.0.0.1:{mosquitto.port}"
-        command = [sys.executable, "-c", KILLED, tmp_path / "r.db", url, mode, *serials]
-        return subprocess.run(command, timeout=120).returncode
+        return forks.run(KILLED, tmp_path / "r.db", url, mode, *serials).returncode
 
     def verdicts(heard):
         heard.put(None)

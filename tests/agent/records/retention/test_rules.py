@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import subprocess
-import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -532,7 +530,7 @@ store.close()
 
 
 @pytest.mark.parametrize(("removals", "without_limits"), [(1, False), (2, False), (4, False), (1, True)])
-def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(line, removals, without_limits):
+def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(line, forks, removals, without_limits):
     one = line(Limits())
     for number in range(3):
         one.archived(f"k{number}", Verdict.OK)
@@ -540,8 +538,7 @@ def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(lin
     one.store.close()
 
     def run(steps: int, removals: int, *mode: str) -> int:
-        command = [sys.executable, "-c", KILLED, one.folder, str(steps), str(removals), *mode]
-        return subprocess.run(command, timeout=120, check=False).returncode
+        return forks.run(KILLED, one.folder, steps, removals, *mode).returncode
 
     def images() -> set[str]:
         return {path.name for path in one.folder.rglob("*") if path.is_file() and path.parent.name[:2] == "20"}

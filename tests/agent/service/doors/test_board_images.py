@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing, suppress
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +17,6 @@ from agent.records.result_reader import ResultReader
 from experts.expert import Verdict
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
-ROOT = Path(__file__).parents[3]
 BOXES = {"R1": [0, 0, 16, 16], "R2": [16, 0, 32, 16]}
 
 
@@ -166,7 +161,6 @@ def test_a_sidecar_tells_the_serial_and_nothing_of_parts(line, wait_until_so):
 SERVED = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 from agent.config import read_line
 from agent.service.line_service import LineService
 LineService(read_line(Path(sys.argv[1]), {}), lambda *_: None).start()
@@ -174,17 +168,17 @@ time.sleep(600)
 """
 
 
-def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, wait_until_so):
+def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, wait_until_so, forks):
     """AC6, for images that are cut."""
     line.desk_line.fake(1, K_s=0.3)
     assert line.desk_line.config.line == "test"  # the line file is written
-    with subprocess.Popen([sys.executable, "-c", SERVED, line.folder / "line.yaml", ROOT]) as agent:
-        for number in range(10):
-            line.drop(f"B{number}.png")
-        try:
-            wait_until_so(lambda: len(line.rows) >= 4)
-        finally:
-            agent.send_signal(signal.SIGKILL)
+    agent = forks.start(SERVED, line.folder / "line.yaml")
+    for number in range(10):
+        line.drop(f"B{number}.png")
+    try:
+        wait_until_so(lambda: len(line.rows) >= 4)
+    finally:
+        agent.kill()
     before = {row.key: row.finished_at for row in line.rows}
     assert 4 <= len(before) < 20
     line.desk_line.fake(1)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from agent.records.result_writer import ResultStore
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
-ROOT = Path(__file__).parents[3]
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 
@@ -321,7 +317,6 @@ def test_an_order_that_no_row_can_hold_is_refused_and_gives_back_what_it_was_adm
 KILLED = """
 import sys, os, signal, threading
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
 from agent.api.calls.desk import Order
 from agent.config import read_line
 from agent.service.line_service import LineService
@@ -345,14 +340,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(desk_line, png, wait_until_so):
+def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(desk_line, png, wait_until_so, forks):
     """AC6, for what comes by wire."""
     for number in range(2):
         desk_line.fake(number, K_s=0.02)
     assert desk_line.config.line == "test"  # the line file is written
     (desk_line.folder / "image.png").write_bytes(png())
-    arguments = [desk_line.folder / "line.yaml", desk_line.folder / "image.png", ROOT]
-    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=120)
+    done = forks.run(KILLED, desk_line.folder / "line.yaml", desk_line.folder / "image.png")
     assert done.returncode == -signal.SIGKILL, done.stderr
     before = {row.result.key for row in desk_line.results.query()}
     assert len(before) + len(desk_line.unfinished) == 30

@@ -16,6 +16,8 @@ from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.layouts import Layout, input_of, read_detections, require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision
+from tests.trainers.torchvision_models import export_ssd, ssd_of
+from tests.trainers.ultralytics_models import export_rtdetr
 
 BACKEND = OnnxBackend()
 LABELS = ("ok", "missing", "shifted")
@@ -202,49 +204,16 @@ def test_boxes_of_yolov5s_own_exports_count_by_both_of_their_scores(exported, im
     require_same(answered(expert, image)[0], expected_of_yolov5(expert, image))
 
 
-def as_rtdetr_was(self, boxes, scores):
-    """What RT-DETR's head answered with in ultralytics before 8.4."""
-    return torch.cat((boxes, scores), dim=-1)
-
-
-def spread_queries(model):
-    """Give it scores around the confidence that a box needs."""
-    last = model.model[-1].dec_score_head[-1]
-    seen = []
-    with torch.no_grad(), last.register_forward_hook(lambda _, __, logits: seen.append(logits)):
-        model(torch.rand((1, 3, 160, 160), generator=torch.Generator().manual_seed(0)))
-        deviation, mean = torch.std_mean(seen[0])
-        last.weight.mul_(1.5 / deviation)
-        last.bias.sub_(mean).mul_(1.5 / deviation).sub_(2)
-
-
 @pytest.fixture(scope="session")
-def rtdetr(tmp_path_factory, looking_trained):
+def rtdetr(made_once):
     """The path of an exported RT-DETR with boxes of all sizes. ``is_former``: as it was before ultralytics 8.4."""
 
-    @functools.cache
-    def export(*, is_former):
-        from ultralytics import RTDETR
-        from ultralytics.nn.modules.head import RTDETRDecoder
-        from ultralytics.nn.tasks import RTDETRDetectionModel
+    def exported(*, is_former):
+        name = "rtdetr-former" if is_former else "rtdetr"
+        make = functools.partial(export_rtdetr, labels=LABELS, is_former=is_former)
+        return made_once(name, make) / "rtdetr.onnx"
 
-        torch.manual_seed(0)
-        model = looking_trained(RTDETRDetectionModel("yolov8n-rtdetr.yaml", nc=len(LABELS), verbose=False), 0)
-        spread_queries(model)
-        model.names, model.task, model.pt_path = (
-            dict(enumerate(LABELS)),
-            "detect",
-            tmp_path_factory.mktemp("d") / "x.pt",
-        )
-        facade = RTDETR("yolov8n-rtdetr.yaml")
-        model.args, facade.model = facade.model.args, model
-        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-            warnings.simplefilter("ignore")
-            if is_former:
-                patch.setattr(RTDETRDecoder, "postprocess", as_rtdetr_was)
-            return Path(facade.export(format="onnx", imgsz=160, simplify=False))
-
-    return export
+    return exported
 
 
 def test_boxes_of_rtdetr_are_those_that_ultralytics_predicts(rtdetr, image):
@@ -320,17 +289,7 @@ def with_other_weights(graph):
 @pytest.fixture(scope="session")
 def ssd():
     """A detector of torchvision's that finds boxes of three labels."""
-    from torchvision.models.detection import ssdlite320_mobilenet_v3_large
-
-    torch.manual_seed(0)
-    model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=1 + len(LABELS)).eval()
-    head, seen = model.head.classification_head, []
-    with torch.no_grad(), head.register_forward_hook(lambda _, __, logits: seen.append(logits)):
-        model([torch.rand((3, 96, 128), generator=torch.Generator().manual_seed(0))])
-        for branch in head.module_list:
-            branch[-1].weight.mul_(2 / seen[0].std())
-            branch[-1].bias[:: 1 + len(LABELS)] += 6  # the background is likelier
-    return model
+    return ssd_of(len(LABELS))
 
 
 @pytest.mark.parametrize("is_list", [False, True], ids=["batch", "list"])
@@ -339,10 +298,8 @@ def test_boxes_of_torchvision_are_its_own(ssd, tmp_path, is_list):
     image = np.random.default_rng(0).integers(0, 256, (96, 128, 3), dtype=np.uint8)
     pixels = torch.from_numpy(image).permute(2, 0, 1) / 255
     path = tmp_path / "ssd.onnx"
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        asked = ([pixels],) if is_list else (pixels.unsqueeze(0),)
-        torch.onnx.export(ssd, asked, path, dynamo=False, opset_version=17)
+    export_ssd(ssd, pixels, path, is_list=is_list)
+    with torch.no_grad():
         expected = ssd([pixels])[0]
     expert = Expert("det/x", "onnx", path, LABELS, InputSpec(96, 128, "unit"))
     expert = replace(expert, input=input_of(expert))

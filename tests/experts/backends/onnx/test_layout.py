@@ -1,5 +1,6 @@
 """Weights in the order that ONNX Runtime executes: the same answers, and every byte where it belongs."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -174,15 +175,12 @@ def test_another_process_makes_the_same_program():
         "again = importlib.util.module_from_spec(spec); spec.loader.exec_module(again)\n"
         "import hashlib; print(hashlib.sha256(again.branching_program()).hexdigest())\n"
     )
-    digests = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
-        ended = subprocess.run(
-            [sys.executable, "-c", script, __file__], env=environment, capture_output=True, text=True, timeout=100
-        )
-        assert ended.returncode == 0, ended.stderr
-        digests.add(ended.stdout)
-    assert len(digests) == 1
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.getcwd()}  # here it is another one
+    ended = subprocess.run(
+        [sys.executable, "-c", script, __file__], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == hashlib.sha256(branching_program()).hexdigest()
 
 
 def branching_program():

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import onnx
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 from experts.backends import backend_for
-from experts.backends.forms import executable_forms, runtime_recipe
+from experts.backends.forms import executable_forms, form_recipe
 from experts.backends.onnx import session as onnx_session
 from experts.backends.onnx.layout import IDENTITY_KEY, runtime_identity
 from experts.backends.onnx.runtime_form import Refused, packable, runtime_form
@@ -126,9 +124,9 @@ def test_manifests_of_other_forms_know_nothing_of_this_one(files, store):
     manifests = ManifestFolder(store.directory / "manifests")
     recipe = [1, "squeezenet1_1", None, 3, [64, 64]]
     assert json.loads(manifests.read(expert.id, "fp32").source.recipe) == recipe
-    assert json.loads(manifests.read(expert.id, "onnxruntime").source.recipe) == [*recipe, runtime_recipe(FORM)]
-    assert runtime_recipe(Precision.FP32) == ""
-    assert runtime_identity() in runtime_recipe(FORM)
+    assert json.loads(manifests.read(expert.id, "onnxruntime").source.recipe) == [*recipe, form_recipe(FORM)]
+    assert form_recipe(Precision.FP32) == ""
+    assert runtime_identity() in form_recipe(FORM)
 
 
 def test_what_was_packed_for_another_runtime_is_packed_again(files, store):
@@ -229,12 +227,13 @@ def test_what_does_not_hold_is_refused_with_the_reason(files, module, reason):
         packable(files.expert("cls/x", "resnet18", files.folder / "x.safetensors"), form, {})
 
 
-def test_serving_what_is_packed_exports_nothing(files, store):
-    """A fresh process runs it from the packed files, without the exporter."""
+def test_serving_what_is_packed_exports_nothing(files, store, forks):
+    """A process that has exported nothing runs it from the packed files, without the exporter."""
     expert = files.classifier("cls/x", "squeezenet1_1")
     packed_in(store, [expert], FORM)
     program = (
-        "import sys\n"
+        "import sys, warnings\n"
+        "warnings.simplefilter('error')\n"
         "from pathlib import Path\n"
         "import numpy as np, torch\n"
         "from experts.backends import backend_for\n"
@@ -257,12 +256,6 @@ def test_serving_what_is_packed_exports_nothing(files, store):
         "store.close()\n"
         "assert 'onnxscript' not in sys.modules\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ended = forks.run(program)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() in expert.labels

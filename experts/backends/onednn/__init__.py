@@ -1,0 +1,1 @@
+"""Torch's architectures run by oneDNN: operators fused, weights packed in the layout that this CPU convolves from."""

@@ -1,0 +1,98 @@
+"""The forms of one backend's architectures, each fused, decided and proven once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from experts.backends.made_once import MadeOnce
+from experts.backends.onednn.form import (
+    FusedModule,
+    OnednnForm,
+    OnednnSkeleton,
+    Refused,
+    decided_form,
+    fused_module,
+    packable,
+    packed_form,
+)
+from experts.backends.state_dict import DTYPES
+from experts.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from experts.backends.base import Packable
+    from experts.backends.onednn.form import Answered
+    from experts.expert import Expert, Precision
+
+FORMS_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+
+Structure = TypeVar("Structure", bound="Hashable")
+
+
+class OnednnForms(Generic[Structure]):
+    """By what decides on a module's structure, its size of images and dtype.
+
+    ``module``: the folded module on the meta device. ``sample``: weights such as it may have, float32. ``outputs``:
+    what it answers with, see ``recording.recorded``.
+    """
+
+    def __init__(
+        self,
+        module: Callable[[Structure], Module],
+        sample: Callable[[Structure], Mapping[str, Tensor]],
+        outputs: Sequence[str],
+    ) -> None:
+        self._module = module
+        self._sample = sample
+        self._outputs = outputs
+        self._fused = MadeOnce(self._fuse, FORMS_KEPT)
+        self._decided = MadeOnce(self._decide, FORMS_KEPT)
+        self._packed = MadeOnce(self._prove, FORMS_KEPT)
+
+    def pack(
+        self, expert: Expert, precision: Precision, structure: Structure, weights: Mapping[str, Tensor]
+    ) -> Packable:
+        """One expert's weights, by their names in the module, in the form's dtype. Raises WeightsMismatch."""
+        form = self._decided(structure, _size(expert), DTYPES[precision])
+        return packable(expert, precision, form, weights)
+
+    def packed(self, expert: Expert, precision: Precision, structure: Structure, program: bytes) -> OnednnForm:
+        """What the skeletons of a packed form run. Raises BackendUnavailable where it was not packed for this box."""
+        subject = f"{expert.architecture} in {precision}"
+        return self._packed(subject, structure, _size(expert), DTYPES[precision], program)
+
+    def skeleton(
+        self,
+        expert: Expert,
+        precision: Precision,
+        structure: Structure,
+        program: bytes,
+        device: str,
+        answered: Answered,
+    ) -> OnednnSkeleton:
+        """A new one, unbound. Raises BackendUnavailable, also for another device than the CPU."""
+        if torch.device(device).type != "cpu":
+            raise BackendUnavailable(f"{expert.architecture} in {precision}", f"it runs on the CPU, not on {device}")
+        return OnednnSkeleton(self.packed(expert, precision, structure, program), answered)
+
+    def _fuse(self, structure: Structure, size: tuple[int, int], dtype: torch.dtype) -> FusedModule | Refused:
+        return fused_module(self._module(structure), size, self._outputs, dtype)
+
+    def _decide(self, structure: Structure, size: tuple[int, int], dtype: torch.dtype) -> OnednnForm | Refused:
+        fused = self._fused(structure, size, dtype)
+        return decided_form(self._module(structure), fused, self._outputs, self._sample(structure))
+
+    def _prove(
+        self, subject: str, structure: Structure, size: tuple[int, int], dtype: torch.dtype, program: bytes
+    ) -> OnednnForm:
+        return packed_form(subject, self._fused(structure, size, dtype), program)
+
+
+def _size(expert: Expert) -> tuple[int, int]:
+    return expert.pixels.height, expert.pixels.width

@@ -1,0 +1,286 @@
+"""oneDNN as a form of execution of torch's architectures, beside fp32, bf16 and ONNX Runtime; on the CPU.
+
+Guarantees: experts of one architecture, input size and number of labels share one graph and one layout, so switching
+between them overwrites bytes. A graph is used only after it answered as its module does, on made-up weights and images
+of another number than it was recorded with; an architecture whose graph does not is refused, with the reason. How
+weights lie is decided at packing and written in the program; before any byte is looked at through it, torch is asked
+again, and where it says anything else, as on another CPU, nothing is run: the line has to be packed there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.func import functional_call
+from torch.fx import GraphModule
+
+from experts.backends.base import Packable, Prepared
+from experts.backends.onednn.calls import Arrangements, Call, bound
+from experts.backends.onednn.fusion import FusedCall, fused
+from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
+from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
+from experts.backends.onednn.recording import Unrecordable, recorded
+from experts.errors import BackendUnavailable, WeightsMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from experts.backends.onednn.layouts import Shape
+    from experts.backends.onednn.operators import BlockedLayout
+    from experts.expert import Expert, Precision, Prediction
+
+    Answered: TypeAlias = Callable[[Expert, Sequence[Tensor], Sequence[Prepared]], tuple[Prediction, ...]]
+
+TRIED_IMAGES = 4  # another number than it was recorded with
+DEVIATION_MAXIMUM = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # of made-up answers, of the largest value of each
+GAIN = 1.0  # of a layer with made-up weights: what a wrong call changes has to reach the outputs
+NOISE = 0.1  # on what is no matrix, so that none is all 0 or all 1 as fresh ones may be
+DIGEST_LETTERS = 16
+AGAIN = "pack the line again here"
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Refused:
+    """An architecture that does not run in this form."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class FusedModule:
+    """A module's graph with what oneDNN runs as one call, and what it is run with beside images of that size."""
+
+    graph: GraphModule
+    inputs: tuple[str | FusedCall, ...]
+    size: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """By the name of the weight, what it is applied in, of those that may lie in a layout of oneDNN's."""
+        calls = (each for each in self.inputs if isinstance(each, FusedCall))
+        return {call.weight: call.shape for call in calls if call.owns_weight}
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of all that is read, each once."""
+        names: dict[str, None] = {}
+        for part in self.inputs:
+            read = (part,) if isinstance(part, str) else (part.weight, part.bias)
+            names |= dict.fromkeys(name for name in read if name is not None)
+        return tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one weight lies in a packed expert. ``sha256``: of the layout's description."""
+
+    weight: str
+    layout: BlockedLayout
+    sha256: str
+
+    @classmethod
+    def of(cls, weight: str, layout: BlockedLayout) -> Placement:
+        return cls(weight, layout, hashlib.sha256(layout.description).hexdigest())
+
+    @property
+    def name(self) -> str:
+        """Its tensor's name there: equal bytes in another layout are another tensor."""
+        return f"{self.weight} {self.sha256[:DIGEST_LETTERS]}"
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class OnednnForm:
+    """A fused module, and by their names in the module the weights that lie in a layout of oneDNN's."""
+
+    module: FusedModule
+    placements: Mapping[str, Placement]
+
+    @property
+    def program(self) -> bytes:
+        """What a skeleton needs beside the tensors; the same bytes for the same layouts."""
+        weights = {name: placement.sha256 for name, placement in self.placements.items()}
+        document = {"made for": identity(), "images": self.module.size, "weights": weights}
+        return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+    def tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One expert's weights as they are packed, from those of the module, in the form's dtype."""
+        return on_threads(1, lambda: dict(self._laid(name, weights[name].detach()) for name in self.module.weights))
+
+    def _laid(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
+        placement = self.placements.get(name)
+        if placement is None:
+            return name, weight
+        return placement.name, blocked_bytes(in_reference_layout(self.module.shapes[name], weight))
+
+
+class OnednnSkeleton:
+    """The graph of one form, and the bytes of one expert's weights. ``answered`` reads the outputs."""
+
+    def __init__(self, form: OnednnForm, answered: Answered) -> None:
+        self._module = form.module
+        self._placements = form.placements
+        self._answered = answered
+        self._names = {form.placements[name].name if name in form.placements else name for name in form.module.weights}
+        self._arrangements = {
+            call: Arrangements(call.shape, is_blocked=self._is_blocked(call))
+            for call in form.module.inputs
+            if isinstance(call, FusedCall)
+        }
+        self._inputs: list[Tensor | Call] = []
+        self._bytes: Mapping[str, Tensor] = {}  # of which opaque tensors hold nothing
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> None:
+        if tensors.keys() != self._names:
+            raise ValueError(f"tensors do not fit the skeleton: {sorted(tensors.keys() ^ self._names)[:5]}")
+        inputs = [self._bound(part, tensors) for part in self._module.inputs]
+        self._bytes, self._inputs = tensors, inputs
+
+    def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
+        if not batch:
+            raise ValueError("an empty batch")
+        with torch.inference_mode():
+            outputs = self.outputs(torch.stack([prepared.tensor for prepared in batch]))
+            return self._answered(expert, outputs, batch)
+
+    def outputs(self, images: Tensor) -> tuple[Tensor, ...]:
+        """What the graph answers with, in inference mode, for images in float32."""
+        images = images.to(dtype=self._module.dtype, memory_format=torch.channels_last)
+        found: tuple[Tensor, ...] = self._module.graph.forward(images, *self._inputs)
+        return found
+
+    def _bound(self, part: str | FusedCall, tensors: Mapping[str, Tensor]) -> Tensor | Call:
+        if isinstance(part, str):
+            return tensors[part]
+        weight = self._weight(part, tensors)
+        return bound(part, self._arrangements[part], weight, None if part.bias is None else tensors[part.bias])
+
+    def _weight(self, call: FusedCall, tensors: Mapping[str, Tensor]) -> Tensor:
+        if not self._is_blocked(call):
+            return tensors[call.weight]
+        placement = self._placements[call.weight]
+        return blocked_view(tensors[placement.name], placement.layout)
+
+    def _is_blocked(self, call: FusedCall) -> bool:
+        return call.weight in self._placements
+
+
+def fused_module(
+    module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype
+) -> FusedModule | Refused:
+    """A module on the meta device in this form, for images of that height and width.
+
+    ``outputs`` names its answers, see ``recording.recorded``.
+    """
+    try:
+        found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
+    except Unrecordable as error:
+        return Refused(str(error))
+    return FusedModule(GraphModule(torch.nn.Module(), found.graph), found.inputs, size, dtype)
+
+
+def decided_form(
+    module: Module,
+    fused: FusedModule | Refused,
+    outputs: Sequence[str],
+    sample: Mapping[str, Tensor],
+) -> OnednnForm | Refused:
+    """The form that a module's weights are packed in: how each lies is decided here, and the whole is tried.
+
+    ``module``: the one on the meta device that was fused. ``sample``: weights such as it may have, float32 on the CPU.
+    """
+    if isinstance(fused, Refused):
+        return fused
+    serving = {shape for shape in fused.shapes.values() if serves(shape)}
+    form = _form(fused, [name for name, shape in fused.shapes.items() if shape in serving])
+    limit = DEVIATION_MAXIMUM[fused.dtype]
+    found = _deviations(deepcopy(module), form, outputs, sample)
+    wrong = [f"{name} by {deviation:.2g}" for name, deviation in found.items() if not deviation <= limit]
+    if wrong:
+        return Refused(f"its graph does not answer as torch does: {', '.join(wrong)} of the largest value")
+    return form
+
+
+def packable(
+    expert: Expert, precision: Precision, form: OnednnForm | Refused, tensors: Mapping[str, Tensor]
+) -> Packable:
+    """One expert's weights, by their names in the module. Raises WeightsMismatch where the form is refused."""
+    if isinstance(form, Refused):
+        raise WeightsMismatch(
+            expert.id, f"{expert.architecture} does not run in {precision}: {form.reason}; choose {precision.plain}"
+        )
+    return Packable(form.tensors(tensors), program=form.program)
+
+
+def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> OnednnForm:
+    """What the program of a packed expert describes. ``subject``: what is told of, in errors.
+
+    Raises BackendUnavailable where weights do not lie so on this CPU with this torch: what the program says is compared
+    with what oneDNN says here, and nothing else is done with it.
+    """
+    if isinstance(fused, Refused):
+        raise BackendUnavailable(subject, fused.reason)
+    told = _told(subject, program)
+    if not told.keys() <= fused.shapes.keys():
+        raise BackendUnavailable(subject, f"its program is of other weights: {AGAIN}")
+    form = _form(fused, told)
+    for name, placement in form.placements.items():
+        if placement.sha256 != told[name]:
+            raise BackendUnavailable(subject, f"{name} does not lie as oneDNN wants it on this box: {AGAIN}")
+    return form
+
+
+def _form(fused: FusedModule, blocked: Iterable[str]) -> OnednnForm:
+    return OnednnForm(fused, {name: Placement.of(name, reference(fused.shapes[name])) for name in blocked})
+
+
+def _told(subject: str, program: bytes) -> dict[str, str]:
+    """The digests of oneDNN's descriptions by the names of the weights, as a program has them."""
+    try:
+        document = json.loads(program)
+        made_for = document["made for"]
+        told: dict[str, str] = dict(document["weights"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BackendUnavailable(subject, f"its program is cut, or not of this form: {AGAIN}") from error
+    if made_for != identity():
+        raise BackendUnavailable(subject, f"it was packed for {made_for}, this box has {identity()}: {AGAIN}")
+    return told
+
+
+def _deviations(
+    module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """How far the graph's outputs are from the module's, by output; not a number where the module's are not."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = form.module.dtype
+    weights = {name: _noisy(tensor, generator, dtype) for name, tensor in sample.items()}
+    images = torch.randn((TRIED_IMAGES, 3, *form.module.size), generator=generator)
+    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
+    skeleton.bind(form.tensors(weights))
+    with torch.inference_mode():
+        expected = functional_call(module, weights, (images.to(dtype),))
+        found = skeleton.outputs(images)
+    named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
+    return {name: _deviation(each, named[name]) for name, each in zip(outputs, found, strict=True)}
+
+
+def _noisy(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    scale = GAIN / tensor[0].numel() ** 0.5 if tensor.dim() > 1 else NOISE
+    noisy = (tensor + scale * torch.randn(tensor.shape, generator=generator)).detach().to(dtype)
+    return noisy.contiguous(memory_format=torch.channels_last) if noisy.dim() == 4 else noisy
+
+
+def _deviation(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,250 @@
+"""Calls of a recording that oneDNN runs as one: a convolution with what is added to it and its activation, a linear
+layer with its activation. Whatever is not matched stays as it was recorded.
+
+Guarantees: a fused call stands where its convolution stood, or where the sum stood if something is added, and then
+nothing that it reads is written in between; what is added is overwritten only where nobody reads it any more.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+from torch.nn import functional
+
+from experts.backends.onednn.layouts import ConvolutionShape, LinearShape
+from experts.backends.onednn.recording import COUNTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.fx import Graph
+
+    from experts.backends.onednn.layouts import Shape
+    from experts.backends.onednn.recording import Recording
+
+LINEAR_LEAST_BYTES = 64 * 1024  # of a weight; a smaller layer is sooner done by torch than handed to oneDNN
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """One of oneDNN's, as torch's operators name it."""
+
+    name: str = "none"
+    scalars: tuple[float, ...] = ()
+    algorithm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedCall:
+    """A convolution or a linear layer with all that is done in the same call. ``weight``, ``bias``: names of weights.
+
+    ``adds``: something of the output's shape before the activation; ``overwrites`` it with the output.
+    ``owns_weight``: no other call reads it.
+    """
+
+    shape: Shape
+    weight: str
+    bias: str | None
+    activation: Activation
+    adds: bool = False
+    overwrites: bool = False
+    owns_weight: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A graph whose placeholders are the images, and by ``inputs``, in order: weights by name, and fused calls."""
+
+    graph: Graph
+    inputs: tuple[str | FusedCall, ...]
+
+
+def fused(recording: Recording, dtype: torch.dtype) -> Fused:
+    """The recording with all that can be one call made one. Its graph is used up."""
+    graph, weights = recording.graph, recording.weights
+    calls: dict[Node, FusedCall] = {}
+    found = ((node, _convolution(node, weights, dtype) or _linear(node, weights, dtype)) for node in graph.nodes)
+    for node, call in [(node, call) for node, call in found if call is not None]:
+        _put(graph, _chain(graph, node, call), calls)
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder" and not node.users and node.target in weights:
+            graph.erase_node(node)
+    graph.lint()
+    _, *inputs = (node for node in graph.nodes if node.op == "placeholder")
+    return Fused(graph, tuple(calls[node] if node in calls else weights[node.target] for node in inputs))
+
+
+def apply(call: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """What a node of a fused call does."""
+    return call(*tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A fused call and the nodes it stands for, in their order; ``operands``: what it is applied to."""
+
+    call: FusedCall
+    nodes: tuple[Node, ...]
+    operands: tuple[Node, ...]
+
+    @property
+    def place(self) -> Node:
+        """Of its nodes, the one before which it can stand."""
+        return self.nodes[1] if self.call.adds else self.nodes[0]
+
+
+def _convolution(node: Node, weights: Mapping[str, str], dtype: torch.dtype) -> FusedCall | None:
+    """A convolution of images by a weight, without what follows it."""
+    if node.target is not torch.conv2d or len(node.args) != 7 or node.kwargs:
+        return None
+    images, weight, bias, stride, padding, dilation, groups = node.args
+    is_plain = all(isinstance(each, tuple) for each in (stride, padding, dilation))
+    if not is_plain or not _is_weight(weight, weights) or not (bias is None or _is_weight(bias, weights)):
+        return None
+    height, width = images.meta["shape"][-2:]
+    shape = ConvolutionShape(weight.meta["shape"], stride, padding, dilation, groups, height, width, dtype)
+    return _call(shape, weight, bias, weights)
+
+
+def _linear(node: Node, weights: Mapping[str, str], dtype: torch.dtype) -> FusedCall | None:
+    """A linear layer, without what follows it."""
+    if node.target is not functional.linear or len(node.args) != 3 or node.kwargs:
+        return None
+    rows, weight, bias = node.args
+    if not _is_weight(weight, weights) or not (bias is None or _is_weight(bias, weights)):
+        return None
+    outputs, inputs = weight.meta["shape"]
+    per_image, rest = divmod(prod(rows.meta["shape"][:-1]), COUNTS[0])
+    if rest or outputs * inputs * dtype.itemsize < LINEAR_LEAST_BYTES:
+        return None
+    return _call(LinearShape((outputs, inputs), per_image, dtype), weight, bias, weights)
+
+
+def _call(shape: Shape, weight: Node, bias: Node | None, weights: Mapping[str, str]) -> FusedCall:
+    name = None if bias is None else weights[bias.target]
+    return FusedCall(shape, weights[weight.target], name, Activation(), owns_weight=len(weight.users) == 1)
+
+
+def _is_weight(node: object, weights: Mapping[str, str]) -> bool:
+    return isinstance(node, Node) and node.op == "placeholder" and node.target in weights
+
+
+def _chain(graph: Graph, node: Node, call: FusedCall) -> _Chain:
+    """A convolution or linear layer with all of what follows it that can be done in the same call."""
+    source = node.args[0]
+    assert isinstance(source, Node), "it is applied to something"
+    nodes, operands = [node], [source]
+    other = _added(graph, node) if isinstance(call.shape, ConvolutionShape) else None
+    if other is not None:
+        nodes.append(next(iter(node.users)))
+        operands.append(other)
+        call = replace(call, adds=True, overwrites=_is_last_read(graph, other, nodes[-1]))
+    found = _activation_after(nodes[-1])
+    if found is not None and (other is None or found.name in SUMMED_ACTIVATIONS):
+        nodes.append(next(iter(nodes[-1].users)))
+        call = replace(call, activation=found)
+    return _Chain(call, tuple(nodes), tuple(operands))
+
+
+def _put(graph: Graph, chain: _Chain, calls: dict[Node, FusedCall]) -> None:
+    """A call in the place of its nodes. In place."""
+    inputs = [each for each in graph.nodes if each.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]):
+        placeholder = graph.placeholder(f"call_{len(calls)}")
+    calls[placeholder] = chain.call
+    with graph.inserting_before(chain.place):
+        made = graph.call_function(apply, (placeholder, *chain.operands))
+    last = chain.nodes[-1]
+    written = {chain.operands[1].meta["storage"]} if chain.call.overwrites else set()
+    made.meta |= {"shape": last.meta["shape"], "storage": last.meta["storage"], "writes": frozenset(written)}
+    last.replace_all_uses_with(made)
+    for node in reversed(chain.nodes):
+        graph.erase_node(node)
+
+
+def _added(graph: Graph, node: Node) -> Node | None:
+    """What alone is added to a convolution, of the same shape; None where it cannot be done in the same call."""
+    follower = _only_user(node)
+    if follower is None or not _is_sum(follower):
+        return None
+    others = [each for each in follower.args if each is not node]
+    if len(others) != 1 or not isinstance(others[0], Node) or others[0].meta.get("shape") != node.meta["shape"]:
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node), "it is applied to something"
+    between = _between(graph, node, follower)
+    is_written = any(source.meta["storage"] in each.meta.get("writes", ()) for each in between)
+    return None if is_written else others[0]
+
+
+def _is_sum(node: Node) -> bool:
+    is_add = (node.op == "call_method" and node.target in {"add", "add_"}) or node.target in {torch.add, operator.add}
+    return is_add and len(node.args) == 2 and not node.kwargs
+
+
+def _is_last_read(graph: Graph, other: Node, reader: Node) -> bool:
+    """Does nobody read the bytes of ``other`` after ``reader``, and are they all its own?"""
+    storage = other.meta["storage"]
+    makers = [node for node in graph.nodes if node.meta.get("storage") == storage]
+    after = _between(graph, reader, None)
+    is_read = any(each.meta.get("storage") == storage for node in after for each in node.all_input_nodes)
+    is_whole = makers[0].op != "placeholder" and makers[0].meta["shape"] == other.meta["shape"]
+    return is_whole and not is_read
+
+
+def _between(graph: Graph, one: Node, other: Node | None) -> Sequence[Node]:
+    nodes = list(graph.nodes)
+    return nodes[nodes.index(one) + 1 : None if other is None else nodes.index(other)]
+
+
+def _only_user(node: Node) -> Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 else None
+
+
+def _activation_after(node: Node) -> Activation | None:
+    """What the only reader of a node does, if it is an activation that oneDNN has."""
+    follower = _only_user(node)
+    if follower is None or follower.args[:1] != (node,):
+        return None
+    read = _ACTIVATIONS.get(follower.target)
+    if read is None:
+        return None
+    _, *arguments = follower.args
+    return read(*arguments, **{key: value for key, value in follower.kwargs.items() if key != "inplace"})
+
+
+def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Activation:
+    return Activation("leaky_relu", (negative_slope,))
+
+
+def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Activation:
+    return Activation("hardtanh", (min_val, max_val))
+
+
+def _gelu(approximate: str = "none") -> Activation:
+    return Activation("gelu", (), approximate)
+
+
+def _named(name: str, *scalars: float) -> Callable[..., Activation]:
+    return lambda inplace=False: Activation(name, scalars)
+
+
+SUMMED_ACTIVATIONS = frozenset({"relu"})  # that oneDNN has after a sum, as torch hands it on
+_ACTIVATIONS: Mapping[object, Callable[..., Activation]] = {
+    **dict.fromkeys((functional.relu, torch.relu, torch.relu_, "relu", "relu_"), _named("relu")),
+    **dict.fromkeys((functional.sigmoid, torch.sigmoid, "sigmoid", "sigmoid_"), _named("sigmoid")),
+    **dict.fromkeys((functional.tanh, torch.tanh, "tanh", "tanh_"), _named("tanh")),
+    functional.relu6: _named("hardtanh", 0.0, 6.0),
+    functional.silu: _named("swish"),
+    functional.hardswish: _named("hardswish"),
+    functional.hardsigmoid: _named("hardsigmoid"),
+    functional.hardtanh: _hardtanh,
+    functional.leaky_relu: _leaky_relu,
+    functional.gelu: _gelu,
+}

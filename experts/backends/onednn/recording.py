@@ -1,0 +1,250 @@
+"""What a module does, call by call: its forward pass as a graph in which the number of images is open.
+
+The module is run twice on the meta device, with another number of images each time, while every call of a torch
+function on this thread is noted: the same calls must come both times, and a whole number that differs is taken for a
+multiple of the number of images, perhaps with a constant beside it, and computed from the images at hand. Whoever uses
+a recording tries it on a third number.
+
+Guarantees: a recording does what the module did, in its order; what cannot be recorded so is Unrecordable, with the
+reason. Nothing is changed that another thread could run into meanwhile: the calls watched are the calling thread's own.
+(torch.fx's tracer would tell the same, but replaces ``Module.__call__`` for the whole process while it traces, and ends
+at the first ``if`` that asks for a size.)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+
+IMAGES = "images"
+COUNTS = (2, 3)  # numbers of images; one would be taken for fixed
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+
+class Unrecordable(ValueError):
+    """A module whose calls are not the same for any number of images, or that reads what is not there on meta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A graph from images and weights to the outputs asked for.
+
+    Its placeholders are the images and the weights that are read; ``weights``: their names in the module, by the names
+    of their placeholders. Of each node that makes a tensor, ``meta`` tells: "shape", with COUNTS[0] images; "storage",
+    the same for all that lie on the same bytes; of each: "writes", the storages that it changes.
+    """
+
+    graph: Graph
+    weights: Mapping[str, str]
+
+
+def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype) -> Recording:
+    """What a module in inference mode on the meta device does with images of that height and width.
+
+    A module that answers with a mapping gives those of its entries that ``outputs`` names, in that order; any other,
+    its answer alone. Raises Unrecordable.
+    """
+    one, other = (_run(module, size, outputs, dtype, count) for count in COUNTS)
+    if len(other.graph.nodes) != len(one.graph.nodes):
+        raise Unrecordable("it makes other calls for another number of images")
+    _open_counts(one.graph, other.graph)
+    return Recording(one.graph, one.weights)
+
+
+def _run(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype, count: int) -> _Recorder:
+    names: dict[int, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), name)
+    images = torch.empty((count, 3, *size), dtype=dtype, device=META)
+    recorder = _Recorder(names, images.contiguous(memory_format=torch.channels_last))
+    with torch.inference_mode(mode=False), torch.no_grad(), recorder:  # versions tell what is written to
+        answer = module(recorder.images)
+    chosen = [answer[name] for name in outputs] if isinstance(answer, dict) else [answer]
+    recorder.end(chosen)
+    return recorder
+
+
+@dataclass
+class _Values:
+    """The tensors of one run that have a node, kept so that no later one has an id of theirs."""
+
+    nodes: dict[int, Node] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+    storages: dict[int, int] = field(default_factory=dict)
+
+    def put(self, tensor: Tensor, node: Node) -> None:
+        self.nodes[id(tensor)] = node
+        self.kept.append(tensor)
+        node.meta["shape"] = tuple(tensor.shape)
+        node.meta["storage"] = self.storage(tensor)
+
+    def storage(self, tensor: Tensor) -> int:
+        """A number for the bytes that a tensor lies on, in the order they were first met."""
+        return self.storages.setdefault(tensor.untyped_storage()._cdata, len(self.storages))
+
+
+class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy here
+    """Notes calls of one run in a graph. ``names``: the module's weights, by id."""
+
+    def __init__(self, names: Mapping[int, str], images: Tensor) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self.images = images
+        self.weights: dict[str, str] = {}
+        self._names = names
+        self._values = _Values()
+        self._last_input = self.graph.placeholder(IMAGES)
+        self._values.put(images, self._last_input)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  torch's own signature
+        named = dict(kwargs or {})
+        given = list(_tensors((args, named)))
+        versions = [_version(tensor) for tensor in given]
+        result = func(*args, **named)
+        written = [tensor for tensor, version in zip(given, versions, strict=True) if _version(tensor) != version]
+        if written or any(True for _ in _tensors(result)):
+            node = self._note(func, args, named)
+            node.meta["writes"] = frozenset(self._values.storage(tensor) for tensor in written)
+            self._keep(result, node)
+        return result
+
+    def end(self, outputs: Sequence[object]) -> None:
+        """The run is over, with these answers."""
+        self.graph.output(tuple(self._reference(output) for output in outputs))
+
+    def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
+        noted = tuple(self._reference(arg) for arg in args)
+        named = {key: self._reference(arg) for key, arg in kwargs.items()}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute that is a tensor, such as ``mT``
+            owner = getattr(func, "__self__", None)
+            return self.graph.call_function(getattr, (noted[0], getattr(owner, "__name__", "")))
+        if getattr(torch.Tensor, name, None) is func:
+            return self.graph.call_method(name, noted, named)
+        return self.graph.call_function(func, noted, named)
+
+    def _keep(self, result: object, node: Node) -> None:
+        if isinstance(result, torch.Tensor):
+            self._values.put(result, node)
+        elif isinstance(result, list | tuple):
+            for place, each in enumerate(result):
+                if any(True for _ in _tensors(each)):
+                    part = self.graph.call_function(operator.getitem, (node, place))
+                    part.meta["writes"] = frozenset()
+                    self._keep(each, part)
+
+    def _reference(self, value: object) -> Any:  # noqa: ANN401  whatever a call may take
+        """A value as a graph names it: tensors as the nodes that made them, and the CPU in the place of meta."""
+        if isinstance(value, torch.Tensor):
+            return self._node_of(value)
+        if isinstance(value, slice):
+            return slice(*(self._reference(part) for part in (value.start, value.stop, value.step)))
+        if isinstance(value, list | tuple):
+            parts = [self._reference(each) for each in value]
+            return parts if isinstance(value, list) else tuple(parts)
+        if isinstance(value, dict):
+            return {key: self._reference(each) for key, each in value.items()}
+        return CPU if value in (META, "meta") else value
+
+    def _node_of(self, tensor: Tensor) -> Node:
+        found = self._values.nodes.get(id(tensor))
+        if found is not None:
+            return found
+        name = self._names.get(id(tensor))
+        if name is None:
+            raise Unrecordable("it reads a tensor that is neither a weight nor made from the images")
+        with self.graph.inserting_after(self._last_input):
+            node = self._last_input = self.graph.placeholder(f"weight_{len(self.weights)}")
+        self.weights[node.target] = name
+        self._values.put(tensor, node)
+        return node
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; of tensors that were made in inference mode that is not known."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _tensors(each)
+    elif isinstance(values, dict):
+        for each in values.values():
+            yield from _tensors(each)
+
+
+def _open_counts(graph: Graph, other: Graph) -> None:
+    """Make every number that depends on the number of images follow it. In place. Raises Unrecordable."""
+    opening = _Opening(graph)
+    for node, twin in zip(graph.nodes, other.nodes, strict=True):
+        if (node.op, node.target) != (twin.op, twin.target):
+            raise Unrecordable("it makes other calls for another number of images")
+        if node.op not in {"placeholder", "output"}:
+            node.args, node.kwargs = opening.merged(node.args, twin.args), opening.merged(node.kwargs, twin.kwargs)
+
+
+class _Opening:
+    """Merges the arguments of a call as they were in the two runs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._numbers: dict[tuple[int, int], Node] = {}  # by factor and constant
+
+    def merged(self, one: Any, other: Any) -> Any:  # noqa: ANN401  whatever a call may take
+        if isinstance(one, Node):
+            if not isinstance(other, Node) or other.name != one.name:
+                raise Unrecordable("it reads other tensors for another number of images")
+            return one
+        if isinstance(one, slice):
+            parts = ((getattr(one, part), getattr(other, part)) for part in ("start", "stop", "step"))
+            return slice(*(self.merged(*pair) for pair in parts))
+        if isinstance(one, list | tuple):
+            if len(one) != len(other):
+                raise Unrecordable("it makes other calls for another number of images")
+            merged = [self.merged(*pair) for pair in zip(one, other, strict=True)]
+            return merged if isinstance(one, list) else tuple(merged)
+        if isinstance(one, dict):
+            return {key: self.merged(one[key], other[key]) for key in one}
+        return one if one == other else self._number(one, other)
+
+    def _number(self, one: object, other: object) -> Node:
+        """A whole number that is a multiple of the number of images, with a constant."""
+        if type(one) is not int or type(other) is not int:
+            raise Unrecordable("a value depends on the number of images and is no whole number")
+        factor = other - one
+        constant = one - factor * COUNTS[0]
+        if (factor, constant) not in self._numbers:
+            self._numbers[factor, constant] = self._computed(factor, constant)
+        return self._numbers[factor, constant]
+
+    def _computed(self, factor: int, constant: int) -> Node:
+        """A node behind the placeholders, before everything that was recorded."""
+        images, *weights = (node for node in self._graph.nodes if node.op == "placeholder")
+        with self._graph.inserting_after([images, *weights][-1]):
+            number = self._graph.call_method("size", (images, 0))
+        for function, value, neutral in ((operator.mul, factor, 1), (operator.add, constant, 0)):
+            if value != neutral:
+                with self._graph.inserting_after(number):
+                    number = self._graph.call_function(function, (number, value))
+        return number

@@ -1,0 +1,1 @@
+"""`coserve bench compute`: what a batch costs in each form, beside its peers and what arithmetic alone would take."""

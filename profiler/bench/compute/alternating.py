@@ -1,0 +1,77 @@
+"""Several ways to do the same, timed in turn: what changes on the machine meanwhile touches all of them alike.
+
+Guarantees: each way runs once before anything counts; every round runs each way once, and begins with the one after
+that which began the last, so that nobody always follows the same one. Between two runs lies a pause: threads of other
+runtimes go on spinning for about a millisecond after their last operator, on the cores of whoever comes next.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Ways = Mapping[str, Callable[[], object]]
+
+PAUSE_S = 0.003
+WARMING_UP = 2  # rounds that count for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What times are taken with; a test has its own."""
+
+    now_s: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """One way's runs, in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """As it usually is."""
+        return statistics.median(self.seconds)
+
+    @property
+    def least_s(self) -> float:
+        """As it is when nothing disturbs it."""
+        return min(self.seconds)
+
+    def scaled(self, factor: float) -> Times:
+        """Of so many times the work."""
+        return Times(tuple(seconds * factor for seconds in self.seconds))
+
+
+def alternating(ways: Ways, rounds: int, clock: Clock | None = None) -> dict[str, Times]:
+    """The times of each way. Raises what a way raises."""
+    clock = clock or Clock()
+    names = list(ways)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-WARMING_UP, rounds):
+        for name in _turned(names, number):
+            took_s = one_run(ways[name], clock)
+            if number >= 0:
+                seconds[name].append(took_s)
+    return {name: Times(tuple(each)) for name, each in seconds.items()}
+
+
+def one_run(way: Callable[[], object], clock: Clock | None = None) -> float:
+    """How long it takes once, after a pause."""
+    clock = clock or Clock()
+    clock.sleep(PAUSE_S)
+    started_s = clock.now_s()
+    way()
+    return clock.now_s() - started_s
+
+
+def _turned(names: Sequence[str], number: int) -> list[str]:
+    first = number % max(len(names), 1)
+    return [*names[first:], *names[:first]]

@@ -1,0 +1,147 @@
+"""What one change would gain: each other form that was measured, more memory, the best form with the memory it needs.
+
+Guarantees: each figure is the simulator's, for the same requests, by the constants that were measured in that form; a
+form whose answers are not known to be fp32's is told with that. Nothing is listed that gains less than LEAST.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from experts.errors import ConfigError
+from experts.expert import Precision
+from experts.sizes import size_text
+from profiler.simulation.forecast import forecast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.deployment.engine_setup import EngineSetup
+    from agent.device_profile.records import Agreement, KindProfile, StoredProfile
+    from profiler.planning.advice import Advice, MemoryRemedy
+    from profiler.simulation.forecast import Scenario
+
+    Planned = tuple[Scenario, EngineSetup]
+
+LEAST = 1.02  # times today's images/s
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One change, alone, and what it gives. ``form``, ``budget_bytes``: what is changed, by memory; None: as it is."""
+
+    change: str
+    form: str | None
+    budget_bytes: Mapping[str, int] | None
+    images_per_s: float
+    remark: str = ""
+
+    def sentence(self, now_images_per_s: float) -> str:
+        """In words."""
+        remark = f"; {self.remark}" if self.remark else ""
+        factor = self.images_per_s / now_images_per_s
+        return f"{self.change}: {self.images_per_s:.1f} images/s, {factor:.2f} times as many{remark}."
+
+
+def other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
+    """Those that any kind of images was measured in on a processor that is used, and that not all is run in now."""
+    processors = {spec.processor for spec in setup.executors}
+    measured = {kind.precision for kind in _kinds_of_images(profile) if kind.processor in processors}
+    run = {row.copy.rpartition("@")[2] for name in processors for row in setup.matrix.experts.get(name, {}).values()}
+    return [form for form in Precision if form in measured and run != {str(form)}]
+
+
+def gains(
+    profile: StoredProfile,
+    forms: Sequence[Precision],
+    now: EngineSetup,
+    advice: Advice,
+    in_form: Callable[[Precision], Planned],
+    advised: Callable[[Precision], Advice],
+) -> tuple[Gain, ...]:
+    """What would gain, the most first. ``forms``: to be tried. ``advice``: on ``now``, which has to be beaten.
+
+    ``in_form``: what is planned with in another form; ``advised``: the advice that is given there.
+    """
+    found = [gain for form in forms if (gain := _form_gain(profile, now, form, in_form))]
+    if advice.memory is not None:
+        found.append(_memory_gain(advice.memory))
+    best = max((gain for gain in found if gain.form), key=lambda gain: gain.images_per_s, default=None)
+    if best is not None and best.form is not None:
+        remedy = advised(Precision(best.form)).memory
+        if remedy is not None:
+            found.append(_memory_gain(remedy, best))
+    reached = [_as_decoded(gain, advice.decoding_images_per_s) for gain in found]
+    worth = [gain for gain in reached if gain.images_per_s >= LEAST * advice.images_per_s]
+    return tuple(sorted(worth, key=lambda gain: -gain.images_per_s))
+
+
+def _as_decoded(gain: Gain, decoding_images_per_s: float | None) -> Gain:
+    """No change gives more images than the cores can decode."""
+    if decoding_images_per_s is None or gain.images_per_s <= decoding_images_per_s:
+        return gain
+    remark = "; ".join(filter(None, (gain.remark, "decoding is the limit then")))
+    return replace(gain, images_per_s=decoding_images_per_s, remark=remark)
+
+
+def _form_gain(
+    profile: StoredProfile, now: EngineSetup, form: Precision, in_form: Callable[[Precision], Planned]
+) -> Gain | None:
+    """None where the memories are too small for it."""
+    try:
+        scenario, setup = in_form(form)
+        images_per_s = forecast(scenario, setup).images_per_s
+    except ConfigError:
+        return None
+    processors = dict.fromkeys(spec.processor for spec in setup.executors)
+    changed = {
+        now.matrix.experts[name][expert].copy.rpartition("@")[2]
+        for name in processors
+        for expert, row in setup.matrix.experts.get(name, {}).items()
+        if row.copy != now.matrix.experts[name][expert].copy
+    }
+    if not changed:
+        return None
+    return Gain(
+        f"{form} instead of {' and '.join(sorted(changed))}", str(form), None, images_per_s, _doubt(profile, form)
+    )
+
+
+def _doubt(profile: StoredProfile, form: Precision) -> str:
+    """What speaks against a form, as far as the profile knows; empty where it agrees with fp32 everywhere."""
+    if form is Precision.FP32:
+        return ""
+    compared = {(each.kind, each.processor): each for each in profile.agreements if each.precision == form}
+    doubts = {
+        f"{kind.kind} {doubt}": None
+        for kind in _kinds_of_images(profile)
+        if kind.precision == form
+        if (doubt := _agreement_doubt(compared.get((kind.kind, kind.processor))))
+    }
+    return "; ".join(doubts)
+
+
+def _kinds_of_images(profile: StoredProfile) -> list[KindProfile]:
+    """Those that are on the line."""
+    on_the_line = {kind for kind, _ in profile.precisions}
+    return [kind for kind in profile.kinds if kind.kind in on_the_line and not kind.lease_bytes]
+
+
+def _agreement_doubt(agreement: Agreement | None) -> str:
+    if agreement is None or not agreement.images:
+        return "is not proven to agree with fp32"
+    return "" if agreement.agrees else "does not agree with fp32 on the samples"
+
+
+def _memory_gain(remedy: MemoryRemedy, form: Gain | None = None) -> Gain:
+    """More memory; ``form``: with this change beside it."""
+    sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in remedy.budget_bytes.items())
+    short = [
+        f"this box has {size_text(remedy.box_bytes[pool])} of {pool} memory"
+        for pool, size in remedy.budget_bytes.items()
+        if size > remedy.box_bytes[pool]
+    ]
+    remark = "; ".join((*((form.remark,) if form is not None and form.remark else ()), *short))
+    change = sizes if form is None else f"{form.change}, and {sizes}"
+    return Gain(change, None if form is None else form.form, remedy.budget_bytes, remedy.images_per_s, remark)

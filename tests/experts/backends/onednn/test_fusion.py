@@ -1,0 +1,158 @@
+"""What becomes one call, and what must not; each against torch on real weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.nn import functional
+
+from experts.backends.onednn.calls import Arrangements, bound
+from experts.backends.onednn.fusion import Activation, FusedCall, fused
+from experts.backends.onednn.recording import recorded
+
+SIZE = (6, 6)
+
+
+def fusion_of(module):
+    return fused(recorded(module.to("meta"), SIZE, ("answer",), torch.float32), torch.float32)
+
+
+def given(part, weights):
+    """What the graph is run with: weights as they lie."""
+    if isinstance(part, str):
+        return weights[part]
+    bias = None if part.bias is None else weights[part.bias]
+    return bound(part, Arrangements(part.shape, is_blocked=False), weights[part.weight], bias)
+
+
+class Around(nn.Module):
+    """Two convolutions, and whatever is done with their answers."""
+
+    def __init__(self, act=None, sum_of=None):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.act = act or nn.Identity()
+        self.sum_of = sum_of or (lambda one, other: one)
+        self.eval().requires_grad_(False)
+
+    def forward(self, images):
+        first = self.first(images)
+        return self.act(self.sum_of(self.second(first), first))
+
+
+class Layers(nn.Module):
+    """Two linear layers, the second too small to hand on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(108, 256), nn.Linear(256, 4)
+        self.eval().requires_grad_(False)
+
+    def forward(self, images):
+        return self.second(functional.gelu(self.first(images.flatten(1)), approximate="tanh"))
+
+
+ACTIVATIONS = {
+    "relu": nn.ReLU(inplace=True),
+    "sigmoid": nn.Sigmoid(),
+    "tanh": nn.Tanh(),
+    "swish": nn.SiLU(inplace=True),
+    "hardswish": nn.Hardswish(inplace=True),
+    "hardsigmoid": nn.Hardsigmoid(),
+    "hardtanh": nn.ReLU6(inplace=True),
+    "leaky_relu": nn.LeakyReLU(0.2),
+    "gelu": nn.GELU(),
+}
+
+
+def check(module):
+    """The calls of a module, after its answers were seen to be torch's."""
+    images = torch.randn(3, 3, *SIZE)
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with torch.inference_mode():
+        expected = module(images.clone())
+    found = fusion_of(module)
+    with torch.inference_mode():
+        answer = GraphModule(nn.Module(), found.graph).forward(images, *(given(part, weights) for part in found.inputs))
+    assert torch.allclose(answer[0], expected, atol=1e-5)
+    return [part for part in found.inputs if isinstance(part, FusedCall)]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_goes_with_its_convolution(name):
+    first, second = check(Around(ACTIVATIONS[name]))
+    assert first.activation == Activation()
+    assert (second.activation.name, second.adds, second.bias) == (name, False, None)
+
+
+def test_what_is_added_goes_with_the_convolution_and_is_overwritten_where_nobody_reads_it_again():
+    first, second = check(Around(nn.ReLU(), lambda one, other: one + other))
+    assert (second.adds, second.overwrites, second.activation.name) == (True, True, "relu")
+    assert not first.adds
+
+
+def test_in_place_sums_are_the_same():
+    _, second = check(Around(nn.ReLU(inplace=True), lambda one, other: one.add_(other)))
+    assert (second.adds, second.overwrites, second.activation.name) == (True, True, "relu")
+
+
+def test_what_is_read_again_is_not_overwritten():
+    _, second = check(Around(None, lambda one, other: torch.cat([one + other, other], 1)))
+    assert (second.adds, second.overwrites) == (True, False)
+
+
+def test_a_view_is_not_overwritten_where_what_it_is_of_is_read_again():
+    module = Around(None, lambda one, other: torch.cat([one[:, :4] + 1, other], 1))
+    check(module)
+    parts = Around(None, lambda one, other: torch.cat([(one + other.view_as(one)).relu(), other * 2], 1))
+    _, second = check(parts)
+    assert not second.overwrites
+
+
+def test_a_sum_of_another_shape_stays_a_sum():
+    _, second = check(Around(nn.ReLU(), lambda one, other: one + other.mean(dim=(2, 3), keepdim=True)))
+    assert not second.adds
+
+
+def test_a_scaled_sum_stays_a_sum():
+    _, second = check(Around(nn.ReLU(), lambda one, other: torch.add(one, other, alpha=2)))
+    assert not second.adds
+
+
+def test_an_activation_that_does_not_follow_sums_stays_behind_it():
+    _, second = check(Around(nn.SiLU(), lambda one, other: one + other))
+    assert (second.adds, second.activation) == (True, Activation())
+
+
+def test_an_answer_that_others_read_too_keeps_its_own_value():
+    _, second = check(Around(None, lambda one, other: one.relu() * one))
+    assert second.activation == Activation()
+
+
+def test_what_is_written_between_convolution_and_sum_is_read_before():
+    class Writing(Around):
+        def forward(self, images):
+            first = self.first(images)
+            found = self.second(first)
+            first.mul_(2)
+            return found + first
+
+    _, second = check(Writing())
+    assert not second.adds
+
+
+def test_a_weight_of_two_convolutions_stays_plain_in_both():
+    class Twice(Around):
+        def forward(self, images):
+            first = self.first(images)
+            return self.second(self.second(first).relu())
+
+    _, second, third = check(Twice())
+    assert not second.owns_weight
+    assert not third.owns_weight
+    assert second.activation.name == "relu"
+
+
+def test_linear_layers_take_their_activation_along_and_small_ones_stay():
+    (only,) = check(Layers())
+    assert (only.weight, only.activation) == ("first.weight", Activation("gelu", (), "tanh"))

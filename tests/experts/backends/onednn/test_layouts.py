@@ -1,0 +1,196 @@
+"""Layouts that serve all batches, and opaque tensors as views of bytes that others own."""
+
+import gc
+
+import pytest
+import torch
+from torch.nn import functional
+
+from experts.backends.onednn import layouts
+from experts.backends.onednn.calls import Arrangements, bound
+from experts.backends.onednn.fusion import Activation, FusedCall
+from experts.backends.onednn.layouts import (
+    ConvolutionShape,
+    Extent,
+    LinearShape,
+    arrangement,
+    in_reference_layout,
+    on_threads,
+    reference,
+    serves,
+)
+from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity, layout_of
+from experts.packed.weights import AlignedBuffer
+
+POINTWISE = ConvolutionShape((64, 32, 1, 1), (1, 1), (0, 0), (1, 1), 1, 6, 4, torch.float32)
+SHAPES = [
+    POINTWISE,
+    ConvolutionShape((48, 24, 3, 3), (2, 2), (1, 1), (1, 1), 1, 9, 9, torch.float32),
+    ConvolutionShape((32, 1, 3, 3), (1, 1), (1, 1), (1, 1), 32, 8, 8, torch.float32),
+    ConvolutionShape((16, 3, 7, 7), (2, 2), (3, 3), (1, 1), 1, 32, 32, torch.bfloat16),
+    LinearShape((40, 64), 1, torch.float32),
+    LinearShape((40, 64), 3, torch.bfloat16),
+]
+
+
+class Fixed(Arrangements):
+    """What a call is told, whatever oneDNN wants."""
+
+    def __init__(self, extents):
+        self._extents = extents
+
+    def of(self, images):
+        return self._extents.get(images)
+
+
+def weight_of(shape):
+    weight = torch.randn(shape.weight).to(shape.dtype)
+    return weight.contiguous(memory_format=torch.channels_last) if weight.dim() == 4 else weight
+
+
+def input_of(shape, images):
+    if isinstance(shape, LinearShape):
+        return torch.randn(images * shape.rows, shape.weight[1]).to(shape.dtype)
+    made = torch.randn(images, shape.weight[1] * shape.groups, shape.height, shape.width).to(shape.dtype)
+    return made.contiguous(memory_format=torch.channels_last)
+
+
+def by_torch(shape, weight, given):
+    if isinstance(shape, LinearShape):
+        return functional.linear(given, weight)
+    return functional.conv2d(given, weight, None, shape.stride, shape.padding, shape.dilation, shape.groups)
+
+
+def buffered(shape, weight):
+    """The packed bytes of a weight in a buffer, and a flat view of it."""
+    packed = on_threads(1, lambda: blocked_bytes(in_reference_layout(shape, weight)))
+    buffer = AlignedBuffer(packed.nbytes)
+    flat = buffer.tensor.view(shape.dtype)
+    flat.copy_(packed)
+    return buffer, flat
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("images", [1, 2, 3, 8])
+def test_a_packed_weight_answers_as_torch_does(shape, images):
+    weight, given = weight_of(shape), input_of(shape, images)
+    _, flat = buffered(shape, weight)
+    call = FusedCall(shape, "weight", None, Activation())
+    with torch.inference_mode():
+        made = bound(call, Arrangements(shape, is_blocked=True), blocked_view(flat, reference(shape)), None)
+        found, expected = made(given), by_torch(shape, weight, given)
+    tolerance = 1e-5 if shape.dtype == torch.float32 else 0.05
+    assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_an_opaque_tensor_stands_on_the_bytes_it_was_made_over():
+    weight, given = weight_of(POINTWISE), input_of(POINTWISE, 2)
+    _, flat = buffered(POINTWISE, weight)
+    opaque = blocked_view(flat, reference(POINTWISE))
+    call = bound(FusedCall(POINTWISE, "", None, Activation()), Arrangements(POINTWISE, is_blocked=True), opaque, None)
+    assert torch.ops.mkldnn.data_ptr(opaque) == flat.data_ptr()
+    flat.zero_()
+    with torch.inference_mode():
+        assert call(given).abs().max() == 0
+
+
+def test_an_opaque_tensor_takes_no_memory_and_leaves_none():
+    _, flat = buffered(POINTWISE, weight_of(POINTWISE))
+    before = flat.clone()
+    for _ in range(100):
+        blocked_view(flat, reference(POINTWISE))
+    gc.collect()
+    assert torch.equal(flat, before)
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        pytest.param(lambda flat: flat[:-16], id="cut"),
+        pytest.param(lambda flat: torch.cat([flat, flat]), id="longer"),
+        pytest.param(lambda flat: flat.view(torch.int32), id="of another dtype"),
+        pytest.param(lambda flat: torch.cat([flat[:1], flat])[1:], id="not aligned"),
+        pytest.param(lambda flat: torch.zeros(1).expand(flat.numel()), id="with gaps"),
+        pytest.param(lambda flat: flat.view(-1, 2), id="not flat"),
+    ],
+)
+def test_bytes_that_are_not_the_layouts_reach_no_shim(spoiled):
+    _, flat = buffered(POINTWISE, weight_of(POINTWISE))
+    with pytest.raises(ValueError, match=r"are needed, not|aligned to 64"):
+        blocked_view(spoiled(flat), reference(POINTWISE))
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if isinstance(shape, ConvolutionShape)])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_an_arrangement_wants_the_layout_that_was_packed_for_the_same_pixels(shape, threads):
+    weight = weight_of(shape)
+
+    def check():
+        for images in (1, 2, 3, 5):
+            extent = arrangement(shape, images)
+            if extent is None:
+                continue
+            assert extent.images * extent.height * extent.width == images * shape.height * shape.width
+            assert layout_of(shape.reordered(weight, extent)) == reference(shape)
+
+    on_threads(threads, check)
+
+
+def test_on_one_thread_nothing_has_to_be_arranged():
+    for shape in SHAPES[:4]:
+        assert on_threads(1, lambda shape=shape: arrangement(shape, 8)) == shape.extent(8)
+
+
+@pytest.mark.parametrize("extent", [Extent(2, 3, 4), Extent(1, 1, 24), Extent(24, 1, 1), None])
+def test_however_a_convolution_is_put_it_answers_the_same(extent):
+    weight, other = weight_of(POINTWISE), torch.randn(1, 64, 6, 4).contiguous(memory_format=torch.channels_last)
+    call = FusedCall(POINTWISE, "weight", None, Activation("relu"), adds=True, overwrites=True)
+    given = input_of(POINTWISE, 1)
+    made = bound(call, Fixed({1: extent}), weight, None)
+    with torch.inference_mode():
+        expected = (by_torch(POINTWISE, weight, given) + other).relu()
+        found = made(given, other.clone(memory_format=torch.channels_last))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("images", [2, 5])
+def test_a_batch_that_cannot_be_put_whole_is_put_in_parts(images):
+    weight, given = weight_of(POINTWISE), input_of(POINTWISE, images)
+    one = Fixed({1: POINTWISE.extent(1)})
+    with torch.inference_mode():
+        found = bound(FusedCall(POINTWISE, "", None, Activation()), one, weight, None)(given)
+        assert torch.allclose(found, by_torch(POINTWISE, weight, given), atol=1e-5)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_single_row_of_a_linear_layer_gets_a_second_one():
+    shape = LinearShape((40, 64), 1, torch.float32)
+    assert arrangement(shape, 1) == Extent(2, 1, 1)
+    assert arrangement(shape, 3) == shape.extent(3)
+    assert serves(shape)
+
+
+def test_a_weight_is_left_as_it_is_where_one_number_of_threads_cannot_be_served(monkeypatch):
+    monkeypatch.setattr(layouts, "thread_counts", lambda: (1, 2))
+    monkeypatch.setattr(layouts, "arrangement", lambda shape, images: None if torch.get_num_threads() == 2 else 1)
+    assert not serves(POINTWISE)
+    monkeypatch.setattr(layouts, "thread_counts", lambda: (1,))
+    assert serves(POINTWISE)
+
+
+@pytest.mark.parametrize(("cores", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 3, 6)), (16, (1, 2, 3, 4, 5, 8, 16))])
+def test_executors_share_the_cores_equally(monkeypatch, cores, counts):
+    monkeypatch.setattr(layouts, "cores", lambda: cores)
+    assert layouts.thread_counts() == counts
+
+
+def test_a_call_on_so_many_threads_changes_nobody_elses():
+    before = torch.get_num_threads()
+    assert on_threads(before + 1, torch.get_num_threads) == before + 1
+    assert torch.get_num_threads() == before
+    assert on_threads(1, lambda: on_threads(3, torch.get_num_threads)) == 3
+
+
+def test_the_identity_names_torch_the_cpu_and_its_cores():
+    assert identity().startswith(f"torch {torch.__version__.partition('+')[0]}")
+    assert identity().endswith(" cores")

@@ -1,0 +1,198 @@
+"""Processes that have the agent imported from the start: forks of one that does nothing but import it.
+
+A test that kills, hangs or breaks a process needs one of its own, but not the seconds in which torch is imported anew.
+A fork runs its code as ``python -c`` would: with its own folder, environment, arguments, output and ``__main__``, and
+to the same end but one step, as multiprocessing's do: it waits for threads and runs what is registered for the end, but
+does not take the modules down one by one, which copies a gigabyte of shared pages. What is about that step, about
+importing, about the environment before it or about memory has no place here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = (
+    "coserve",
+    "torch",
+    "agent.api.client",
+    "agent.api.server",
+    "agent.cli",
+    "agent.commands.progress",
+    "agent.runtime.loop",
+    "agent.service.serve",
+    "experts.backends.fake",
+)
+MOST_BYTES = 2**20  # of a request
+POLLED_S = 0.005
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Fork:
+    """One process. It is reaped when it is waited for, so that until then its number is nobody else's."""
+
+    def __init__(self, server: Forks, pid: int, output: tuple[Path, Path]) -> None:
+        self.pid = pid
+        self._server = server
+        self._output = output
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, or the negative number of the signal that ended it; None while it runs."""
+        if self._returncode is None:
+            self._returncode = self._server.asked({"reap": self.pid})
+        return self._returncode
+
+    def wait(self, timeout_s: float) -> Ended:
+        """Its end; one that does not come is killed, and an error."""
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise TimeoutError(f"it has not ended after {timeout_s} s; it said: {self._written(1)[-2000:]}")
+            time.sleep(POLLED_S)
+        return Ended(self._returncode, self._written(0), self._written(1))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """As subprocess has it: nothing where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """In the middle of whatever it does; it is gone when this returns."""
+        self.send_signal(signal.SIGKILL)
+        while self.poll() is None:
+            time.sleep(POLLED_S)
+
+    def _written(self, number: int) -> str:
+        return self._output[number].read_text("utf-8", "replace")
+
+
+class Forks:
+    """The process that has imported everything, and what is asked of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()]
+            )
+
+    def start(self, code: str, *arguments: object, log: Path | None = None, **environment: str) -> Fork:
+        """Begin one. ``environment``: beside this process's own. ``log``: where it writes to instead, at its end."""
+        output = (log, log) if log else tuple(self._file(name) for name in ("out", "err"))
+        request = {
+            "code": code,
+            "argv": ["-c", *map(str, arguments)],
+            "cwd": os.getcwd(),
+            "environment": os.environ | environment,
+            "output": [str(path) for path in output],
+        }
+        return Fork(self, self.asked(request), output)
+
+    def run(self, code: str, *arguments: object, timeout_s: float = 120.0, **environment: str) -> Ended:
+        """One from its beginning to its end."""
+        return self.start(code, *arguments, **environment).wait(timeout_s)
+
+    def asked(self, request: dict[str, object]) -> int | None:
+        """What the server answers."""
+        self._channel.send(json.dumps(request).encode())
+        return json.loads(self._channel.recv(MOST_BYTES))
+
+    def close(self) -> None:
+        """End it; what it forked goes on."""
+        self._channel.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def _file(self, name: str) -> Path:
+        descriptor, path = tempfile.mkstemp(suffix=f".{name}", dir=self._folder)
+        os.close(descriptor)
+        return Path(path)
+
+
+def serve(channel: socket.socket) -> str | None:
+    """Answer until nobody asks any more. In a fork: return the code that it is to run."""
+    while request := channel.recv(MOST_BYTES):
+        request = json.loads(request)
+        if "reap" in request:
+            pid, status = os.waitpid(request["reap"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif not (answer := os.fork()):
+            channel.close()
+            return become(**request)
+        channel.send(json.dumps(answer).encode())
+    return None
+
+
+def become(code: str, argv: list[str], cwd: str, environment: dict[str, str], output: list[str]) -> str:
+    """Everything that tells this process from the one that it was forked from; the code again."""
+    for number, path in enumerate(output, 1):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = argv
+    return code
+
+
+def run(code: str) -> int:
+    """The code as the program; its exit code."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    returncode = 0
+    try:
+        exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)
+    except SystemExit as end:
+        returncode = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # noqa: BLE001  whatever ends it is told, as the interpreter does
+        traceback.print_exc()
+        returncode = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return returncode
+
+
+def main() -> None:
+    """The server, and in a fork the code."""
+    sys.path[0] = str(ROOT)
+    for name in IMPORTED:
+        __import__(name)
+    sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # collections of a fork would write to every page that holds an object
+    if (code := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
+        os._exit(run(code))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The arithmetic's own limit: operations as they are published, and a multiplication that is what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchvision import models
+
+from experts.backends.classifier import build_trainable
+from experts.backends.detector import build_trainable as build_detector
+from profiler.bench.compute import arithmetic
+from profiler.bench.compute.arithmetic import Multiplication, Multiplications, operations_per_image
+
+SMALL_SHAPES = ((16, 16, 16), (32, 8, 16))
+
+
+@pytest.fixture
+def few_shapes(monkeypatch):
+    monkeypatch.setattr(arithmetic, "SHAPES", SMALL_SHAPES)
+
+
+@pytest.mark.parametrize("architecture", ["resnet18", "mobilenet_v3_small", "swin_t", "vit_b_32"])
+def test_operations_are_twice_the_multiply_accumulates_that_torchvision_publishes(architecture):
+    published = models.get_model_weights(architecture).DEFAULT.meta["_ops"]  # in 10^9
+    module = build_trainable(architecture, 1000).eval()
+    assert operations_per_image(module, (224, 224)) / 2e9 == pytest.approx(published, rel=0.01)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_operations_grow_with_the_image():
+    module = build_detector("yolov5n", 2).eval()
+    module.model[-1].training = True
+    small, large = (operations_per_image(module, (px, px)) for px in (64, 128))
+    assert large == pytest.approx(4 * small, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_multiplication_is_one_of_the_shapes_in_its_numbers(few_shapes, dtype):
+    found = Multiplication(dtype)
+    rows, inner, columns = found.shape
+    assert found.shape in SMALL_SHAPES
+    assert found.operations == 2 * rows * inner * columns
+    assert found.run().shape == (rows, columns)
+    assert found.rate > 0
+
+
+def test_numbers_that_are_converted_are_held_against_the_faster_ones(few_shapes):
+    multiplications = Multiplications()
+    own, fp32 = multiplications.of(torch.float16), multiplications.of(torch.float32)
+    multiplications._found[torch.float16].rate = fp32.rate / 2
+    assert multiplications.of(torch.float16) is fp32
+    multiplications._found[torch.float16].rate = fp32.rate * 2
+    assert multiplications.of(torch.float16).dtype == torch.float16
+    assert own in multiplications._found.values()
+    assert multiplications.of(torch.float32) is fp32

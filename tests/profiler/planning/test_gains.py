@@ -1,0 +1,214 @@
+"""What another form and more memory would gain: by the constants measured there, with what speaks against it."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from agent.config import read_line
+from agent.core.performance import SSD, Footprint, SharedPart
+from agent.deployment.engine_setup import Given, planned, profiled_box
+from agent.deployment.performance_matrix import in_form
+from agent.device_profile.records import (
+    Agreement,
+    Allocation,
+    BatchTimes,
+    BoxIdentity,
+    ImageDecoding,
+    KindProfile,
+    LinkSpeed,
+    PoolAllocation,
+    StoredProfile,
+    UsageProfile,
+)
+from agent.runtime.expert_copy import kind_name
+from experts.expert import Precision
+from experts.packed.packing import pack_line
+from experts.packed.weights import SegmentStore
+from profiler.planning.gains import LEAST
+from profiler.planning.plan import as_json, plan_advice, plan_table
+from profiler.simulation.forecast import forecast, scenario_of
+from profiler.workload.traces import Arrival
+
+SLOT_BYTES = 262_144  # a multiple of the slots' alignment
+SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s
+EXPERTS, PLACES = 6, 2
+WORKSPACE_BYTES = 4_000
+BF16, FP32 = Precision.BF16, Precision.FP32
+
+
+class TwoForms:
+    """Six packed fakes of SLOT_BYTES in fp32, room for two; measured in bf16, too: half the bytes, half the time."""
+
+    def __init__(self, folder):
+        weights = folder / "fake.yaml"
+        weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": 1_000}))
+        expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
+        document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/f{number}": expert for number in range(EXPERTS)},
+            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
+            "memory": {"host": f"{PLACES * SLOT_BYTES + WORKSPACE_BYTES}B", "workspace": f"{WORKSPACE_BYTES}B"},
+        }
+        (folder / "line.yaml").write_text(json.dumps(document))
+        self.config = read_line(folder / "line.yaml", {})
+        experts = self.config.catalog.experts
+        with closing(SegmentStore(self.config.packed_folder)) as store:
+            report = pack_line(experts.values(), lambda _: {FP32}, store)
+        self.kind = kind_name(experts["cls/f0"], report.packed["cls/f0"][FP32].program_sha256)
+        self.profile = StoredProfile(
+            line="test",
+            written_at="2026-01-01T00:00:00+00:00",
+            box=BoxIdentity("cpu", "test", ("cpu",), 1, 2**30, None, {}),
+            links=(LinkSpeed(SSD, SSD_BYTES_PER_S),),
+            kinds=(self.measured(FP32, 1.0), self.measured(BF16, 0.5)),
+            agreements=(),
+            precisions={(self.kind, "cpu"): "fp32"},
+            packed={(name, "fp32"): "sha" for name in experts},
+            usage=UsageProfile({}, {}, "computed from quantities"),
+            allocation=Allocation(
+                "casual", {"host": 2**20}, (PoolAllocation("host", 2**19, WORKSPACE_BYTES, PLACES),), {"cpu": 1}
+            ),
+        )
+
+    def measured(self, form, factor):
+        weight_bytes = int(SLOT_BYTES * factor)
+        return KindProfile(
+            kind=self.kind,
+            architecture="fake",
+            processor="cpu",
+            precision=str(form),
+            threads=1,
+            K_s=0.01 * factor,
+            B_s=0.02 * factor,
+            fit_error=0.0,
+            max_batch=4,
+            weight_bytes=weight_bytes,
+            workspace_base_bytes=0,
+            workspace_bytes=1_000,
+            load_s={SSD: weight_bytes / SSD_BYTES_PER_S},
+            batches=(BatchTimes(1, (0.03 * factor,), 1_000),),
+            samples="synthetic",
+        )
+
+    def agreed(self, **more):
+        found = Agreement(self.kind, "cpu", "bf16", 8, 0, 0.001, 0.02, "sha")
+        return replace(self.profile, agreements=(replace(found, **more),))
+
+    def setup(self, form=None, profile=None):
+        profile = profile or self.profile
+        return planned(self.config, profiled_box(profile), profile, Given(form=form))
+
+    def advice(self, profile=None, requests=80):
+        return plan_advice(self.config, profile or self.profile, trace(requests))
+
+
+def trace(requests, every_s=0.002):
+    rng = random.Random(5)
+    return [Arrival(every_s * number, f"c{rng.randrange(EXPERTS)}") for number in range(requests)]
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory):
+    return TwoForms(tmp_path_factory.mktemp("line"))
+
+
+def test_an_expert_in_another_form_has_its_times_and_bytes(line):
+    now, other = (line.setup(form).matrix.experts["cpu"]["cls/f1"] for form in (None, BF16))
+    assert (now.copy, other.copy) == ("cls/f1@fp32", "cls/f1@bf16")
+    assert (other.performance.K_s, other.performance.B_s) == (0.005, 0.01)
+    assert other.footprint == Footprint(now.footprint.own_bytes // 2)
+    assert other.load_s[SSD] == pytest.approx(now.load_s[SSD] / 2)
+
+
+def test_what_is_shared_is_not_shared_between_forms(line):
+    setup = line.setup()
+    row = replace(setup.matrix.experts["cpu"]["cls/f0"], footprint=Footprint(600, (SharedPart("backbone", 400),)))
+    shared = replace(setup.matrix, experts={"cpu": {"cls/f0": row}})
+    found = in_form(shared, line.profile, BF16, {"cls/f0": line.kind}, setup.executors)
+    assert found.experts["cpu"]["cls/f0"].footprint == Footprint(300, (SharedPart("backbone@bf16", 200),))
+
+
+def test_experts_whose_kind_was_not_measured_in_a_form_stay_as_they_are(line):
+    assert line.setup(Precision.FP16).matrix == line.setup().matrix
+    strangers = dict.fromkeys(line.config.catalog.experts, "another kind")
+    setup = line.setup()
+    assert in_form(setup.matrix, line.profile, BF16, strangers, setup.executors) == setup.matrix
+
+
+def test_the_gain_is_what_the_simulator_says_of_that_form(line):
+    advice = line.advice()
+    scenario = scenario_of(line.config.catalog.graph, line.profile, trace(80))
+    found = {gain.change: gain for gain in advice.gains}
+    form = found["bf16 instead of fp32"]
+    assert form.images_per_s == forecast(scenario, line.setup(BF16)).images_per_s > LEAST * advice.images_per_s
+    assert (form.form, form.budget_bytes) == ("bf16", None)
+    assert form.remark == f"{line.kind} is not proven to agree with fp32"
+
+
+def test_memory_and_the_form_with_the_memory_it_needs_are_told_the_most_first(line):
+    advice = line.advice()
+    memory = next(gain for gain in advice.gains if gain.form is None)
+    both = next(gain for gain in advice.gains if gain.form and gain.budget_bytes)
+    assert (memory.budget_bytes, memory.images_per_s) == (advice.memory.budget_bytes, advice.memory.images_per_s)
+    assert both.change.startswith("bf16 instead of fp32, and ")
+    assert both.budget_bytes["host"] < memory.budget_bytes["host"]
+    rates = [gain.images_per_s for gain in advice.gains]
+    assert rates == sorted(rates, reverse=True)
+    assert min(rates) >= LEAST * advice.images_per_s
+
+
+@pytest.mark.parametrize(
+    ("more", "remark"),
+    [
+        ({}, ""),
+        ({"images": 0}, "is not proven to agree with fp32"),
+        ({"labels_differ": 1}, "does not agree with fp32 on"),
+    ],
+    ids=["agrees", "no images", "differs"],
+)
+def test_what_speaks_against_a_form_is_told_with_it(line, more, remark):
+    (form,) = (gain for gain in line.advice(line.agreed(**more)).gains if gain.form and not gain.budget_bytes)
+    assert form.remark.startswith(f"{line.kind} {remark}" if remark else "")
+    assert bool(form.remark) == bool(remark)
+
+
+def test_a_form_that_is_no_faster_is_not_listed(line):
+    slow = replace(line.measured(BF16, 1.0), K_s=0.05)
+    advice = line.advice(replace(line.profile, kinds=(line.profile.kinds[0], slow)))
+    assert [gain.form for gain in advice.gains] == [None]
+    assert advice.sentences[-1] == "No other form that was measured would gain: bf16."
+
+
+def test_nothing_gains_more_than_the_cores_can_decode(line):
+    now, limit = line.advice().images_per_s, 1.2
+    samples = ImageDecoding("cls/f0", 1, 1.0, 1 / (limit * now), 1.0, 0, 0, 0.0, 0.02, "sha")
+    advice = line.advice(replace(line.profile, decodings=(samples,)))
+    assert [gain.images_per_s for gain in advice.gains] == [pytest.approx(limit * now)] * 3
+    assert all(gain.remark.endswith("decoding is the limit then") for gain in advice.gains)
+    slower = line.advice(replace(line.profile, decodings=(replace(samples, full_s=2.0 / now),)))
+    assert slower.gains == ()
+
+
+def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):
+    alone = replace(line.profile, kinds=line.profile.kinds[:1])
+    roomy = plan_advice(line.config, alone, trace(40, every_s=1.0), memory={"host": 8 * SLOT_BYTES})
+    assert (roomy.gains, roomy.other_forms) == ((), ())
+    assert "gain:" not in roomy.sentences[-1]
+
+
+def test_scripts_and_people_read_them(line):
+    advice = line.advice()
+    told = as_json((), advice)["advice"]
+    assert [each["change"] for each in told["gains"]] == [gain.change for gain in advice.gains]
+    sentences = told["sentences"][-len(advice.gains) :]
+    (form,) = (gain for gain in advice.gains if gain.form and not gain.budget_bytes)
+    factor = form.images_per_s / advice.images_per_s
+    said = f"bf16 instead of fp32: {form.images_per_s:.1f} images/s, {factor:.2f} times as many; {form.remark}."
+    assert said in sentences
+    assert said.split(";")[0] in " ".join(plan_table((), advice).split())

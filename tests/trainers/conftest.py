@@ -1,0 +1,87 @@
+"""A line that is empty but for what `coserve experts add` brings it, and images to judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+from typer.testing import CliRunner
+
+from coserve import app
+
+TRAINERS = Path(sys.prefix) / "trainers" / "bin" / "python"  # as `make trainers` installs it
+BEGUN = "line: top-side\nstate: ./state\ndevice: cpu\nmemory: {host: 200MiB, workspace: 60MiB}\n"
+
+
+class Line:
+    """A line file and its commands, as people type them."""
+
+    def __init__(self, folder):
+        self.file = folder / "line.yaml"
+        self.file.write_text(BEGUN)
+
+    def add(self, file, *words):
+        """What ``experts add --json`` tells of a file that it added for the component ``part``."""
+        return json.loads(self.run("experts", "add", self.file, file, "--component", "part", "--json", *words))
+
+    def inspect(self, images):
+        """One row for each image, of the component ``part``."""
+        return json.loads(self.run("inspect", self.file, *images, "--component", "part", "--json"))["results"]
+
+    def run(self, *words):
+        done = CliRunner().invoke(app, list(map(str, words)))
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    def refused(self, file, *words):
+        """Why ``experts add`` does not add a file, which leaves nothing behind."""
+        before = self.file.read_bytes(), set(os.listdir(self.file.parent))
+        done = CliRunner().invoke(app, ["experts", "add", *map(str, (self.file, file, "--component", "part", *words))])
+        assert done.exit_code == 1, done.output
+        assert (self.file.read_bytes(), set(os.listdir(self.file.parent))) == before
+        return done.stderr
+
+
+@pytest.fixture
+def line(tmp_path):
+    folder = tmp_path / "line"
+    folder.mkdir()
+    return Line(folder)
+
+
+@pytest.fixture(scope="session")
+def images(made_once):
+    """Some to judge, of several sizes and shapes."""
+    return sorted(made_once("images", draw_images).iterdir())
+
+
+def draw_images(folder):
+    for number, (width, height) in enumerate(((64, 64), (80, 60), (48, 96), (128, 100))):
+        structure = Image.effect_mandelbrot((width, height), (-3 + number / 3, -2.5, 2, 2.5), 100).convert("L")
+        image = Image.merge("RGB", (structure, structure.rotate(90, expand=False), structure.point(lambda v: 255 - v)))
+        ImageDraw.Draw(image).rectangle((8 + 4 * number, 8, width // 2, height // 2), fill=(200, 200, 60 * number))
+        image.save(folder / f"{number}.png")
+
+
+@pytest.fixture(scope="session")
+def made_by(made_once, images):
+    """The folder that made_by_NAME.py fills, run where timm, Lightning and Anomalib are installed."""
+    if not TRAINERS.exists():
+        pytest.skip("timm, Lightning and Anomalib are not installed: make trainers")
+
+    def made(name):
+        def make(folder):
+            script = Path(__file__).with_name(f"made_by_{name}.py")
+            done = subprocess.run(
+                [TRAINERS, script, folder, *images], cwd=folder, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+
+        return made_once(f"made-by-{name}", make)
+
+    return made

@@ -1,0 +1,84 @@
+"""Run by the trainers' interpreter: `made_by_anomalib.py FOLDER` leaves there what Anomalib's users have.
+
+Two models are fitted by Anomalib's engine to parts that it draws, without pretrained weights, and exported by it:
+padim/weights/onnx/model.onnx, padim/weights/torch/model.pt, and likewise patchcore/. parts/ has images that neither
+has seen, and padim/answers.json what Anomalib itself predicts of each: its name, score and whether it is anomalous.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from anomalib.data import Folder
+from anomalib.engine import Engine
+from anomalib.models import Padim, Patchcore
+from PIL import Image
+
+SIZE = 64
+PARTS = {"good": 8, "bad": 4, "other_good": 4, "parts/good": 3, "parts/bad": 4}
+MODELS = {
+    "padim": (Padim, {"layers": ["layer1", "layer2"], "n_features": 20}),
+    "patchcore": (Patchcore, {"layers": ["layer2", "layer3"], "coreset_sampling_ratio": 0.1, "num_neighbors": 3}),
+}
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    draw_parts(folder)
+    for name in MODELS:
+        make(name, folder, folder / name)
+
+
+def make(name, parts, folder):
+    torch.manual_seed(0)
+    build, options = MODELS[name]
+    model = build(
+        backbone="resnet18", pre_trained=False, visualizer=False,
+        pre_processor=build.configure_pre_processor((SIZE, SIZE)), **options,
+    )  # fmt: skip
+    engine = Engine(
+        default_root_dir=folder / "run", accelerator="cpu", devices=1, max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    seen = Folder(
+        name="parts", root=parts, normal_dir="good", abnormal_dir="bad", normal_test_dir="other_good",
+        train_batch_size=4, eval_batch_size=4, num_workers=0,
+    )  # fmt: skip
+    engine.fit(model, datamodule=seen)
+    engine.export(model, "onnx", export_root=folder, input_size=(SIZE, SIZE))
+    engine.export(model, "torch", export_root=folder)
+    answers = [answer for kind in ("good", "bad") for answer in own_answers(engine, model, parts / "parts" / kind)]
+    (folder / "answers.json").write_text(json.dumps(answers))
+
+
+def draw_parts(folder):
+    """Boards with a pad; bad ones have a bright spot as well."""
+    random = np.random.default_rng(0)
+    for place, count in PARTS.items():
+        (folder / place).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.integers(60, 90, (SIZE, SIZE, 3)).astype(np.uint8)
+            pixels[16:48, 16:48, 1] += 60
+            if place.endswith("bad"):
+                top, left = random.integers(4, 40, 2)
+                pixels[top : top + 16, left : left + 16] = (250, 240, 30)
+            Image.fromarray(pixels).save(folder / place / f"{place.replace('/', '-')}-{number}.png")
+
+
+def own_answers(engine, model, images):
+    found = engine.predict(model, data_path=images)
+    return [
+        {"image": str(path), "score": float(score), "is_anomalous": bool(label)}
+        for batch in found
+        for path, score, label in zip(
+            batch.image_path, batch.pred_score.flatten(), batch.pred_label.flatten(), strict=True
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,61 @@
+"""Anomalib's exports of PaDiM and PatchCore, to judged images: its own scores and verdicts."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+OWN_THRESHOLD = 0.5  # of Anomalib's exports, which scale their scores so
+SCORE = 0.001  # how far what is served may be from what Anomalib says
+
+
+@pytest.mark.parametrize("model", ["padim", "patchcore"])
+def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, model):
+    folder = made_by("anomalib")
+    added = line.add(
+        folder / model / "weights" / "onnx" / "model.onnx", "--normalize", "unit", "--threshold", str(OWN_THRESHOLD)
+    )
+    assert (added["kind"], added["entry"]["labels"]) == ("anomaly", ["ok", "anomalous"])
+    answers = json.loads((folder / model / "answers.json").read_text())
+    assert {answer["is_anomalous"] for answer in answers} == {True, False}
+    rows = line.inspect([answer["image"] for answer in answers])
+    for row, answer in zip(rows, answers, strict=True):
+        assert row["anomalies"][0]["score"] == pytest.approx(answer["score"], abs=SCORE)
+        assert row["verdict"] == ("NG" if answer["is_anomalous"] else "OK")
+
+
+def test_its_own_checkpoint_is_named_and_told_to_be_exported(line, made_by):
+    told = line.refused(made_by("anomalib") / "patchcore" / "weights" / "torch" / "model.pt")
+    assert "export it to ONNX" in told
+
+
+class Before(torch.nn.Module):
+    """What Anomalib exported before its version 2, which cannot be installed beside it: a map, on a scale of its own.
+
+    The graph took images that were normalised before; its score was the map's maximum.
+    """
+
+    def forward(self, image):
+        local = torch.nn.functional.avg_pool2d(image.square().sum(dim=1, keepdim=True), 5, stride=1, padding=2)
+        return local.sqrt()
+
+
+def test_a_map_alone_is_served_by_its_maximum_and_a_threshold_learned_of_samples(line, made_by, tmp_path):
+    parts = made_by("anomalib") / "parts"
+    file = tmp_path / "model.onnx"
+    torch.onnx.export(Before().eval(), (torch.zeros(1, 3, 64, 64),), file, output_names=["output"], verbose=False)
+    added = line.add(file, "--normalize", "imagenet", "--id", "ano/before")
+    assert "judges nothing until it has a threshold" in added["said"][-1]
+    line.run("experts", "threshold", line.file, "ano/before", "--samples", parts)
+    images = sorted(parts.glob("*/*.png"))
+    rows = line.inspect(images)
+    assert [row["verdict"] for row in rows] == ["NG" if image.parent.name == "bad" else "OK" for image in images]
+    mean, deviation = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)
+    for row, image in zip(rows, images, strict=True):
+        pixels = (np.asarray(Image.open(image), np.float32) / 255 - mean) / deviation
+        highest = Before()(torch.from_numpy(pixels).permute(2, 0, 1)[None]).max().item()
+        assert row["anomalies"][0]["score"] == pytest.approx(highest, abs=SCORE)

@@ -1,0 +1,19 @@
+"""A checkpoint of Lightning's trainer, to judged images: the probabilities of the module that Lightning loads."""
+
+from __future__ import annotations
+
+import json
+
+from tests.trainers.test_torch import LABELS, SIZE, require_same
+
+
+def test_its_checkpoint_needs_no_option_and_is_served_with_its_own_answers(line, made_by, images):
+    folder = made_by("lightning")
+    added = line.add(folder / "last.ckpt")
+    assert added["entry"]["architecture"] == "resnet18"
+    assert added["entry"]["labels"] == list(LABELS)
+    assert added["entry"]["input"] == {"size": [SIZE, SIZE], "normalize": "imagenet"}
+    assert "backbone. before every name was left out" in added["said"]
+    answers = json.loads((folder / "answers.json").read_text())
+    labels = [LABELS[row.index(max(row))] for row in answers]
+    require_same(line.inspect(images), labels, [max(row) for row in answers])

@@ -1,0 +1,247 @@
+"""The table of docs/models.md: for each of its cells a file as the trainer leaves it, added to a line or refused.
+
+A cell says yes or no; what it says is what happens, and no row is without its files.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+from experts.backends.classifier import build_trainable
+from tests.experts.backends.onnx.test_detections import as_yolov5, edited
+from tests.trainers import torchvision_models, ultralytics_models, yolov5_models
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+CLASSES = ("--labels", "ok,missing,tombstone")
+IMAGENET = ("--normalize", "imagenet")
+SIZED = ("--size", "64x64", *IMAGENET)
+PASSING = ("--pass", "aligned")
+FIRST = ("--pass", "0")  # of models that nothing was trained with: their labels are numbers
+
+
+def cells():
+    """Of each row of the table, by its name: what it says of weights, and of an ONNX export."""
+    table = PAGE.read_text("utf-8").partition("## What is served")[2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    return {name: {"weights": weights, "export": export} for name, weights, export in rows[2:]}
+
+
+# what makes a file: of the tools below, and a path that is the test's own
+
+
+def resnet_with_a_small_stem(tools, file):
+    torch.save(build_trainable("resnet18", 3, stem="3x3").state_dict(), file.with_suffix(".pt"))
+    return file.with_suffix(".pt")
+
+
+def exported_resnet(tools, file):
+    network = torchvision_models.trained("resnet18", tools.images)
+    make = lambda folder: torchvision_models.export(network, folder / "graph.onnx")  # noqa: E731
+    return tools.made_once("resnet18-exported", make) / "graph.onnx"
+
+
+def by_timm(name):
+    return lambda tools, file: tools.made_by("timm") / name
+
+
+def ending_in_a_sigmoid(tools, file):
+    network = nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Sigmoid())
+    return exported(network, file)
+
+
+def exported(network, file):
+    file = file.with_suffix(".onnx")
+    torch.onnx.export(network.eval(), (torch.zeros(1, 3, 64, 64),), file, verbose=False)
+    return file
+
+
+def trained_yolo(tools, file):
+    return tools.made_once("yolov8n", partial(ultralytics_models.train, "yolov8n")) / "best.pt"
+
+
+def exported_yolo(tools, file):
+    best = trained_yolo(tools, file)
+    make = lambda folder: ultralytics_models.export(best, folder / "best.onnx", nms=False)  # noqa: E731
+    return tools.made_once("yolov8n-exported", make) / "best.onnx"
+
+
+def yolov5_of_its_repository(tools, file):
+    yolov5_models.save(file.with_suffix(".pt"), list(ultralytics_models.LABELS))
+    return file.with_suffix(".pt")
+
+
+def exported_yolov5(tools, file):
+    """The answers that its exports have, made of ultralytics'."""
+    graph = file.with_suffix(".onnx")
+    graph.write_bytes(exported_yolo(tools, file).read_bytes())
+    return edited(graph, as_yolov5, {"stride": "32", "names": str(list(ultralytics_models.LABELS))})
+
+
+def by_ultralytics(name):
+    return lambda tools, file: ultralytics_models.save(name, file.with_suffix(".pt"))
+
+
+def exported_by_ultralytics(name):
+    def make(tools, file):
+        best = ultralytics_models.save(name, file.with_suffix(".pt"))
+        ultralytics_models.export(best, file.with_suffix(".onnx"), nms=False)
+        return file.with_suffix(".onnx")
+
+    return make
+
+
+def exported_rtdetr(tools, file):
+    labels = ("ok", "missing", "shifted")
+    return tools.made_once("rtdetr", partial(ultralytics_models.export_rtdetr, labels=labels)) / "rtdetr.onnx"
+
+
+def ssd(tools, file):
+    torch.save(torchvision_models.ssd_of(2).state_dict(), file.with_suffix(".pth"))
+    return file.with_suffix(".pth")
+
+
+def exported_ssd(tools, file):
+    torchvision_models.export_ssd(torchvision_models.ssd_of(2), torch.rand(3, 64, 64), file.with_suffix(".onnx"))
+    return file.with_suffix(".onnx")
+
+
+def by_anomalib(name):
+    return lambda tools, file: tools.made_by("anomalib") / "padim" / "weights" / name
+
+
+class Map(nn.Module):
+    """Answers with a map and nothing else, as graphs that Anomalib exported before its version 2."""
+
+    def forward(self, image):
+        return image.mean(dim=1, keepdim=True)
+
+
+class Score(nn.Module):
+    def forward(self, image):
+        return image.mean(dim=(1, 2, 3))
+
+
+def folder_of_a_language_model(tools, file):
+    file.mkdir()
+    (file / "config.json").write_text("{}")
+    return file
+
+
+def graph_of_a_language_model(tools, file):
+    tokens = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["n", "length"])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", "length"])
+    node = helper.make_node("Cast", ["input_ids"], ["logits"], to=TensorProto.FLOAT)
+    graph = helper.make_graph([node], "test", [tokens], [logits])
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), file.with_suffix(".onnx"))
+    return file.with_suffix(".onnx")
+
+
+def case(make, *words, told=None):
+    """``told``: what the refusal says of the file, where it is refused."""
+    return SimpleNamespace(make=make, words=words, told=told)
+
+
+TO_EXPORT = "export it to ONNX"
+CASES = {
+    "torchvision's classifiers": {
+        "weights": [case(resnet_with_a_small_stem, *CLASSES, *SIZED)],
+        "export": [case(exported_resnet, *CLASSES, *IMAGENET)],
+    },
+    "timm's ResNets, DenseNets and Inception v3 in torchvision's layout": {
+        "weights": [case(by_timm("resnet18/last.pth.tar"), *CLASSES, *IMAGENET)],
+        "export": [case(by_timm("mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
+    },
+    "other classifiers, timm's and your own": {
+        "weights": [
+            case(by_timm("mobilenetv3_small_050/last.pth.tar"), *CLASSES, *SIZED, told="MobileNet of timm"),
+            case(by_timm("resnetblur18/last.pth.tar"), *CLASSES, *SIZED, told="resnetblur18"),
+        ],
+        "export": [case(by_timm("mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
+    },
+    "classifiers that end in a sigmoid": {
+        "weights": [case(by_timm("mobilenetv3_small_050/last.pth.tar"), *CLASSES, *SIZED, told=TO_EXPORT)],
+        "export": [case(ending_in_a_sigmoid, *CLASSES, *IMAGENET, told="ends in Sigmoid")],
+    },
+    "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)": {
+        "weights": [case(trained_yolo, *PASSING)],
+        "export": [case(exported_yolo, *PASSING)],
+    },
+    "YOLOv5 by its own repository": {
+        "weights": [case(yolov5_of_its_repository, *PASSING, told="is a yolov5 with anchors")],
+        "export": [case(exported_yolov5, *PASSING)],
+    },
+    "segmentation by ultralytics": {
+        "weights": [case(by_ultralytics("yolov8n-seg"), *PASSING, told="is a yolo segmentation")],
+        "export": [case(exported_by_ultralytics("yolov8n-seg"), *FIRST)],
+    },
+    "RT-DETR by ultralytics": {
+        "weights": [case(by_ultralytics("yolov8n-rtdetr"), *PASSING, told="is a rtdetr")],
+        "export": [case(exported_rtdetr)],
+    },
+    "classifiers by ultralytics": {
+        "weights": [case(by_ultralytics("yolov8n-cls"), *PASSING, told="is a yolo classifier")],
+        "export": [case(exported_by_ultralytics("yolov8n-cls"), *FIRST)],
+    },
+    "poses and turned boxes by ultralytics": {
+        "weights": [
+            case(by_ultralytics("yolov8n-pose"), *PASSING, told="poses and turned boxes are not served"),
+            case(by_ultralytics("yolov8n-obb"), *PASSING, told="poses and turned boxes are not served"),
+        ],
+        "export": [case(exported_by_ultralytics("yolov8n-pose"), *PASSING, told="for the task pose")],
+    },
+    "torchvision's detectors": {
+        "weights": [case(ssd, *CLASSES, *SIZED, told="is a detector of torchvision")],
+        "export": [case(exported_ssd, "--labels", "ok,missing")],
+    },
+    "anomaly models, Anomalib's and others": {
+        "weights": [case(by_anomalib("torch/model.pt"), told="is an anomaly model")],
+        "export": [
+            case(by_anomalib("onnx/model.onnx"), "--normalize", "unit"),
+            case(lambda tools, file: exported(Map(), file), "--normalize", "unit"),
+            case(lambda tools, file: exported(Score(), file), "--normalize", "unit", "--kind", "anomaly"),
+        ],
+    },
+    "language models": {
+        "weights": [case(folder_of_a_language_model, told="is a folder: language models")],
+        "export": [case(graph_of_a_language_model, told="takes input_ids")],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def tools(made_once, images, request):
+    """What files are made with; made_by skips where the trainers' environment is not installed."""
+    return SimpleNamespace(
+        made_once=made_once, images=images, made_by=lambda name: request.getfixturevalue("made_by")(name)
+    )
+
+
+def test_every_row_has_its_files_and_every_cell_says_yes_or_no():
+    rows = cells()
+    assert rows.keys() == CASES.keys()
+    assert all(re.match(r"(yes|no)\b", cell) for row in rows.values() for cell in row.values())
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "number"),
+    [(row, column, n) for row, columns in CASES.items() for column, all_ in columns.items() for n in range(len(all_))],
+)
+def test_what_a_cell_says_is_what_happens(line, tools, tmp_path, row, column, number):
+    one, is_served = CASES[row][column][number], cells()[row][column].startswith("yes")
+    file = one.make(tools, tmp_path / "model")
+    if is_served:
+        added = line.add(file, *one.words)
+        assert one.told is None
+        assert Path(added["weights"]).is_file()
+    else:
+        assert one.told in line.refused(file, *one.words)

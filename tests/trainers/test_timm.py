@@ -1,0 +1,40 @@
+"""Models of timm, as its saver leaves them and as they are exported, to judged images: timm's own probabilities."""
+
+from __future__ import annotations
+
+import json
+
+from tests.trainers.test_torch import LABELS, require_same
+
+NAMED = ("--labels", ",".join(LABELS), "--normalize", "imagenet")
+
+
+def own_answers(folder, model):
+    rows = json.loads((folder / "answers.json").read_text())[model]
+    return [LABELS[row.index(max(row))] for row in rows], [max(row) for row in rows]
+
+
+def test_a_resnet_of_its_saver_is_served_with_its_own_answers(line, made_by, images):
+    folder = made_by("timm")
+    added = line.add(folder / "resnet18" / "last.pth.tar", *NAMED)
+    assert added["expert"] == "cls/last"
+    assert (added["entry"]["architecture"], added["entry"]["input"]["size"]) == ("resnet18", [64, 64])
+    require_same(line.inspect(images), *own_answers(folder, "resnet18"))
+
+
+def test_an_onnx_export_is_served_with_its_own_answers(line, made_by, images):
+    folder = made_by("timm")
+    assert line.add(folder / "mobilenetv3.onnx", *NAMED)["entry"]["architecture"] == "onnx"
+    require_same(line.inspect(images), *own_answers(folder, "mobilenetv3_small_050"))
+
+
+def test_one_with_the_weights_of_another_that_computes_otherwise_is_named(line, made_by):
+    told = line.refused(made_by("timm") / "resnetblur18" / "last.pth.tar", *NAMED)
+    assert "says that it is a resnetblur18 (args.model)" in told
+    assert "export it to ONNX" in told
+
+
+def test_weights_in_a_layout_of_its_own_are_named(line, made_by):
+    told = line.refused(made_by("timm") / "mobilenetv3_small_050" / "last.pth.tar", *NAMED)
+    assert "is an EfficientNet or MobileNet of timm" in told
+    assert "export it to ONNX" in told

@@ -1,0 +1,61 @@
+"""Torchvision's classifiers as training scripts save them, to judged images: torch's own probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainers.torchvision_models import LABELS, SIZE, export, prepared, trained
+
+SCORE = 0.01  # how far what is served may be from what torch says
+OPTIONS = ("--size", f"{SIZE}x{SIZE}", "--normalize", "imagenet")
+FORMS = {  # of files, and what is saved
+    "state dict": nn.Module.state_dict,
+    "checkpoint": lambda network: {"epoch": 1, "model_state_dict": network.state_dict(), "classes": list(LABELS)},
+    "DataParallel": lambda network: {"state_dict": nn.DataParallel(network).state_dict(), "best_acc": 0.9},
+    "compiled": lambda network: torch.compile(network, backend="eager").state_dict(),
+    "whole module": lambda network: network,
+    "whole DataParallel": lambda network: {"model": nn.DataParallel(network), "class_names": list(LABELS)},
+}
+
+
+@pytest.fixture(scope="module")
+def networks(images):
+    return {name: trained(name, images) for name in ("resnet18", "mobilenet_v3_small")}
+
+
+def own_answers(network, images):
+    """Label and probability of each image, as a script finds them."""
+    with torch.no_grad():
+        scores, labels = network(prepared(images)).softmax(dim=1).max(dim=1)
+    return [LABELS[label] for label in labels.tolist()], scores.tolist()
+
+
+def require_same(rows, labels, scores):
+    assert len(set(labels)) == len(LABELS)
+    assert max(scores) < 0.999
+    assert [row["label"] for row in rows] == labels
+    assert [row["score"] for row in rows] == pytest.approx(scores, abs=SCORE)
+    assert [row["verdict"] for row in rows] == ["OK" if label == "ok" else "NG" for label in labels]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form"), [*(("resnet18", form) for form in FORMS), ("mobilenet_v3_small", "checkpoint")]
+)
+def test_what_a_script_saved_is_served_with_its_own_answers(line, networks, images, tmp_path, architecture, form):
+    network = networks[architecture]
+    document = FORMS[form](network)
+    torch.save(document, tmp_path / "checkpoint.pt")
+    names_labels = isinstance(document, dict) and {"classes", "class_names"} & document.keys()
+    added = line.add(tmp_path / "checkpoint.pt", *OPTIONS, *([] if names_labels else ["--labels", ",".join(LABELS)]))
+    assert (added["entry"]["architecture"], added["entry"]["labels"]) == (architecture, list(LABELS))
+    require_same(line.inspect(images), *own_answers(network, images))
+
+
+def test_its_onnx_export_is_served_with_its_own_answers(line, networks, images, made_once):
+    network = networks["resnet18"]
+    folder = made_once("resnet18-exported", lambda folder: export(network, folder / "graph.onnx"))
+    added = line.add(folder / "graph.onnx", "--labels", ",".join(LABELS), "--normalize", "imagenet")
+    assert added["entry"]["architecture"] == "onnx"
+    require_same(line.inspect(images), *own_answers(network, images))

@@ -1,0 +1,75 @@
+"""Detectors of ultralytics, from its trainer and its exporter to judged images: its own boxes, of v5, v8 and 11."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from experts.inspection.inspecting import inspect_file
+from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, save, train
+
+ARCHITECTURES = ("yolov5n", "yolov8n", "yolo11n")
+EXPORTS = {"exported": False, "exported-nms": True}
+PLACE_PX, SCORE = 1.0, 0.01  # how far what is served may be from what ultralytics says
+
+
+@pytest.fixture
+def model(made_once):
+    """The file of an architecture: best.pt, or an export of it."""
+
+    def file_of(architecture, form):
+        best = made_once(architecture, partial(train, architecture)) / "best.pt"
+        if form == "best":
+            return best
+        folder = made_once(
+            f"{architecture}-{form}", lambda folder: export(best, folder / "best.onnx", nms=EXPORTS[form])
+        )
+        return folder / "best.onnx"
+
+    return file_of
+
+
+def require_same(boxes, own):
+    """Each box has one of the other's beside it, of its label; nearly equal scores may swap places."""
+    assert len(boxes) == len(own)
+    left = [(LABELS[int(label)], score, corners) for corners, score, label in zip(*rows_of(own), strict=True)]
+    for box in boxes:
+        corners = [box[side] for side in ("left", "top", "right", "bottom")]
+        beside = [
+            one for one in left
+            if one[0] == box["label"] and abs(one[1] - box["score"]) <= SCORE
+            and max(abs(a - b) for a, b in zip(one[2], corners, strict=True)) <= PLACE_PX
+        ]  # fmt: skip
+        assert beside, (box, left)
+        left.remove(beside[0])
+
+
+def rows_of(own):
+    return own.xyxy.tolist(), own.conf.tolist(), own.cls.tolist()
+
+
+@pytest.mark.parametrize("form", ["best", *EXPORTS])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_it_trained_is_served_with_its_own_boxes(line, model, images, architecture, form):
+    file = model(architecture, form)
+    added = line.add(file, "--pass", "aligned")
+    assert added["entry"]["architecture"] == (architecture if form == "best" else "onnx")
+    assert added["entry"]["labels"] == list(LABELS)
+    assert added["entry"]["input"] == {"size": [SIZE, SIZE], "normalize": "unit"}
+    own = own_boxes(file, images)
+    assert sum(map(len, own)) > len(images)
+    rows = line.inspect(images)
+    for row, boxes in zip(rows, own, strict=True):
+        require_same(row["boxes"], boxes)
+        assert row["verdict"] == ("OK" if set(boxes.cls.tolist()) == {0.0} else "NG")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n"],
+)
+def test_every_version_that_is_served_is_told_by_its_file(tmp_path, name):
+    """Those that the table of docs/models.md names."""
+    found = inspect_file(save(name, tmp_path / "best.pt"))
+    assert (found.kind, found.architecture, found.label_count) == ("detector", name, 80)
