@@ -373,7 +373,7 @@ def start(
 def photographs(
     directory: Directory = None,
     architecture: Annotated[str, typer.Option(help="of the experts: a torchvision classifier")] = "resnet50",
-    precision: Annotated[Precision, typer.Option(help="that they run in")] = Precision.FP32,
+    precision: NewPrecision = "fp32",
     megapixels: Annotated[float, typer.Option(min=0.1, max=64, help="of each photograph")] = 12.0,
     images: Annotated[int, typer.Option(min=1, help="that are asked about")] = 48,
     repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
@@ -381,9 +381,10 @@ def photographs(
 ) -> None:
     """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
     from profiler.bench.parts.photographs import PhotographsRecipe, measure_photographs, report
+    from profiler.cli.settings import new_precision
 
-    recipe = PhotographsRecipe(architecture, precision, megapixels, images, repeats=repeat)
     with explained(), disk_explained():
+        recipe = PhotographsRecipe(architecture, new_precision(precision), megapixels, images, repeats=repeat)
         measured = measure_photographs(scratch_folder(directory), recipe)
     print(json.dumps(asdict(measured)) if as_json else report(measured))
 
