@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agent.config import read_secret
+from agent.core.performance import HOST
 from agent.deployment.build import detect_box, doubts
+from agent.deployment.memory_split import pool_budgets, prepared_bytes
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile
 from agent.intake.cameras.probe import probe
@@ -143,6 +145,8 @@ def _memory(config: LineConfig) -> Iterator[Check]:
             yield Check(f"memory {pool}", found, f"lower memory.{pool}, or write auto")
         else:
             yield Check(f"memory {pool}", found)
+    images_bytes = prepared_bytes(config, pool_budgets(config, box)[HOST])
+    yield Check("memory images", f"{size_text(images_bytes)} of host memory for images ahead of their batches")
 
 
 def _profile(config: LineConfig) -> Iterator[Check]:

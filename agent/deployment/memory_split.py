@@ -104,22 +104,23 @@ def shares_of(
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
     """What the Engine of this line has to keep to."""
     given_s = config.texts.quantum_s
+    shares = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
+    host_bytes = sum(shares)
     return Limits(
         pools,
         config.scheduling.max_overtake_s,
         quantum_s=QUANTUM_S if given_s is None else given_s,
         lone_quantum_s=LONE_QUANTUM_S if given_s is None else given_s,
-        prepared_bytes=prepared_bytes(config, pools),
+        prepared_bytes=prepared_bytes(config, host_bytes),
         pinned=pinned_experts(config),
     )
 
 
-def prepared_bytes(config: LineConfig, pools: Sequence[PoolSpec]) -> int:
-    """What images may take that are prepared ahead of their batches: of host memory, beside what experts have."""
+def prepared_bytes(config: LineConfig, host_bytes: int) -> int:
+    """What images may take that are prepared ahead of their batches, beside ``host_bytes``, which are the experts'."""
     if config.memory.images is not None:
         return config.memory.images
-    shared = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
-    return min(int(sum(shared) * PREPARED_FRACTION), MOST_PREPARED_BYTES)
+    return min(int(host_bytes * PREPARED_FRACTION), MOST_PREPARED_BYTES)
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:

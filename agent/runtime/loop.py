@@ -283,6 +283,10 @@ class AgentLoop:
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
         return [copy for copy in self._copies.values() if expert_name(copy) == expert]
 
+    def scale_images(self, experts: Iterable[str]) -> None:
+        """Before ``start``: JPEGs are made smaller for these, by the line's names, too, while they are decoded."""
+        self._workshop.preparation.scaled |= frozenset(experts)
+
     def cancel(self, request: int) -> None:
         """Its answer is not wanted any more; the outcome is delivered all the same, UNKNOWN if it did not run."""
         self._inbox.put(events.Cancelled(request))

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs
-BENCHMARKS = ("compute", "decisions", "dispatch", "generate", "llm", "load", "overhead", "report", "start", "tasks")
+BENCHMARKS = (
+    "compute", "decisions", "dispatch", "generate", "llm", "load", "overhead", "photographs", "report", "start",
+    "tasks",
+)  # fmt: skip
 
 
 class LineByDefault(TyperGroup):
@@ -364,6 +367,26 @@ def start(
     with explained(), disk_explained():
         times = measure_start(scratch_folder(directory), starts)
     print(json.dumps(asdict(times)) if as_json else report(times))
+
+
+@bench_app.command()
+def photographs(
+    directory: Directory = None,
+    architecture: Annotated[str, typer.Option(help="of the experts: a torchvision classifier")] = "resnet50",
+    precision: NewPrecision = "fp32",
+    megapixels: Annotated[float, typer.Option(min=0.1, max=64, help="of each photograph")] = 12.0,
+    images: Annotated[int, typer.Option(min=1, help="that are asked about")] = 48,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
+    from profiler.bench.parts.photographs import PhotographsRecipe, measure_photographs, report
+    from profiler.cli.settings import new_precision
+
+    with explained(), disk_explained():
+        recipe = PhotographsRecipe(architecture, new_precision(precision), megapixels, images, repeats=repeat)
+        measured = measure_photographs(scratch_folder(directory), recipe)
+    print(json.dumps(asdict(measured)) if as_json else report(measured))
 
 
 @bench_app.command()

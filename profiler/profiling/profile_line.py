@@ -351,17 +351,15 @@ class _Profiling:
         found: list[ImageDecoding] = []
         sampled = [copy for copy in copies if self._samples.of(copy.expert.id) and not copy.expert.takes_texts]
         for number, copy in enumerate(sampled):
-            self._progress("decoding images", number, len(sampled))
             earlier = there.get(copy.expert.id)
             if earlier is not None and earlier.of_sha256 == bench.of_sha256(copy):
                 found.append(earlier)
             elif time.monotonic() - started > DECODING_LIMIT_S:
                 left_out += 1
             else:
+                self._progress("decoding images", number, len(sampled))
                 with suppress(ImageError):  # a sample that went away meanwhile: the next run has others
                     found += [measured] if (measured := bench.measure(copy)) is not None else []
-        if sampled:
-            self._progress("decoding images", len(sampled), len(sampled))
         self._draft.save_decodings(found)
         self._notes += [
             f"{each.expert} has its JPEGs whole: {each.labels_differ} labels of {each.smaller} differ, and scores by "

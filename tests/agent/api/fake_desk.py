@@ -339,7 +339,7 @@ class FakeDesk:
                 loads=9,
                 evictions=5,
                 bytes_read=123_456_789,
-                queues=(QueueView(0, "cpu", 3, "cls/resistor"), QueueView(1, "cpu", 0, None)),
+                queues=(QueueView(0, "cpu", 3, "cls/resistor", 8.0, 2.0), QueueView(1, "cpu", 0, None)),
                 pools=(PoolView("host", 50 * 2**20, 100 * 2**20, ("cls/resistor", "cls/capacitor"), 2**20, 2**21),),
                 sources=(SourceView("inbox", "folder", "ONLINE", 12, 1, 0, None),
                          SourceView("top", "camera", "STALLED", 5, 0, 2, "no frame for 10 s")),

@@ -22,7 +22,9 @@ def test_status_for_scripts_has_all_that_there_is(line):
     row = json.loads(coserve("status", line, "--json").stdout)
     assert row["line"] == "test"
     assert row["verdicts"] == {"OK": 0, "NG": 0, "UNKNOWN": 0}
-    assert row["queues"][0] == {"executor": 0, "processor": "cpu", "requests": 3, "running": "cls/resistor"}
+    assert row["queues"][0] == {
+        "executor": 0, "processor": "cpu", "requests": 3, "running": "cls/resistor", "busy_s": 8.0, "waited_s": 2.0,
+    }  # fmt: skip
     assert row["pools"] == [
         {"name": "host", "used_bytes": 52428800, "capacity_bytes": 104857600,
          "experts": ["cls/resistor", "cls/capacitor"], "lease_bytes": 1048576, "lease_capacity_bytes": 2097152}

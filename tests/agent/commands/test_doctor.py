@@ -71,6 +71,7 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
         )
     assert checks["camera top"].fix.startswith("see to file:")
     assert "lower memory.host" in checks["memory host"].fix
+    assert checks["memory images"].found.startswith("512.0 MiB")
     assert "records.keep" in checks["free space"].fix
     assert "LoadCredential" in checks["secret api.token"].fix
     assert "messages wait in the outbox" in checks["outbox.mqtt"].fix

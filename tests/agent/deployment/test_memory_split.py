@@ -9,9 +9,16 @@ import pytest
 import yaml
 
 from agent.config import read_line
-from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix
+from agent.core.performance import ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
 from agent.deployment.executors import executor_specs
-from agent.deployment.memory_split import available_for, casual_allocation, pool_budgets, pool_specs
+from agent.deployment.memory_split import (
+    MOST_PREPARED_BYTES,
+    available_for,
+    casual_allocation,
+    limits_of,
+    pool_budgets,
+    pool_specs,
+)
 from agent.device_profile.records import Allocation, PoolAllocation
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
@@ -173,3 +180,11 @@ def test_a_given_workspace_that_leaves_too_little_is_named(line):
 def test_a_budget_and_what_has_to_be_available_for_it(line):
     box = replace(RTX, host=MemorySize(1, available_for("host", 123 * MIB)))
     assert pool_budgets(line(), box)["host"] == pytest.approx(123 * MIB, abs=2)
+
+
+def test_images_ahead_have_a_twentieth_of_host_memory_or_what_the_line_gives(line):
+    host, device = PoolSpec("host", 300, 100, lease_bytes=200), PoolSpec("device", 10_000, 100, cache="host")
+    assert limits_of(line(), (host, device)).prepared_bytes == 30
+    large = PoolSpec("host", 2**40, 2**30)
+    assert limits_of(line(), (large,)).prepared_bytes == MOST_PREPARED_BYTES
+    assert limits_of(line(memory={"images": "7MiB"}), (host,)).prepared_bytes == 7 * 2**20
